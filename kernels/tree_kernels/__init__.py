@@ -1,0 +1,1 @@
+"""Triton kernels for draft trees, each beside its plain PyTorch reference."""

@@ -1,0 +1,1 @@
+"""Token Recycling: drafts from an adjacency matrix of recycled candidate tokens."""
