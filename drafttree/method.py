@@ -1,0 +1,93 @@
+"""What makes a drafting method: its name, its options and its drafter.
+
+Methods are found through the entry-point group `drafttree.methods`, so a method from any package
+stands beside ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from drafttree.drafter import Drafter
+
+GROUP = "drafttree.methods"
+
+
+class MethodOptions(BaseModel):
+    """The options of a method; every option has the same name in all hosts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def num_nodes(self) -> int:
+        """The most draft nodes a tree can have, the root not counted."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Method:
+    """A drafting method whose drafts are chosen deterministically and verified by sampling.
+
+    Attributes:
+        name: as users write it in vLLM's `speculative_config`.
+        title: as people call it.
+        options: the pydantic model that validates its options.
+        make_drafter: `(options, vocab_size, device) -> drafter`.
+    """
+
+    name: str
+    title: str
+    options: type[MethodOptions]
+    make_drafter: Callable[[Any, int, torch.device], Drafter]
+
+    def parse(self, options: dict[str, Any]) -> MethodOptions:
+        """Validate options.
+
+        Raises:
+            ValueError: naming the option, its value and the mend.
+        """
+        try:
+            return self.options.model_validate(options)
+        except ValidationError as error:
+            raise ValueError("; ".join(self._explain(options, error))) from error
+
+    def _explain(self, options: dict[str, Any], error: ValidationError) -> list[str]:
+        reasons = []
+        for item in error.errors():
+            name = ".".join(str(part) for part in item["loc"])
+            if item["type"] == "extra_forbidden":
+                known = ", ".join(sorted(self.options.model_fields))
+                reasons.append(
+                    f"{self.title} has no option {name!r} (given {options[name]!r}): "
+                    f"its options are {known}"
+                )
+            else:
+                message = item["msg"].removeprefix("Value error, ")
+                given = f"{name}={item['input']!r}: " if name else ""
+                reasons.append(f"{self.title} option {given}{message}")
+        return reasons
+
+
+def installed_methods() -> dict[str, Method]:
+    """All installed methods by name."""
+    methods = [entry.load() for entry in entry_points(group=GROUP)]
+    return {method.name: method for method in methods}
+
+
+def find_method(name: str) -> Method:
+    """The installed method called `name`; `-` and `_` are the same.
+
+    Raises:
+        ValueError: there is none; the message lists what is installed.
+    """
+    methods = installed_methods()
+    method = methods.get(name.replace("-", "_"))
+    if method is None:
+        raise ValueError(f"unknown method {name!r}: installed are {', '.join(sorted(methods))}")
+    return method

@@ -1,0 +1,69 @@
+"""Sampled verification: lossless acceptance of drafts that were chosen, not drawn.
+
+The next token at a node is drawn from the target exactly as the engine would draw it without
+speculation; if a child carries that token the walk goes down to it, else it ends there. So every
+emitted token is the target's own draw, whatever was drafted, and greedy verification (Token
+Recycling, arXiv 2408.08696, section 3.2) is the temperature-0 case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tree_kernels.accept import accept_step, accept_walk
+
+from drafttree.drafter import DraftTree
+
+Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(nodes int32 [B], alive bool [B]) -> tokens int32 [B]`: the target's token after each node.
+
+Rows that are not alive have left their tree; what is returned for them is ignored, and nothing of
+their request's random state may be used up."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The outcome of one verification, `D` being the greatest depth.
+
+    Attributes:
+        path: `int32 [B, D + 1]`: the node after which each token was emitted; -1 padded.
+        emitted: `int32 [B, D + 1]`: the accepted tokens, then the bonus token; -1 padded.
+        num_emitted: `int32 [B]`, at least 1.
+    """
+
+    path: torch.Tensor
+    emitted: torch.Tensor
+    num_emitted: torch.Tensor
+
+
+def verify_greedy(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Verified:
+    """Verify against one fixed target token a node: `target` is `int32 [B, N]`."""
+    path, emitted, num_emitted = accept_walk(
+        trees.tokens, trees.parents, trees.num_nodes, target, max_depth
+    )
+    return Verified(path, emitted, num_emitted)
+
+
+def verify_sampled(trees: DraftTree, draw: Draw, max_depth: int) -> Verified:
+    """Verify by drawing level by level, one draw for each emitted token and no more."""
+    batch = trees.tokens.shape[0]
+    device = trees.tokens.device
+    node = torch.zeros(batch, dtype=torch.int32, device=device)
+    alive = torch.ones(batch, dtype=torch.bool, device=device)
+    path = torch.full((batch, max_depth + 1), -1, dtype=torch.int32, device=device)
+    emitted = torch.full_like(path, -1)
+    for depth in range(max_depth + 1):
+        token = draw(node, alive)
+        path[:, depth] = torch.where(alive, node, -1)
+        emitted[:, depth] = torch.where(alive, token, -1)
+        node = accept_step(
+            trees.tokens, trees.parents, trees.num_nodes, torch.where(alive, node, -1), token
+        )
+        alive = node >= 0
+        node = node.clamp(min=0)
+        # Looking at the result would stall a GPU; on a CPU it saves the draws of the levels left.
+        if device.type == "cpu" and not bool(alive.any()):
+            break
+    return Verified(path, emitted, (emitted >= 0).sum(1, dtype=torch.int32))
