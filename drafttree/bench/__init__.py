@@ -1,0 +1,1 @@
+"""Measuring a draft method against plain decoding, both through the real engine."""

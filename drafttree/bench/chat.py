@@ -1,0 +1,57 @@
+"""Chats to token ids and back, with the model's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drafttree.bench.errors import InputError
+
+LONGEST_CONTEXT = 2048
+
+
+def model_context(model: Path) -> int:
+    """The longest context to use: the model's own, at most 2048 tokens."""
+    config = model / "config.json"
+    if not config.is_file():
+        raise InputError(f"{model} is no model folder: it has no config.json")
+    try:
+        limit = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InputError(f"cannot read {config}: {error}") from error
+    return min(LONGEST_CONTEXT, limit) if isinstance(limit, int) else LONGEST_CONTEXT
+
+
+class Chat:
+    """Renders a chat as the model wants it, and reads the model's answers."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+        except Exception as error:
+            raise InputError(f"cannot load the tokenizer in {model}: {error}") from error
+
+    def render(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+        """The prompt's tokens: the turns so far with the answers so far, one fewer."""
+        messages: list[dict[str, str]] = []
+        for index, turn in enumerate(turns):
+            messages.append({"role": "user", "content": turn})
+            if index < len(answers):
+                messages.append({"role": "assistant", "content": answers[index]})
+        if self._tokenizer.chat_template:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+            ids = self._tokenizer.encode(f"{text}\nassistant:")
+        return [int(token) for token in ids]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """An answer's text, without the special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

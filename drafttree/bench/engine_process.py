@@ -1,0 +1,123 @@
+"""An engine in a process of its own, seen from the bench.
+
+The process is started with `python -m`, so that environment variables hold before any library
+is loaded, and talks through a pipe; what it prints goes to a log file shown if it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, TextIO, cast
+
+from drafttree.bench.errors import EngineError
+from drafttree.bench.protocol import EngineInfo, EngineSpec, Generation, Request
+
+_MODULES = {"vllm": "drafttree.bench.vllm_engine"}
+ENGINES = tuple(_MODULES)
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    # Two engines share the cores, one working at a time: idle threads must not spin.
+    "OMP_WAIT_POLICY": "passive",
+    "KMP_BLOCKTIME": "0",
+    "GOMP_SPINCOUNT": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_LOG_TAIL_LINES = 40
+
+
+class EngineProcess:
+    """One engine, plain or with a method, in a child process."""
+
+    def __init__(self, engine: str, label: str, spec: EngineSpec, *, verbose: bool = False) -> None:
+        self.label = label
+        self._verbose = verbose
+        self._info: EngineInfo | None = None
+        environment = {**os.environ, **_ENVIRONMENT}
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+        self._log: TextIO = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._pipe, child = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULES[engine], str(child.fileno())],
+            env=environment,
+            pass_fds=[child.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if verbose else self._log,
+            stderr=None if verbose else subprocess.STDOUT,
+        )
+        child.close()
+        self._pipe.send(spec)
+
+    def wait_until_ready(self) -> EngineInfo:
+        """Block until the engine has started; at once if it has been waited for before."""
+        if self._info is None:
+            self._info = cast(EngineInfo, self._receive())
+        return self._info
+
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        """Answer the requests together, as one batch."""
+        return cast(list[Generation], self._call("generate", requests))
+
+    def top_logprobs(self, token_ids: list[int]) -> list[float]:
+        """The two best log-probabilities of the token that follows."""
+        return cast(list[float], self._call("top_logprobs", token_ids))
+
+    def reset(self, tables: bool) -> None:
+        """Forget cached prefixes and, if the method has them, tables and counters."""
+        self._call("reset", tables)
+
+    def counters(self) -> dict[str, int]:
+        """The tree worker's own counts since the last reset."""
+        return cast(dict[str, int], self._call("counters", None))
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _call(self, name: str, argument: Any) -> Any:
+        try:
+            self._pipe.send((name, argument))
+        except OSError as error:
+            raise self._failure("ended unexpectedly") from error
+        return self._receive()
+
+    def _receive(self) -> Any:
+        pipe: Connection = self._pipe
+        try:
+            kind, value = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._failure("ended unexpectedly") from error
+        if kind == "error":
+            raise self._failure(f"failed: {value}")
+        return value
+
+    def _failure(self, what: str) -> EngineError:
+        message = f"the {self.label} engine {what}"
+        if self._verbose:
+            return EngineError(message)
+        self._log.flush()
+        self._log.seek(0)
+        tail = self._log.read().splitlines()[-_LOG_TAIL_LINES:]
+        if tail:
+            message += "\nlast lines of its output:\n" + "\n".join(tail)
+        return EngineError(message)

@@ -1,0 +1,139 @@
+"""From what both sides answered to the figures of a run. Nothing here touches an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal
+
+from drafttree.bench.errors import EngineError
+from drafttree.bench.prompts import Prompt
+from drafttree.bench.protocol import Generation
+
+Verdict = Literal["identical", "tie", "different"]
+
+
+@dataclass
+class Repetition:
+    """One pass over all prompts: for each prompt, each side's answer to each turn."""
+
+    plain: list[list[Generation]]
+    method: list[list[Generation]]
+
+
+def first_difference(
+    plain: Sequence[Sequence[int]], method: Sequence[Sequence[int]]
+) -> tuple[int, int] | None:
+    """The turn and the position at which two chats first differ, or None."""
+    for turn, (left, right) in enumerate(zip(plain, method, strict=True)):
+        if list(left) != list(right):
+            same = (a == b for a, b in zip(left, right, strict=False))
+            position = next((i for i, equal in enumerate(same) if not equal), None)
+            return turn, min(len(left), len(right)) if position is None else position
+    return None
+
+
+def figures(
+    repetitions: Sequence[Repetition], verdicts: Sequence[Verdict], chosen: Sequence[int]
+) -> dict[str, Any]:
+    """The figures of the chosen prompts: counts of the first repetition, medians of the rates."""
+    first = repetitions[0]
+    method, plain = _Totals(first.method, chosen), _Totals(first.plain, chosen)
+    rates: dict[str, float | None] = {
+        name: _median(
+            rate(_Totals(getattr(repetition, side), chosen)) for repetition in repetitions
+        )
+        for name, side, rate in (
+            ("tokens_per_second", "method", _Totals.tokens_per_second),
+            ("baseline_tokens_per_second", "plain", _Totals.tokens_per_second),
+            ("decode_tokens_per_second", "method", _Totals.decode_tokens_per_second),
+            ("baseline_decode_tokens_per_second", "plain", _Totals.decode_tokens_per_second),
+        )
+    }
+    return {
+        "prompts": len(chosen),
+        "new_tokens": method.tokens,
+        "baseline_new_tokens": plain.tokens,
+        "steps": method.steps,
+        "baseline_steps": plain.steps,
+        "mean_accepted_tokens": _quotient(method.step_tokens, method.steps),
+        "baseline_mean_accepted_tokens": _quotient(plain.step_tokens, plain.steps),
+        **rates,
+        "speedup": _quotient(rates["tokens_per_second"], rates["baseline_tokens_per_second"]),
+        "decode_speedup": _quotient(
+            rates["decode_tokens_per_second"], rates["baseline_decode_tokens_per_second"]
+        ),
+        "identical": sum(verdicts[i] == "identical" for i in chosen),
+        "ties": sum(verdicts[i] == "tie" for i in chosen),
+    }
+
+
+def report(
+    prompts: Sequence[Prompt], repetitions: Sequence[Repetition], verdicts: Sequence[Verdict]
+) -> dict[str, Any]:
+    """The figures of the whole run, by category, and the rates of each repetition."""
+    everything = range(len(prompts))
+    categories = sorted({prompt.category for prompt in prompts})
+    rates = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "decode_speedup")
+    singles = [figures([repetition], verdicts, everything) for repetition in repetitions]
+    return {
+        **figures(repetitions, verdicts, everything),
+        "differing": [
+            prompt.question_id
+            for prompt, verdict in zip(prompts, verdicts, strict=True)
+            if verdict != "identical"
+        ],
+        "repetitions": [{name: single[name] for name in rates} for single in singles],
+        "per_category": {
+            category: figures(
+                repetitions, verdicts, [i for i in everything if prompts[i].category == category]
+            )
+            for category in categories
+        },
+    }
+
+
+def check_counters(repetition: Repetition, counters: dict[str, int]) -> None:
+    """Raise unless the tree worker counted the decode steps that the engine's outputs show.
+
+    Its emitted tokens may exceed those the engine returned, by what an accepted path held beyond
+    an end-of-text or the token limit; they can never be fewer, and never by more than was
+    accepted.
+    """
+    totals = _Totals(repetition.method, range(len(repetition.method)))
+    surplus = counters["emitted"] - totals.step_tokens
+    if counters["steps"] != totals.steps or not 0 <= surplus <= counters["accepted_tokens"]:
+        raise EngineError(
+            "the method's own counters disagree with the engine's outputs: "
+            f"steps {counters['steps']} against {totals.steps}, "
+            f"emitted tokens {counters['emitted']} against {totals.step_tokens}"
+        )
+
+
+class _Totals:
+    """Sums over the answers of one side to the chosen prompts."""
+
+    def __init__(self, side: Sequence[Sequence[Generation]], chosen: Iterable[int]) -> None:
+        answers = [answer for i in chosen for answer in side[i]]
+        self.tokens = sum(len(answer.token_ids) for answer in answers)
+        self.steps = sum(answer.steps for answer in answers)
+        self.step_tokens = sum(answer.step_tokens for answer in answers)
+        self.seconds = sum(answer.seconds for answer in answers)
+        self.decode_tokens = sum(answer.decode_tokens for answer in answers)
+        self.decode_seconds = sum(answer.decode_seconds for answer in answers)
+
+    def tokens_per_second(self) -> float | None:
+        return _quotient(self.tokens, self.seconds)
+
+    def decode_tokens_per_second(self) -> float | None:
+        return _quotient(self.decode_tokens, self.decode_seconds)
+
+
+def _quotient(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

@@ -1,0 +1,212 @@
+"""A bench run: both engines side by side, one working at a time, batch by batch in turn."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from drafttree.bench.chat import Chat, model_context
+from drafttree.bench.engine_process import EngineProcess
+from drafttree.bench.errors import InputError
+from drafttree.bench.machine import processor_name
+from drafttree.bench.methods import Method
+from drafttree.bench.prompts import Prompt
+from drafttree.bench.protocol import EngineSpec, Generation, Request
+from drafttree.bench.report import Repetition, Verdict, check_counters, first_difference, report
+
+_TIE = 1e-4
+_WARM_UP = (
+    Prompt("warm-up 1", "warm-up", ("Count from one to ten, then count back.",)),
+    Prompt("warm-up 2", "warm-up", ("Name three colours, and name them once more.",)),
+)
+_WARM_UP_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is asked to measure."""
+
+    engine: str
+    method: Method
+    model: Path
+    prompts: list[Prompt]
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    temperature: float = 0.0
+    dtype: str = "float32"
+    repeat: int = 1
+    eager: bool = False
+    verbose: bool = False
+
+
+class Observer(Protocol):
+    """Told how far a run has come."""
+
+    def status(self, text: str) -> None:
+        """What is being done now."""
+
+    def advance(self) -> None:
+        """One side has answered one batch."""
+
+    def answered(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> None:
+        """Both sides have answered a prompt, in the first repetition."""
+
+
+def batches(settings: Settings) -> list[list[Prompt]]:
+    """The prompts in the order given, `batch_size` at a time."""
+    size = settings.batch_size
+    return [settings.prompts[i : i + size] for i in range(0, len(settings.prompts), size)]
+
+
+def run(settings: Settings, observer: Observer) -> dict[str, Any]:
+    """Measure the method against plain decoding; the report is ready for JSON."""
+    context = model_context(settings.model)
+    if settings.max_new_tokens >= context:
+        raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
+    plain_spec = EngineSpec(
+        model=str(settings.model),
+        dtype=settings.dtype,
+        batch_size=settings.batch_size,
+        max_model_len=context,
+        eager=settings.eager,
+    )
+    method_spec = replace(plain_spec, speculative_config=settings.method.speculative_config)
+    chat = Chat(settings.model)
+    with ExitStack() as stack:
+        observer.status("starting the engines")
+        processes = []
+        for label, spec in (("plain", plain_spec), (settings.method.name, method_spec)):
+            process = EngineProcess(settings.engine, label, spec, verbose=settings.verbose)
+            processes.append(stack.enter_context(process))
+            if not settings.eager:  # the second start then finds what the first one compiled
+                process.wait_until_ready()
+        info, _ = [process.wait_until_ready() for process in processes]
+        pair = _Run(settings, observer, chat, context, processes[0], processes[1])
+        observer.status("warming up")
+        pair.warm_up()
+        repetitions: list[Repetition] = []
+        counters: dict[str, int] = {}
+        for number in range(settings.repeat):
+            which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
+            observer.status(f"answering{which}")
+            repetitions.append(pair.repetition(number))
+            if number == 0 and settings.method.drafts_trees:
+                counters = pair.method.counters()
+                check_counters(repetitions[0], counters)
+        observer.status("comparing")
+        verdicts = [
+            pair.verdict(prompt, plain, method)
+            for prompt, plain, method in zip(
+                settings.prompts, repetitions[0].plain, repetitions[0].method, strict=True
+            )
+        ]
+    return {
+        "engine": settings.engine,
+        "engine_version": info.version,
+        "method": settings.method.name,
+        "model": str(settings.model),
+        "dtype": settings.dtype,
+        "device": info.device,
+        "cpu": processor_name(),
+        "eager": settings.eager,
+        "batch_size": settings.batch_size,
+        "temperature": settings.temperature,
+        "options": settings.method.options,
+        "max_new_tokens": settings.max_new_tokens,
+        "repeat": settings.repeat,
+        "cut_prompts": len(pair.cut),
+        "counters": counters,
+        **report(settings.prompts, repetitions, verdicts),
+    }
+
+
+class _Run:
+    """The two started engines and what they are asked."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        observer: Observer,
+        chat: Chat,
+        context: int,
+        plain: EngineProcess,
+        method: EngineProcess,
+    ) -> None:
+        self.settings = settings
+        self.observer = observer
+        self.chat = chat
+        self.context = context
+        self.plain = plain
+        self.method = method
+        self.cut: set[int | str] = set()
+
+    def warm_up(self) -> None:
+        """A few short answers on each side, which are then forgotten."""
+        for process in (self.plain, self.method):
+            for _ in range(2):
+                self._answer(process, list(_WARM_UP), _WARM_UP_TOKENS)
+
+    def repetition(self, number: int) -> Repetition:
+        """All prompts on both sides, from empty caches and tables."""
+        self.plain.reset(tables=False)
+        self.method.reset(tables=self.settings.method.drafts_trees)
+        result = Repetition([], [])
+        for index, batch in enumerate(batches(self.settings)):
+            sides = [(self.plain, result.plain), (self.method, result.method)]
+            for process, answers in sides if (number + index) % 2 == 0 else sides[::-1]:
+                answers.extend(self._answer(process, batch, self.settings.max_new_tokens))
+                self.observer.advance()
+            if number == 0:
+                for i, prompt in enumerate(batch, start=len(result.plain) - len(batch)):
+                    self.observer.answered(prompt, result.plain[i], result.method[i])
+        return result
+
+    def verdict(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> Verdict:
+        """Whether both sides answered alike and, if not, whether a tie parted them."""
+        difference = first_difference(
+            [answer.token_ids for answer in plain], [answer.token_ids for answer in method]
+        )
+        if difference is None:
+            return "identical"
+        if self.settings.temperature > 0:
+            return "different"
+        turn, position = difference
+        answers = [self.chat.decode(answer.token_ids) for answer in plain[:turn]]
+        request = self._request(prompt, turn, answers, self.settings.max_new_tokens)
+        token_ids = request.token_ids + plain[turn].token_ids[:position]
+        best = self.plain.top_logprobs(token_ids) if len(token_ids) < self.context else []
+        return "tie" if len(best) == 2 and best[0] - best[1] <= _TIE else "different"
+
+    def _answer(
+        self, process: EngineProcess, batch: list[Prompt], max_new_tokens: int
+    ) -> list[list[Generation]]:
+        """All turns of a batch of prompts, each with the answers so far."""
+        answers: list[list[Generation]] = [[] for _ in batch]
+        texts: list[list[str]] = [[] for _ in batch]
+        for turn in range(max(len(prompt.turns) for prompt in batch)):
+            here = [i for i, prompt in enumerate(batch) if turn < len(prompt.turns)]
+            requests = [self._request(batch[i], turn, texts[i], max_new_tokens) for i in here]
+            size = self.settings.batch_size
+            for start in range(0, len(here), size):
+                generations = process.generate(requests[start : start + size])
+                for i, generation in zip(here[start : start + size], generations, strict=True):
+                    answers[i].append(generation)
+                    texts[i].append(self.chat.decode(generation.token_ids))
+        return answers
+
+    def _request(
+        self, prompt: Prompt, turn: int, answers: list[str], max_new_tokens: int
+    ) -> Request:
+        """One turn's request; a chat too long for the context loses its beginning."""
+        token_ids = self.chat.render(prompt.turns[: turn + 1], answers)
+        room = self.context - max_new_tokens
+        if len(token_ids) > room:
+            self.cut.add(prompt.question_id)
+            token_ids = token_ids[-room:]
+        seed = None
+        if self.settings.temperature > 0:
+            seed = zlib.crc32(f"{prompt.question_id}/{turn}".encode())
+        return Request(token_ids, max_new_tokens, self.settings.temperature, seed)

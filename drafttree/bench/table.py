@@ -1,0 +1,60 @@
+"""A run's figures as a table for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+_ROWS = (
+    ("new tokens", "baseline_new_tokens", "new_tokens", ",d"),
+    ("decode steps", "baseline_steps", "steps", ",d"),
+    (
+        "tokens a decode step (mean accepted)",
+        "baseline_mean_accepted_tokens",
+        "mean_accepted_tokens",
+        ".2f",
+    ),
+    ("tokens/s", "baseline_tokens_per_second", "tokens_per_second", ".1f"),
+    ("speedup", None, "speedup", ".2f"),
+    ("speedup of decode steps alone", None, "decode_speedup", ".2f"),
+)
+
+
+def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
+    """Plain decoding and the method, side by side."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column(str(report["method"]), justify="right")
+    for name, plain, method, form in _ROWS:
+        table.add_row(name, _cell(report, plain, form), _cell(report, method, form))
+    identical = f"{report['identical']} of {report['prompts']}"
+    if report["ties"]:
+        identical += f", {report['ties']} ties"
+    table.add_row("prompts answered alike", "", identical)
+    return table
+
+
+def category_table(report: dict[str, Any]) -> Table:
+    """The method's figures by category of prompt."""
+    table = Table()
+    table.add_column("category")
+    for heading in ("prompts", "identical", "new tokens", "tokens a step", "speedup", "decode"):
+        table.add_column(heading, justify="right")
+    for category, figures in report["per_category"].items():
+        table.add_row(
+            category,
+            _cell(figures, "prompts", ",d"),
+            _cell(figures, "identical", ",d"),
+            _cell(figures, "new_tokens", ",d"),
+            _cell(figures, "mean_accepted_tokens", ".2f"),
+            _cell(figures, "speedup", ".2f"),
+            _cell(figures, "decode_speedup", ".2f"),
+        )
+    return table
+
+
+def _cell(figures: dict[str, Any], key: str | None, form: str) -> str:
+    value = None if key is None else figures[key]
+    return "" if value is None else format(value, form)

@@ -1,0 +1,122 @@
+"""The vLLM side of the bench: an in-process engine, stepped by hand, serving a pipe.
+
+Stepping it ourselves lets every engine step be timed and every decode step be counted from the
+engine's own outputs, in the same way for plain decoding and for any method.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+from drafttree.bench.protocol import EngineInfo, EngineSpec, Generation, Request
+
+
+class VllmEngine:
+    """One `vllm.LLM`, in this process."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import vllm
+        from vllm.platforms import current_platform
+
+        device = str(current_platform.device_type)
+        shared: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": 0.42}
+        if spec.speculative_config is not None:
+            shared["speculative_config"] = spec.speculative_config
+        self._llm: Any = vllm.LLM(
+            model=spec.model,
+            dtype=spec.dtype,
+            enforce_eager=spec.eager,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.batch_size,
+            max_num_batched_tokens=spec.max_num_batched_tokens,
+            seed=0,
+            **shared,
+        )
+        self._next_id = 0
+        self.info = EngineInfo(version=str(vllm.__version__), device=device)
+
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        """Answer all requests together, timing each engine step."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        running: dict[str, Generation] = {}
+        results: list[Generation] = []
+        started = perf_counter()
+        for request in requests:
+            request_id = f"bench-{self._next_id}"
+            self._next_id += 1
+            params = SamplingParams(
+                temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed
+            )
+            engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
+            running[request_id] = Generation()
+            results.append(running[request_id])
+        while running:
+            decoding = all(generation.token_ids for generation in running.values())
+            active = list(running.values())
+            for output in engine.step():
+                generation = running[output.request_id]
+                tokens = [int(token) for token in output.outputs[0].token_ids]
+                emitted = len(tokens) - len(generation.token_ids)
+                if generation.token_ids and emitted:
+                    generation.steps += 1
+                    generation.step_tokens += emitted
+                if decoding:
+                    generation.decode_tokens += emitted
+                generation.token_ids = tokens
+                if output.finished:
+                    del running[output.request_id]
+            ended = perf_counter()
+            share = (ended - started) / len(active)
+            started = ended
+            for generation in active:
+                generation.seconds += share
+                if decoding:
+                    generation.decode_seconds += share
+        return results
+
+    def top_logprobs(self, token_ids: list[int]) -> list[float]:
+        """The two best log-probabilities after `token_ids`, best first."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
+        prompt = {"prompt_token_ids": token_ids}
+        output = self._llm.generate([prompt], params, use_tqdm=False)[0]
+        entries = output.outputs[0].logprobs[0].values()
+        return sorted((float(entry.logprob) for entry in entries), reverse=True)[:2]
+
+    def reset(self, tables: bool) -> None:
+        """Forget cached prefixes; with `tables`, what the method learned and counted as well."""
+        self._llm.reset_prefix_cache()
+        if tables:
+            self._llm.collective_rpc("drafttree_reset")
+
+    def counters(self, _: None) -> dict[str, int]:
+        """The tree worker's counts (every rank counts the same)."""
+        counts: dict[str, int] = self._llm.collective_rpc("drafttree_counters")[0]
+        return counts
+
+
+def serve(pipe: Connection) -> None:
+    """Start the engine the first message describes, then answer calls until the pipe closes."""
+    try:
+        engine = VllmEngine(pipe.recv())
+        pipe.send(("ok", engine.info))
+        while True:
+            name, argument = pipe.recv()
+            pipe.send(("ok", getattr(engine, name)(argument)))
+    except EOFError:
+        return
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,115 @@
+"""`drafttree bench`: a draft method against plain decoding, in one run of the real engine."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from drafttree.bench.engine_process import ENGINES
+from drafttree.bench.errors import EngineError, InputError
+from drafttree.bench.methods import parse_options, resolve_method
+from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
+from drafttree.bench.protocol import Generation
+from drafttree.bench.run import Settings, batches, run
+from drafttree.bench.table import category_table, figures_table
+
+
+class Dtype(StrEnum):
+    """The number formats a run can use."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class ProgressObserver:
+    """Shows a run's progress as a bar."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total)
+
+    def status(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+    def answered(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> None:
+        """Nothing to show for a single prompt."""
+
+
+def progress_bar(console: Console) -> Progress:
+    """The bar both commands show."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def bench(
+    method: Annotated[str, typer.Option(help="none, ngram, or an installed tree method.")],
+    model: Annotated[Path, typer.Option(help="The model's folder.")],
+    output: Annotated[Path, typer.Option(help="The JSON file to write.")],
+    engine: Annotated[str, typer.Option(help="The engine to run in.")] = "vllm",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in Spec-Bench's format; those shipped if not given."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a turn, at most.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    dtype: Annotated[Dtype, typer.Option(help="The engines' number format.")] = Dtype.float32,
+    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; medians are given.")] = 1,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE, an option of the method; may be given again."),
+    ] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager/--compiled", help="Start faster, or run faster.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' output.")] = False,
+) -> None:
+    """Measure a method against plain decoding, both in one run."""
+    errors = Console(stderr=True)
+    try:
+        if engine not in ENGINES:
+            raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
+        if not output.resolve().parent.is_dir():
+            raise InputError(f"the folder of {output} does not exist")
+        settings = Settings(
+            engine=engine,
+            method=resolve_method(method, parse_options(option or [])),
+            model=model,
+            prompts=load_prompts(prompts or default_prompts_path(), limit),
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            temperature=temperature,
+            dtype=dtype.value,
+            repeat=repeat,
+            eager=eager,
+            verbose=verbose,
+        )
+        with progress_bar(errors) as progress:
+            total = 2 * repeat * len(batches(settings))
+            report = run(settings, ProgressObserver(progress, total))
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except InputError as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(2) from error
+    except (EngineError, OSError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    console = Console()
+    console.print(category_table(report))
+    console.print(figures_table(report))
+    console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)
