@@ -156,8 +156,9 @@ def convert(gguf: Path, folder: Path) -> None:
     source, name = str(gguf.parent), gguf.name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=name, dtype=torch.bfloat16, local_files_only=True
+        source, gguf_file=name, dtype=torch.float32, local_files_only=True
     )
+    model.to(torch.bfloat16)
     # The weights are plain now; with these marks transformers takes them for quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -1,1 +1,16 @@
-"""The `drafttree` command."""
+"""The `drafttree` command: one module a subcommand."""
+
+import typer
+
+from drafttree.cli.doctor import doctor
+from drafttree.cli.model import model
+
+app = typer.Typer(
+    name="drafttree",
+    help="Draft trees for vLLM and SGLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(model)
+app.command()(doctor)

@@ -1,0 +1,43 @@
+# The two commands: `make demo` and `make test`. Each creates what it needs and reuses it when run again.
+
+ENGINE ?= vllm
+PYTHON ?= python3
+VENV := .venv-$(ENGINE)
+
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+
+.NOTPARALLEL:
+.PHONY: demo test test-full environment style types test-kernels test-plain test-engines test-engines-full
+
+demo: environment
+	$(VENV)/bin/drafttree demo
+
+test: environment
+	@$(MAKE) --keep-going --no-print-directory style types test-kernels test-plain test-engines
+
+test-full: environment
+	@$(MAKE) --keep-going --no-print-directory style types test-kernels test-plain test-engines test-engines-full
+
+environment:
+	@$(PYTHON) scripts/set_up.py $(ENGINE)
+
+style:
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+
+types:
+	$(VENV)/bin/mypy
+
+# In processes of their own: the kernels run under Triton's interpreter, engines hold much memory.
+test-kernels:
+	$(VENV)/bin/pytest tests/kernels
+
+test-plain:
+	$(VENV)/bin/pytest tests --ignore=tests/kernels --ignore=tests/engines
+
+test-engines:
+	$(VENV)/bin/pytest tests/engines -m "not full"
+
+test-engines-full:
+	$(VENV)/bin/pytest tests/engines -m full

