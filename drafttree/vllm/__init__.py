@@ -1,0 +1,1 @@
+"""Tree verification inside vLLM, on its CPU backend."""

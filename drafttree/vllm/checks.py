@@ -1,0 +1,102 @@
+"""What tree verification cannot serve in vLLM is refused before anything is started."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(__name__)
+
+SUPPORTED = ((0, 26), (0, 34))
+TESTED = (0, 32)
+
+
+def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Refuse an engine that cannot verify trees.
+
+    Raises:
+        ValueError: naming the option, its value and the mend.
+    """
+    _check_version()
+    _check_platform()
+    for option, value, served, mend in (
+        ("worker_cls", parallel.worker_cls, "auto", "leave it out: draft trees bring their own"),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "set it to 1"),
+        ("tensor_parallel_size", parallel.tensor_parallel_size, 1, "set it to 1"),
+        ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
+        ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),
+        ("enable_sleep_mode", engine.enable_sleep_mode, False, "leave sleep mode out"),
+        ("kv_cache_dtype", engine.kv_cache_dtype, "auto", "leave it at auto"),
+        ("quantization", model.quantization, None, "use a model that is not quantised"),
+    ):
+        if value != served:
+            raise ValueError(f"draft trees do not work with {option}={value!r}: {mend}")
+    _check_model(model)
+
+
+def _check_version() -> None:
+    import vllm
+
+    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+    low, high = SUPPORTED
+    if not low <= version < high:
+        raise ValueError(
+            f"vLLM {vllm.__version__} is not supported: install a version from "
+            f"{low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}"
+        )
+    if version != TESTED:
+        logger.warning(
+            "Draft trees were tested with vLLM %s.%s; %s is untested", *TESTED, vllm.__version__
+        )
+
+
+def _check_platform() -> None:
+    from vllm.platforms import CpuArchEnum, current_platform
+
+    if not current_platform.is_cpu():
+        raise ValueError(
+            f"draft trees work on vLLM's CPU backend only so far, not on "
+            f"device={current_platform.device_type!r}: leave the speculative method out"
+        )
+    if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+        raise ValueError(
+            "draft trees know the KV layout of x86 CPUs only: leave the speculative method out"
+        )
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        raise ValueError(
+            "VLLM_USE_V2_MODEL_RUNNER=1 forces a model runner without hooks for draft trees: "
+            "unset it"
+        )
+
+
+def _check_model(model: ModelConfig) -> None:
+    name = model.model
+    window = model.get_sliding_window()
+    for found, kind in (
+        (model.runner_type != "generate", "does not generate text"),
+        (model.is_encoder_decoder, "is an encoder-decoder"),
+        (model.is_hybrid, "is a hybrid with recurrent layers"),
+        (model.is_attention_free, "has no attention"),
+        (model.is_multimodal_model, "is multimodal"),
+        (model.use_mla, "uses latent attention (MLA)"),
+        (model.is_moe, "is a mixture of experts"),
+        (model.uses_mrope, "uses M-RoPE positions"),
+        (window is not None, f"has a sliding window of {window} tokens"),
+    ):
+        if found:
+            raise ValueError(
+                f"draft trees do not work with model={name!r}, which {kind}: use a dense "
+                "decoder with full attention, or leave the speculative method out"
+            )
+    if model.get_head_size() % 32:
+        raise ValueError(
+            f"draft trees do not work with model={name!r}: its head size "
+            f"{model.get_head_size()} is no multiple of 32"
+        )

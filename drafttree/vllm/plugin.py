@@ -1,0 +1,128 @@
+"""Registration with vLLM: makes a method's name valid in `speculative_config`.
+
+vLLM calls this in every process. One function is wrapped at registration and passes everything
+through but our own methods; anything else changes only once a method of ours is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from drafttree.method import Method
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+_METHODS: dict[str, Method] = {}
+
+CREATE_SIGNATURE = ["self", "target_model_config", "target_parallel_config"]
+VALIDATE_SIGNATURE = ["self", "speculative_config"]
+
+
+def register_method(method: Method) -> None:
+    """Make `speculative_config={"method": method.name, ...}` valid. May be called repeatedly."""
+    _METHODS[method.name] = method
+    _wrap_create_speculative_config()
+
+
+def requested(speculative_config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
+    """The method's name and options if `speculative_config` asks for a method of ours."""
+    return getattr(speculative_config, "drafttree", None)
+
+
+def _wrap_create_speculative_config() -> None:
+    """vLLM validates the method's name against a fixed list, so ours is translated before that."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_speculative_config
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create_speculative_config(
+        self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+    ) -> SpeculativeConfig | None:
+        given = dict(self.speculative_config or {})
+        name = given.get("method") or self.spec_method
+        method = _METHODS.get(str(name).replace("-", "_"))
+        if method is None:
+            return original(self, target_model_config, target_parallel_config)
+
+        _require_known("EngineArgs.create_speculative_config", original, CREATE_SIGNATURE)
+        from drafttree.vllm.checks import check_engine
+
+        check_engine(self, target_model_config, target_parallel_config)
+        if self.spec_model is not None:
+            raise ValueError(f"--spec-model={self.spec_model!r}: {method.title} takes no model")
+        given.pop("method", None)
+        options, nodes = _parse(method, given, self.spec_tokens)
+        _allow_sampling_parameters()
+        kept = self.speculative_config, self.spec_method, self.spec_tokens
+        self.speculative_config = {
+            "method": "custom_class",
+            "model": "drafttree.vllm.runner.HostProposer",
+            "num_speculative_tokens": nodes,
+        }
+        self.spec_method = self.spec_tokens = None
+        try:
+            config = original(self, target_model_config, target_parallel_config)
+        finally:
+            self.speculative_config, self.spec_method, self.spec_tokens = kept
+        # A plain attribute travels with the configuration to the engine's other processes.
+        object.__setattr__(config, "drafttree", (method.name, options))
+        target_parallel_config.worker_cls = "drafttree.vllm.worker.TreeCPUWorker"
+        return config
+
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+def _parse(
+    method: Method, given: dict[str, Any], spec_tokens: int | None
+) -> tuple[dict[str, Any], int]:
+    """Validate a method's options together with the host's own count of draft tokens."""
+    host_nodes = given.pop("num_speculative_tokens", spec_tokens)
+    options = {key.replace("-", "_"): value for key, value in given.items()}
+    if host_nodes is not None and not {"nodes", "tree"} & options.keys():
+        options["nodes"] = host_nodes
+    nodes = method.parse(options).num_nodes
+    if host_nodes not in (None, nodes):
+        raise ValueError(
+            f"num_speculative_tokens={host_nodes!r} but the tree of {method.title} has {nodes} "
+            "nodes: leave num_speculative_tokens out"
+        )
+    return options, nodes
+
+
+def _allow_sampling_parameters() -> None:
+    """vLLM refuses min_p and logit_bias under speculation, as its chain verification cannot serve
+    them. Ours draws with the engine's own sampler, so for our methods the refusal is lifted."""
+    from vllm.sampling_params import SamplingParams
+
+    original = SamplingParams._validate_spec_decode
+    if hasattr(original, "__wrapped__"):
+        return
+    _require_known("SamplingParams._validate_spec_decode", original, VALIDATE_SIGNATURE)
+
+    @functools.wraps(original)
+    def _validate_spec_decode(
+        self: SamplingParams, speculative_config: SpeculativeConfig | None
+    ) -> None:
+        if requested(speculative_config) is None:
+            original(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = _validate_spec_decode
+
+
+def _require_known(name: str, function: Callable[..., Any], parameters: list[str]) -> None:
+    found = list(inspect.signature(function).parameters)
+    if found != parameters:
+        import vllm
+
+        raise RuntimeError(
+            f"drafttree does not know this vLLM ({vllm.__version__}): {name} takes {found}, "
+            f"expected {parameters}. Install vLLM 0.32, or leave the speculative method out."
+        )

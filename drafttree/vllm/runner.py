@@ -1,0 +1,311 @@
+"""vLLM's model runner, verifying draft trees.
+
+The scheduler believes that it scheduled a chain of drafts. The chain is a tree in breadth-first
+order, and what differs for a tree happens here, in the order of a step: positions by depth, masks,
+acceptance, the move of the accepted path's KV, and the next draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from tree_kernels.kv_move import move_kv
+from tree_kernels.mask import depths, tree_mask
+from vllm.logger import init_logger
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from drafttree.drafter import DraftTree
+from drafttree.metrics import Counters
+from drafttree.verify import Verified
+from drafttree.vllm.attention import TreeAttentionMetadataBuilder, TreeRows, kv_views
+from drafttree.vllm.sampling import build_logits_processors, is_plain_greedy, sample_trees
+from drafttree.vllm.step import StepTrees, StoredTree
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from drafttree.method import Method
+
+logger = init_logger(__name__)
+
+OPT_OUT = "drafttree"
+"""The key of `SamplingParams.extra_args` that turns drafting off for a request when false."""
+
+
+class HostProposer:
+    """What the engine builds in place of a proposer; the runner drafts by itself."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        pass
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Called by the engine; there is nothing to load."""
+
+    def propose(self, *args: object, **kwargs: object) -> list[list[int]]:
+        """Never called: `TreeModelRunner.propose_draft_token_ids` stands before it."""
+        raise NotImplementedError("draft trees are proposed by TreeModelRunner")
+
+
+class TreeModelRunner(CPUModelRunner):
+    """Made from the stock runner by `adopt`."""
+
+    @classmethod
+    def adopt(
+        cls,
+        runner: CPUModelRunner,
+        method: Method,
+        options: dict[str, Any],
+        logits_processors: Sequence[Any] | None,
+    ) -> TreeModelRunner:
+        """Turn a stock runner that has not loaded its model into one that verifies trees.
+
+        Raises:
+            RuntimeError: the engine chose a runner that we do not know.
+        """
+        if type(runner) is not CPUModelRunner:
+            raise RuntimeError(
+                f"draft trees need vLLM's CPUModelRunner, not {type(runner).__name__}: unset "
+                "VLLM_USE_V2_MODEL_RUNNER"
+            )
+        runner.__class__ = cls
+        tree_runner = cast(TreeModelRunner, runner)
+        tree_runner._set_up(method, options, logits_processors)
+        return tree_runner
+
+    def _set_up(
+        self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
+    ) -> None:
+        self.tree_drafter = method.make_drafter(
+            method.parse(options), self.model_config.get_vocab_size(), self.device
+        )
+        self.input_batch.logitsprocs = build_logits_processors(
+            self.vllm_config, self.device, logits_processors
+        )
+        self.input_batch.logitsprocs_need_output_token_ids = bool(logits_processors)
+        self.counters = Counters()
+        self._stored: dict[str, StoredTree] = {}
+        self._step: StepTrees | None = None
+        self._drafts_off: set[str] = set()
+        self._report()
+
+    def _report(self) -> None:
+        budget = self.scheduler_config.max_num_batched_tokens
+        full = budget // self.max_num_reqs - 1
+        if full < self.num_spec_tokens:
+            logger.warning(
+                "max_num_batched_tokens=%d cuts draft trees to %d of %d nodes when all "
+                "max_num_seqs=%d requests run; %d tokens would verify whole trees",
+                budget,
+                max(full, 0),
+                self.num_spec_tokens,
+                self.max_num_reqs,
+                self.max_num_reqs * (1 + self.num_spec_tokens),
+            )
+        logger.info(
+            "Draft trees reserve up to %d KV slots a request, beside its own tokens",
+            self.num_spec_tokens,
+        )
+
+    def reset_drafting(self) -> None:
+        """Forget what was learnt, and all counts."""
+        self.tree_drafter.reset()
+        self.counters = Counters()
+
+    # One step, from top to bottom.
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        finished = list(scheduler_output.finished_req_ids)
+        self.tree_drafter.release(finished)
+        for request_id in finished:
+            self._stored.pop(request_id, None)
+            self._drafts_off.discard(request_id)
+        arrived = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        if arrived:
+            self.tree_drafter.start(arrived)
+        deferred = super()._update_states(scheduler_output)
+        for request_id in arrived:
+            if not self._may_draft(request_id):
+                self._drafts_off.add(request_id)
+        return deferred
+
+    def _may_draft(self, request_id: str) -> bool:
+        parameters = self.requests[request_id].sampling_params
+        if parameters is None or (parameters.extra_args or {}).get(OPT_OUT) is False:
+            return False
+        for feature, wanted in (
+            ("structured output", parameters.structured_outputs is not None),
+            ("a thinking budget", parameters.thinking_token_budget is not None),
+        ):
+            if wanted:
+                logger.warning_once("Requests with %s are served without drafts", feature)
+                return False
+        return True
+
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        # The engine laid KV slots and positions out as a chain. The slots stay so until the
+        # accepted path is known; rotary positions must go by depth at once.
+        self._step = StepTrees.of_batch(
+            self.input_batch.req_ids,
+            scheduler_output.scheduled_spec_decode_tokens,
+            self._stored,
+            num_scheduled_tokens,
+            rows=prepared[0],
+        )
+        offsets = self._step.position_offsets
+        self.positions[: len(offsets)] += torch.from_numpy(offsets).to(self.device)
+        return prepared
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        trees: tuple[TreeRows, ...] = ()
+        if self._step is not None and self._step.drafted:
+            drafts = self._step.trees(self._row_tokens())
+            masks = tree_mask(drafts.parents, drafts.num_nodes)
+            trees = tuple(
+                TreeRows(row, masks[row, :size, :size])
+                for row, size in enumerate(self._step.sizes.tolist())
+                if size > 1
+            )
+        for groups in self.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                assert isinstance(builder, TreeAttentionMetadataBuilder)
+                builder.step_trees = trees
+        return super()._build_attention_metadata(*args, **kwargs)
+
+    def _row_tokens(self) -> torch.Tensor:
+        """The input tokens of the rows that have logits, `int32 [R]`."""
+        assert self._step is not None
+        return self.input_ids.gpu[self._step.rows]
+
+    def _sample(
+        self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
+    ) -> SamplerOutput:
+        step = self._step
+        if step is None:
+            return super()._sample(logits, spec_decode_metadata)
+        tokens = self._row_tokens()
+        target = self._observe(step, tokens, logits)
+        if not step.drafted:
+            output = super()._sample(logits, None)
+            self._count(step, None)
+        else:
+            drafts = step.trees(tokens)
+            fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
+            output, verified = sample_trees(self, step, drafts, logits, fixed)
+            moved = self._move_kv(step, verified)
+            self._count(step, verified, drafts, moved)
+        self._step = None
+        return output
+
+    def _observe(
+        self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Let the drafter learn; grammar masks have already changed some requests' logits."""
+        masked = [
+            row
+            for row, request_id in enumerate(self.input_batch.req_ids)
+            if (parameters := self.requests[request_id].sampling_params) is not None
+            and parameters.structured_outputs is not None
+        ]
+        if masked:
+            tokens = tokens.clone()
+            for row in masked:
+                tokens[step.starts[row] : step.starts[row] + step.sizes[row]] = -1
+        return self.tree_drafter.observe(tokens, logits)
+
+    def _move_kv(self, step: StepTrees, verified: Verified) -> int:
+        """Move the accepted path's KV to the slots right after the root's.
+
+        Returns:
+            How many rows had to move.
+        """
+        path = verified.path[:, 1:].long()
+        place = torch.arange(1, path.shape[1] + 1, device=path.device).expand_as(path)
+        moves = (path >= 0) & (path != place)
+        count = int(moves.sum())
+        if count == 0:
+            return 0
+        first = torch.from_numpy(step.starts)[:, None]
+        layers = self.compilation_config.static_forward_context
+        for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            slots = self.input_batch.block_table[number].slot_mapping.gpu
+            source = torch.where(moves, slots[step.rows[first + path.clamp(min=0)]], -1)
+            target_rows = torch.where(moves, first + place, 0)
+            target = torch.where(moves, slots[step.rows[target_rows]], -1)
+            for name in group.layer_names:
+                keys, values = kv_views(layers[name].kv_cache)
+                move_kv(keys.transpose(2, 3), source, target)
+                move_kv(values, source, target)
+        return count
+
+    def _count(
+        self,
+        step: StepTrees,
+        verified: Verified | None,
+        drafts: DraftTree | None = None,
+        moved: int = 0,
+    ) -> None:
+        counters = self.counters
+        outputs = self.input_batch.req_output_token_ids
+        unfinished = self.discard_request_mask.np
+        for row, size in enumerate(step.sizes.tolist()):
+            if unfinished[row] or not outputs[row]:
+                continue
+            emitted = 1 if verified is None else int(verified.num_emitted[row])
+            counters.steps += 1
+            counters.emitted += emitted
+            counters.drafted_steps += size > 1
+            counters.draft_tokens += size - 1
+            counters.accepted_tokens += emitted - 1
+            if verified is not None and drafts is not None and emitted > 1:
+                nodes = verified.path[row, 1:emitted].long()
+                parents = drafts.parents[row]
+                # Breadth-first, a parent's children are neighbours: the first follows another's.
+                earlier = parents[nodes - 1] == parents[nodes]
+                counters.non_first_child_accepted += int(earlier.sum())
+        counters.kv_rows_moved += moved
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        # The engine asks for the whole batch at once; drafts are cut request by request below.
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: SchedulerOutput,
+        sampled_token_ids: list[list[int]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[list[int]]:
+        """Draft the next step's trees; their nodes breadth-first, the root left out."""
+        request_ids = self.input_batch.req_ids
+        roots = torch.tensor([ids[-1] if ids else -1 for ids in sampled_token_ids])
+        trees = self.tree_drafter.propose(request_ids, roots.to(torch.int32))
+        depth = depths(trees.parents, trees.num_nodes).numpy()
+        tokens, parents = trees.tokens.numpy(), trees.parents.numpy()
+        # A running request must never wait because others draft: each gets its share at most.
+        share = self.scheduler_config.max_num_batched_tokens // len(request_ids)
+        drafts: list[list[int]] = []
+        for row, request_id in enumerate(request_ids):
+            size = min(int(trees.num_nodes[row]), share) if sampled_token_ids[row] else 0
+            if request_id in self._drafts_off:
+                size = 0
+            # Nodes that could only emit tokens beyond the request's end are not worth verifying.
+            size = int((depth[row, :size] < self._tokens_left(request_id)).sum())
+            self._stored[request_id] = StoredTree(parents[row, :size], depth[row, :size])
+            drafts.append(tokens[row, 1:size].tolist())
+        return drafts
+
+    def _tokens_left(self, request_id: str) -> int:
+        state = self.requests[request_id]
+        room = self.max_model_len - state.num_tokens
+        limit = state.sampling_params.max_tokens if state.sampling_params else None
+        return room if limit is None else min(room, limit - len(state.output_token_ids))

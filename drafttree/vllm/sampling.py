@@ -1,0 +1,161 @@
+"""Drawing along draft trees with the engine's own sampler.
+
+At every level of a tree the sampler sees one row a request, exactly what it would see without
+speculation, and the requests' output lists and logits processors are brought to that state first.
+So temperature, top-k, top-p, min-p, penalties, bad words, biases, seeds, logprobs and custom
+processors need no second implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessors,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    build_logitsprocs,
+)
+
+from drafttree.drafter import DraftTree
+from drafttree.verify import Verified, verify_greedy, verify_sampled
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    from drafttree.vllm.runner import TreeModelRunner
+    from drafttree.vllm.step import StepTrees
+
+
+def build_logits_processors(
+    vllm_config: VllmConfig, device: torch.device, custom: Sequence[Any] | None
+) -> LogitsProcessors:
+    """All processors that the engine builds without speculation, of which it builds one with."""
+    plain = copy.copy(vllm_config)
+    plain.speculative_config = None
+    return build_logitsprocs(plain, device, False, False, custom or ())
+
+
+def is_plain_greedy(metadata: SamplingMetadata) -> bool:
+    """Whether every request's next token is the argmax of its raw logits, and nothing else asked.
+
+    Then the best of the candidates that the drafter takes from the logits is the answer.
+    """
+    return (
+        metadata.all_greedy
+        and metadata.no_penalties
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _is_active(processor: Any) -> bool:
+    if type(processor) is MinTokensLogitsProcessor:
+        return bool(processor.min_toks)
+    if type(processor) is LogitBiasLogitsProcessor:
+        return bool(processor.biases)
+    return type(processor) is not MinPLogitsProcessor
+
+
+def sample_trees(
+    runner: TreeModelRunner,
+    step: StepTrees,
+    drafts: DraftTree,
+    logits: torch.Tensor,
+    argmax: torch.Tensor | None,
+) -> tuple[SamplerOutput, Verified]:
+    """Verify a step's trees.
+
+    Args:
+        logits: `[R, V]`, raw.
+        argmax: `int32 [R]` where that is all that is asked for, else None.
+    """
+    if argmax is not None:
+        target = argmax[step.node_rows()]
+        verified = verify_greedy(drafts, target, step.max_depth)
+        return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
+    with _Draw.along(runner, step, logits) as draw:
+        verified = verify_sampled(drafts, draw, step.max_depth)
+    emitted = verified.emitted[:, : draw.levels]
+    return SamplerOutput(emitted, logprobs_tensors=draw.logprobs()), verified
+
+
+class _Draw:
+    """Draws one level after the other; `verify.Draw` says what it must give."""
+
+    def __init__(self, runner: TreeModelRunner, step: StepTrees, logits: torch.Tensor) -> None:
+        batch = runner.input_batch
+        self.levels = 0
+        self._sampler = runner.sampler
+        self._metadata: SamplingMetadata = batch.sampling_metadata
+        self._logits = logits
+        self._starts = torch.from_numpy(step.starts)
+        self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
+        self._last: list[int] = []
+        self._logprobs: list[LogprobsTensors] = []
+
+    @classmethod
+    @contextmanager
+    def along(
+        cls, runner: TreeModelRunner, step: StepTrees, logits: torch.Tensor
+    ) -> Iterator[_Draw]:
+        """Penalties and stateful processors read the requests' output lists, which grow with the
+        path and are cut back in the end: the engine appends the accepted tokens itself."""
+        draw = cls(runner, step, logits)
+        lengths = [len(output) for output in draw._outputs]
+        try:
+            yield draw
+        finally:
+            for output, length in zip(draw._outputs, lengths, strict=True):
+                del output[length:]
+
+    def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        active: list[bool] = alive.tolist()
+        if self.levels:
+            self._go_down(active)
+        metadata = replace(
+            self._metadata,
+            # A generator moves on by one draw for each token that its request emits, no more.
+            generators={
+                row: generator
+                for row, generator in self._metadata.generators.items()
+                if active[row]
+            },
+        )
+        sampled = self._sampler(self._logits[self._starts + node], metadata)
+        if sampled.logprobs_tensors is not None:
+            self._logprobs.append(sampled.logprobs_tensors)
+        tokens = sampled.sampled_token_ids.view(-1)
+        self._last = tokens.tolist()
+        self.levels += 1
+        return tokens
+
+    def _go_down(self, active: list[bool]) -> None:
+        for output, token, alive in zip(self._outputs, self._last, active, strict=True):
+            if alive:
+                output.append(token)
+        for processor in self._metadata.logitsprocs.all:
+            processor.update_state(None)
+
+    def logprobs(self) -> LogprobsTensors | None:
+        """The logprobs of all levels, request by request, as the engine parses them."""
+        if not self._logprobs:
+            return None
+        fields = ("logprob_token_ids", "logprobs", "selected_token_ranks")
+        return LogprobsTensors(
+            *(
+                torch.stack([getattr(level, field) for level in self._logprobs], 1).flatten(0, 1)
+                for field in fields
+            )
+        )

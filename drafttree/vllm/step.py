@@ -1,0 +1,96 @@
+"""The draft trees of one engine step: which of the batch's rows belong to which node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from drafttree.drafter import DraftTree
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True)
+class StoredTree:
+    """A request's tree from when it was drafted to when it is verified, root included.
+
+    Attributes:
+        parents: `int32 [n]`, breadth-first, -1 for the root.
+        depths: `int32 [n]`.
+    """
+
+    parents: IntArray
+    depths: IntArray
+
+
+ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
+
+
+@dataclass(frozen=True)
+class StepTrees:
+    """The trees that the engine scheduled for one step, as far as it scheduled them.
+
+    `R` rows have logits: for every request its root's and then its nodes'. The root is the last
+    accepted token, or the last token of a prefill chunk.
+
+    Attributes:
+        rows: `[R]`, each such row's place in the batch of tokens.
+        starts: `int64 [B]`, each request's root among the R rows.
+        sizes: `int64 [B]`, each request's nodes, root included.
+        parents: `int32 [B, N]`, padded with -1.
+        position_offsets: `int64 [tokens]`, what to add to positions counted along a chain.
+        max_depth: the greatest depth of a node.
+    """
+
+    rows: torch.Tensor
+    starts: np.ndarray[Any, np.dtype[np.int64]]
+    sizes: np.ndarray[Any, np.dtype[np.int64]]
+    parents: IntArray
+    position_offsets: np.ndarray[Any, np.dtype[np.int64]]
+    max_depth: int
+
+    @classmethod
+    def of_batch(
+        cls,
+        request_ids: Sequence[str],
+        scheduled: Mapping[str, Sequence[int]],
+        stored: Mapping[str, StoredTree],
+        num_scheduled_tokens: np.ndarray[Any, Any],
+        rows: torch.Tensor,
+    ) -> StepTrees:
+        """Cut the stored trees to what was scheduled of them: prefixes, so still trees."""
+        sizes = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
+        parents = np.full((len(sizes), sizes.max()), -1, np.int32)
+        offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
+        ends = np.cumsum(num_scheduled_tokens)
+        max_depth = 0
+        for row, (name, size) in enumerate(zip(request_ids, sizes, strict=True)):
+            tree = stored[name] if size > 1 else ROOT_ONLY
+            parents[row, :size] = tree.parents[:size]
+            offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)
+            max_depth = max(max_depth, int(tree.depths[size - 1]))
+        return cls(rows, np.cumsum(sizes) - sizes, sizes, parents, offsets, max_depth)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any request has a draft in this step."""
+        return self.parents.shape[1] > 1
+
+    def node_rows(self) -> torch.Tensor:
+        """`int64 [B, N]`: each node's row among the R; padding repeats the request's last."""
+        nodes = np.minimum(np.arange(self.parents.shape[1]), self.sizes[:, None] - 1)
+        return torch.from_numpy(self.starts[:, None] + nodes)
+
+    def trees(self, tokens: torch.Tensor) -> DraftTree:
+        """The batch's trees, given the R rows' input tokens (`int32 [R]`)."""
+        sizes = torch.from_numpy(self.sizes)
+        padding = torch.arange(self.parents.shape[1]) >= sizes[:, None]
+        return DraftTree(
+            tokens=tokens[self.node_rows()].to(torch.int32).masked_fill(padding, -1),
+            parents=torch.from_numpy(self.parents),
+            num_nodes=sizes.to(torch.int32),
+        )

@@ -1,0 +1,48 @@
+"""vLLM's CPU worker, with a model runner that verifies draft trees."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from drafttree.method import find_method
+from drafttree.vllm.attention import tree_attention_backend
+from drafttree.vllm.plugin import requested
+from drafttree.vllm.runner import TreeModelRunner
+
+
+class TreeCPUWorker(CPUWorker):
+    """Chosen through `parallel_config.worker_cls` when a method of ours is asked for."""
+
+    def init_device(self) -> None:
+        """Build the stock runner, then make it one that verifies trees."""
+        # The stock runner refuses custom logits processors under speculation; ours builds them.
+        processors = self.model_config.logits_processors
+        self.model_config.logits_processors = None
+        try:
+            super().init_device()
+        finally:
+            self.model_config.logits_processors = processors
+        request = requested(self.vllm_config.speculative_config)
+        assert request is not None
+        name, options = request
+        self.model_runner = TreeModelRunner.adopt(
+            self.model_runner, find_method(name), options, processors
+        )
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model with attention layers that honour tree masks."""
+        with tree_attention_backend():
+            super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def drafttree_counters(self) -> dict[str, int]:
+        """What was drafted and accepted since the start or the last reset."""
+        return self.model_runner.counters.as_dict()
+
+    def drafttree_reset(self) -> None:
+        """Forget all that was learnt, and all counts."""
+        self.model_runner.reset_drafting()
+
+    def reload_weights(self, *args: object, **kwargs: object) -> None:
+        """Reload the weights; what the drafter learnt of the old ones goes."""
+        super().reload_weights(*args, **kwargs)
+        self.model_runner.tree_drafter.reset()

@@ -1,0 +1,163 @@
+"""Runs of the real vLLM, each in a process of its own, so that engines never meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Case:
+    """Requests that are submitted together.
+
+    Attributes:
+        prompts: token ids, one list a request.
+        sampling: keyword arguments of `SamplingParams`: one for all, or one a request.
+        reset: forget what was learnt before the case.
+        rounds: submit the requests so many times; the last answers count.
+    """
+
+    prompts: list[list[int]]
+    sampling: dict[str, Any] | list[dict[str, Any]]
+    reset: bool = False
+    rounds: int = 1
+
+
+@dataclass
+class Answer:
+    """What the engine made of a case.
+
+    Attributes:
+        tokens: the new token ids, for each request one list a sample.
+        logprobs: for each request, sample and position, the logprob by token id.
+        prompt_logprobs: for each request and position, the same.
+        reasons: why each sample ended.
+        counters: our worker's counts over the case; empty without one.
+    """
+
+    tokens: list[list[list[int]]]
+    logprobs: list[Any]
+    prompt_logprobs: list[Any]
+    reasons: list[list[str | None]]
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+class RunFailed(Exception):
+    """The engine's process failed; the message holds the end of its output."""
+
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def run_vllm(
+    model: Path,
+    cases: list[Case],
+    speculative: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    timeout: float = 400,
+    **engine: Any,
+) -> tuple[list[Answer], str]:
+    """Serve the cases one after another with one engine.
+
+    Returns:
+        The answers, and the engine's log.
+
+    Raises:
+        RunFailed: the engine did not start or stopped.
+    """
+    arguments = {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+        **engine,
+    }
+    if speculative is not None:
+        arguments["speculative_config"] = speculative
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.pickle"
+        result = Path(folder) / "result.pickle"
+        job.write_bytes(pickle.dumps((arguments, cases)))
+        process = subprocess.run(
+            [sys.executable, __file__, str(job), str(result)],
+            env=os.environ | ENVIRONMENT | (environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if process.returncode != 0:
+            raise RunFailed(process.stdout[-12000:])
+        answers: list[Answer] = pickle.loads(result.read_bytes())
+    return answers, process.stdout
+
+
+def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**arguments)
+    ours = "speculative_config" in arguments and (
+        arguments["speculative_config"]["method"] != "ngram"
+    )
+    answers = []
+    for case in cases:
+        if ours and case.reset:
+            llm.collective_rpc("drafttree_reset")
+        before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
+        many = isinstance(case.sampling, list)
+        settings = case.sampling if many else [case.sampling] * len(case.prompts)
+        parameters = [
+            SamplingParams(**({"detokenize": False} | setting)) for setting in settings
+        ]
+        prompts = [{"prompt_token_ids": prompt} for prompt in case.prompts]
+        for _ in range(case.rounds):
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        after = llm.collective_rpc("drafttree_counters")[0] if ours else {}
+        answers.append(
+            Answer(
+                tokens=[[list(each.token_ids) for each in one.outputs] for one in outputs],
+                logprobs=[[_plain(each.logprobs) for each in one.outputs] for one in outputs],
+                prompt_logprobs=[_plain(one.prompt_logprobs) for one in outputs],
+                reasons=[[each.finish_reason for each in one.outputs] for one in outputs],
+                counters={name: after[name] - before[name] for name in after},
+            )
+        )
+    return answers
+
+
+def _plain(logprobs: Any) -> Any:
+    if logprobs is None:
+        return None
+    return [
+        None if position is None else {token: each.logprob for token, each in position.items()}
+        for position in logprobs
+    ]
+
+
+if __name__ == "__main__":
+    # The engine may start processes of its own that import this file again.
+    sys.modules.setdefault("vllm_runs", sys.modules["__main__"])
+    Case.__module__ = Answer.__module__ = "vllm_runs"
+    given, wanted = pickle.loads(Path(sys.argv[1]).read_bytes())
+    made = _serve(given, wanted)
+    Path(sys.argv[2]).write_bytes(pickle.dumps(made))
+    print(json.dumps({"served": len(made)}))
