@@ -1,0 +1,34 @@
+"""Triton where it is installed: the modules, a decorator for kernels and the choice of the path.
+
+Without Triton the kernels stay plain functions that nobody calls, so every module imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+    tl = None
+
+__all__ = ["jit", "next_power_of_2", "tl", "use_triton"]
+
+
+def jit(fn: Callable[..., Any]) -> Any:
+    """`triton.jit` where Triton is installed, else the function itself."""
+    return fn if triton is None else triton.jit(fn)
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether an operation on `tensor` runs its Triton kernel."""
+    return triton is not None and tensor.is_cuda
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,247 @@
+"""The adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.2): row t holds the k most
+likely tokens after token t, most likely first, as the target last saw them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_LANES = 64
+_BLOCK = 1024
+
+
+@jit
+def _writes_row(
+    tokens: tl.tensor,
+    token: tl.tensor,
+    row: tl.tensor,
+    num_rows: tl.tensor,
+    matrix_rows: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Whether `token` names a matrix row and no later row of the step has the same token."""
+    later = 0
+    for start in range(row + 1, num_rows, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        inside = offsets < num_rows
+        others = tl.load(tokens + offsets, mask=inside, other=-1)
+        later += tl.sum(((others == token) & inside).to(tl.int32), 0)
+    return (later == 0) & (token >= 0) & (token < matrix_rows)
+
+
+@jit
+def _recycle_kernel(
+    matrix: tl.tensor,
+    tokens: tl.tensor,
+    logits: tl.tensor,
+    candidates: tl.tensor,
+    num_rows: tl.tensor,
+    vocab: tl.tensor,
+    matrix_rows: tl.tensor,
+    matrix_stride: tl.tensor,
+    logits_stride: tl.tensor,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WRITE: tl.constexpr,
+) -> None:
+    """One program a row. A key is the logit's order in the upper 32 bits and the inverted id in
+    the lower, so that the largest keys are the answer and no two are equal."""
+    row = tl.program_id(0)
+    slots = tl.arange(0, K_PAD)
+    nothing = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    best = nothing + slots
+    line = logits + row.to(tl.int64) * logits_stride
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        values = tl.load(line + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+        # Both zeros are equal, and NaN counts as the largest, as in torch.sort.
+        bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        order = tl.where(values != values, 0x7FFFFFFF, order)
+        keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+        keys = tl.where(ids < vocab, keys, nothing)
+        top = tl.max(keys, 0)
+        low = tl.min(best, 0)
+        while top > low:
+            best = tl.where(best == low, top, best)
+            keys = tl.where(keys == top, nothing, keys)
+            top = tl.max(keys, 0)
+            low = tl.min(best, 0)
+    place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1)
+    found = 0x7FFFFFFF - best.to(tl.int32)
+    tl.store(candidates + row.to(tl.int64) * K + place, found, mask=place < K)
+    if WRITE:
+        token = tl.load(tokens + row).to(tl.int64)
+        writes = _writes_row(tokens, token, row, num_rows, matrix_rows, ROWS)
+        tl.store(matrix + token * matrix_stride + place, found, mask=(place < K) & writes)
+
+
+@jit
+def _update_kernel(
+    matrix: tl.tensor,
+    tokens: tl.tensor,
+    candidates: tl.tensor,
+    num_rows: tl.tensor,
+    matrix_rows: tl.tensor,
+    matrix_stride: tl.tensor,
+    candidates_stride: tl.tensor,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    slots = tl.arange(0, K_PAD)
+    token = tl.load(tokens + row).to(tl.int64)
+    writes = _writes_row(tokens, token, row, num_rows, matrix_rows, ROWS)
+    found = tl.load(candidates + row.to(tl.int64) * candidates_stride + slots, mask=slots < K)
+    tl.store(matrix + token * matrix_stride + slots, found, mask=(slots < K) & writes)
+
+
+def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor, k: int) -> Tensor:
+    rows, vocab = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    candidates = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return candidates
+    write = matrix is not None
+    _recycle_kernel[(rows,)](
+        matrix if matrix is not None else candidates,
+        tokens.contiguous() if tokens is not None else candidates,
+        logits,
+        candidates,
+        rows,
+        vocab,
+        matrix.shape[0] if matrix is not None else 0,
+        matrix.stride(0) if matrix is not None else 0,
+        logits.stride(0),
+        K=k,
+        K_PAD=next_power_of_2(k),
+        BLOCK=min(4096, next_power_of_2(vocab)),
+        ROWS=min(256, next_power_of_2(rows)),
+        WRITE=write,
+        num_warps=8,
+    )
+    return candidates
+
+
+def _update_triton(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
+    rows, k = candidates.shape
+    if rows == 0:
+        return
+    candidates = candidates if candidates.stride(1) == 1 else candidates.contiguous()
+    _update_kernel[(rows,)](
+        matrix,
+        tokens.contiguous(),
+        candidates,
+        rows,
+        matrix.shape[0],
+        matrix.stride(0),
+        candidates.stride(0),
+        K=k,
+        K_PAD=next_power_of_2(k),
+        ROWS=min(256, next_power_of_2(rows)),
+    )
+
+
+def _keys(values: Tensor, ids: Tensor) -> Tensor:
+    """int64 keys: larger values first, equal values by lowest id; NaN counts as the largest."""
+    values = values.float() + 0.0
+    bits = values.view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(values.isnan(), 0x7FFFFFFF)
+    return (order.long() << 32) | (0x7FFFFFFF - ids)
+
+
+def _top_candidates_reference(logits: Tensor, k: int) -> Tensor:
+    """The k best blocks by (maximum, position) hold the k best ids; so do the k best runs of 64
+    ids in them. Only those 64 k logits are ranked one by one."""
+    rows, vocab = logits.shape
+    full = vocab // _BLOCK
+    body = logits[:, : full * _BLOCK].view(rows, full, _BLOCK)
+    # Across the lanes first: several times as fast as one reduction over neighbours in bfloat16.
+    tops = body.view(rows, full, _BLOCK // _LANES, _LANES).amax(2).amax(2)
+    tail = logits[:, full * _BLOCK :]
+    if tail.shape[1]:
+        tops = torch.cat((tops, tail.amax(1, keepdim=True)), 1)
+        # The padding comes after every real id, so not even a logit of -inf loses to it.
+        tail = torch.nn.functional.pad(tail, (0, _BLOCK - tail.shape[1]), value=-torch.inf)
+    blocks = _keys(tops, torch.arange(tops.shape[1])).topk(min(k, tops.shape[1]), 1).indices
+    lines = torch.arange(rows)[:, None]
+    if full == 0:
+        chosen = tail[:, None]
+    else:
+        chosen = body[lines, blocks.clamp(max=full - 1)]
+        if tail.shape[1]:
+            chosen = torch.where((blocks == full)[:, :, None], tail[:, None], chosen)
+    runs = chosen.reshape(rows, -1, _LANES)
+    starts = (blocks[:, :, None] * _BLOCK + torch.arange(0, _BLOCK, _LANES)).flatten(1)
+    best = _keys(runs.amax(2), starts).topk(min(k, runs.shape[1]), 1).indices
+    values = runs[lines, best].flatten(1)
+    ids = (starts.gather(1, best)[:, :, None] + torch.arange(_LANES)).flatten(1)
+    return ids.gather(1, _keys(values, ids).topk(k, 1).indices).int()
+
+
+def _update_reference(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
+    ordered, rows = tokens.sort(stable=True)
+    winner = rows[torch.searchsorted(ordered, tokens.contiguous(), right=True) - 1]
+    # Every row writes its winner's candidates, so the order of equal rows cannot matter. The
+    # selection is free of syncs because the reference runs on the CPU.
+    valid = (tokens >= 0) & (tokens < matrix.shape[0])
+    matrix[tokens[valid].long()] = candidates[winner[valid]]
+
+
+def _check_k(logits: Tensor, k: int) -> None:
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k = {k} is not between 1 and the vocabulary's size, {logits.shape[1]}")
+
+
+def _check_matrix(matrix: Tensor, k: int, tokens: Tensor, rows: int) -> None:
+    if matrix.shape[1] != k or matrix.stride(1) != 1:
+        raise ValueError(f"matrix must be [V, {k}] with adjacent columns, not {[*matrix.shape]}")
+    if tokens.shape != (rows,):
+        raise ValueError(f"tokens must be [{rows}], not {[*tokens.shape]}")
+
+
+def top_candidates(logits: Tensor, k: int) -> Tensor:
+    """The ids of the k largest logits, largest first, equal logits by lowest id.
+
+    logits: float32, bfloat16 or float16 [R, V]. Returns int32 [R, k]; column 0 is the argmax.
+    Raises ValueError unless 1 <= k <= V.
+    """
+    _check_k(logits, k)
+    if use_triton(logits):
+        return _recycle_triton(None, None, logits, k)
+    return _top_candidates_reference(logits, k)
+
+
+def update_adjacency(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
+    """Write matrix[tokens[r]] = candidates[r] in place; of equal tokens the last row writes.
+
+    matrix: int32 [V, k]; tokens: int32 or int64 [R]; candidates: int32 [R, k]. Tokens outside
+    [0, V) are skipped. The order of writers, which the paper (section 3.2) leaves to a race, is
+    fixed here. Raises ValueError on shapes that do not fit.
+    """
+    _check_matrix(matrix, candidates.shape[1], tokens, candidates.shape[0])
+    if use_triton(matrix):
+        _update_triton(matrix, tokens, candidates)
+    else:
+        _update_reference(matrix, tokens, candidates)
+
+
+def recycle(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+    """`top_candidates` of a step's logits, written into the matrix as `update_adjacency` does.
+
+    matrix: int32 [V, k]; tokens: int32 or int64 [R]; logits: [R, V'], the target's logits after
+    each token. Returns the candidates, int32 [R, k]. Raises ValueError as those two do.
+    """
+    k = matrix.shape[1]
+    _check_k(logits, k)
+    _check_matrix(matrix, k, tokens, logits.shape[0])
+    if use_triton(logits):
+        return _recycle_triton(matrix, tokens, logits, k)
+    candidates = _top_candidates_reference(logits, k)
+    _update_reference(matrix, tokens, candidates)
+    return candidates

@@ -1,0 +1,93 @@
+"""Moving the accepted path's rows of a paged KV cache to where they would lie without a tree.
+The moves of one request overlap, so all its rows are read before any is written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+# Rows move as bits: any element type, NaN included, comes out as it went in.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@jit
+def _move_kernel(
+    cache: tl.tensor,
+    src: tl.tensor,
+    dst: tl.tensor,
+    moves: tl.tensor,
+    block_size: tl.tensor,
+    head_dim: tl.tensor,
+    block_stride: tl.tensor,
+    head_stride: tl.tensor,
+    offset_stride: tl.tensor,
+    dim_stride: tl.tensor,
+    MOVES_PAD: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+) -> None:
+    """One program a request and head, which alone touches that request's rows of that head."""
+    request = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    steps = tl.arange(0, MOVES_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    come = tl.load(src + request * moves + steps, mask=steps < moves, other=-1)
+    go = tl.load(dst + request * moves + steps, mask=steps < moves, other=-1)
+    valid = (come >= 0) & (go >= 0)
+    come = tl.where(valid, come, 0)
+    go = tl.where(valid, go, 0)
+    mask = valid[:, None] & (dims < head_dim)[None, :]
+    columns = cache + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
+    read = (come // block_size) * block_stride + (come % block_size) * offset_stride
+    write = (go // block_size) * block_stride + (go % block_size) * offset_stride
+    rows = tl.load(columns + read[:, None], mask=mask)
+    # The warps of a program do not run in step: without this one could store before another loads.
+    tl.debug_barrier()
+    tl.store(columns + write[:, None], rows, mask=mask)
+
+
+def _move_triton(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    _, heads, block_size, head_dim = cache.shape
+    requests, moves = src.shape
+    if src.numel() == 0 or cache.numel() == 0:
+        return
+    _move_kernel[(requests, heads)](
+        cache.view(_BITS[cache.element_size()]),
+        src.contiguous(),
+        dst.contiguous(),
+        moves,
+        block_size,
+        head_dim,
+        *cache.stride(),
+        MOVES_PAD=next_power_of_2(moves),
+        DIM_PAD=next_power_of_2(head_dim),
+    )
+
+
+def _move_reference(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    # Selecting by mask waits for the device; this path runs on the CPU, where nothing waits.
+    valid = (src >= 0) & (dst >= 0)
+    come, go = src[valid], dst[valid]
+    block_size = cache.shape[2]
+    bits = cache.view(_BITS[cache.element_size()])
+    rows = bits[come // block_size, :, come % block_size]
+    bits[go // block_size, :, go % block_size] = rows
+
+
+def move_kv(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy slot src[b, p] to slot dst[b, p] in place, all heads, as if all reads came first.
+
+    cache: [num_blocks, heads, block_size, head_dim] of any element type and strides; src, dst:
+    int64 [B, P], slot = block * block_size + offset. A negative src or dst skips the move.
+    One request's sources and destinations may overlap; its destinations must differ, and no other
+    request may touch its slots. Raises ValueError on shapes that do not fit.
+    """
+    if cache.dim() != 4:
+        raise ValueError(f"cache must have four dimensions, not {[*cache.shape]}")
+    if src.dim() != 2 or src.shape != dst.shape:
+        raise ValueError(f"src {[*src.shape]} and dst {[*dst.shape]} must both be [B, P]")
+    if use_triton(cache):
+        _move_triton(cache, src, dst)
+    else:
+        _move_reference(cache, src, dst)
