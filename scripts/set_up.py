@@ -107,10 +107,10 @@ class SetUp:
             self.pip(f"Installing {wanted} (CPU)", "install", wanted)
             return
         self.pip("Installing uv, which finds torch's CPU build", "install", "uv")
+        uv = [str(self.folder / "bin" / "uv"), "pip", "install", "--python", str(self.python)]
         self.step(
             f"Installing {wanted} (CPU)",
-            [str(self.folder / "bin" / "uv"), "pip", "install", "--python", str(self.python)]
-            + ["--torch-backend", "cpu", wanted],
+            [*uv, "--torch-backend", "cpu", wanted],
             "check the network: uv takes CPU builds of torch from PyTorch's own package index; "
             "or give pip a folder that holds the CPU wheel (PIP_FIND_LINKS=FOLDER)",
         )
@@ -162,7 +162,7 @@ class SetUp:
 
     def can_import(self, package: str) -> bool:
         """Whether the package works in the environment."""
-        command = [self.python, "-c", f"import {package}"]
+        command = [str(self.python), "-c", f"import {package}"]
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def check(self) -> None:
@@ -212,8 +212,8 @@ def main(arguments: list[str]) -> int:
     """Set up the engine named in the arguments; the exit status."""
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         print(
-            f"set-up: this is Python {platform.python_version()}, and 3.11, 3.12 or 3.13 is needed: "
-            "name one, as in 'make test PYTHON=python3.12'",
+            f"set-up: 3.11, 3.12 or 3.13 is needed, and this is Python "
+            f"{platform.python_version()}: name one, as in 'make test PYTHON=python3.12'",
             file=sys.stderr,
         )
         return 1
