@@ -2,6 +2,8 @@
 
 import typer
 
+from drafttree.cli.bench import bench
+from drafttree.cli.demo import demo
 from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
 
@@ -14,3 +16,5 @@ app = typer.Typer(
 )
 app.command()(model)
 app.command()(doctor)
+app.command()(bench)
+app.command()(demo)
