@@ -1,0 +1,160 @@
+"""The pure parts of the bench: prompts, options, comparing, counting."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from drafttree.bench.errors import EngineError, InputError
+from drafttree.bench.methods import parse_options, resolve_method
+from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
+from drafttree.bench.protocol import Generation
+from drafttree.bench.report import Repetition, check_counters, first_difference, report
+from drafttree.bench.table import category_table, figures_table
+
+
+def answer(tokens: list[int], steps: int, seconds: float) -> Generation:
+    """An answer whose first token comes from the prefill, a third of the time."""
+    return Generation(
+        token_ids=tokens,
+        steps=steps,
+        step_tokens=len(tokens) - 1,
+        seconds=seconds,
+        decode_tokens=len(tokens) - 1,
+        decode_seconds=seconds * 2 / 3,
+    )
+
+
+def test_shipped_prompts() -> None:
+    prompts = load_prompts(default_prompts_path())
+    assert len(prompts) == 40
+    assert len({prompt.question_id for prompt in prompts}) == 40
+    categories = Counter(prompt.category for prompt in prompts)
+    assert len(categories) == 13
+    assert min(categories.values()) >= 3
+    assert sum(len(prompt.turns) == 2 for prompt in prompts) >= 5
+
+
+def test_limit_reads_no_further(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    good = json.dumps({"question_id": 1, "category": "qa", "turns": ["Why?"]})
+    path.write_text(f"{good}\n\n{good}\nnonsense\n")
+    assert load_prompts(path, 2) == [Prompt(1, "qa", ("Why?",))] * 2
+    with pytest.raises(InputError, match="line 4: not JSON"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"question_id": 1, "turns": ["a"]}', "missing category"),
+        ('{"question_id": 1, "category": "qa", "turns": []}', "turns must be"),
+        ('{"question_id": 1, "category": "qa", "turns": "a"}', "turns must be"),
+        ('{"question_id": [], "category": "qa", "turns": ["a"]}', "question_id must be"),
+        ('{"question_id": 1, "category": 2, "turns": ["a"]}', "category must be"),
+        ("[]", "expected a JSON object"),
+        ("", "no prompts"),
+    ],
+)
+def test_bad_prompts(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(InputError, match=complaint):
+        load_prompts(path)
+
+
+def test_absent_prompts(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read the prompts"):
+        load_prompts(tmp_path / "absent.jsonl")
+
+
+def test_options() -> None:
+    pairs = ["nodes=80", "tree=beam:3x5", "flag=true", 'name="7"', "empty="]
+    assert parse_options(pairs) == {
+        "nodes": 80,
+        "tree": "beam:3x5",
+        "flag": True,
+        "name": "7",
+        "empty": "",
+    }
+    for bad in (["nodes"], ["=3"], ["a=1", "a=2"], ["method=ngram"]):
+        with pytest.raises(InputError, match="--option"):
+            parse_options(bad)
+
+
+def test_engine_methods() -> None:
+    assert resolve_method("none", {}).speculative_config is None
+    ngram = resolve_method("ngram", {"num_speculative_tokens": 3})
+    assert ngram.speculative_config == {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+    }
+    with pytest.raises(InputError, match="takes no options"):
+        resolve_method("none", {"nodes": 3})
+
+
+def test_tree_methods() -> None:
+    for name in ("token-recycling", "token_recycling"):
+        method = resolve_method(name, {"nodes": 15})
+        assert method.name == "token-recycling"
+        assert method.speculative_config == {"method": "token_recycling", "nodes": 15}
+        assert method.drafts_trees
+    with pytest.raises(InputError, match=r"known here: none, ngram, .*token-recycling"):
+        resolve_method("oracle", {})
+    with pytest.raises(InputError, match="no option 'leaves'"):
+        resolve_method("token-recycling", {"leaves": 3})
+
+
+def test_first_difference() -> None:
+    assert first_difference([[1, 2], [3]], [[1, 2], [3]]) is None
+    assert first_difference([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == (1, 1)
+    assert first_difference([[1, 2], [3]], [[1], [9]]) == (0, 1)
+    assert first_difference([[]], [[4]]) == (0, 0)
+
+
+def test_figures() -> None:
+    prompts = [Prompt(1, "qa", ("a", "b")), Prompt(2, "math", ("c",))]
+    plain = [[answer([1, 2, 3], 2, 3.0), answer([4, 5, 6], 2, 3.0)], [answer([7, 8, 9], 2, 3.0)]]
+    method = [[answer([1, 2, 3], 1, 1.5), answer([4, 5, 6], 2, 3.0)], [answer([7, 8, 0], 1, 1.5)]]
+    slow = [[answer([1, 2, 3], 1, 15.0), answer([4, 5, 6], 2, 30.0)], [answer([7, 8, 0], 1, 15.0)]]
+    repetitions = [Repetition(plain, method), Repetition(plain, slow), Repetition(plain, method)]
+    result = report(prompts, repetitions, ["identical", "tie"])
+    assert (result["new_tokens"], result["steps"], result["baseline_steps"]) == (9, 4, 6)
+    assert result["mean_accepted_tokens"] == pytest.approx(6 / 4)
+    assert result["baseline_mean_accepted_tokens"] == 1.0
+    assert result["tokens_per_second"] == pytest.approx(9 / 6)
+    assert result["baseline_tokens_per_second"] == pytest.approx(1.0)
+    assert result["speedup"] == pytest.approx(1.5)
+    assert result["decode_speedup"] == pytest.approx(1.5)
+    assert (result["prompts"], result["identical"], result["ties"]) == (2, 1, 1)
+    assert result["differing"] == [2]
+    assert [round(single["speedup"], 3) for single in result["repetitions"]] == [1.5, 0.15, 1.5]
+    assert result["per_category"]["math"]["mean_accepted_tokens"] == 2.0
+    assert result["per_category"]["qa"]["speedup"] == pytest.approx(6 / 4.5)
+    table = figures_table({"method": "ngram", **result})
+    assert table.row_count == 7
+    assert category_table(result).row_count == 2
+
+
+def test_figures_without_decode_steps() -> None:
+    one = [[Generation(token_ids=[5], seconds=1.0)]]
+    result = report([Prompt(1, "qa", ("a",))], [Repetition(one, one)], ["identical"])
+    assert result["mean_accepted_tokens"] is None
+    assert result["decode_speedup"] is None
+    assert result["speedup"] == 1.0
+    assert figures_table({"method": "none", **result}).row_count == 7
+
+
+def test_counters_must_agree() -> None:
+    repetition = Repetition([], [[answer([1, 2, 3, 4], 2, 1.0)]])
+    good = {"steps": 2, "emitted": 3, "accepted_tokens": 1}
+    check_counters(repetition, good)
+    check_counters(repetition, {**good, "emitted": 4})
+    for wrong in ({"steps": 3}, {"emitted": 2}, {"emitted": 5}):
+        with pytest.raises(EngineError, match="disagree"):
+            check_counters(repetition, {**good, **wrong})
