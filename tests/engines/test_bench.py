@@ -1,0 +1,113 @@
+"""`drafttree bench` through the real vLLM, on a few prompts; times are never looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from drafttree.bench.methods import installed_names
+from drafttree.cli import app
+from drafttree.models import ensure
+
+PROMPTS = (
+    {"question_id": 1, "category": "qa", "turns": ["Count from one to ten.", "Once more."]},
+    {"question_id": 2, "category": "math", "turns": ["What is 2 + 2? And 2 + 2 + 2?"]},
+    {"question_id": "x", "category": "qa", "turns": ["Say hello three times."]},
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return ensure("smollm2-135m")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def bench(model: Path, output: Path, *arguments: str) -> Any:
+    return CliRunner().invoke(
+        app, ["bench", "--model", str(model), "--output", str(output), "--eager", *arguments]
+    )
+
+
+def report_of(model: Path, prompts: Path, *arguments: str) -> dict[str, Any]:
+    output = prompts.with_name("report.json")
+    result = bench(model, output, "--prompts", str(prompts), "--max-new-tokens", "24", *arguments)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(output.read_text())
+    assert report["prompts"] == 3
+    assert report["engine"] == "vllm"
+    assert report["device"]
+    assert set(report["per_category"]) == {"qa", "math"}
+    return report
+
+
+def test_ngram(model: Path, prompts: Path) -> None:
+    report = report_of(
+        model, prompts, "--method", "ngram", "--repeat", "2", "--option", "num_speculative_tokens=3"
+    )
+    assert report["options"] == {"num_speculative_tokens": 3}
+    assert report["identical"] + report["ties"] == 3
+    assert report["baseline_mean_accepted_tokens"] == 1.0
+    assert report["mean_accepted_tokens"] > 1.0
+    assert report["steps"] < report["baseline_steps"]
+    assert len(report["repetitions"]) == 2
+
+
+def test_tree_method(model: Path, prompts: Path) -> None:
+    method = installed_names()[0]
+    report = report_of(
+        model, prompts, "--method", method, "--batch-size", "2", "--option", "nodes=32"
+    )
+    assert report["identical"] + report["ties"] == 3
+    assert report["mean_accepted_tokens"] > 1.0
+    counters = report["counters"]
+    assert counters["steps"] == report["steps"]
+    assert counters["drafted_steps"] > 0
+    assert counters["accepted_tokens"] > 0
+    assert counters["non_first_child_accepted"] > 0
+    assert counters["kv_rows_moved"] > 0
+
+
+def test_engine_that_cannot_start(model: Path, prompts: Path) -> None:
+    output = prompts.with_name("report.json")
+    result = bench(
+        model,
+        output,
+        *("--method", "ngram", "--prompts", str(prompts)),
+        *("--option", "num_speculative_tokens=-1"),
+    )
+    assert result.exit_code == 1
+    assert "num_speculative_tokens" in result.output
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--method", "oracle"], "unknown method"),
+        (["--method", "none", "--prompts", "absent.jsonl"], "cannot read the prompts"),
+        (["--method", "none", "--engine", "steam"], "unknown engine"),
+        (["--method", "none", "--option", "nodes"], "expected KEY=VALUE"),
+    ],
+)
+def test_wrong_input(tmp_path: Path, model: Path, arguments: list[str], complaint: str) -> None:
+    result = bench(model, tmp_path / "report.json", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_wrong_model(tmp_path: Path) -> None:
+    result = bench(tmp_path, tmp_path / "report.json", "--method", "none")
+    assert result.exit_code == 2
+    assert "no model folder" in result.output
