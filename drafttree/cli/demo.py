@@ -123,7 +123,7 @@ def _verdict(report: dict[str, Any]) -> str:
     if report["device"] == "cpu":
         lines.append(
             "On a CPU fewer steps need not mean less time: each step checks a whole tree of "
-            "tokens, and a few cores compute these one after another. A GPU has room for them "
-            "in one step. Try --nodes 7 for a tree that costs a CPU less."
+            "tokens, and a few cores have little arithmetic to spare for it. --nodes 7 gives "
+            "a tree that costs a CPU less."
         )
     return "\n".join(lines)
