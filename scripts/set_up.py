@@ -81,7 +81,7 @@ class SetUp:
     def create(self) -> None:
         """Make the virtual environment, unless it is there with the same Python."""
         if self.python.exists():
-            version = "import sys; print(*sys.version_info[:2])"
+            version = "import pip, sys; print(*sys.version_info[:2])"
             found = subprocess.run([self.python, "-c", version], capture_output=True, text=True)
             if found.stdout.split() == [str(part) for part in sys.version_info[:2]]:
                 return
