@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 8.0) -> Path:
+def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0) -> Path:
     """Save a random two-layer Llama; the same arguments give the same weights.
 
-    `sharpness` scales the output head: at 1 the next token is nearly uniform.
+    `sharpness` scales the output head: at 1 the next token is nearly uniform. The embedding is
+    scaled too, so that the last token says about as much of the next one as all before it.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,6 +32,7 @@ def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 8
         )
     )
     with torch.no_grad():
+        model.model.embed_tokens.weight *= 3
         for layer in model.model.layers:
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 projection.weight *= 8

@@ -112,7 +112,7 @@ def run_vllm(
 
 
 def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(**arguments)
     ours = "speculative_config" in arguments and (
@@ -125,9 +125,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
         many = isinstance(case.sampling, list)
         settings = case.sampling if many else [case.sampling] * len(case.prompts)
-        parameters = [
-            SamplingParams(**({"detokenize": False} | setting)) for setting in settings
-        ]
+        parameters = [_parameters(setting) for setting in settings]
         prompts = [{"prompt_token_ids": prompt} for prompt in case.prompts]
         for _ in range(case.rounds):
             outputs = llm.generate(prompts, parameters, use_tqdm=False)
@@ -142,6 +140,16 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
             )
         )
     return answers
+
+
+def _parameters(setting: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    setting = {"detokenize": False} | setting
+    if choice := setting.pop("choice", None):
+        setting["structured_outputs"] = StructuredOutputsParams(choice=choice)
+    return SamplingParams(**setting)
 
 
 def _plain(logprobs: Any) -> Any:

@@ -1,0 +1,40 @@
+"""Models and checks that the tests of the real engines share."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny_llama
+from vllm_runs import Answer
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_vllm_*.py"]
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with 512 tokens."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct."""
+    from drafttree.models import ensure
+
+    return ensure("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def proves_drafting() -> Callable[[Answer], None]:
+    """Asserts that a case drafted, that a tree was needed for it, and that KV rows moved."""
+
+    def check(answer: Answer) -> None:
+        assert answer.counters["accepted_tokens"] > 0
+        assert answer.counters["non_first_child_accepted"] > 0
+        assert answer.counters["kv_rows_moved"] > 0
+
+    return check

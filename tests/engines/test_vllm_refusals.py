@@ -1,0 +1,152 @@
+"""What cannot be served is refused at start, with the option, its value and the mend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+vllm = pytest.importorskip("vllm")
+
+
+@pytest.fixture(autouse=True)
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def configure(model: Path, speculative: dict[str, Any] | None = None, **engine: Any) -> Any:
+    """What `LLM(...)` does first, before any process or weight is touched."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(model),
+        dtype="float32",
+        max_model_len=512,
+        skip_tokenizer_init=True,
+        speculative_config={"method": "token_recycling"} | (speculative or {}),
+        **engine,
+    )
+    return arguments.create_engine_config()
+
+
+def write_tree(folder: Path, paths: object) -> str:
+    file = folder / "tree.json"
+    file.write_text(json.dumps({"paths": paths}))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "message"),
+    [
+        ({"node": 8}, "no option 'node'.*nodes"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"nodes": 5000}, "nodes=5000"),
+        ({"nodes": "many"}, "nodes='many'"),
+        ({"k": 0}, "k=0"),
+        ({"k": 9}, "k=9"),
+        ({"tree": "missing.json"}, "missing.json"),
+        ({"tree": "branch:4-x"}, "branch:4-x"),
+        ({"tree": "branch:4-4-4-4"}, "255"),
+        ({"tree": "branch:2-2", "nodes": 9}, "nodes=9"),
+        ({"nodes": 8, "num_speculative_tokens": 9}, "num_speculative_tokens=9"),
+        ({"k": 2, "tree": "branch:4-2"}, "rank 3 but k=2"),
+    ],
+)
+def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(tiny_llama, speculative)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([[0], [1, 0]], "not prefix-closed"),
+        ([[0] * depth for depth in range(1, 41)], "deeper than 32"),
+        ([], "no nodes"),
+        ([[0], [0]], "twice"),
+        ([[0], ["1"]], "ranks"),
+    ],
+)
+def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(tiny_llama, {"tree": write_tree(tmp_path, paths)})
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
+    ],
+)
+def test_engine_settings(tiny_llama: Path, engine: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(tiny_llama, **engine)
+
+
+def test_kv_connectors(tiny_llama: Path) -> None:
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    with pytest.raises(ValueError, match="kv_transfer_config"):
+        configure(tiny_llama, kv_transfer_config=connector)
+
+
+def test_a_forced_v2_runner(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        configure(tiny_llama)
+
+
+def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    config |= {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="sliding window of 64"):
+        configure(tmp_path)
+
+
+def test_unknown_engine_versions(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    with pytest.raises(ValueError, match="0.99.0 is not supported.*0.26"):
+        configure(tiny_llama)
+
+
+def test_host_options_are_understood(tiny_llama: Path) -> None:
+    assert configure(tiny_llama).speculative_config.num_speculative_tokens == 80
+    config = configure(tiny_llama, {"num_speculative_tokens": 15})
+    assert config.speculative_config.num_speculative_tokens == 15
+    config = configure(tiny_llama, {"tree": "branch:3-2-1"})
+    assert config.speculative_config.num_speculative_tokens == 3 + 6 + 6
+
+
+def test_other_methods_pass_through(tiny_llama: Path) -> None:
+    """The host's refusals stay in force for its own methods, after ours was asked for."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    ours = configure(tiny_llama)
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+    stock = configure(tiny_llama, ngram)
+    assert stock.speculative_config.method == "ngram"
+    assert "drafttree" not in stock.parallel_config.worker_cls
+    assert "drafttree" in ours.parallel_config.worker_cls
+    biased = SamplingParams(logit_bias={3: 1.0})
+    biased._validate_spec_decode(ours.speculative_config)
+    with pytest.raises(VLLMValidationError, match="not yet supported"):
+        biased._validate_spec_decode(stock.speculative_config)

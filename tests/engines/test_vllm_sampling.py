@@ -1,0 +1,112 @@
+"""Every way of sampling gives, with draft trees, what it gives without.
+
+With a seed, token for token: an emitted token takes one draw of its request's generator.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_runs import Answer, Case, run_vllm
+
+SHARED: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+SEEDED: dict[str, Any] = {**SHARED, "temperature": 0.6, "seed": 17}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "seeded": SEEDED,
+    "top-k": {**SEEDED, "temperature": 0.9, "top_k": 20},
+    "top-p": {**SEEDED, "top_p": 0.8},
+    "min-p": {**SEEDED, "min_p": 0.05},
+    "repetition penalty": {**SEEDED, "repetition_penalty": 1.2},
+    "greedy with a repetition penalty": {
+        **SHARED,
+        "temperature": 0.0,
+        "repetition_penalty": 1.1,
+    },
+    "presence and frequency penalties": {
+        **SEEDED,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+    },
+    "allowed tokens": {**SEEDED, "allowed_token_ids": list(range(2, 512, 3))},
+    "logit bias": {**SEEDED, "logit_bias": {7: 4.0, 11: -8.0}},
+    "stop tokens": {
+        "temperature": 0.6,
+        "seed": 3,
+        "max_tokens": 40,
+        "stop_token_ids": list(range(300, 330)),
+    },
+    "min tokens": {
+        "temperature": 0.6,
+        "seed": 3,
+        "max_tokens": 40,
+        "min_tokens": 19,
+        "stop_token_ids": list(range(2, 400)),
+    },
+    "several samples": {**SEEDED, "n": 3},
+    "logprobs": {**SEEDED, "logprobs": 4, "prompt_logprobs": 2},
+    "greedy with logprobs": {**SHARED, "temperature": 0.0, "logprobs": 4},
+}
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 40))] for _ in range(12)]
+
+
+@cache
+def answers(model: Path, drafting: bool) -> dict[str, Answer]:
+    cases = [Case(prompts(), setting) for setting in SETTINGS.values()]
+    kinds = list(SETTINGS.values())
+    mixed: list[dict[str, Any]] = [
+        kinds[row % len(kinds)] | {"prompt_logprobs": None, "n": 1}
+        for row in range(len(prompts()))
+    ]
+    cases.append(Case(prompts(), mixed))
+    served, _ = run_vllm(
+        model, cases, speculative={"method": "token_recycling"} if drafting else None
+    )
+    return dict(zip([*SETTINGS, "all in one batch"], served, strict=True))
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "all in one batch"])
+def test_tokens_equal_plain_decoding(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None], setting: str
+) -> None:
+    plain = answers(tiny_llama, False)[setting]
+    drafted = answers(tiny_llama, True)[setting]
+    assert drafted.tokens == plain.tokens
+    assert drafted.reasons == plain.reasons
+    proves_drafting(drafted)
+
+
+@pytest.mark.parametrize("setting", ["logprobs", "greedy with logprobs"])
+def test_logprobs_equal_plain_decoding(tiny_llama: Path, setting: str) -> None:
+    plain = answers(tiny_llama, False)[setting]
+    drafted = answers(tiny_llama, True)[setting]
+    for field in ("logprobs", "prompt_logprobs"):
+        for mine, theirs in zip(
+            flatten(getattr(drafted, field)), flatten(getattr(plain, field)), strict=True
+        ):
+            assert mine.keys() == theirs.keys()
+            for token, logprob in mine.items():
+                assert logprob == pytest.approx(theirs[token], abs=1e-3)
+
+
+def flatten(nested: Any) -> list[dict[int, float]]:
+    if isinstance(nested, dict):
+        return [nested]
+    return [each for inner in nested or [] for each in flatten(inner)]
+
+
+def test_min_tokens_hold_inside_an_accepted_path(tiny_llama: Path) -> None:
+    """The boundary at 19 tokens is where requests would end at once."""
+    drafted = answers(tiny_llama, True)["min tokens"]
+    lengths = [len(sample) for request in drafted.tokens for sample in request]
+    assert min(lengths) >= 19
+    assert min(lengths) < 40

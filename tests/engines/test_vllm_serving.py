@@ -1,0 +1,163 @@
+"""What a scheduler does to requests changes nothing in their tokens, and does not stop drafting."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_runs import Answer, Case, run_vllm
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+RECYCLE = {"method": "token_recycling"}
+
+
+def prompts(count: int, shortest: int, longest: int, seed: int = 9) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(2, 512) for _ in range(draw.randint(shortest, longest))]
+        for _ in range(count)
+    ]
+
+
+def both(
+    model: Path, cases: list[Case], options: dict[str, Any] | None = None, **engine: Any
+) -> tuple[list[Answer], list[Answer], str]:
+    plain, _ = run_vllm(model, cases, **engine)
+    drafted, log = run_vllm(model, cases, speculative=RECYCLE | (options or {}), **engine)
+    return plain, drafted, log
+
+
+def test_chunked_prefill_beside_truncated_trees(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """Prompts of several chunks, and a token budget that cuts every tree."""
+    case = Case(prompts(12, 150, 320), GREEDY)
+    plain, drafted, log = both(
+        tiny_llama, [case], max_num_batched_tokens=128, max_num_seqs=4
+    )
+    assert drafted[0].tokens == plain[0].tokens
+    proves_drafting(drafted[0])
+    assert drafted[0].counters["draft_tokens"] < 50 * drafted[0].counters["drafted_steps"]
+    assert "cuts draft trees to 31 of 80 nodes" in log
+
+
+def test_prefix_hits_of_answers_that_were_drafted(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """The second turn's cached prefix holds KV rows that verification moved."""
+    first = Case(prompts(6, 200, 260), GREEDY | {"max_tokens": 200})
+    (answer,), _ = run_vllm(tiny_llama, [first])
+    turn_two = [
+        prompt + samples[0] + extra
+        for prompt, samples, extra in zip(
+            first.prompts, answer.tokens, prompts(6, 5, 9, seed=1), strict=True
+        )
+    ]
+    plain, drafted, _ = both(
+        tiny_llama, [first, Case(turn_two, GREEDY), Case(turn_two, GREEDY)]
+    )
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)
+
+
+def test_preemption(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    """Four requests of up to 3 blocks each share 7 blocks."""
+    case = Case(prompts(8, 100, 120), GREEDY | {"max_tokens": 200})
+    plain, drafted, log = both(
+        tiny_llama,
+        [case],
+        max_num_seqs=4,
+        num_gpu_blocks_override=8,
+        enable_prefix_caching=False,
+        environment={"VLLM_LOGGING_LEVEL": "DEBUG"},
+    )
+    assert drafted[0].tokens == plain[0].tokens
+    proves_drafting(drafted[0])
+
+
+def test_running_into_max_model_len(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    case = Case(prompts(6, 60, 90), GREEDY | {"max_tokens": None}, rounds=2)
+    plain, drafted, _ = both(tiny_llama, [case], max_model_len=128)
+    assert drafted[0].tokens == plain[0].tokens
+    assert drafted[0].reasons == plain[0].reasons == [["length"]] * 6
+    proves_drafting(drafted[0])
+
+
+def test_requests_that_join_leave_and_opt_out(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """Requests of many lengths come and go; every third is undrafted beside drafted ones."""
+    settings: list[dict[str, Any]] = [
+        GREEDY
+        | {"max_tokens": 1 + 7 * row % 41}
+        | ({"extra_args": {"drafttree": False}} if row % 3 == 0 else {})
+        for row in range(24)
+    ]
+    plain, drafted, _ = both(tiny_llama, [Case(prompts(24, 3, 50), settings)], max_num_seqs=5)
+    assert drafted[0].tokens == plain[0].tokens
+    proves_drafting(drafted[0])
+    counters = drafted[0].counters
+    undrafted = sum(each["max_tokens"] - 1 for each in settings[::3])
+    assert counters["steps"] - counters["drafted_steps"] >= undrafted
+
+
+def test_opting_out_stops_all_drafting(tiny_llama: Path) -> None:
+    case = Case(prompts(4, 5, 30), GREEDY | {"extra_args": {"drafttree": False}})
+    plain, drafted, _ = both(tiny_llama, [case])
+    assert drafted[0].tokens == plain[0].tokens
+    assert drafted[0].counters["draft_tokens"] == 0
+    assert drafted[0].counters["steps"] == 4 * (GREEDY["max_tokens"] - 1)
+
+
+def test_nobody_waits_because_others_draft(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """64 requests under a budget of 1,024: every one is scheduled in every decode step."""
+    case = Case(prompts(64, 4, 12), GREEDY, rounds=2)
+    (drafted,), _ = run_vllm(
+        tiny_llama, [case], speculative=RECYCLE, max_num_seqs=64, max_num_batched_tokens=1024
+    )
+    (plain,), _ = run_vllm(
+        tiny_llama, [case], max_num_seqs=64, max_num_batched_tokens=1024
+    )
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    counters = drafted.counters
+    assert counters["draft_tokens"] <= 15 * counters["drafted_steps"]
+
+
+def test_structured_output_is_served_without_drafts(smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ask = AutoTokenizer.from_pretrained(smollm2)("The best colour is")["input_ids"]
+    free = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    cases = [Case([ask, ask], [chosen, free]), Case([ask], chosen)]
+    plain, drafted, log = both(smollm2, cases, skip_tokenizer_init=False)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+    assert drafted[0].counters["draft_tokens"] > 0
+    assert drafted[1].counters["draft_tokens"] == 0
+    assert log.count("Requests with structured output are served without drafts") == 1
+
+
+@pytest.mark.parametrize("method", ["ngram", None])
+def test_other_methods_stay_the_engines_own(tiny_llama: Path, method: str | None) -> None:
+    """Beside our plugins, an engine that does not ask for one runs no line of ours."""
+    speculative: dict[str, Any] | None = method and {
+        "method": method,
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+    (answer,), log = run_vllm(
+        tiny_llama, [Case(prompts(2, 8, 9), GREEDY)], speculative=speculative
+    )
+    assert answer.tokens
+    assert "Draft trees" not in log

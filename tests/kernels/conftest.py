@@ -1,0 +1,58 @@
+"""Fixtures that run the Triton kernels under Triton's interpreter, in and out of order.
+
+Triton reads TRITON_INTERPRET when it decorates a function, its own library's included. So the
+fixtures swap the decorated functions for a test's length: the environment stays as it is, and it
+does not matter who imported Triton before."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tree_kernels import accept, adjacency, gather, kv_move, mask
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["in_order", "shuffled"])
+def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Interprets every kernel; programs run one after another, in order or in a random order."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton import language
+    from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    modules = (accept, adjacency, gather, kv_move, mask, language, language.standard)
+    interpreted: dict[int, InterpretedFunction] = {}
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                # One object a function: the interpreter knows its fast reductions by identity.
+                new = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
+                monkeypatch.setattr(module, name, new)
+
+    if request.param == "shuffled":
+        order = random.Random(0)
+        set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
+        programs: list[tuple[int, int, int]] = []
+
+        def set_grid_dim(nx: int, ny: int, nz: int) -> None:
+            set_dim(nx, ny, nz)
+            programs[:] = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
+            order.shuffle(programs)
+
+        def set_grid_idx(x: int, y: int, z: int) -> None:
+            set_idx(*programs.pop())
+
+        monkeypatch.setattr(interpreter_builder, "set_grid_dim", set_grid_dim)
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
+    return str(request.param)

@@ -1,0 +1,116 @@
+"""Depths and ancestor masks, against following parents one by one in Python."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tree_kernels import mask
+from tree_kernels.mask import ancestor_bitmask, depths, tree_mask
+
+CASES = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def random_trees(seed, widths, kind):
+    """Ragged trees, parents before children, padded with -1."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.full((len(widths), max(widths)), -1, dtype=torch.int32)
+    for request, count in enumerate(widths):
+        for node in range(1, count):
+            chosen = int(torch.randint(0, node, (1,), generator=generator))
+            parents[request, node] = {"chain": node - 1, "star": 0, "any": chosen}[kind]
+    return parents, torch.tensor(widths, dtype=torch.int32)
+
+
+@st.composite
+def trees(draw):
+    widths = draw(st.lists(st.integers(1, 40) | st.just(67), min_size=1, max_size=4))
+    kind = draw(st.sampled_from(["chain", "star", "any"]))
+    return random_trees(draw(st.integers(0, 99)), widths, kind)
+
+
+def lineages(parents, num_nodes):
+    """For every node the set of itself and its ancestors; empty for padding."""
+    for line, count in zip(parents.tolist(), num_nodes.tolist(), strict=True):
+        request = []
+        for node in range(len(line)):
+            seen = set()
+            while 0 <= node < count:
+                seen.add(node)
+                node = line[node]
+            request.append(seen)
+        yield request
+
+
+@CASES
+@given(trees())
+def test_masks_and_depths_follow_the_parents(case):
+    width = case[0].shape[1]
+    expected = list(lineages(*case))
+    found = tree_mask(*case)
+    assert found.dtype == torch.bool
+    assert found.tolist() == [
+        [[j in seen for j in range(width)] for seen in request] for request in expected
+    ]
+    assert depths(*case).tolist() == [
+        [max(len(seen) - 1, 0) for seen in request] for request in expected
+    ]
+
+
+@CASES
+@given(trees())
+def test_bits_say_what_the_mask_says(case):
+    words = ancestor_bitmask(*case)
+    width = case[0].shape[1]
+    assert words.dtype == torch.int32
+    assert words.shape[2] == -(-width // 32)
+    for request, row in zip(words.tolist(), lineages(*case), strict=True):
+        for line, seen in zip(request, row, strict=True):
+            joined = sum((word & 0xFFFFFFFF) << (32 * at) for at, word in enumerate(line))
+            assert joined == sum(1 << node for node in seen)
+
+
+@CASES
+@given(trees())
+def test_kernels_give_the_same(interpreter, case):
+    assert mask._depths_triton(*case).tolist() == depths(*case).tolist()
+    bits = mask._ancestors_triton(*case, unpack=False)
+    assert bits.tolist() == ancestor_bitmask(*case).tolist()
+    seen = mask._ancestors_triton(*case, unpack=True)
+    assert seen.dtype == torch.bool
+    assert seen.tolist() == tree_mask(*case).tolist()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 31, 32, 33, 64, 65])
+def test_a_chain_of_any_length_sees_all_before_it(interpreter, width):
+    case = random_trees(0, [width], "chain")
+    assert torch.equal(tree_mask(*case)[0], torch.ones(width, width).tril().bool())
+    assert mask._ancestors_triton(*case, unpack=True).tolist() == tree_mask(*case).tolist()
+    assert mask._depths_triton(*case).tolist() == [list(range(width))]
+
+
+def test_nodes_past_the_count_are_padding_whatever_their_parents():
+    parents = torch.tensor([[-1, 0, 1, 2]], dtype=torch.int32)
+    count = torch.tensor([2], dtype=torch.int32)
+    assert depths(parents, count).tolist() == [[0, 1, 0, 0]]
+    assert ancestor_bitmask(parents, count).tolist() == [[[1], [3], [0], [0]]]
+
+
+def test_shapes_that_do_not_fit_are_errors():
+    parents, count = random_trees(0, [3, 4], "any")
+    for function in (depths, ancestor_bitmask, tree_mask):
+        with pytest.raises(ValueError, match="must be"):
+            function(parents, count[:1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("requests", "width"), [(1, 16), (8, 81), (64, 81), (3, 300)])
+def test_cuda_agrees_with_the_cpu(requests, width):
+    case = random_trees(0, [max(1, width - 3 * i) for i in range(requests)], "any")
+    on_device = [tensor.cuda() for tensor in case]
+    for function in (depths, ancestor_bitmask, tree_mask):
+        assert torch.equal(function(*on_device).cpu(), function(*case))
