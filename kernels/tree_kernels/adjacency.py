@@ -22,7 +22,7 @@ def _writes_row(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Whether `token` names a matrix row and no later row of the step has the same token."""
-    later = 0
+    later = tl.full([], 0, tl.int32)
     for start in range(row + 1, num_rows, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < num_rows
@@ -77,7 +77,7 @@ def _recycle_kernel(
     if WRITE:
         token = tl.load(tokens + row).to(tl.int64)
         writes = _writes_row(tokens, token, row, num_rows, matrix_rows, ROWS)
-        tl.store(matrix + token * matrix_stride + place, found, mask=(place < K) & writes)
+        tl.store(matrix + token * matrix_stride + place, found, mask=place < tl.where(writes, K, 0))
 
 
 @jit
@@ -98,7 +98,7 @@ def _update_kernel(
     token = tl.load(tokens + row).to(tl.int64)
     writes = _writes_row(tokens, token, row, num_rows, matrix_rows, ROWS)
     found = tl.load(candidates + row.to(tl.int64) * candidates_stride + slots, mask=slots < K)
-    tl.store(matrix + token * matrix_stride + slots, found, mask=(slots < K) & writes)
+    tl.store(matrix + token * matrix_stride + slots, found, mask=slots < tl.where(writes, K, 0))
 
 
 def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor, k: int) -> Tensor:
@@ -176,7 +176,7 @@ def _top_candidates_reference(logits: Tensor, k: int) -> Tensor:
         chosen = body[lines, blocks.clamp(max=full - 1)]
         if tail.shape[1]:
             chosen = torch.where((blocks == full)[:, :, None], tail[:, None], chosen)
-    runs = chosen.reshape(rows, -1, _LANES)
+    runs = chosen.reshape(rows, chosen.shape[1] * _BLOCK // _LANES, _LANES)
     starts = (blocks[:, :, None] * _BLOCK + torch.arange(0, _BLOCK, _LANES)).flatten(1)
     best = _keys(runs.amax(2), starts).topk(min(k, runs.shape[1]), 1).indices
     values = runs[lines, best].flatten(1)
