@@ -40,6 +40,7 @@ class Answer:
         prompt_logprobs: for each request and position, the same.
         reasons: why each sample ended.
         counters: our worker's counts over the case; empty without one.
+        preemptions: how often the scheduler preempted a request so far.
     """
 
     tokens: list[list[list[int]]]
@@ -47,6 +48,7 @@ class Answer:
     prompt_logprobs: list[Any]
     reasons: list[list[str | None]]
     counters: dict[str, int] = field(default_factory=dict)
+    preemptions: int = 0
 
 
 class RunFailed(Exception):
@@ -88,6 +90,7 @@ def run_vllm(
         "max_num_batched_tokens": 1024,
         "skip_tokenizer_init": True,
         "seed": 0,
+        "disable_log_stats": False,
         **engine,
     }
     if speculative is not None:
@@ -106,7 +109,7 @@ def run_vllm(
             check=False,
         )
         if process.returncode != 0:
-            raise RunFailed(process.stdout[-12000:])
+            raise RunFailed(process.stdout[-3000:])
         answers: list[Answer] = pickle.loads(result.read_bytes())
     return answers, process.stdout
 
@@ -137,6 +140,11 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                 prompt_logprobs=[_plain(one.prompt_logprobs) for one in outputs],
                 reasons=[[each.finish_reason for each in one.outputs] for one in outputs],
                 counters={name: after[name] - before[name] for name in after},
+                preemptions=next(
+                    metric.value
+                    for metric in llm.get_metrics()
+                    if metric.name == "vllm:num_preemptions"
+                ),
             )
         )
     return answers
