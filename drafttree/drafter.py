@@ -1,4 +1,4 @@
-"""What a drafting method gives the hosts: draft trees for a batch, and the drafter that makes them."""
+"""What a drafting method gives the hosts: draft trees for a batch, and what makes them."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Self
 
+from pydantic import Field, model_validator
+
 from drafttree.method import MethodOptions
 from drafttree.tree import MAX_NODES, StaticTree
-from pydantic import Field, model_validator
 
 PAPER_NODES = 80
 
@@ -44,8 +45,7 @@ class RecycleOptions(MethodOptions):
                     factors = [int(factor) for factor in self.tree[len("branch:") :].split("-")]
                 except ValueError as error:
                     raise ValueError(
-                        f"tree={self.tree!r} is no list of branching factors: write "
-                        "branch:4-2-1"
+                        f"tree={self.tree!r} is no list of branching factors: write branch:4-2-1"
                     ) from error
                 return StaticTree.from_branching(factors)
             return StaticTree.from_file(Path(self.tree))

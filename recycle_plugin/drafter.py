@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from drafttree.drafter import DraftTree
 from tree_kernels.adjacency import recycle
 from tree_kernels.gather import compact_tree, gather_tree
 
+from drafttree.drafter import DraftTree
 from recycle_plugin.config import RecycleOptions
 
 EMPTY = -1
@@ -32,9 +32,7 @@ class RecycleDrafter:
             )
         tree = options.topology
         self.max_depth = tree.depth
-        self.matrix = torch.full(
-            (vocab_size, options.k), EMPTY, dtype=torch.int32, device=device
-        )
+        self.matrix = torch.full((vocab_size, options.k), EMPTY, dtype=torch.int32, device=device)
         self._hot_start = options.hot_start
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=device)
         self._ranks = torch.tensor(tree.ranks, dtype=torch.int32, device=device)

@@ -106,6 +106,8 @@ def _forget_selected_backends() -> None:
 class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     """Adds to the step's metadata the masks of its trees."""
 
+    isa: str
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.isa != ISA:
@@ -138,9 +140,7 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> TreeAttention:
         nodes = tree.mask.shape[0]
         num_blocks = -(-length // self.block_size)
-        bias = torch.full(
-            (nodes, num_blocks * self.block_size), float("-inf"), dtype=self.dtype
-        )
+        bias = torch.full((nodes, num_blocks * self.block_size), float("-inf"), dtype=self.dtype)
         bias[:, : length - nodes] = 0
         bias[:, length - nodes : length].masked_fill_(tree.mask, 0)
         return TreeAttention(
@@ -253,8 +253,7 @@ def check_kv_layout(heads: int, block_size: int, head_size: int, dtype: torch.dt
     keys, values = kv_views(cache)
     block, offset = slots // block_size, slots % block_size
     if not (
-        torch.equal(keys[block, :, :, offset], key)
-        and torch.equal(values[block, :, offset], value)
+        torch.equal(keys[block, :, :, offset], key) and torch.equal(values[block, :, offset], value)
     ):
         raise RuntimeError(
             "this vLLM lays out its CPU KV cache in a way that drafttree does not know: install "

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-logger = init_logger(__name__)
+# Below vLLM's own logger, or nothing would print it.
+logger = init_logger(f"vllm.{__name__}")
 
 SUPPORTED = ((0, 26), (0, 34))
 TESTED = (0, 32)
@@ -32,7 +33,6 @@ def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfi
         ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
         ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),
-        ("enable_sleep_mode", engine.enable_sleep_mode, False, "leave sleep mode out"),
         ("kv_cache_dtype", engine.kv_cache_dtype, "auto", "leave it at auto"),
         ("quantization", model.quantization, None, "use a model that is not quantised"),
     ):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from drafttree.method import Method
 
-logger = init_logger(__name__)
+# Below vLLM's own logger, or nothing would print it.
+logger = init_logger(f"vllm.{__name__}")
 
 OPT_OUT = "drafttree"
 """The key of `SamplingParams.extra_args` that turns drafting off for a request when false."""
@@ -206,9 +207,7 @@ class TreeModelRunner(CPUModelRunner):
         self._step = None
         return output
 
-    def _observe(
-        self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
+    def _observe(self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
         masked = [
             row

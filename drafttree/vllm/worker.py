@@ -13,6 +13,8 @@ from drafttree.vllm.runner import TreeModelRunner
 class TreeCPUWorker(CPUWorker):
     """Chosen through `parallel_config.worker_cls` when a method of ours is asked for."""
 
+    model_runner: TreeModelRunner
+
     def init_device(self) -> None:
         """Build the stock runner, then make it one that verifies trees."""
         # The stock runner refuses custom logits processors under speculation; ours builds them.

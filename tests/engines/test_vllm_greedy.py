@@ -25,9 +25,7 @@ def some_prompts(count: int, vocab_size: int = 512, seed: int = 3) -> list[list[
 def chat_cases(hot: bool) -> list[Case]:
     """24 prompts, then a second turn on top of each, as a chat would send it."""
     first = some_prompts(24)
-    second = [
-        prompt + more for prompt, more in zip(first, some_prompts(24, seed=4), strict=True)
-    ]
+    second = [prompt + more for prompt, more in zip(first, some_prompts(24, seed=4), strict=True)]
     return [Case(first, GREEDY, reset=not hot), Case(second, GREEDY, reset=not hot)]
 
 

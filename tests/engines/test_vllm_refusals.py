@@ -118,7 +118,7 @@ def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_unknown_engine_versions(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
-    with pytest.raises(ValueError, match="0.99.0 is not supported.*0.26"):
+    with pytest.raises(ValueError, match=r"0\.99\.0 is not supported.*0\.26"):
         configure(tiny_llama)
 
 

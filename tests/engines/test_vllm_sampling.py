@@ -64,8 +64,7 @@ def answers(model: Path, drafting: bool) -> dict[str, Answer]:
     cases = [Case(prompts(), setting) for setting in SETTINGS.values()]
     kinds = list(SETTINGS.values())
     mixed: list[dict[str, Any]] = [
-        kinds[row % len(kinds)] | {"prompt_logprobs": None, "n": 1}
-        for row in range(len(prompts()))
+        kinds[row % len(kinds)] | {"prompt_logprobs": None, "n": 1} for row in range(len(prompts()))
     ]
     cases.append(Case(prompts(), mixed))
     served, _ = run_vllm(

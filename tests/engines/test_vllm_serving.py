@@ -35,9 +35,7 @@ def test_chunked_prefill_beside_truncated_trees(
 ) -> None:
     """Prompts of several chunks, and a token budget that cuts every tree."""
     case = Case(prompts(12, 150, 320), GREEDY)
-    plain, drafted, log = both(
-        tiny_llama, [case], max_num_batched_tokens=128, max_num_seqs=4
-    )
+    plain, drafted, log = both(tiny_llama, [case], max_num_batched_tokens=128, max_num_seqs=4)
     assert drafted[0].tokens == plain[0].tokens
     proves_drafting(drafted[0])
     assert drafted[0].counters["draft_tokens"] < 50 * drafted[0].counters["drafted_steps"]
@@ -56,9 +54,7 @@ def test_prefix_hits_of_answers_that_were_drafted(
             first.prompts, answer.tokens, prompts(6, 5, 9, seed=1), strict=True
         )
     ]
-    plain, drafted, _ = both(
-        tiny_llama, [first, Case(turn_two, GREEDY), Case(turn_two, GREEDY)]
-    )
+    plain, drafted, _ = both(tiny_llama, [first, Case(turn_two, GREEDY), Case(turn_two, GREEDY)])
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
@@ -123,9 +119,7 @@ def test_nobody_waits_because_others_draft(
     (drafted,), _ = run_vllm(
         tiny_llama, [case], speculative=RECYCLE, max_num_seqs=64, max_num_batched_tokens=1024
     )
-    (plain,), _ = run_vllm(
-        tiny_llama, [case], max_num_seqs=64, max_num_batched_tokens=1024
-    )
+    (plain,), _ = run_vllm(tiny_llama, [case], max_num_seqs=64, max_num_batched_tokens=1024)
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
     counters = drafted.counters
@@ -156,8 +150,6 @@ def test_other_methods_stay_the_engines_own(tiny_llama: Path, method: str | None
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 2,
     }
-    (answer,), log = run_vllm(
-        tiny_llama, [Case(prompts(2, 8, 9), GREEDY)], speculative=speculative
-    )
+    (answer,), log = run_vllm(tiny_llama, [Case(prompts(2, 8, 9), GREEDY)], speculative=speculative)
     assert answer.tokens
     assert "Draft trees" not in log

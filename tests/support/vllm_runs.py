@@ -71,9 +71,12 @@ def run_vllm(
     speculative: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     timeout: float = 400,
+    planted_fault: bool = False,
     **engine: Any,
 ) -> tuple[list[Answer], str]:
     """Serve the cases one after another with one engine.
+
+    With `planted_fault`, below the root the most likely token is taken where one is to be drawn.
 
     Returns:
         The answers, and the engine's log.
@@ -98,7 +101,7 @@ def run_vllm(
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.pickle"
         result = Path(folder) / "result.pickle"
-        job.write_bytes(pickle.dumps((arguments, cases)))
+        job.write_bytes(pickle.dumps((arguments, cases, planted_fault)))
         process = subprocess.run(
             [sys.executable, __file__, str(job), str(result)],
             env=os.environ | ENVIRONMENT | (environment or {}),
@@ -150,6 +153,22 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
     return answers
 
 
+def _plant_fault() -> None:
+    from drafttree.vllm import sampling
+
+    draw = sampling._Draw.__call__
+
+    def faulty(self: Any, node: Any, alive: Any) -> Any:
+        drawn = draw(self, node, alive)
+        if self.levels == 1:
+            return drawn
+        most_likely = self._logits[self._starts + node].argmax(-1).int()
+        self._last = most_likely.tolist()
+        return most_likely
+
+    sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+
+
 def _parameters(setting: dict[str, Any]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -173,7 +192,9 @@ if __name__ == "__main__":
     # The engine may start processes of its own that import this file again.
     sys.modules.setdefault("vllm_runs", sys.modules["__main__"])
     Case.__module__ = Answer.__module__ = "vllm_runs"
-    given, wanted = pickle.loads(Path(sys.argv[1]).read_bytes())
+    given, wanted, faulty = pickle.loads(Path(sys.argv[1]).read_bytes())
+    if faulty:
+        _plant_fault()
     made = _serve(given, wanted)
     Path(sys.argv[2]).write_bytes(pickle.dumps(made))
     print(json.dumps({"served": len(made)}))

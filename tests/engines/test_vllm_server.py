@@ -1,0 +1,97 @@
+"""`vllm serve` with draft trees: chat over HTTP, streamed, and the engine's own metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from vllm_runs import ENVIRONMENT, Case, run_vllm
+
+MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        str(Path(sys.executable).with_name("vllm")),
+        *("serve", str(smollm2), "--served-model-name", "smollm2"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
+        *("--max-model-len", "1024", "--max-num-seqs", "4", "--max-num-batched-tokens", "1024"),
+        *("--speculative-config", json.dumps({"method": "token_recycling"})),
+    ]
+    environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 240
+        while not is_up(address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(1)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def metric(address: str, name: str) -> float:
+    page = httpx.get(f"{address}/metrics", timeout=10).text
+    found = re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", page, re.MULTILINE)
+    assert len(found) == 1, page[-2000:]
+    return float(found[0])
+
+
+def test_a_streamed_chat_says_what_plain_decoding_says(server: str, smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    rendered = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    (plain,), _ = run_vllm(smollm2, [Case([rendered], {"temperature": 0.0, "max_tokens": TOKENS})])
+    expected = tokenizer.decode(plain.tokens[0][0], skip_special_tokens=True)
+
+    body = {"model": "smollm2", "messages": MESSAGES, "temperature": 0, "max_tokens": TOKENS}
+    whole = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120).json()
+    assert whole["choices"][0]["message"]["content"] == expected
+
+    pieces = []
+    request = body | {"stream": True}
+    with httpx.stream("POST", f"{server}/v1/chat/completions", json=request, timeout=120) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:])["choices"][0]["delta"].get("content") or "")
+    assert "".join(pieces) == expected
+    assert len(pieces) > 2
+
+    drafts = metric(server, "spec_decode_num_drafts")
+    drafted = metric(server, "spec_decode_num_draft_tokens")
+    accepted = metric(server, "spec_decode_num_accepted_tokens")
+    assert 0 < accepted < drafted <= 80 * drafts
+    # Each answer is its first token and what the steps after it emitted.
+    emitted = 2 * (len(plain.tokens[0][0]) - 1)
+    assert drafts + accepted <= emitted
+    assert drafts + accepted > emitted / 2
