@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm_runs import Answer, Case, run_vllm
 
-GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 
 
 def some_prompts(count: int, vocab_size: int = 512, seed: int = 3) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`vllm serve` with draft trees: chat over HTTP, streamed, and the engine's own metrics."""
+"""vLLM's OpenAI server with draft trees: chat over HTTP, streamed, and the engine's metrics."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
-        str(Path(sys.executable).with_name("vllm")),
-        *("serve", str(smollm2), "--served-model-name", "smollm2"),
+        # What `vllm serve` runs; that command fails in the CPU build, whose package is not `vllm`.
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(smollm2), "--served-model-name", "smollm2"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "1024", "--max-num-seqs", "4", "--max-num-batched-tokens", "1024"),
         *("--speculative-config", json.dumps({"method": "token_recycling"})),
