@@ -1,3 +1,3 @@
-"""Draft trees for vLLM and SGLang: the layer that all drafting methods share."""
+"""Draft trees for vLLM: the layer that all drafting methods share."""
 
 __version__ = "0.1.0"

@@ -30,8 +30,6 @@ class Drafter(Protocol):
     State that belongs to a request is keyed by its id, never by its row in the batch.
     """
 
-    max_depth: int
-
     def start(self, request_ids: Sequence[str]) -> None:
         """Hear of requests that joined."""
 

@@ -11,7 +11,8 @@ class Counters:
 
     Attributes:
         steps: decode steps, undrafted ones included.
-        emitted: tokens emitted by these steps, the bonus token included.
+        emitted: tokens emitted by these steps, the bonus token included; the engine drops those
+            after the end of a text.
         drafted_steps: steps that verified at least one draft node.
         draft_tokens: draft nodes verified.
         accepted_tokens: draft nodes accepted.

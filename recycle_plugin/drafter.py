@@ -31,7 +31,6 @@ class RecycleDrafter:
                 f"k={options.k} candidates do not fit a vocabulary of {vocab_size}: lower k"
             )
         tree = options.topology
-        self.max_depth = tree.depth
         self.matrix = torch.full((vocab_size, options.k), EMPTY, dtype=torch.int32, device=device)
         self._hot_start = options.hot_start
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=device)

@@ -88,12 +88,15 @@ def tree_attention_backend() -> Iterator[None]:
     name, and only while the layers are built: other engines of the process keep the stock one.
     """
     backend = AttentionBackendEnum.CPU_ATTN
+    before = backend.get_path() if backend.is_overridden() else None
     register_backend(backend, f"{__name__}.{TreeAttentionBackend.__name__}")
     _forget_selected_backends()
     try:
         yield
     finally:
         backend.clear_override()
+        if before is not None:
+            register_backend(backend, before)
         _forget_selected_backends()
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _METHODS: dict[str, Method] = {}
 
+MARK = "_drafttree"
+"""Tells our wrappers from those of other plugins."""
+
 CREATE_SIGNATURE = ["self", "target_model_config", "target_parallel_config"]
 VALIDATE_SIGNATURE = ["self", "speculative_config"]
 
@@ -39,20 +42,26 @@ def _wrap_create_speculative_config() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_speculative_config
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, MARK):
         return
 
     @functools.wraps(original)
     def create_speculative_config(
-        self: EngineArgs, target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+        self: EngineArgs, *args: Any, **kwargs: Any
     ) -> SpeculativeConfig | None:
         given = dict(self.speculative_config or {})
-        name = given.get("method") or self.spec_method
-        method = _METHODS.get(str(name).replace("-", "_"))
+        named = [name for name in (getattr(self, "spec_method", None), given.get("method")) if name]
+        method = next(filter(None, (_METHODS.get(str(n).replace("-", "_")) for n in named)), None)
         if method is None:
-            return original(self, target_model_config, target_parallel_config)
+            return original(self, *args, **kwargs)
 
         _require_known("EngineArgs.create_speculative_config", original, CREATE_SIGNATURE)
+        target_model_config, target_parallel_config = _bind(*args, **kwargs)
+        if len(named) > 1:
+            raise ValueError(
+                f"--spec-method={named[0]!r} and --speculative-config['method']={named[1]!r} are "
+                "mutually exclusive: leave one of them out"
+            )
         from drafttree.vllm.checks import check_engine
 
         check_engine(self, target_model_config, target_parallel_config)
@@ -77,13 +86,25 @@ def _wrap_create_speculative_config() -> None:
         target_parallel_config.worker_cls = "drafttree.vllm.worker.TreeCPUWorker"
         return config
 
+    setattr(create_speculative_config, MARK, True)
     EngineArgs.create_speculative_config = create_speculative_config
+
+
+def _bind(
+    target_model_config: ModelConfig, target_parallel_config: ParallelConfig
+) -> tuple[ModelConfig, ParallelConfig]:
+    return target_model_config, target_parallel_config
 
 
 def _parse(
     method: Method, given: dict[str, Any], spec_tokens: int | None
 ) -> tuple[dict[str, Any], int]:
     """Validate a method's options together with the host's own count of draft tokens."""
+    if spec_tokens is not None and "num_speculative_tokens" in given:
+        raise ValueError(
+            f"--spec-tokens={spec_tokens} and --speculative-config['num_speculative_tokens'] are "
+            "mutually exclusive: leave one of them out"
+        )
     host_nodes = given.pop("num_speculative_tokens", spec_tokens)
     options = {key.replace("-", "_"): value for key, value in given.items()}
     if host_nodes is not None and not {"nodes", "tree"} & options.keys():
@@ -99,11 +120,13 @@ def _parse(
 
 def _allow_sampling_parameters() -> None:
     """vLLM refuses min_p and logit_bias under speculation, as its chain verification cannot serve
-    them. Ours draws with the engine's own sampler, so for our methods the refusal is lifted."""
+    them. Ours draws with the engine's own sampler, so for our methods the refusal is lifted. Its
+    thinking budget counts a chain's rows, which trees do not have: that is refused instead."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, MARK):
         return
     _require_known("SamplingParams._validate_spec_decode", original, VALIDATE_SIGNATURE)
 
@@ -113,7 +136,13 @@ def _allow_sampling_parameters() -> None:
     ) -> None:
         if requested(speculative_config) is None:
             original(self, speculative_config)
+        elif self.thinking_token_budget is not None:
+            raise VLLMValidationError(
+                f"thinking_token_budget={self.thinking_token_budget} does not work with draft "
+                "trees: leave it out, or the speculative method"
+            )
 
+    setattr(_validate_spec_decode, MARK, True)
     SamplingParams._validate_spec_decode = _validate_spec_decode
 
 

@@ -23,7 +23,7 @@ from drafttree.metrics import Counters
 from drafttree.verify import Verified
 from drafttree.vllm.attention import TreeAttentionMetadataBuilder, TreeRows, kv_views
 from drafttree.vllm.sampling import build_logits_processors, is_plain_greedy, sample_trees
-from drafttree.vllm.step import StepTrees, StoredTree
+from drafttree.vllm.step import FILLER, StepTrees, StoredTree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,17 +90,22 @@ class TreeModelRunner(CPUModelRunner):
         )
         self.input_batch.logitsprocs_need_output_token_ids = bool(logits_processors)
         self.counters = Counters()
+        scheduler = self.scheduler_config
+        self._token_budget: int = min(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        )
         self._stored: dict[str, StoredTree] = {}
         self._step: StepTrees | None = None
         self._drafts_off: set[str] = set()
         self._report()
 
     def _report(self) -> None:
-        budget = self.scheduler_config.max_num_batched_tokens
+        budget = self._token_budget
         full = budget // self.max_num_reqs - 1
         if full < self.num_spec_tokens:
             logger.warning(
-                "max_num_batched_tokens=%d cuts draft trees to %d of %d nodes when all "
+                "A budget of %d tokens a step cuts draft trees to %d of %d nodes when all "
                 "max_num_seqs=%d requests run; %d tokens would verify whole trees",
                 budget,
                 max(full, 0),
@@ -131,6 +136,7 @@ class TreeModelRunner(CPUModelRunner):
             self.tree_drafter.start(arrived)
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
+            self._drafts_off.discard(request_id)
             if not self._may_draft(request_id):
                 self._drafts_off.add(request_id)
         return deferred
@@ -139,13 +145,9 @@ class TreeModelRunner(CPUModelRunner):
         parameters = self.requests[request_id].sampling_params
         if parameters is None or (parameters.extra_args or {}).get(OPT_OUT) is False:
             return False
-        for feature, wanted in (
-            ("structured output", parameters.structured_outputs is not None),
-            ("a thinking budget", parameters.thinking_token_budget is not None),
-        ):
-            if wanted:
-                logger.warning_once("Requests with %s are served without drafts", feature)
-                return False
+        if parameters.structured_outputs is not None:
+            logger.warning_once("Requests with structured output are served without drafts")
+            return False
         return True
 
     def _prepare_inputs(
@@ -163,6 +165,8 @@ class TreeModelRunner(CPUModelRunner):
         )
         offsets = self._step.position_offsets
         self.positions[: len(offsets)] += torch.from_numpy(offsets).to(self.device)
+        if bool(self._step.fillers.any()):
+            self.input_ids.gpu[: len(offsets)].clamp_(min=0)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +187,21 @@ class TreeModelRunner(CPUModelRunner):
         return super()._build_attention_metadata(*args, **kwargs)
 
     def _row_tokens(self) -> torch.Tensor:
-        """The input tokens of the rows that have logits, `int32 [R]`."""
+        """The input tokens of the rows that have logits, `int32 [R]`; -1 for fillers."""
         assert self._step is not None
-        return self.input_ids.gpu[self._step.rows]
+        return self.input_ids.gpu[self._step.rows].masked_fill(self._step.fillers, FILLER)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, verify and draft."""
+        # For a prompt read in part the engine draws and then takes the draw back, which generators
+        # on a CPU cannot do. Without its generator the request loses no draw.
+        generators = self.input_batch.generators
+        unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
+        kept = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            generators.update(kept)
 
     def _sample(
         self, logits: torch.Tensor, spec_decode_metadata: SpecDecodeMetadata | None
@@ -196,7 +212,7 @@ class TreeModelRunner(CPUModelRunner):
         tokens = self._row_tokens()
         target = self._observe(step, tokens, logits)
         if not step.drafted:
-            output = super()._sample(logits, None)
+            output = super()._sample(logits[torch.from_numpy(step.starts)], None)
             self._count(step, None)
         else:
             drafts = step.trees(tokens)
@@ -257,7 +273,7 @@ class TreeModelRunner(CPUModelRunner):
         outputs = self.input_batch.req_output_token_ids
         unfinished = self.discard_request_mask.np
         for row, size in enumerate(step.sizes.tolist()):
-            if unfinished[row] or not outputs[row]:
+            if unfinished[row] or not outputs[row] or not step.decoding[row]:
                 continue
             emitted = 1 if verified is None else int(verified.num_emitted[row])
             counters.steps += 1
@@ -291,7 +307,7 @@ class TreeModelRunner(CPUModelRunner):
         depth = depths(trees.parents, trees.num_nodes).numpy()
         tokens, parents = trees.tokens.numpy(), trees.parents.numpy()
         # A running request must never wait because others draft: each gets its share at most.
-        share = self.scheduler_config.max_num_batched_tokens // len(request_ids)
+        share = self._token_budget // len(request_ids)
         drafts: list[list[int]] = []
         for row, request_id in enumerate(request_ids):
             size = min(int(trees.num_nodes[row]), share) if sampled_token_ids[row] else 0

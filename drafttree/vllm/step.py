@@ -27,6 +27,7 @@ class StoredTree:
     depths: IntArray
 
 
+FILLER = -1
 ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
 
 
@@ -41,6 +42,8 @@ class StepTrees:
         rows: `[R]`, each such row's place in the batch of tokens.
         starts: `int64 [B]`, each request's root among the R rows.
         sizes: `int64 [B]`, each request's nodes, root included.
+        decoding: `bool [B]`: the step reads nothing of the request but these nodes.
+        fillers: `bool [R]`: rows that stand for no token.
         parents: `int32 [B, N]`, padded with -1.
         position_offsets: `int64 [tokens]`, what to add to positions counted along a chain.
         max_depth: the greatest depth of a node.
@@ -49,6 +52,8 @@ class StepTrees:
     rows: torch.Tensor
     starts: np.ndarray[Any, np.dtype[np.int64]]
     sizes: np.ndarray[Any, np.dtype[np.int64]]
+    decoding: np.ndarray[Any, np.dtype[np.bool_]]
+    fillers: torch.Tensor
     parents: IntArray
     position_offsets: np.ndarray[Any, np.dtype[np.int64]]
     max_depth: int
@@ -62,8 +67,17 @@ class StepTrees:
         num_scheduled_tokens: np.ndarray[Any, Any],
         rows: torch.Tensor,
     ) -> StepTrees:
-        """Cut the stored trees to what was scheduled of them: prefixes, so still trees."""
-        sizes = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
+        """Cut the stored trees to what was scheduled of them: prefixes, so still trees.
+
+        A request that joins with one token left to read is filled up by the engine to the rows of
+        a whole draft, with tokens of -1. It has a root alone; what the fillers give is ignored.
+        """
+        counts = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
+        filled = np.array([FILLER in scheduled.get(name, ()) for name in request_ids])
+        sizes = np.where(filled, 1, counts)
+        starts = np.cumsum(counts) - counts
+        fillers = np.repeat(filled, counts)
+        fillers[starts] = False
         parents = np.full((len(sizes), sizes.max()), -1, np.int32)
         offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
         ends = np.cumsum(num_scheduled_tokens)
@@ -71,9 +85,19 @@ class StepTrees:
         for row, (name, size) in enumerate(zip(request_ids, sizes, strict=True)):
             tree = stored[name] if size > 1 else ROOT_ONLY
             parents[row, :size] = tree.parents[:size]
-            offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)
+            if size > 1:
+                offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)
             max_depth = max(max_depth, int(tree.depths[size - 1]))
-        return cls(rows, np.cumsum(sizes) - sizes, sizes, parents, offsets, max_depth)
+        return cls(
+            rows=rows,
+            starts=starts,
+            sizes=sizes,
+            decoding=num_scheduled_tokens == counts,
+            fillers=torch.from_numpy(fillers),
+            parents=parents,
+            position_offsets=offsets,
+            max_depth=max_depth,
+        )
 
     @property
     def drafted(self) -> bool:

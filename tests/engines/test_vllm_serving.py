@@ -39,7 +39,36 @@ def test_chunked_prefill_beside_truncated_trees(
     assert drafted[0].tokens == plain[0].tokens
     proves_drafting(drafted[0])
     assert drafted[0].counters["draft_tokens"] < 50 * drafted[0].counters["drafted_steps"]
-    assert "cuts draft trees to 31 of 80 nodes" in log
+    assert "A budget of 128 tokens a step cuts draft trees to 31 of 80 nodes" in log
+
+
+def test_seeded_requests_read_in_chunks(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """Plain vLLM on a CPU fails at a seed where a prompt is read in chunks, so it reads whole."""
+    case = Case(prompts(6, 150, 320), GREEDY | {"temperature": 0.6, "seed": 5})
+    (plain,), _ = run_vllm(tiny_llama, [case], max_num_seqs=4, max_num_batched_tokens=2048)
+    (drafted,), _ = run_vllm(
+        tiny_llama, [case], speculative=RECYCLE, max_num_seqs=4, max_num_batched_tokens=128
+    )
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+
+
+def test_requests_that_join_with_one_token_to_read(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """The engine fills such requests up to a whole draft with tokens that are none: prompts of
+    one token beside decoding ones, and prompts cached to the last token but one."""
+    whole_blocks = prompts(3, 257, 257)
+    settings: list[dict[str, Any]] = [GREEDY | {"max_tokens": 5 + row} for row in range(15)]
+    mixed = [prompt for row in range(5) for prompt in ([row + 2], *prompts(2, 2, 40, seed=row))]
+    again = [*whole_blocks, [7], [9]]
+    cases = [Case(whole_blocks, GREEDY), Case(again, GREEDY), Case(mixed, settings)]
+    plain, drafted, _ = both(tiny_llama, cases, max_num_seqs=4)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)
 
 
 def test_prefix_hits_of_answers_that_were_drafted(
