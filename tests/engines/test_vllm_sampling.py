@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,46 @@ def test_min_tokens_hold_inside_an_accepted_path(tiny_llama: Path) -> None:
     lengths = [len(sample) for request in drafted.tokens for sample in request]
     assert min(lengths) >= 19
     assert min(lengths) < 40
+
+
+def test_a_custom_processor_sees_the_path_to_each_node(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    case = Case(prompts(), SEEDED, rounds=2)
+    engine = {"logits_processors": ["vllm_processors:NoParityTwice"]}
+    (plain,), _ = run_vllm(tiny_llama, [case], **engine)
+    (drafted,), _ = run_vllm(
+        tiny_llama, [case], speculative={"method": "token_recycling"}, **engine
+    )
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    for request in drafted.tokens:
+        for before, after in pairwise(request[0]):
+            assert before % 2 != after % 2
+
+
+def test_texts_end_and_avoid_words_as_without_trees(
+    smollm2: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """Stop strings and bad words are given as text; both ends may fall inside a path."""
+    from transformers import AutoTokenizer
+
+    ask = AutoTokenizer.from_pretrained(smollm2)(
+        "Count: one, two, three, four, five, six, seven, eight, nine, ten. Count: one, two,"
+    )["input_ids"]
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "detokenize": True}
+    cases = [
+        Case([ask] * 2, greedy | {"ignore_eos": True}),
+        Case([ask] * 2, greedy | {"stop": ["seven", "7"]}),
+        Case([ask] * 2, greedy | {"bad_words": ["six", "five"]}),
+    ]
+    plain, _ = run_vllm(smollm2, cases, skip_tokenizer_init=False)
+    drafted, _ = run_vllm(
+        smollm2, cases, speculative={"method": "token_recycling"}, skip_tokenizer_init=False
+    )
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        assert with_trees.reasons == without.reasons
+        proves_drafting(with_trees)
+    assert drafted[1].reasons == [["stop"]] * 2
+    assert drafted[2].tokens != drafted[0].tokens
