@@ -38,6 +38,12 @@ def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfi
     ):
         if value != served:
             raise ValueError(f"draft trees do not work with {option}={value!r}: {mend}")
+    budget = engine.max_num_batched_tokens
+    if budget is not None and budget < 2:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to at "
+            "least one more than the nodes of a tree"
+        )
     _check_model(model)
 
 

@@ -82,6 +82,7 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1"),
         ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
     ],
 )
