@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import make_tiny_adapter
 from vllm_runs import Answer, Case, run_vllm
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
@@ -153,6 +154,20 @@ def test_nobody_waits_because_others_draft(
     proves_drafting(drafted)
     counters = drafted.counters
     assert counters["draft_tokens"] <= 15 * counters["drafted_steps"]
+
+
+def test_lora_requests_beside_plain_ones(
+    tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    adapter = str(make_tiny_adapter(tmp_path))
+    asked = prompts(8, 5, 30)
+    cases = [Case(asked, GREEDY, adapter=adapter), Case(asked, GREEDY)]
+    plain, drafted, _ = both(tiny_llama, cases, enable_lora=True, max_lora_rank=8)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)
+    adapted, unadapted = drafted
+    assert adapted.tokens[1::2] != unadapted.tokens[1::2]
 
 
 def test_structured_output_is_served_without_drafts(smollm2: Path) -> None:

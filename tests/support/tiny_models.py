@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+
+def make_tiny_adapter(folder: Path) -> Path:
+    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(5)
+    rank, inputs, outputs = 8, 128, {"q_proj": 128, "v_proj": 64}
+    weights = {}
+    for layer in range(2):
+        for name, size in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (size, rank))):
+                weights[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=generator) / 2
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(outputs),
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0) -> Path:

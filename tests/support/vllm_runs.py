@@ -22,12 +22,14 @@ class Case:
         sampling: keyword arguments of `SamplingParams`: one for all, or one a request.
         reset: forget what was learnt before the case.
         rounds: submit the requests so many times; the last answers count.
+        adapter: a LoRA adapter's folder, asked for by every second request.
     """
 
     prompts: list[list[int]]
     sampling: dict[str, Any] | list[dict[str, Any]]
     reset: bool = False
     rounds: int = 1
+    adapter: str | None = None
 
 
 @dataclass
@@ -134,7 +136,9 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         parameters = [_parameters(setting) for setting in settings]
         prompts = [{"prompt_token_ids": prompt} for prompt in case.prompts]
         for _ in range(case.rounds):
-            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+            outputs = llm.generate(
+                prompts, parameters, use_tqdm=False, lora_request=_adapters(case)
+            )
         after = llm.collective_rpc("drafttree_counters")[0] if ours else {}
         answers.append(
             Answer(
@@ -167,6 +171,15 @@ def _plant_fault() -> None:
         return most_likely
 
     sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+
+
+def _adapters(case: Case) -> list[Any] | None:
+    if case.adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("adapter", 1, case.adapter)
+    return [adapter if row % 2 else None for row in range(len(case.prompts))]
 
 
 def _parameters(setting: dict[str, Any]) -> Any:
