@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from platformdirs import user_cache_path
+from drafttree.cache import cache_root
 
 Report = Callable[[str], None]
 
@@ -100,12 +99,6 @@ def ensure(name: str, report: Report = lambda step: None) -> Path:
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
     return folder
-
-
-def cache_root() -> Path:
-    """Where drafttree keeps what it makes: `DRAFTTREE_CACHE`, or the user's cache folder."""
-    chosen = os.environ.get("DRAFTTREE_CACHE")
-    return Path(chosen).expanduser().absolute() if chosen else user_cache_path("drafttree")
 
 
 def download(recipe: Recipe, folder: Path) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from vllm import _custom_ops as ops
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -30,39 +30,32 @@ publish; the builder then falls back to this one."""
 
 
 @dataclass(frozen=True)
-class TreeRows:
-    """One request's tree in the batch.
+class StepMasks:
+    """The trees of a step.
 
     Attributes:
-        request: its row in the batch.
-        mask: `bool [n, n]`: node i sees node j; the n nodes are the request's last n tokens.
+        requests: `int64 [T]`, their rows in the batch.
+        nodes: `int64 [T]`, root included; they are the request's last tokens.
+        masks: `bool [T, N, N]`: node i sees node j.
     """
 
-    request: int
-    mask: torch.Tensor
-
-
-@dataclass
-class TreeAttention:
-    """Where one tree's rows and keys lie.
-
-    Attributes:
-        start, end: its rows in the batch of tokens.
-        blocks: `int64 [P / block_size]`, its KV blocks.
-        bias: `[1, 1, n * G, P]` additive mask, `G` query heads to a KV head.
-    """
-
-    start: int
-    end: int
-    blocks: torch.Tensor
-    bias: torch.Tensor
+    requests: torch.Tensor
+    nodes: torch.Tensor
+    masks: torch.Tensor
 
 
 @dataclass
 class TreeAttentionMetadata(CPUAttentionMetadata):
-    """The engine's metadata and the batch's trees."""
+    """The engine's metadata and the batch's trees.
 
-    trees: tuple[TreeAttention, ...] = ()
+    Attributes:
+        trees: None if there is none.
+        attend: serves the trees' rows.
+        only_trees: no row of the batch is left for the engine's kernel.
+    """
+
+    trees: PagedTrees | None = None
+    attend: TreeAttention | None = None
     only_trees: bool = False
 
 
@@ -117,7 +110,10 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             self.isa = ISA
             self._set_isa_to_layers(self.layer_names)
         check_kv_layout(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
-        self.step_trees: tuple[TreeRows, ...] = ()
+        self._attend = TreeAttention(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype
+        )
+        self.step_trees: StepMasks | None = None
 
     def build(
         self,
@@ -127,30 +123,20 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> TreeAttentionMetadata:
         """Build the step's metadata; `step_trees` must be the step's."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        starts = common_attn_metadata.query_start_loc_cpu.tolist()
-        lengths = common_attn_metadata.seq_lens.tolist()
-        trees = tuple(
-            self._place(tree, starts[tree.request + 1], lengths[tree.request], stock.block_table)
-            for tree in self.step_trees
-        )
-        rows = sum(tree.end - tree.start for tree in trees)
+        if self.step_trees is None:
+            return TreeAttentionMetadata(**vars(stock))
+        rows, nodes = self.step_trees.requests, self.step_trees.nodes
         return TreeAttentionMetadata(
-            **vars(stock), trees=trees, only_trees=rows == stock.num_actual_tokens
-        )
-
-    def _place(
-        self, tree: TreeRows, end: int, length: int, block_table: torch.Tensor
-    ) -> TreeAttention:
-        nodes = tree.mask.shape[0]
-        num_blocks = -(-length // self.block_size)
-        bias = torch.full((nodes, num_blocks * self.block_size), float("-inf"), dtype=self.dtype)
-        bias[:, : length - nodes] = 0
-        bias[:, length - nodes : length].masked_fill_(tree.mask, 0)
-        return TreeAttention(
-            start=end - nodes,
-            end=end,
-            blocks=block_table[tree.request, :num_blocks].long(),
-            bias=bias.repeat_interleave(self.num_heads // self.num_kv_heads, 0)[None, None],
+            **vars(stock),
+            trees=PagedTrees(
+                starts=common_attn_metadata.query_start_loc_cpu[rows + 1] - nodes,
+                nodes=nodes,
+                lengths=common_attn_metadata.seq_lens[rows].long(),
+                blocks=stock.block_table[rows],
+                masks=self.step_trees.masks,
+            ),
+            attend=self._attend,
+            only_trees=int(nodes.sum()) == stock.num_actual_tokens,
         )
 
 
@@ -197,33 +183,12 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 output_scale,
                 output_block_scale,
             )
-        if attn_metadata is None or not attn_metadata.trees:
+        if attn_metadata is None or attn_metadata.trees is None:
             return output
+        assert attn_metadata.attend is not None
         keys, values = kv_views(kv_cache)
-        for tree in attn_metadata.trees:
-            self._attend(tree, query, keys, values, output)
+        attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale)
         return output
-
-    def _attend(
-        self,
-        tree: TreeAttention,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        nodes = tree.end - tree.start
-        groups, heads, size = self.num_queries_per_kv, self.num_kv_heads, self.head_size
-        span = tree.bias.shape[-1]
-        # The query heads of a group become rows, so that each KV head is one matrix product.
-        q = query[tree.start : tree.end].view(nodes, heads, groups, size).transpose(0, 1)
-        k = keys.index_select(0, tree.blocks).permute(1, 0, 3, 2).reshape(1, heads, span, size)
-        v = values.index_select(0, tree.blocks).transpose(0, 1).reshape(1, heads, span, size)
-        attended = F.scaled_dot_product_attention(
-            q.reshape(1, heads, nodes * groups, size), k, v, tree.bias, scale=self.scale
-        )
-        rows = output[tree.start : tree.end].view(nodes, heads, groups, size)
-        rows.copy_(attended.view(heads, nodes, groups, size).transpose(0, 1))
 
 
 def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from tree_kernels.kv_move import move_kv
-from tree_kernels.mask import depths, tree_mask
+from tree_kernels.mask import depths
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -21,7 +21,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
 from drafttree.verify import Verified
-from drafttree.vllm.attention import TreeAttentionMetadataBuilder, TreeRows, kv_views
+from drafttree.vllm.attention import TreeAttentionMetadataBuilder, kv_views
 from drafttree.vllm.sampling import build_logits_processors, is_plain_greedy, sample_trees
 from drafttree.vllm.step import FILLER, StepTrees, StoredTree
 
@@ -170,15 +170,7 @@ class TreeModelRunner(CPUModelRunner):
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        trees: tuple[TreeRows, ...] = ()
-        if self._step is not None and self._step.drafted:
-            drafts = self._step.trees(self._row_tokens())
-            masks = tree_mask(drafts.parents, drafts.num_nodes)
-            trees = tuple(
-                TreeRows(row, masks[row, :size, :size])
-                for row, size in enumerate(self._step.sizes.tolist())
-                if size > 1
-            )
+        trees = self._step.masks() if self._step is not None and self._step.drafted else None
         for groups in self.attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tree_kernels.mask import tree_mask
 
 from drafttree.drafter import DraftTree
+from drafttree.vllm.attention import StepMasks
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -118,3 +120,10 @@ class StepTrees:
             parents=torch.from_numpy(self.parents),
             num_nodes=sizes.to(torch.int32),
         )
+
+    def masks(self) -> StepMasks:
+        """Who sees whom in the trees that have more than a root."""
+        requests = torch.from_numpy(np.flatnonzero(self.sizes > 1))
+        nodes = torch.from_numpy(self.sizes)[requests]
+        masks = tree_mask(torch.from_numpy(self.parents)[requests], nodes.to(torch.int32))
+        return StepMasks(requests, nodes, masks)

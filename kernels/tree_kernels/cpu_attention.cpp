@@ -1,0 +1,341 @@
+// Attention of draft trees over a paged KV cache, on a CPU.
+//
+// An item of work is some nodes of one tree, one KV head and a run of KV blocks. The nodes times
+// the query heads that share the KV head are its rows, so that scores and sums are small matrix
+// products held in registers. The runs of the same rows are merged in the end by their maxima.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // floats in a register
+constexpr int kVectors = 4;
+#else
+constexpr int kWidth = 8;
+constexpr int kVectors = 2;
+#endif
+constexpr int kTile = kWidth * kVectors;  // columns of a product held in registers
+constexpr int kRows = 4;                  // and its rows
+constexpr int64_t kRowsAtOnce = 48;       // more would push the scores out of the nearest cache
+constexpr int64_t kItemsPerThread = 4;
+constexpr float kHidden = -1e30f;  // finite, so that a run that a row sees nothing of has no NaN
+constexpr float kLeast = -126.0f;  // the least exponent of a normal float
+
+typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+
+static Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+static void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  _Float16 value;
+};
+
+static float widen(float x) { return x; }
+static float widen(Float16 x) { return static_cast<float>(x.value); }
+static float widen(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static void narrow(float x, float& y) { y = x; }
+static void narrow(float x, Float16& y) { y.value = static_cast<_Float16>(x); }
+static void narrow(float x, BFloat16& y) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  y.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// 2^x for x <= 0, 0 below the normal floats; relative error 2e-7. The polynomial is a minimax fit
+// of 2^f over [-1, 0] that is exact at 0.
+static Vector exp2(Vector x) {
+  const Vector clamped = x < kLeast ? Vector{} + kLeast : x;
+  const Integers whole = __builtin_convertvector(clamped, Integers);
+  const Vector f = clamped - __builtin_convertvector(whole, Vector);
+  Vector p = Vector{} + 1.090232257e-04f;
+  p = p * f + 1.274748288e-03f;
+  p = p * f + 9.579179666e-03f;
+  p = p * f + 5.549075707e-02f;
+  p = p * f + 2.402243678e-01f;
+  p = p * f + 6.931470643e-01f;
+  p = p * f + 1.0f;
+  const Integers exponent = (whole + 127) << 23;
+  Vector power;
+  std::memcpy(&power, &exponent, sizeof power);
+  return x < kLeast ? Vector{} : p * power;
+}
+
+static float exp2(float x) { return exp2(Vector{} + x)[0]; }
+
+// c [kRows, N * kWidth] = a [kRows, depth] times b [depth, N * kWidth], added to c if kAdd.
+template <int N, bool kAdd>
+static void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                     int64_t c_stride, int64_t depth) {
+  Vector sum[kRows][N];
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < N; ++j)
+      sum[i][j] = kAdd ? load(c + i * c_stride + j * kWidth) : Vector{};
+  for (int64_t d = 0; d < depth; ++d) {
+    Vector left[kRows];
+    for (int i = 0; i < kRows; ++i) left[i] = Vector{} + a[i * a_stride + d];
+    for (int j = 0; j < N; ++j) {
+      Vector right = load(b + d * b_stride + j * kWidth);
+#if defined(__x86_64__)
+      asm("" : "+v"(right));  // GCC would load it anew for each row, and loads are the limit
+#endif
+      for (int i = 0; i < kRows; ++i) sum[i][j] += left[i] * right;
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < N; ++j) store(c + i * c_stride + j * kWidth, sum[i][j]);
+}
+
+// The same for any number of columns that is a multiple of kWidth.
+template <bool kAdd>
+static void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                     int64_t c_stride, int64_t depth, int64_t columns) {
+  int64_t j = 0;
+  for (; j + kTile <= columns; j += kTile)
+    multiply<kVectors, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
+  for (; j < columns; j += kWidth)
+    multiply<1, kAdd>(a, a_stride, b + j, b_stride, c + j, c_stride, depth);
+}
+
+struct Trees {
+  int64_t count;
+  const int64_t* starts;   // [count], each tree's first row in the batch of tokens
+  const int64_t* nodes;    // [count]
+  const int64_t* lengths;  // [count], the context's tokens and the tree's
+  const int32_t* blocks;   // [count, blocks_stride]
+  int64_t blocks_stride;
+  const uint8_t* masks;    // [count, most nodes, most nodes]
+  int64_t most_nodes;
+};
+
+template <typename T>
+struct Layer {
+  const T* query;
+  int64_t query_stride;
+  T* output;
+  int64_t output_stride;
+  const T* keys;    // a block's head holds [head_size, block_size]
+  const T* values;  // a block's head holds [block_size, head_size]
+  int64_t block_stride, head_stride, kv_heads, group, head_size, block_size;
+  float scale;  // times log2(e)
+};
+
+struct Item {
+  int64_t tree, kv_head, first_node, last_node, first_block, last_block;
+  int64_t rows;  // a multiple of kRows
+  float* sums;   // [rows, head_size], after it the rows' maxima and the rows' weights
+
+  int64_t used_rows(int64_t group) const { return (last_node - first_node) * group; }
+};
+
+// Where row r of an item lies among a token's heads, in elements.
+template <typename T>
+static int64_t row_offset(const Layer<T>& layer, const Trees& trees, const Item& item, int64_t r,
+                          int64_t stride) {
+  const int64_t token = trees.starts[item.tree] + item.first_node + r / layer.group;
+  return token * stride + (item.kv_head * layer.group + r % layer.group) * layer.head_size;
+}
+
+// One block's scores become weights under the rows' maxima so far, which may rise.
+static void soften(float* scores, int64_t span, int64_t columns, const Item& item, int64_t size) {
+  float* maxima = item.sums + item.rows * size;
+  float* weights = maxima + item.rows;
+  for (int64_t r = 0; r < item.rows; ++r) {
+    float* row = scores + r * span;
+    Vector highest = Vector{} + maxima[r];
+    for (int64_t t = 0; t < columns; t += kWidth) {
+      const Vector score = load(row + t);
+      highest = score > highest ? score : highest;
+    }
+    float maximum = highest[0];
+    for (int i = 1; i < kWidth; ++i) maximum = std::max(maximum, highest[i]);
+    if (maximum > maxima[r]) {
+      const float factor = exp2(maxima[r] - maximum);
+      for (int64_t d = 0; d < size; ++d) item.sums[r * size + d] *= factor;
+      weights[r] *= factor;
+      maxima[r] = maximum;
+    }
+    Vector total = {};
+    for (int64_t t = 0; t < columns; t += kWidth) {
+      const Vector weight = exp2(load(row + t) - maximum);
+      store(row + t, weight);
+      total += weight;
+    }
+    for (int i = 0; i < kWidth; ++i) weights[r] += total[i];
+  }
+}
+
+template <typename T>
+static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& item,
+                       std::vector<float>& scratch) {
+  const int64_t size = layer.head_size, span = layer.block_size, rows = item.rows;
+  const int64_t length = trees.lengths[item.tree], used = item.used_rows(layer.group);
+  const uint8_t* mask =
+      trees.masks + (item.tree * trees.most_nodes + item.first_node) * trees.most_nodes;
+  scratch.resize(rows * size + kTile * size + rows * span);
+  float* query = scratch.data();
+  float* wide = query + rows * size;
+  float* scores = wide + kTile * size;
+  std::fill(item.sums, item.sums + rows * (size + 2), 0.0f);
+  std::fill_n(item.sums + rows * size, rows, kHidden);
+  std::fill(query, query + rows * size, 0.0f);
+  for (int64_t r = 0; r < used; ++r) {
+    const T* from = layer.query + row_offset(layer, trees, item, r, layer.query_stride);
+    for (int64_t d = 0; d < size; ++d) query[r * size + d] = widen(from[d]) * layer.scale;
+  }
+  for (int64_t b = item.first_block; b < item.last_block; ++b) {
+    const int64_t block = trees.blocks[item.tree * trees.blocks_stride + b];
+    const int64_t offset = block * layer.block_stride + item.kv_head * layer.head_stride;
+    const int64_t count = std::min(span, length - b * span);
+    const int64_t columns = (count + kWidth - 1) / kWidth * kWidth;
+    // Tile by tile, so that what is widened stays in the nearest cache.
+    for (int64_t t = 0; t < columns; t += kTile) {
+      const int64_t width = std::min<int64_t>(kTile, columns - t);
+      for (int64_t d = 0; d < size; ++d) {
+        const T* from = layer.keys + offset + d * span + t;
+        for (int64_t j = 0; j < width; ++j) wide[d * kTile + j] = widen(from[j]);
+      }
+      for (int64_t r = 0; r < rows; r += kRows)
+        multiply<false>(query + r * size, size, wide, kTile, scores + r * span + t, span, size,
+                        width);
+    }
+    const int64_t tree_start = length - trees.nodes[item.tree] - b * span;
+    for (int64_t r = 0; r < rows; ++r) {
+      float* row = scores + r * span;
+      if (r < used) {
+        const uint8_t* sees = mask + r / layer.group * trees.most_nodes;
+        for (int64_t t = std::max<int64_t>(tree_start, 0); t < count; ++t)
+          row[t] = sees[t - tree_start] ? row[t] : kHidden;
+      }
+      std::fill(row + count, row + columns, kHidden);
+    }
+    soften(scores, span, columns, item, size);
+    for (int64_t t = 0; t < count; t += kTile) {
+      const int64_t depth = std::min<int64_t>(kTile, count - t);
+      const T* from = layer.values + offset + t * size;
+      for (int64_t i = 0; i < depth * size; ++i) wide[i] = widen(from[i]);
+      for (int64_t r = 0; r < rows; r += kRows)
+        multiply<true>(scores + r * span + t, span, wide, size, item.sums + r * size, size, depth,
+                       size);
+    }
+  }
+}
+
+// Weigh the runs of the same rows against each other and write the rows.
+template <typename T>
+static void merge_runs(const Layer<T>& layer, const Trees& trees, const Item* runs,
+                       const Item* end, std::vector<float>& scratch) {
+  const int64_t size = layer.head_size, rows = runs->rows, used = runs->used_rows(layer.group);
+  scratch.resize(size);
+  float* row = scratch.data();
+  for (int64_t r = 0; r < used; ++r) {
+    float maximum = kHidden, weight = 0.0f;
+    for (const Item* run = runs; run < end; ++run)
+      maximum = std::max(maximum, run->sums[rows * size + r]);
+    std::fill(row, row + size, 0.0f);
+    for (const Item* run = runs; run < end; ++run) {
+      const float factor = exp2(run->sums[rows * size + r] - maximum);
+      weight += factor * run->sums[rows * (size + 1) + r];
+      for (int64_t d = 0; d < size; ++d) row[d] += factor * run->sums[r * size + d];
+    }
+    T* to = layer.output + row_offset(layer, trees, *runs, r, layer.output_stride);
+    for (int64_t d = 0; d < size; ++d) narrow(row[d] / weight, to[d]);
+  }
+}
+
+template <typename T>
+static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
+  static thread_local std::vector<Item> items;
+  static thread_local std::vector<int64_t> groups;  // where the runs of the same rows start
+  static thread_local std::vector<float> results;
+  items.clear();
+  groups.clear();
+  const int64_t most = std::max<int64_t>(kRowsAtOnce / layer.group, 1);
+  int64_t pieces = 0;
+  for (int64_t tree = 0; tree < trees.count; ++tree)
+    pieces += (trees.nodes[tree] + most - 1) / most * layer.kv_heads;
+  const int64_t wanted = (kItemsPerThread * threads + pieces - 1) / pieces;
+  int64_t room = 0;
+  for (int64_t tree = 0; tree < trees.count; ++tree) {
+    const int64_t nodes = trees.nodes[tree];
+    const int64_t blocks = (trees.lengths[tree] + layer.block_size - 1) / layer.block_size;
+    const int64_t runs = std::min(blocks, wanted);
+    for (int64_t head = 0; head < layer.kv_heads; ++head)
+      for (int64_t node = 0; node < nodes; node += most) {
+        const int64_t last = std::min(node + most, nodes);
+        const int64_t rows = ((last - node) * layer.group + kRows - 1) / kRows * kRows;
+        groups.push_back(items.size());
+        for (int64_t run = 0; run < runs; ++run) {
+          items.push_back({tree, head, node, last, run * blocks / runs, (run + 1) * blocks / runs,
+                           rows, nullptr});
+          room += rows * (layer.head_size + 2);
+        }
+      }
+  }
+  groups.push_back(items.size());
+  results.resize(room);
+  float* place = results.data();
+  for (Item& item : items) {
+    item.sums = place;
+    place += item.rows * (layer.head_size + 2);
+  }
+  // The names above are one thread's own, so the others are given pointers.
+  const Item* all = items.data();
+  const int64_t* starts = groups.data();
+  const int64_t num_items = items.size(), num_groups = groups.size() - 1;
+#pragma omp parallel num_threads(threads)
+  {
+    static thread_local std::vector<float> scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_items; ++i) attend_run(layer, trees, all[i], scratch);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_groups; ++i)
+      merge_runs(layer, trees, all + starts[i], all + starts[i + 1], scratch);
+  }
+}
+
+struct Shape {
+  int64_t block_stride, head_stride, kv_heads, group, head_size, block_size;
+  float scale;
+};
+
+template <typename T>
+static void attend(const Trees* trees, const Shape* shape, const void* query, int64_t query_stride,
+                   void* output, int64_t output_stride, const void* keys, const void* values,
+                   int64_t threads) {
+  const Layer<T> layer{static_cast<const T*>(query),
+                       query_stride,
+                       static_cast<T*>(output),
+                       output_stride,
+                       static_cast<const T*>(keys),
+                       static_cast<const T*>(values),
+                       shape->block_stride,
+                       shape->head_stride,
+                       shape->kv_heads,
+                       shape->group,
+                       shape->head_size,
+                       shape->block_size,
+                       shape->scale};
+  attend(layer, *trees, threads);
+}
+
+#define EXPORT(NAME, TYPE)                                                                      \
+  extern "C" void NAME(const Trees* trees, const Shape* shape, const void* query,               \
+                       int64_t query_stride, void* output, int64_t output_stride,               \
+                       const void* keys, const void* values, int64_t threads) {                 \
+    attend<TYPE>(trees, shape, query, query_stride, output, output_stride, keys, values, threads); \
+  }
+EXPORT(attend_float32, float)
+EXPORT(attend_bfloat16, BFloat16)
+EXPORT(attend_float16, Float16)

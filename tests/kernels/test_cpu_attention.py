@@ -1,0 +1,169 @@
+"""Tree attention on a CPU, in C++ and in PyTorch, against the definition in float64."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tree_kernels import _native
+from tree_kernels.cpu_attention import PagedTrees, TreeAttention
+from tree_kernels.mask import tree_mask
+
+CASES = settings(derandomize=True, deadline=None, max_examples=40)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@st.composite
+def steps(draw):
+    """Trees of ragged sizes between rows of other requests, over scattered blocks."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 16)]))
+    size, block_size = draw(st.sampled_from([32, 64, 80])), draw(st.sampled_from([16, 32, 128]))
+    nodes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    lengths = [n + draw(st.integers(0, 300)) for n in nodes]
+    gaps = [draw(st.integers(0, 2)) for _ in nodes]
+    starts, token = [], 0
+    for n, gap in zip(nodes, gaps, strict=True):
+        starts.append(token + gap)
+        token += gap + n
+    counts = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(counts) + 2).int()
+    blocks = torch.zeros(len(nodes), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        blocks[row, :count] = order[sum(counts[:row]) :][:count]
+    parents = torch.full((len(nodes), max(nodes)), -1, dtype=torch.int32)
+    for row, n in enumerate(nodes):
+        steps_up = torch.randint(1, 4, (n - 1,))
+        parents[row, 1:n] = (torch.arange(1, n) - steps_up).clamp(min=0).cummax(0).values
+    trees = PagedTrees(
+        starts=torch.tensor(starts),
+        nodes=torch.tensor(nodes),
+        lengths=torch.tensor(lengths),
+        blocks=blocks,
+        masks=tree_mask(parents, torch.tensor(nodes, dtype=torch.int32)),
+    )
+    # Slots that hold no token of a tree may hold anything.
+    cache = torch.randn(len(order), kv_heads, 2 * block_size * size).to(dtype)
+    query = (3 * torch.randn(token + 1, kv_heads * group, size)).to(dtype)
+    return trees, query, cache, kv_heads, size, block_size
+
+
+def views(cache, size, block_size):
+    halves = cache.view(*cache.shape[:2], 2, -1)
+    keys = halves[:, :, 0].unflatten(-1, (size, block_size))
+    return keys, halves[:, :, 1].unflatten(-1, (block_size, size))
+
+
+def defined(trees, query, keys, values, scale, before):
+    """Row by row: the softmax over what a node sees."""
+    output = before.clone()
+    block_size, group = keys.shape[3], query.shape[1] // keys.shape[1]
+    for row in range(len(trees.starts)):
+        start, nodes, length = (int(x[row]) for x in (trees.starts, trees.nodes, trees.lengths))
+        slots = torch.arange(length)
+        block, offset = trees.blocks[row, slots // block_size].long(), slots % block_size
+        k = keys[block, :, :, offset].double().repeat_interleave(group, 1)
+        v = values[block, :, offset].double().repeat_interleave(group, 1)
+        for node in range(nodes):
+            sees = torch.ones(length, dtype=torch.bool)
+            sees[length - nodes :] = trees.masks[row, node, :nodes]
+            scores = torch.einsum("hd,thd->ht", query[start + node].double(), k[sees]) * scale
+            attended = torch.einsum("ht,thd->hd", scores.softmax(1), v[sees])
+            output[start + node] = attended.to(output.dtype)
+    return output
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "reference"])
+@CASES
+@given(step=steps())
+def test_nodes_see_the_context_and_their_ancestors(native, step):
+    trees, query, cache, kv_heads, size, block_size = step
+    keys, values = views(cache, size, block_size)
+    attend = TreeAttention(query.shape[1], kv_heads, size, block_size, query.dtype, native)
+    assert attend.is_native == native
+    before = torch.randn_like(query)
+    output = before.clone()
+    attend(trees, query, keys, values, output, 0.3)
+    expected = defined(trees, query, keys, values, 0.3, before)
+    tolerance = TOLERANCE[query.dtype]
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    rows = torch.zeros(len(query), dtype=torch.bool)
+    for start, nodes in zip(trees.starts, trees.nodes, strict=True):
+        rows[start : start + nodes] = True
+    assert torch.equal(output[~rows], before[~rows])
+
+
+def test_scores_may_be_large_and_far_apart():
+    size, nodes, length = 64, 3, 300
+    cache = torch.randn(3, 1, 2 * 128 * size) * 40
+    keys, values = views(cache, size, 128)
+    trees = PagedTrees(
+        torch.tensor([0]),
+        torch.tensor([nodes]),
+        torch.tensor([length]),
+        torch.tensor([[2, 0, 1]], dtype=torch.int32),
+        torch.eye(nodes, dtype=torch.bool)[None],
+    )
+    query, output = torch.randn(nodes, 2, size) * 40, torch.zeros(nodes, 2, size)
+    TreeAttention(2, 1, size, 128, torch.float32)(trees, query, keys, values, output, 1.0)
+    expected = defined(trees, query, keys, values, 1.0, output)
+    torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_a_shape_that_the_registers_do_not_fit_takes_the_reference():
+    assert not TreeAttention(2, 1, 40, 128, torch.float32).is_native
+
+
+def test_trees_of_another_kind_are_refused():
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match="blocks must be"):
+        PagedTrees(one, one, one, one[None], torch.ones(1, 1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="5 query heads are no multiple of 2"):
+        TreeAttention(5, 2, 64, 128, torch.float32)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }\n')
+    return source
+
+
+def test_a_kernel_is_compiled_once_and_kept(source, tmp_path, monkeypatch):
+    assert _native.load_native(source).one() == 1
+    kept = list((tmp_path / "cache" / "kernels").iterdir())
+    assert [path.suffix for path in kept] == [".so"]
+    _native.load_native.cache_clear()
+    calls = []
+    run = _native._run
+    monkeypatch.setattr(_native, "_run", lambda *command: calls.append(command) or run(*command))
+    assert _native.load_native(source).one() == 1
+    assert all("--version" in command for command in calls)
+
+
+def test_without_a_compiler_the_reference_serves(source, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert _native.load_native(source) is None
+    assert "No C++ compiler" in caplog.text
+
+
+def test_a_kernel_that_does_not_compile_is_said_and_done_without(source, caplog):
+    source.write_text("nonsense")
+    assert _native.load_native(source) is None
+    assert "nonsense" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(source, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path / "file"))
+    assert _native.load_native(source).one() == 1
+    assert "cannot keep compiled kernels" in caplog.text
+
+
+def test_this_machine_has_a_compiler():
+    """Without one the native cases above would fail, not pass in PyTorch."""
+    assert shutil.which("g++") or shutil.which("clang++")
