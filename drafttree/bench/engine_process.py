@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
 from drafttree.bench.errors import EngineError
-from drafttree.bench.protocol import EngineInfo, EngineSpec, Generation, Request
+from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
 
 _MODULES = {"vllm": "drafttree.bench.vllm_engine"}
 ENGINES = tuple(_MODULES)
@@ -69,6 +69,10 @@ class EngineProcess:
     def top_logprobs(self, token_ids: list[int]) -> list[float]:
         """The two best log-probabilities of the token that follows."""
         return cast(list[float], self._call("top_logprobs", token_ids))
+
+    def forward_seconds(self, shape: ForwardShape) -> list[float]:
+        """The times of target forwards of one shape; nothing may be running."""
+        return cast(list[float], self._call("forward_seconds", shape))
 
     def reset(self, tables: bool) -> None:
         """Forget cached prefixes and, if the method has them, tables and counters."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttree.bench.errors import InputError
-from drafttree.method import installed_methods
+from drafttree.method import find_method, installed_methods
 
 _NGRAM: dict[str, Any] = {
     "num_speculative_tokens": 5,
@@ -19,18 +19,19 @@ _NGRAM: dict[str, Any] = {
     "prompt_lookup_max": 5,
 }
 
-# Options of the engine's own speculative configuration, which it checks itself.
-_HOST_OPTIONS = {"num_speculative_tokens"}
-
 
 @dataclass(frozen=True)
 class Method:
-    """What is measured against plain decoding."""
+    """What is measured against plain decoding.
+
+    Attributes:
+        tree_nodes: the draft nodes of a whole tree, for a method that drafts trees.
+    """
 
     name: str
     options: dict[str, Any]
     speculative_config: dict[str, Any] | None
-    drafts_trees: bool
+    tree_nodes: int | None = None
 
 
 def installed_names() -> list[str]:
@@ -44,20 +45,18 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
     if name == "none":
         if options:
             raise InputError("method none takes no options")
-        return Method(name, {}, None, False)
+        return Method(name, {}, None)
     if name == "ngram":
-        config = {"method": "ngram", **_NGRAM, **options}
-        return Method(name, options, config, False)
-    tree_method = installed_methods().get(name.replace("-", "_"))
-    if tree_method is None:
-        known = ", ".join(["none", "ngram", *installed_names()])
-        raise InputError(f"unknown method {name!r}; known here: {known}")
-    own = {key: value for key, value in options.items() if key not in _HOST_OPTIONS}
+        return Method(name, options, {"method": "ngram", **_NGRAM, **options})
     try:
-        tree_method.parse(own)
+        tree_method = find_method(name)
+    except ValueError as error:
+        raise InputError(f"{error}, besides none and the engine's own ngram") from error
+    try:
+        nodes = tree_method.parse(options).num_nodes
     except ValueError as error:
         raise InputError(str(error)) from error
-    return Method(name, options, {"method": tree_method.name, **options}, True)
+    return Method(name, options, {"method": tree_method.name, **options}, nodes)
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:

@@ -44,6 +44,25 @@ class Request:
     seed: int | None = None
 
 
+@dataclass(frozen=True)
+class ForwardShape:
+    """A target forward to be timed.
+
+    Attributes:
+        requests: that are running.
+        tokens: of each, computed by the forward.
+        context: cached tokens of each.
+        tree: whether the tokens are a draft tree or a causal chain.
+        repeat: forwards to time.
+    """
+
+    requests: int
+    tokens: int
+    context: int
+    tree: bool
+    repeat: int
+
+
 @dataclass
 class Generation:
     """One answer, its counts and its share of the time.
@@ -53,6 +72,7 @@ class Generation:
     it; the `decode_` figures count only engine steps in which no request was still in prefill.
     """
 
+    prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     steps: int = 0
     step_tokens: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -70,15 +70,25 @@ def figures(
 
 
 def report(
-    prompts: Sequence[Prompt], repetitions: Sequence[Repetition], verdicts: Sequence[Verdict]
+    prompts: Sequence[Prompt],
+    repetitions: Sequence[Repetition],
+    verdicts: Sequence[Verdict],
+    costs: Mapping[str, float | int],
 ) -> dict[str, Any]:
-    """The figures of the whole run, by category, and the rates of each repetition."""
+    """The figures of the whole run, by category, and the rates of each repetition.
+
+    `costs` are `verification_cost`'s; with them comes the speedup that they leave possible.
+    """
     everything = range(len(prompts))
     categories = sorted({prompt.category for prompt in prompts})
     rates = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "decode_speedup")
     singles = [figures([repetition], verdicts, everything) for repetition in repetitions]
+    whole = figures(repetitions, verdicts, everything)
+    if costs:
+        possible = _quotient(whole["mean_accepted_tokens"], costs["verify_cost"])
+        whole |= {**costs, "possible_decode_speedup": possible}
     return {
-        **figures(repetitions, verdicts, everything),
+        **whole,
         "differing": [
             prompt.question_id
             for prompt, verdict in zip(prompts, verdicts, strict=True)

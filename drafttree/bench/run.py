@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drafttree.bench.chat import Chat, model_context
+from drafttree.bench.cost import mean_context, verification_cost
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
 from drafttree.bench.machine import processor_name
@@ -74,6 +75,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         eager=settings.eager,
     )
     method_spec = replace(plain_spec, speculative_config=settings.method.speculative_config)
+    drafts_trees = settings.method.tree_nodes is not None
     chat = Chat(settings.model)
     with ExitStack() as stack:
         observer.status("starting the engines")
@@ -93,7 +95,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
             which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
             observer.status(f"answering{which}")
             repetitions.append(pair.repetition(number))
-            if number == 0 and settings.method.drafts_trees:
+            if number == 0 and drafts_trees:
                 counters = pair.method.counters()
                 check_counters(repetitions[0], counters)
         observer.status("comparing")
@@ -103,6 +105,16 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
                 settings.prompts, repetitions[0].plain, repetitions[0].method, strict=True
             )
         ]
+        costs: dict[str, float | int] = {}
+        if settings.method.tree_nodes is not None:
+            observer.status("timing forwards")
+            costs = verification_cost(
+                processes[0],
+                processes[1],
+                requests=settings.batch_size,
+                tokens=settings.method.tree_nodes + 1,
+                context=mean_context(repetitions[0].plain),
+            )
     return {
         "engine": settings.engine,
         "engine_version": info.version,
@@ -119,7 +131,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "repeat": settings.repeat,
         "cut_prompts": len(pair.cut),
         "counters": counters,
-        **report(settings.prompts, repetitions, verdicts),
+        **report(settings.prompts, repetitions, verdicts, costs),
     }
 
 
@@ -152,7 +164,7 @@ class _Run:
     def repetition(self, number: int) -> Repetition:
         """All prompts on both sides, from empty caches and tables."""
         self.plain.reset(tables=False)
-        self.method.reset(tables=self.settings.method.drafts_trees)
+        self.method.reset(tables=self.settings.method.tree_nodes is not None)
         result = Repetition([], [])
         for index, batch in enumerate(batches(self.settings)):
             sides = [(self.plain, result.plain), (self.method, result.method)]

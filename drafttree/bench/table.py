@@ -19,6 +19,11 @@ _ROWS = (
     ("speedup", None, "speedup", ".2f"),
     ("speedup of decode steps alone", None, "decode_speedup", ".2f"),
 )
+_COST_ROWS = (
+    ("forward of {cost_tokens} tokens against 1: tree", "verify_cost"),
+    ("forward of {cost_tokens} tokens against 1: chain", "chain_cost"),
+    ("mean accepted / cost of the tree", "possible_decode_speedup"),
+)
 
 
 def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
@@ -29,6 +34,9 @@ def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
     table.add_column(str(report["method"]), justify="right")
     for name, plain, method, form in _ROWS:
         table.add_row(name, _cell(report, plain, form), _cell(report, method, form))
+    if "verify_cost" in report:
+        for name, key in _COST_ROWS:
+            table.add_row(name.format_map(report), "", _cell(report, key, ".2f"))
     identical = f"{report['identical']} of {report['prompts']}"
     if report["ties"]:
         identical += f", {report['ties']} ties"

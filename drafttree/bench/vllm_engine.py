@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import astuple
 from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
-from drafttree.bench.protocol import EngineInfo, EngineSpec, Generation, Request
+from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
 
 
 class VllmEngine:
@@ -54,7 +55,7 @@ class VllmEngine:
                 temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed
             )
             engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
-            running[request_id] = Generation()
+            running[request_id] = Generation(prompt_tokens=len(request.token_ids))
             results.append(running[request_id])
         while running:
             decoding = all(generation.token_ids for generation in running.values())
@@ -89,6 +90,14 @@ class VllmEngine:
         output = self._llm.generate([prompt], params, use_tqdm=False)[0]
         entries = output.outputs[0].logprobs[0].values()
         return sorted((float(entry.logprob) for entry in entries), reverse=True)[:2]
+
+    def forward_seconds(self, shape: ForwardShape) -> list[float]:
+        """Time forwards of a made-up batch; cached prefixes are lost."""
+        from drafttree.bench.vllm_forward import forward_seconds
+
+        self._llm.reset_prefix_cache()
+        times: list[float] = self._llm.collective_rpc(forward_seconds, args=astuple(shape))[0]
+        return times
 
     def reset(self, tables: bool) -> None:
         """Forget cached prefixes; with `tables`, what the method learned and counted as well."""

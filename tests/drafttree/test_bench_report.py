@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drafttree.bench.cost import mean_context
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import parse_options, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
@@ -19,6 +20,7 @@ from drafttree.bench.table import category_table, figures_table
 def answer(tokens: list[int], steps: int, seconds: float) -> Generation:
     """An answer whose first token comes from the prefill, a third of the time."""
     return Generation(
+        prompt_tokens=10,
         token_ids=tokens,
         steps=steps,
         step_tokens=len(tokens) - 1,
@@ -103,8 +105,8 @@ def test_tree_methods() -> None:
         method = resolve_method(name, {"nodes": 15})
         assert method.name == "token-recycling"
         assert method.speculative_config == {"method": "token_recycling", "nodes": 15}
-        assert method.drafts_trees
-    with pytest.raises(InputError, match=r"known here: none, ngram, .*token-recycling"):
+        assert method.tree_nodes == 15
+    with pytest.raises(InputError, match=r"token_recycling, besides none and .* ngram"):
         resolve_method("oracle", {})
     with pytest.raises(InputError, match="no option 'leaves'"):
         resolve_method("token-recycling", {"leaves": 3})
@@ -123,7 +125,8 @@ def test_figures() -> None:
     method = [[answer([1, 2, 3], 1, 1.5), answer([4, 5, 6], 2, 3.0)], [answer([7, 8, 0], 1, 1.5)]]
     slow = [[answer([1, 2, 3], 1, 15.0), answer([4, 5, 6], 2, 30.0)], [answer([7, 8, 0], 1, 15.0)]]
     repetitions = [Repetition(plain, method), Repetition(plain, slow), Repetition(plain, method)]
-    result = report(prompts, repetitions, ["identical", "tie"])
+    costs = {"verify_cost": 1.25, "chain_cost": 1.2, "cost_tokens": 8}
+    result = report(prompts, repetitions, ["identical", "tie"], costs)
     assert (result["new_tokens"], result["steps"], result["baseline_steps"]) == (9, 4, 6)
     assert result["mean_accepted_tokens"] == pytest.approx(6 / 4)
     assert result["baseline_mean_accepted_tokens"] == 1.0
@@ -131,23 +134,31 @@ def test_figures() -> None:
     assert result["baseline_tokens_per_second"] == pytest.approx(1.0)
     assert result["speedup"] == pytest.approx(1.5)
     assert result["decode_speedup"] == pytest.approx(1.5)
+    assert result["possible_decode_speedup"] == pytest.approx(1.5 / 1.25)
     assert (result["prompts"], result["identical"], result["ties"]) == (2, 1, 1)
     assert result["differing"] == [2]
     assert [round(single["speedup"], 3) for single in result["repetitions"]] == [1.5, 0.15, 1.5]
     assert result["per_category"]["math"]["mean_accepted_tokens"] == 2.0
     assert result["per_category"]["qa"]["speedup"] == pytest.approx(6 / 4.5)
     table = figures_table({"method": "ngram", **result})
-    assert table.row_count == 7
+    assert table.row_count == 10
     assert category_table(result).row_count == 2
 
 
 def test_figures_without_decode_steps() -> None:
-    one = [[Generation(token_ids=[5], seconds=1.0)]]
-    result = report([Prompt(1, "qa", ("a",))], [Repetition(one, one)], ["identical"])
+    one = [[Generation(prompt_tokens=3, token_ids=[5], seconds=1.0)]]
+    result = report([Prompt(1, "qa", ("a",))], [Repetition(one, one)], ["identical"], {})
     assert result["mean_accepted_tokens"] is None
     assert result["decode_speedup"] is None
     assert result["speedup"] == 1.0
     assert figures_table({"method": "none", **result}).row_count == 7
+
+
+def test_mean_context_weighs_answers_by_their_tokens() -> None:
+    short, long = answer([1, 2], 1, 1.0), answer([1] * 6, 5, 1.0)
+    long.prompt_tokens = 100
+    assert mean_context([[short], [long]]) == round((2 * 11 + 6 * 103) / 8)
+    assert mean_context([]) == 0
 
 
 def test_counters_must_agree() -> None:

@@ -77,6 +77,12 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert counters["accepted_tokens"] > 0
     assert counters["non_first_child_accepted"] > 0
     assert counters["kv_rows_moved"] > 0
+    assert report["cost_tokens"] == 33
+    assert report["cost_context"] > 24
+    assert report["verify_cost"] > 0
+    assert report["chain_cost"] > 0
+    accepted = report["mean_accepted_tokens"]
+    assert report["possible_decode_speedup"] == pytest.approx(accepted / report["verify_cost"])
 
 
 def test_engine_that_cannot_start(model: Path, prompts: Path) -> None:

@@ -1,0 +1,90 @@
+"""The time of one forward of vLLM's target model, alone: no scheduling, no sampling, no drafting.
+
+The batch is made up: requests of one length, each with its last tokens to compute. What they are
+and what the KV cache holds does not change the work.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from tree_kernels.mask import tree_mask
+
+
+def forward_seconds(
+    worker: Any, requests: int, tokens: int, context: int, tree: bool, repeat: int
+) -> list[float]:
+    """Time `repeat` forwards, logits of all tokens included; run in the worker, between requests.
+
+    Args:
+        tokens: per request, after `context` tokens whose KV is cached.
+        tree: whether they are a draft tree, which needs a tree method's worker, or a causal chain.
+
+    Returns:
+        Seconds, one figure a forward.
+    """
+    from vllm.forward_context import set_forward_context
+
+    runner = worker.model_runner
+    total = requests * tokens
+    positions = torch.arange(context, context + tokens).repeat(requests)
+    ids = torch.zeros(total, dtype=torch.int32)
+    metadata, slots = _attention_metadata(runner, requests, tokens, positions, tree)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(repeat):
+            started = perf_counter()
+            with set_forward_context(
+                metadata, runner.vllm_config, num_tokens=total, slot_mapping=slots
+            ):
+                hidden = runner.model(
+                    input_ids=ids,
+                    positions=positions,
+                    intermediate_tensors=None,
+                    inputs_embeds=None,
+                )
+                runner.model.compute_logits(hidden)
+            seconds.append(perf_counter() - started)
+    return seconds
+
+
+def _attention_metadata(
+    runner: Any, requests: int, tokens: int, positions: torch.Tensor, tree: bool
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from drafttree.vllm.attention import StepMasks
+
+    starts = torch.arange(requests + 1, dtype=torch.int32) * tokens
+    length = int(positions[-1]) + 1
+    block_size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    blocks = 1 + torch.arange(requests * -(-length // block_size), dtype=torch.int32)
+    blocks = blocks.view(requests, -1)
+    slots = blocks.gather(1, positions.view(requests, -1) // block_size).long() * block_size
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.full((requests,), length, dtype=torch.int32),
+        num_reqs=requests,
+        num_actual_tokens=requests * tokens,
+        max_query_len=tokens,
+        max_seq_len=length,
+        block_table_tensor=blocks,
+        slot_mapping=slots.flatten() + positions % block_size,
+    )
+    trees = None
+    if tree:
+        # Who sees whom changes nothing of the work: any tree of this size will do.
+        parents = ((torch.arange(tokens, dtype=torch.int32) - 1) >> 1).expand(requests, -1)
+        nodes = torch.full((requests,), tokens)
+        trees = StepMasks(torch.arange(requests), nodes, tree_mask(parents, nodes.int()))
+    metadata = {}
+    for group in runner.attn_groups[0]:
+        builder = group.get_metadata_builder(0)
+        if tree:
+            builder.step_trees = trees
+        built = builder.build(0, common)
+        metadata.update(dict.fromkeys(group.layer_names, built))
+    return metadata, dict.fromkeys(metadata, common.slot_mapping)
