@@ -119,7 +119,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "engine": settings.engine,
         "engine_version": info.version,
         "method": settings.method.name,
-        "model": str(settings.model),
+        "model": settings.model.resolve().name,
         "dtype": settings.dtype,
         "device": info.device,
         "cpu": processor_name(),

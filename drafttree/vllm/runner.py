@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from tree_kernels.kv_move import move_kv
+from tree_kernels.kv_move import KvMover
 from tree_kernels.mask import depths
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
@@ -122,6 +122,16 @@ class TreeModelRunner(CPUModelRunner):
         """Forget what was learnt, and all counts."""
         self.tree_drafter.reset()
         self.counters = Counters()
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the caches, and what will move rows in them: a mover for keys, one for values."""
+        super().initialize_kv_cache(*args, **kwargs)
+        layers = self.compilation_config.static_forward_context
+        self._movers: list[tuple[KvMover, KvMover]] = []
+        for group in self.kv_cache_config.kv_cache_groups:
+            views = [kv_views(layers[name].kv_cache) for name in group.layer_names]
+            keys = [keys.transpose(2, 3) for keys, _ in views]
+            self._movers.append((KvMover(keys), KvMover([values for _, values in views])))
 
     # One step, from top to bottom.
 
@@ -242,16 +252,15 @@ class TreeModelRunner(CPUModelRunner):
         if count == 0:
             return 0
         first = torch.from_numpy(step.starts)[:, None]
-        layers = self.compilation_config.static_forward_context
-        for number, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            slots = self.input_batch.block_table[number].slot_mapping.gpu
+        for table, movers in zip(
+            self.input_batch.block_table.block_tables, self._movers, strict=True
+        ):
+            slots = table.slot_mapping.gpu
             source = torch.where(moves, slots[step.rows[first + path.clamp(min=0)]], -1)
             target_rows = torch.where(moves, first + place, 0)
             target = torch.where(moves, slots[step.rows[target_rows]], -1)
-            for name in group.layer_names:
-                keys, values = kv_views(layers[name].kv_cache)
-                move_kv(keys.transpose(2, 3), source, target)
-                move_kv(values, source, target)
+            for move in movers:
+                move(source, target)
         return count
 
     def _count(

@@ -13,7 +13,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from drafttree.cache import cache_root
 
@@ -29,6 +34,39 @@ _COMPILE = (
 # second library would bring threads of its own, which wait busily against PyTorch's.
 _LINK = ("-shared",)
 _LONGEST = 300.0
+
+
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
+
+
+@dataclass(frozen=True)
+class NativeFunction:
+    """A function of a C++ file of this package, compiled when it is first asked for.
+
+    Attributes:
+        source: the file's name.
+        name: the function's.
+        signature: of its arguments, `p` for a pointer and `i` for a 64-bit integer.
+    """
+
+    source: str
+    name: str
+    signature: str
+
+    def on(self, tensor: Tensor) -> Callable[..., None] | None:
+        """The function, if `tensor` lies on the CPU and there is a compiler."""
+        return None if tensor.is_cuda else _function(self)
+
+
+@functools.cache
+def _function(wanted: NativeFunction) -> Callable[..., None] | None:
+    library = load_native(Path(__file__).with_name(wanted.source))
+    if library is None:
+        return None
+    function: Any = library[wanted.name]
+    function.restype = None
+    function.argtypes = [_TYPES[letter] for letter in wanted.signature]
+    return function  # type: ignore[no-any-return]
 
 
 def compiler() -> str | None:

@@ -3,10 +3,16 @@ paths or one level at a time (sampled verification draws between the levels)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_WALK = NativeFunction("accept.cpp", "walk", "pppiipippp")
+_STEP = NativeFunction("accept.cpp", "step", "pppiippp")
 
 
 @jit
@@ -133,6 +139,43 @@ def _walk_reference(
     return nodes, torch.stack(emitted, 1), (nodes >= 0).sum(1, dtype=torch.int32)
 
 
+def _walk_native(
+    walk: Callable[..., None],
+    tokens: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    target: Tensor,
+    max_depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    given = [tensor.contiguous() for tensor in (tokens, parents, num_nodes, target)]
+    path = torch.empty(tokens.shape[0], max_depth + 1, dtype=torch.int32)
+    emitted, num_emitted = torch.empty_like(path), torch.empty_like(given[2])
+    walk(
+        *(tensor.data_ptr() for tensor in given[:3]),
+        *(*tokens.shape, given[3].data_ptr(), max_depth + 1),
+        *(path.data_ptr(), emitted.data_ptr(), num_emitted.data_ptr()),
+    )
+    return path, emitted, num_emitted
+
+
+def _step_native(
+    step: Callable[..., None],
+    tokens: Tensor,
+    parents: Tensor,
+    num_nodes: Tensor,
+    node: Tensor,
+    sampled: Tensor,
+) -> Tensor:
+    trees = [tensor.contiguous() for tensor in (tokens, parents, num_nodes)]
+    node, sampled = node.int().contiguous(), sampled.int().contiguous()
+    out = torch.empty_like(node)
+    step(
+        *(tensor.data_ptr() for tensor in trees),
+        *(*tokens.shape, node.data_ptr(), sampled.data_ptr(), out.data_ptr()),
+    )
+    return out
+
+
 def _check(tokens: Tensor, parents: Tensor, num_nodes: Tensor) -> None:
     if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.shape != parents.shape:
         raise ValueError(
@@ -161,6 +204,8 @@ def accept_walk(
         raise ValueError(f"max_depth must not be negative: {max_depth}")
     if use_triton(tokens):
         return _walk_triton(tokens, parents, num_nodes, target, max_depth)
+    if (walk := _WALK.on(tokens)) is not None:
+        return _walk_native(walk, tokens, parents, num_nodes, target, max_depth)
     return _walk_reference(tokens, parents, num_nodes, target, max_depth)
 
 
@@ -177,4 +222,6 @@ def accept_step(
         raise ValueError(f"node and sampled must be [{tokens.shape[0]}]")
     if use_triton(tokens):
         return _step_triton(tokens, parents, num_nodes, node, sampled)
+    if (step := _STEP.on(tokens)) is not None:
+        return _step_native(step, tokens, parents, num_nodes, node, sampled)
     return _step_reference(tokens, parents, num_nodes, node, sampled)

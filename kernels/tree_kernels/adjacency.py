@@ -6,8 +6,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
+_TOP = {
+    dtype: NativeFunction("adjacency.cpp", f"top_{name}", "piiiippi")
+    for dtype, name in (
+        (torch.float32, "float32"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float16, "float16"),
+    )
+}
+_UPDATE = NativeFunction("adjacency.cpp", "update", "piippii")
 _LANES = 64
 _BLOCK = 1024
 
@@ -193,6 +203,35 @@ def _update_reference(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> Non
     matrix[tokens[valid].long()] = candidates[winner[valid]]
 
 
+def _top_candidates_cpu(logits: Tensor, k: int) -> Tensor:
+    top = _TOP[logits.dtype].on(logits) if logits.dtype in _TOP else None
+    if top is None:
+        return _top_candidates_reference(logits, k)
+    rows, vocab = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    candidates = torch.empty(rows, k, dtype=torch.int32)
+    orders = torch.empty_like(candidates)
+    top(
+        logits.data_ptr(),
+        *(rows, logits.stride(0), vocab, k),
+        *(candidates.data_ptr(), orders.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return candidates
+
+
+def _update_cpu(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
+    update = _UPDATE.on(matrix)
+    if update is None:
+        _update_reference(matrix, tokens, candidates)
+        return
+    tokens, candidates = tokens.int().contiguous(), candidates.contiguous()
+    update(
+        *(matrix.data_ptr(), matrix.shape[0], matrix.stride(0)),
+        *(tokens.data_ptr(), candidates.data_ptr(), *candidates.shape),
+    )
+
+
 def _check_k(logits: Tensor, k: int) -> None:
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k = {k} is not between 1 and the vocabulary's size, {logits.shape[1]}")
@@ -214,7 +253,7 @@ def top_candidates(logits: Tensor, k: int) -> Tensor:
     _check_k(logits, k)
     if use_triton(logits):
         return _recycle_triton(None, None, logits, k)
-    return _top_candidates_reference(logits, k)
+    return _top_candidates_cpu(logits, k)
 
 
 def update_adjacency(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
@@ -228,7 +267,7 @@ def update_adjacency(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None
     if use_triton(matrix):
         _update_triton(matrix, tokens, candidates)
     else:
-        _update_reference(matrix, tokens, candidates)
+        _update_cpu(matrix, tokens, candidates)
 
 
 def recycle(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
@@ -242,6 +281,6 @@ def recycle(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
     _check_matrix(matrix, k, tokens, logits.shape[0])
     if use_triton(logits):
         return _recycle_triton(matrix, tokens, logits, k)
-    candidates = _top_candidates_reference(logits, k)
-    _update_reference(matrix, tokens, candidates)
+    candidates = _top_candidates_cpu(logits, k)
+    _update_cpu(matrix, tokens, candidates)
     return candidates

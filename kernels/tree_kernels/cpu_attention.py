@@ -6,19 +6,20 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tree_kernels._native import load_native
+from tree_kernels._native import NativeFunction
 
-_SOURCE = Path(__file__).with_name("cpu_attention.cpp")
-_FUNCTIONS = {
-    torch.float32: "attend_float32",
-    torch.bfloat16: "attend_bfloat16",
-    torch.float16: "attend_float16",
+_ATTEND = {
+    dtype: NativeFunction("cpu_attention.cpp", f"attend_{name}", "pppipippi")
+    for dtype, name in (
+        (torch.float32, "float32"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float16, "float16"),
+    )
 }
 _MULTIPLE = 16  # the widest registers' floats
 
@@ -105,17 +106,8 @@ class TreeAttention:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
         self._heads, self._kv_heads, self._head_size = heads, kv_heads, head_size
-        self._function = None
-        fits = head_size % _MULTIPLE == 0 and block_size % _MULTIPLE == 0 and dtype in _FUNCTIONS
-        library = load_native(_SOURCE) if native and fits else None
-        if library is not None:
-            self._function = library[_FUNCTIONS[dtype]]
-            self._function.restype = None
-            pointer, integer = ctypes.c_void_p, ctypes.c_int64
-            self._function.argtypes = (
-                *(pointer, pointer, pointer, integer, pointer, integer),
-                *(pointer, pointer, integer),
-            )
+        fits = head_size % _MULTIPLE == 0 and block_size % _MULTIPLE == 0 and dtype in _ATTEND
+        self._function = _ATTEND[dtype].on(torch.empty(0)) if native and fits else None
         self._shape = _Shape(
             kv_heads=kv_heads,
             group=heads // kv_heads,

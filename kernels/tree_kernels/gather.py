@@ -3,13 +3,17 @@ section 3.3), and the trees without the nodes for which the matrix had no candid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_GATHER = NativeFunction("gather.cpp", "gather", "piipippip")
+_COMPACT = NativeFunction("gather.cpp", "compact", "ppiiipppp")
 
 
 @jit
@@ -143,6 +147,33 @@ def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor,
     return out_tokens.contiguous(), out_parents.contiguous(), keep.sum(1, dtype=torch.int32)
 
 
+def _gather_native(
+    gather: Callable[..., None], matrix: Tensor, roots: Tensor, parents: Tensor, ranks: Tensor
+) -> Tensor:
+    roots, parents, ranks = roots.int().contiguous(), parents.contiguous(), ranks.contiguous()
+    out = torch.empty(roots.shape[0], parents.shape[0], dtype=torch.int32)
+    gather(
+        *(matrix.data_ptr(), *matrix.shape, roots.data_ptr(), roots.shape[0]),
+        *(parents.data_ptr(), ranks.data_ptr(), parents.shape[0], out.data_ptr()),
+    )
+    return out
+
+
+def _compact_native(
+    compact: Callable[..., None], tokens: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, parents = tokens.contiguous(), parents.contiguous()
+    out_tokens, out_parents = torch.empty_like(tokens), torch.empty_like(tokens)
+    num_nodes = torch.empty(tokens.shape[0], dtype=torch.int32)
+    places = torch.empty(tokens.shape[1], dtype=torch.int32)
+    compact(
+        *(tokens.data_ptr(), parents.data_ptr(), parents.stride(0) if parents.dim() == 2 else 0),
+        *(*tokens.shape, out_tokens.data_ptr(), out_parents.data_ptr()),
+        *(num_nodes.data_ptr(), places.data_ptr()),
+    )
+    return out_tokens, out_parents, num_nodes
+
+
 def gather_tree(
     matrix: Tensor, roots: Tensor, parents: Tensor, ranks: Tensor, level_ends: Sequence[int]
 ) -> Tensor:
@@ -161,6 +192,8 @@ def gather_tree(
         raise ValueError(f"level_ends must lead from 1 to {parents.shape[0]}, not {[*level_ends]}")
     if use_triton(matrix):
         return _gather_triton(matrix, roots, parents, ranks, level_ends)
+    if (gather := _GATHER.on(matrix)) is not None:
+        return _gather_native(gather, matrix, roots, parents, ranks)
     return _gather_reference(matrix, roots, parents, ranks, level_ends)
 
 
@@ -176,4 +209,6 @@ def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tenso
         raise ValueError(f"parents {[*parents.shape]} do not fit tokens {[*tokens.shape]}")
     if use_triton(tokens):
         return _compact_triton(tokens, parents)
+    if (compact := _COMPACT.on(tokens)) is not None:
+        return _compact_native(compact, tokens, parents)
     return _compact_reference(tokens, parents)

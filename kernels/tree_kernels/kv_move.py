@@ -3,12 +3,17 @@ The moves of one request overlap, so all its rows are read before any is written
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
 # Rows move as bits: any element type, NaN included, comes out as it went in.
+_MOVE = {size: NativeFunction("kv_move.cpp", f"move_{size}", "pipppii") for size in (1, 2, 4, 8)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,19 +80,57 @@ def _move_reference(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     bits[go // block_size, :, go % block_size] = rows
 
 
-def move_kv(cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copy slot src[b, p] to slot dst[b, p] in place, all heads, as if all reads came first.
+class _Layout(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("heads", "block_size", "head_dim"),
+            *("block_stride", "head_stride", "offset_stride", "dim_stride"),
+        )
+    )
 
-    cache: [num_blocks, heads, block_size, head_dim] of any element type and strides; src, dst:
-    int64 [B, P], slot = block * block_size + offset. A negative src or dst skips the move.
-    One request's sources and destinations may overlap; its destinations must differ, and no other
-    request may touch its slots. Raises ValueError on shapes that do not fit.
+
+class KvMover:
+    """Moves rows in all caches of a group of layers, which stay where they are.
+
+    Args:
+        caches: `[num_blocks, heads, block_size, head_dim]` each, of any element type and strides,
+            but all the same.
+
+    Raises:
+        ValueError: there is none, or they differ.
     """
-    if cache.dim() != 4:
-        raise ValueError(f"cache must have four dimensions, not {[*cache.shape]}")
-    if src.dim() != 2 or src.shape != dst.shape:
-        raise ValueError(f"src {[*src.shape]} and dst {[*dst.shape]} must both be [B, P]")
-    if use_triton(cache):
-        _move_triton(cache, src, dst)
-    else:
-        _move_reference(cache, src, dst)
+
+    def __init__(self, caches: Sequence[Tensor]) -> None:
+        kinds = {(cache.shape, cache.stride(), cache.dtype, cache.device) for cache in caches}
+        if len(kinds) != 1 or caches[0].dim() != 4:
+            shapes = sorted({str([*cache.shape]) for cache in caches})
+            raise ValueError(f"caches must be alike and have four dimensions, not {shapes}")
+        self._caches = list(caches)
+        cache = self._caches[0]
+        self._addresses = torch.tensor([cache.data_ptr() for cache in self._caches])
+        self._layout = _Layout(*cache.shape[1:], *cache.stride())
+
+    def __call__(self, src: Tensor, dst: Tensor) -> None:
+        """Copy slot src[b, p] to slot dst[b, p], all heads, as if all reads came first.
+
+        src, dst: int64 [B, P], slot = block * block_size + offset. A negative src or dst skips
+        the move. One request's sources and destinations may overlap; its destinations must
+        differ, and no other request may touch its slots. Raises ValueError on shapes that do not
+        fit.
+        """
+        if src.dim() != 2 or src.shape != dst.shape:
+            raise ValueError(f"src {[*src.shape]} and dst {[*dst.shape]} must both be [B, P]")
+        cache = self._caches[0]
+        if use_triton(cache):
+            for cache in self._caches:
+                _move_triton(cache, src, dst)
+        elif (move := _MOVE[cache.element_size()].on(cache)) is not None:
+            src, dst = src.contiguous(), dst.contiguous()
+            move(
+                *(self._addresses.data_ptr(), len(self._caches), ctypes.addressof(self._layout)),
+                *(src.data_ptr(), dst.data_ptr(), *src.shape),
+            )
+        else:
+            for cache in self._caches:
+                _move_reference(cache, src, dst)

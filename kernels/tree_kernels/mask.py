@@ -3,10 +3,16 @@ doubling in ceil(log2 N) rounds (tree attention, as in Token Recycling, arXiv 24
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_DEPTHS = NativeFunction("mask.cpp", "depths", "ppiip")
+_TREE_MASK = NativeFunction("mask.cpp", "tree_mask", "ppiip")
 
 _BITS = 32
 
@@ -143,6 +149,12 @@ def _tree_mask_reference(parents: Tensor, num_nodes: Tensor) -> Tensor:
     return seen.flatten(2)[:, :, : parents.shape[1]].bool()
 
 
+def _native(fill: Callable[..., None], parents: Tensor, num_nodes: Tensor, out: Tensor) -> Tensor:
+    parents, num_nodes = parents.contiguous(), num_nodes.int().contiguous()
+    fill(parents.data_ptr(), num_nodes.data_ptr(), *parents.shape, out.data_ptr())
+    return out
+
+
 def _check(parents: Tensor, num_nodes: Tensor) -> None:
     if parents.dim() != 2 or num_nodes.shape != parents.shape[:1]:
         raise ValueError(
@@ -159,6 +171,8 @@ def depths(parents: Tensor, num_nodes: Tensor) -> Tensor:
     _check(parents, num_nodes)
     if use_triton(parents):
         return _depths_triton(parents, num_nodes)
+    if (fill := _DEPTHS.on(parents)) is not None:
+        return _native(fill, parents, num_nodes, parents.new_empty(parents.shape))
     return _depths_reference(parents, num_nodes)
 
 
@@ -183,4 +197,7 @@ def tree_mask(parents: Tensor, num_nodes: Tensor) -> Tensor:
     _check(parents, num_nodes)
     if use_triton(parents):
         return _ancestors_triton(parents, num_nodes, unpack=True)
+    if (fill := _TREE_MASK.on(parents)) is not None:
+        out = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
+        return _native(fill, parents, num_nodes, out)
     return _tree_mask_reference(parents, num_nodes)

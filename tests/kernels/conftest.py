@@ -7,11 +7,13 @@ does not matter who imported Triton before."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tree_kernels import accept, adjacency, gather, kv_move, mask
+from tree_kernels._native import NativeFunction
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,4 +57,20 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(interpreter_builder, "set_grid_dim", set_grid_dim)
         monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
+    return str(request.param)
+
+
+@pytest.fixture(params=["native", "reference"])
+def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with the kernels in C++, which must be there, and with the references."""
+    find = NativeFunction.on
+
+    def on(self: NativeFunction, tensor: torch.Tensor) -> Callable[..., None] | None:
+        if request.param == "reference":
+            return None
+        function = find(self, tensor)
+        assert function is not None
+        return function
+
+    monkeypatch.setattr(NativeFunction, "on", on)
     return str(request.param)

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cases import CASES
+from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import accept
 from tree_kernels.accept import accept_step, accept_walk
-
-CASES = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=40,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def int32(values):
@@ -68,7 +62,7 @@ def lists(tensors):
 
 @CASES
 @given(trees(), st.integers(0, 9))
-def test_the_walk_follows_the_target(case, max_depth):
+def test_the_walk_follows_the_target(cpu_path, case, max_depth):
     found = accept_walk(*case, max_depth)
     assert {tensor.dtype for tensor in found} == {torch.int32}
     assert lists(found) == walked(*case, max_depth)
@@ -83,7 +77,7 @@ def test_kernel_walks_the_same_way(interpreter, case, max_depth):
 
 @CASES
 @given(trees(), st.data())
-def test_a_step_finds_the_first_child_with_the_token(case, data):
+def test_a_step_finds_the_first_child_with_the_token(cpu_path, case, data):
     tokens, parents, num_nodes, _ = case
     nodes = data.draw(st.lists(st.integers(-1, 5), min_size=len(tokens), max_size=len(tokens)))
     drawn = data.draw(st.lists(st.integers(-1, 3), min_size=len(tokens), max_size=len(tokens)))
@@ -101,7 +95,7 @@ def test_kernel_steps_the_same_way(interpreter, case, node, token):
     assert found.tolist() == accept_step(*case[:3], given_node, drawn).tolist()
 
 
-def test_steps_along_the_targets_tokens_make_the_walk():
+def test_steps_along_the_targets_tokens_make_the_walk(cpu_path):
     tokens, parents, num_nodes, target = random_trees(5, [40] * 20, 2)
     path, emitted, num_emitted = accept_walk(tokens, parents, num_nodes, target, 6)
     assert num_emitted.max() > 3
@@ -110,7 +104,7 @@ def test_steps_along_the_targets_tokens_make_the_walk():
         assert found.tolist() == path[:, depth + 1].tolist()
 
 
-def test_a_second_child_is_taken_and_the_first_of_equal_ones():
+def test_a_second_child_is_taken_and_the_first_of_equal_ones(cpu_path):
     tokens, parents = int32([[5, 7, 8, 8, 9, 9]]), int32([[-1, 0, 0, 0, 2, 3]])
     target = int32([[8, 0, 9, 1, 4, 6]])
     found = accept_walk(tokens, parents, int32([6]), target, 3)

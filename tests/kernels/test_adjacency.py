@@ -4,17 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cases import CASES
+from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import adjacency
 from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
 
-CASES = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 VOCABS = st.integers(1, 90) | st.sampled_from([1024, 1031, 2048, 5003])
 
@@ -70,7 +65,7 @@ def updates(draw):
 
 @CASES
 @given(logits_and_k())
-def test_candidates_are_the_largest_logits_lowest_id_first(case):
+def test_candidates_are_the_largest_logits_lowest_id_first(cpu_path, case):
     logits, k = case
     found = top_candidates(logits, k)
     assert found.dtype == torch.int32
@@ -86,14 +81,14 @@ def test_kernel_finds_the_same_candidates(interpreter, case):
     assert found.tolist() == top_candidates(logits, k).tolist()
 
 
-def test_best_ids_may_all_lie_in_one_block_or_in_the_tail():
+def test_best_ids_may_all_lie_in_one_block_or_in_the_tail(cpu_path):
     for start in (0, 1000, 2048, 2993):
         logits = torch.zeros(1, 3001)
         logits[0, start : start + 8] = torch.arange(1.0, 9.0)
         assert top_candidates(logits, 8).tolist() == [list(range(start + 7, start - 1, -1))]
 
 
-def test_nan_counts_as_the_largest(interpreter):
+def test_nan_counts_as_the_largest(cpu_path, interpreter):
     logits = torch.tensor([[0.0, math.inf, math.nan, -math.inf, -math.nan, 1.0]])
     assert top_candidates(logits, 4).tolist() == [[2, 4, 1, 5]]
     assert adjacency._recycle_triton(None, None, logits, 4).tolist() == [[2, 4, 1, 5]]
@@ -101,7 +96,7 @@ def test_nan_counts_as_the_largest(interpreter):
 
 @CASES
 @given(updates())
-def test_the_last_row_of_a_token_writes_its_whole_row(case):
+def test_the_last_row_of_a_token_writes_its_whole_row(cpu_path, case):
     matrix, tokens, candidates = case
     expected = updated(matrix, tokens, candidates)
     update_adjacency(matrix, tokens, candidates)
@@ -127,7 +122,7 @@ def test_a_later_duplicate_is_seen_across_the_kernel_s_blocks_of_rows(interprete
 
 @CASES
 @given(st.integers(0, 99), DTYPES)
-def test_recycle_writes_what_it_returns(interpreter, seed, dtype):
+def test_recycle_writes_what_it_returns(cpu_path, interpreter, seed, dtype):
     logits = make_logits(seed, 9, 77, dtype, "ties")
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(-1, 5, (9,), dtype=torch.int32, generator=generator)

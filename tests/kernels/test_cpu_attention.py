@@ -4,13 +4,13 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given, settings
+from cases import CASES
+from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import _native
 from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from tree_kernels.mask import tree_mask
 
-CASES = settings(derandomize=True, deadline=None, max_examples=40)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 

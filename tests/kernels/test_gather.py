@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cases import CASES
+from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import gather
 from tree_kernels.gather import compact_tree, gather_tree
-
-CASES = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def int32(values):
@@ -77,7 +71,7 @@ def lists(tensors):
 
 @CASES
 @given(drafts())
-def test_every_node_takes_its_rank_of_its_parents_row(case):
+def test_every_node_takes_its_rank_of_its_parents_row(cpu_path, case):
     found = gather_tree(*case)
     assert found.dtype == torch.int32
     assert found.tolist() == gathered(*case[:4])
@@ -91,7 +85,7 @@ def test_kernel_gathers_the_same_trees(interpreter, case):
 
 @CASES
 @given(drafts())
-def test_compact_trees_keep_order_and_ancestry(case):
+def test_compact_trees_keep_order_and_ancestry(cpu_path, case):
     tokens, parents = gather_tree(*case), case[2]
     expected = compacted(tokens, parents)
     found = compact_tree(tokens, parents)
@@ -111,7 +105,7 @@ def test_kernel_compacts_the_same_trees(interpreter, case):
     assert lists(gather._compact_triton(tokens, each)) == lists(found)
 
 
-def test_an_empty_row_ends_its_branch_alone():
+def test_an_empty_row_ends_its_branch_alone(cpu_path):
     matrix = int32([[1, 2], [-1, -1], [0, 1]])
     parents, ranks = int32([-1, 0, 0, 1, 2]), int32([0, 0, 1, 0, 0])
     tokens = gather_tree(matrix, int32([0]), parents, ranks, [1, 3, 5])

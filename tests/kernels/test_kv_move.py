@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cases import CASES
+from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import kv_move
-from tree_kernels.kv_move import move_kv
+from tree_kernels.kv_move import KvMover
 
-CASES = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
@@ -64,9 +59,10 @@ def moved(cache, src, dst):
 
 @CASES
 @given(moves())
-def test_rows_move_as_if_all_were_read_first(case):
+def test_rows_move_as_if_all_were_read_first(cpu_path, case):
     expected = moved(*case)
-    move_kv(*case)
+    cache, src, dst = case
+    KvMover([cache])(src, dst)
     assert torch.equal(case[0].float(), expected)
 
 
@@ -78,19 +74,19 @@ def test_kernel_moves_the_same_rows(interpreter, case):
     assert torch.equal(case[0].float(), expected)
 
 
-def test_an_accepted_path_moves_to_the_front(interpreter):
+def test_an_accepted_path_moves_to_the_front(cpu_path, interpreter):
     cache = torch.arange(24.0).view(3, 1, 8, 1).repeat(1, 2, 1, 4)
     src, dst = torch.tensor([[3, 10, 11, -1]]), torch.tensor([[1, 2, 3, 4]])
     by_kernel = cache.clone()
-    move_kv(cache, src, dst)
+    KvMover([cache])(src, dst)
     assert cache[0, 1, :, 0].tolist() == [0, 3, 10, 11, 4, 5, 6, 7]
     kv_move._move_triton(by_kernel, src, dst)
     assert torch.equal(by_kernel, cache)
 
 
-def test_rows_move_bit_by_bit(interpreter):
+def test_rows_move_bit_by_bit(cpu_path, interpreter):
     bits = torch.tensor([0x7FC1, -0x003F, -0x8000, 1], dtype=torch.int16)
-    for move in (move_kv, kv_move._move_triton):
+    for move in (lambda cache, *slots: KvMover([cache])(*slots), kv_move._move_triton):
         cache = bits.clone().view(torch.bfloat16).view(1, 1, 4, 1)
         move(cache, torch.tensor([[0, 1]]), torch.tensor([[2, 3]]))
         assert cache.view(torch.int16).flatten().tolist() == bits[[0, 1, 0, 1]].tolist()
@@ -99,9 +95,18 @@ def test_rows_move_bit_by_bit(interpreter):
 def test_shapes_that_do_not_fit_are_errors():
     slots = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="four dimensions"):
-        move_kv(torch.zeros(2, 3, 4), slots, slots)
+        KvMover([torch.zeros(2, 3, 4)])
+    with pytest.raises(ValueError, match="alike"):
+        KvMover([torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 6)])
     with pytest.raises(ValueError, match="both be"):
-        move_kv(torch.zeros(2, 3, 4, 5), slots, slots[:1])
+        KvMover([torch.zeros(2, 3, 4, 5)])(slots, slots[:1])
+
+
+def test_every_cache_of_a_group_moves(cpu_path):
+    caches = [torch.randn(2, 3, 8, 4) for _ in range(5)]
+    expected = [moved(cache, torch.tensor([[5]]), torch.tensor([[1]])) for cache in caches]
+    KvMover(caches)(torch.tensor([[5]]), torch.tensor([[1]]))
+    assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
 
 
 @pytest.mark.cuda
@@ -118,6 +123,6 @@ def test_cuda_agrees_with_the_cpu(requests, head_dim, layout, dtype):
         on_device = torch.empty_strided(
             cache.shape, cache.stride(), dtype=dtype, device="cuda"
         ).copy_(cache)
-    move_kv(on_device, src.cuda(), dst.cuda())
-    move_kv(cache, src, dst)
+    KvMover([on_device])(src.cuda(), dst.cuda())
+    KvMover([cache])(src, dst)
     assert torch.equal(on_device.cpu().float(), cache.float())

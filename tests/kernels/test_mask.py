@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from cases import CASES
+from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import mask
 from tree_kernels.mask import ancestor_bitmask, depths, tree_mask
-
-CASES = settings(
-    derandomize=True,
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 
 
 def random_trees(seed, widths, kind):
@@ -48,7 +42,7 @@ def lineages(parents, num_nodes):
 
 @CASES
 @given(trees())
-def test_masks_and_depths_follow_the_parents(case):
+def test_masks_and_depths_follow_the_parents(cpu_path, case):
     width = case[0].shape[1]
     expected = list(lineages(*case))
     found = tree_mask(*case)
@@ -86,14 +80,14 @@ def test_kernels_give_the_same(interpreter, case):
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 31, 32, 33, 64, 65])
-def test_a_chain_of_any_length_sees_all_before_it(interpreter, width):
+def test_a_chain_of_any_length_sees_all_before_it(cpu_path, interpreter, width):
     case = random_trees(0, [width], "chain")
     assert torch.equal(tree_mask(*case)[0], torch.ones(width, width).tril().bool())
     assert mask._ancestors_triton(*case, unpack=True).tolist() == tree_mask(*case).tolist()
     assert mask._depths_triton(*case).tolist() == [list(range(width))]
 
 
-def test_nodes_past_the_count_are_padding_whatever_their_parents():
+def test_nodes_past_the_count_are_padding_whatever_their_parents(cpu_path):
     parents = torch.tensor([[-1, 0, 1, 2]], dtype=torch.int32)
     count = torch.tensor([2], dtype=torch.int32)
     assert depths(parents, count).tolist() == [[0, 1, 0, 0]]
