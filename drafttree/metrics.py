@@ -29,6 +29,11 @@ class Counters:
     non_first_child_accepted: int = 0
     kv_rows_moved: int = 0
 
+    def add(self, **counts: int) -> None:
+        """Add to the counts named."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
     def as_dict(self) -> dict[str, int]:
         """The counts by name."""
         return asdict(self)

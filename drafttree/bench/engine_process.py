@@ -66,9 +66,9 @@ class EngineProcess:
         """Answer the requests together, as one batch."""
         return cast(list[Generation], self._call("generate", requests))
 
-    def top_logprobs(self, token_ids: list[int]) -> list[float]:
-        """The two best log-probabilities of the token that follows."""
-        return cast(list[float], self._call("top_logprobs", token_ids))
+    def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
+        """The two best next tokens and their log-probabilities."""
+        return cast(dict[int, float], self._call("top_logprobs", token_ids))
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """The times of target forwards of one shape; nothing may be running."""

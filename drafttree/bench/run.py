@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -189,8 +190,11 @@ class _Run:
         answers = [self.chat.decode(answer.token_ids) for answer in plain[:turn]]
         request = self._request(prompt, turn, answers, self.settings.max_new_tokens)
         token_ids = request.token_ids + plain[turn].token_ids[:position]
-        best = self.plain.top_logprobs(token_ids) if len(token_ids) < self.context else []
-        return "tie" if len(best) == 2 and best[0] - best[1] <= _TIE else "different"
+        chosen = method[turn].token_ids[position : position + 1]
+        if not chosen or len(token_ids) >= self.context:
+            return "different"
+        best = self.plain.top_logprobs(token_ids)
+        return "tie" if max(best.values()) - best.get(chosen[0], -inf) <= _TIE else "different"
 
     def _answer(
         self, process: EngineProcess, batch: list[Prompt], max_new_tokens: int

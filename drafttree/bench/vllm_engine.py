@@ -81,15 +81,15 @@ class VllmEngine:
                     generation.decode_seconds += share
         return results
 
-    def top_logprobs(self, token_ids: list[int]) -> list[float]:
-        """The two best log-probabilities after `token_ids`, best first."""
+    def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
+        """The two best next tokens after `token_ids` and their log-probabilities."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
         prompt = {"prompt_token_ids": token_ids}
         output = self._llm.generate([prompt], params, use_tqdm=False)[0]
-        entries = output.outputs[0].logprobs[0].values()
-        return sorted((float(entry.logprob) for entry in entries), reverse=True)[:2]
+        entries = output.outputs[0].logprobs[0].items()
+        return {int(token): float(entry.logprob) for token, entry in entries}
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Time forwards of a made-up batch; cached prefixes are lost."""

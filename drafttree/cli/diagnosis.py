@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel
+from tree_kernels._native import compiler
 
 from drafttree import __version__
 from drafttree.method import GROUP, Method
+from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 VLLM_PLUGIN_GROUP = "vllm.general_plugins"
-VLLM_TESTED = ("0.32.0",)
-VLLM_WINDOW = ((0, 26), (0, 33))
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 Status = Literal["ok", "note", "problem"]
@@ -166,13 +165,13 @@ def traps() -> Iterator[Finding]:
             status="note",
             advice="on a CPU vLLM claims nearly all memory without it: set it to GiB, such as 1",
         )
-    if not _has_compiler():
+    if compiler() is None:
         yield Finding(
             section="traps",
             name="C++ compiler",
             value="not found",
             status="note",
-            advice="vLLM's compiled mode needs one: install g++, or pass enforce_eager=True",
+            advice="vLLM's compiled mode and the kernels for the CPU need one: install g++",
         )
 
 
@@ -199,26 +198,24 @@ def try_import(package: str, further: str = "") -> Trial:
 
 
 def _judge_vllm(version: str) -> Finding:
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    tested = version.split("+")[0] in VLLM_TESTED
-    first, last = VLLM_WINDOW
+    tested = is_tested(version)
     if tested and not _has_cuda():
         return Finding(section="engines", name="vLLM", value=f"{version}, tested")
-    if tested or first <= numbers <= last:
+    if is_supported(version):
         where = "on a GPU" if tested else "with this version"
         return Finding(
             section="engines",
             name="vLLM",
             value=f"{version}, supported but untested {where}",
             status="note",
-            advice=f"should work; tested are {', '.join(VLLM_TESTED)} on a CPU",
+            advice=f"should work; tested is {TESTED} on a CPU",
         )
     return Finding(
         section="engines",
         name="vLLM",
         value=f"{version}, unsupported",
         status="problem",
-        advice=f"use {first[0]}.{first[1]} to {last[0]}.{last[1]}",
+        advice=f"use {window()}",
     )
 
 
@@ -299,8 +296,3 @@ def _memory() -> str:
     except (AttributeError, ValueError, OSError):
         return "unknown"
     return f"{size / 2**30:.1f} GiB"
-
-
-def _has_compiler() -> bool:
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return any(name and shutil.which(name.split()[0]) for name in names)

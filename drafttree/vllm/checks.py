@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
 # Below vLLM's own logger, or nothing would print it.
 logger = init_logger(f"vllm.{__name__}")
-
-SUPPORTED = ((0, 26), (0, 34))
-TESTED = (0, 32)
 
 
 def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig) -> None:
@@ -50,16 +49,11 @@ def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfi
 def _check_version() -> None:
     import vllm
 
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    low, high = SUPPORTED
-    if not low <= version < high:
-        raise ValueError(
-            f"vLLM {vllm.__version__} is not supported: install a version from "
-            f"{low[0]}.{low[1]} up to, not including, {high[0]}.{high[1]}"
-        )
-    if version != TESTED:
+    if not is_supported(vllm.__version__):
+        raise ValueError(f"vLLM {vllm.__version__} is not supported: install {window()}")
+    if not is_tested(vllm.__version__):
         logger.warning(
-            "Draft trees were tested with vLLM %s.%s; %s is untested", *TESTED, vllm.__version__
+            "Draft trees were tested with vLLM %s; %s is untested", TESTED, vllm.__version__
         )
 
 

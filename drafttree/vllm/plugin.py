@@ -120,9 +120,7 @@ def _parse(
 
 def _allow_sampling_parameters() -> None:
     """vLLM refuses min_p and logit_bias under speculation, as its chain verification cannot serve
-    them. Ours draws with the engine's own sampler, so for our methods the refusal is lifted. Its
-    thinking budget counts a chain's rows, which trees do not have: that is refused instead."""
-    from vllm.exceptions import VLLMValidationError
+    them. Ours draws with the engine's own sampler, so for our methods the refusal is lifted."""
     from vllm.sampling_params import SamplingParams
 
     original = SamplingParams._validate_spec_decode
@@ -136,11 +134,6 @@ def _allow_sampling_parameters() -> None:
     ) -> None:
         if requested(speculative_config) is None:
             original(self, speculative_config)
-        elif self.thinking_token_budget is not None:
-            raise VLLMValidationError(
-                f"thinking_token_budget={self.thinking_token_budget} does not work with draft "
-                "trees: leave it out, or the speculative method"
-            )
 
     setattr(_validate_spec_decode, MARK, True)
     SamplingParams._validate_spec_decode = _validate_spec_decode

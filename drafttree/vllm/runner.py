@@ -16,6 +16,7 @@ from tree_kernels.kv_move import KvMover
 from tree_kernels.mask import depths
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from drafttree.drafter import DraftTree
@@ -98,6 +99,7 @@ class TreeModelRunner(CPUModelRunner):
         self._stored: dict[str, StoredTree] = {}
         self._step: StepTrees | None = None
         self._drafts_off: set[str] = set()
+        self._grammar_bound: set[str] = set()
         self._report()
 
     def _report(self) -> None:
@@ -126,6 +128,11 @@ class TreeModelRunner(CPUModelRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the caches, and what will move rows in them: a mover for keys, one for values."""
         super().initialize_kv_cache(*args, **kwargs)
+        # The batch's holder counts the rows of a chain; this one sees a row a request, as trees are
+        # drawn level by level.
+        self.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+            self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
+        )
         layers = self.compilation_config.static_forward_context
         self._movers: list[tuple[KvMover, KvMover]] = []
         for group in self.kv_cache_config.kv_cache_groups:
@@ -138,27 +145,24 @@ class TreeModelRunner(CPUModelRunner):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         finished = list(scheduler_output.finished_req_ids)
         self.tree_drafter.release(finished)
+        self._drafts_off.difference_update(finished)
+        self._grammar_bound.difference_update(finished)
         for request_id in finished:
             self._stored.pop(request_id, None)
-            self._drafts_off.discard(request_id)
         arrived = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         if arrived:
             self.tree_drafter.start(arrived)
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
-            self._drafts_off.discard(request_id)
-            if not self._may_draft(request_id):
-                self._drafts_off.add(request_id)
+            parameters = self.requests[request_id].sampling_params
+            bound = parameters is not None and parameters.structured_outputs is not None
+            if bound:
+                logger.warning_once("Requests with structured output are served without drafts")
+            extra = parameters.extra_args if parameters is not None else None
+            wanted = parameters is not None and (extra or {}).get(OPT_OUT) is not False
+            for names, holds in ((self._grammar_bound, bound), (self._drafts_off, not wanted)):
+                (names.add if holds else names.discard)(request_id)
         return deferred
-
-    def _may_draft(self, request_id: str) -> bool:
-        parameters = self.requests[request_id].sampling_params
-        if parameters is None or (parameters.extra_args or {}).get(OPT_OUT) is False:
-            return False
-        if parameters.structured_outputs is not None:
-            logger.warning_once("Requests with structured output are served without drafts")
-            return False
-        return True
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -175,7 +179,7 @@ class TreeModelRunner(CPUModelRunner):
         )
         offsets = self._step.position_offsets
         self.positions[: len(offsets)] += torch.from_numpy(offsets).to(self.device)
-        if bool(self._step.fillers.any()):
+        if self._step.fillers is not None:
             self.input_ids.gpu[: len(offsets)].clamp_(min=0)
         return prepared
 
@@ -188,10 +192,10 @@ class TreeModelRunner(CPUModelRunner):
                 builder.step_trees = trees
         return super()._build_attention_metadata(*args, **kwargs)
 
-    def _row_tokens(self) -> torch.Tensor:
+    def _row_tokens(self, step: StepTrees) -> torch.Tensor:
         """The input tokens of the rows that have logits, `int32 [R]`; -1 for fillers."""
-        assert self._step is not None
-        return self.input_ids.gpu[self._step.rows].masked_fill(self._step.fillers, FILLER)
+        tokens = self.input_ids.gpu[step.rows]
+        return tokens if step.fillers is None else tokens.masked_fill(step.fillers, FILLER)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""
@@ -211,32 +215,20 @@ class TreeModelRunner(CPUModelRunner):
         step = self._step
         if step is None:
             return super()._sample(logits, spec_decode_metadata)
-        tokens = self._row_tokens()
-        target = self._observe(step, tokens, logits)
-        if not step.drafted:
-            output = super()._sample(logits[torch.from_numpy(step.starts)], None)
-            self._count(step, None)
-        else:
-            drafts = step.trees(tokens)
-            fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
-            output, verified = sample_trees(self, step, drafts, logits, fixed)
-            moved = self._move_kv(step, verified)
-            self._count(step, verified, drafts, moved)
+        drafts = step.trees(self._row_tokens(step))
+        target = self._observe(step, logits)
+        fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
+        output, verified = sample_trees(self, step, drafts, logits, fixed)
+        self._count(step, drafts, verified, self._move_kv(step, verified))
         self._step = None
         return output
 
-    def _observe(self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _observe(self, step: StepTrees, logits: torch.Tensor) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
-        masked = [
-            row
-            for row, request_id in enumerate(self.input_batch.req_ids)
-            if (parameters := self.requests[request_id].sampling_params) is not None
-            and parameters.structured_outputs is not None
-        ]
-        if masked:
-            tokens = tokens.clone()
-            for row in masked:
-                tokens[step.starts[row] : step.starts[row] + step.sizes[row]] = -1
+        tokens = self._row_tokens(step)
+        if self._grammar_bound:
+            masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
+            tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
         return self.tree_drafter.observe(tokens, logits)
 
     def _move_kv(self, step: StepTrees, verified: Verified) -> int:
@@ -263,32 +255,26 @@ class TreeModelRunner(CPUModelRunner):
                 move(source, target)
         return count
 
-    def _count(
-        self,
-        step: StepTrees,
-        verified: Verified | None,
-        drafts: DraftTree | None = None,
-        moved: int = 0,
-    ) -> None:
-        counters = self.counters
-        outputs = self.input_batch.req_output_token_ids
-        unfinished = self.discard_request_mask.np
-        for row, size in enumerate(step.sizes.tolist()):
-            if unfinished[row] or not outputs[row] or not step.decoding[row]:
-                continue
-            emitted = 1 if verified is None else int(verified.num_emitted[row])
-            counters.steps += 1
-            counters.emitted += emitted
-            counters.drafted_steps += size > 1
-            counters.draft_tokens += size - 1
-            counters.accepted_tokens += emitted - 1
-            if verified is not None and drafts is not None and emitted > 1:
-                nodes = verified.path[row, 1:emitted].long()
-                parents = drafts.parents[row]
-                # Breadth-first, a parent's children are neighbours: the first follows another's.
-                earlier = parents[nodes - 1] == parents[nodes]
-                counters.non_first_child_accepted += int(earlier.sum())
-        counters.kv_rows_moved += moved
+    def _count(self, step: StepTrees, drafts: DraftTree, verified: Verified, moved: int) -> None:
+        batch = self.input_batch
+        count = batch.num_reqs
+        begun = batch.num_tokens_no_spec[:count] > batch.num_prompt_tokens[:count]
+        counted = step.decoding & begun & ~self.discard_request_mask.np[:count]
+        sizes, emitted = step.sizes[counted], verified.num_emitted.numpy()[counted]
+        nodes = verified.path[:, 1:].long()
+        # Breadth-first, a parent's children are neighbours: the first follows another's.
+        parents = drafts.parents.gather(1, nodes.clamp(min=0))
+        earlier = drafts.parents.gather(1, (nodes - 1).clamp(min=0))
+        others = ((nodes > 0) & (parents == earlier))[torch.from_numpy(counted)]
+        self.counters.add(
+            steps=int(counted.sum()),
+            emitted=int(emitted.sum()),
+            drafted_steps=int((sizes > 1).sum()),
+            draft_tokens=int(sizes.sum()) - len(sizes),
+            accepted_tokens=int(emitted.sum()) - len(emitted),
+            non_first_child_accepted=int(others.sum()),
+            kv_rows_moved=moved,
+        )
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The engine asks for the whole batch at once; drafts are cut request by request below.
@@ -308,11 +294,15 @@ class TreeModelRunner(CPUModelRunner):
         depth = depths(trees.parents, trees.num_nodes).numpy()
         tokens, parents = trees.tokens.numpy(), trees.parents.numpy()
         # A running request must never wait because others draft: each gets its share at most.
-        share = self._token_budget // len(request_ids)
+        # While more may join, a quarter of the budget is left for their prompts.
+        budget = self._token_budget
+        if len(request_ids) < self.max_num_reqs:
+            budget -= budget // 4
+        share = max(budget // len(request_ids), 1)
         drafts: list[list[int]] = []
         for row, request_id in enumerate(request_ids):
             size = min(int(trees.num_nodes[row]), share) if sampled_token_ids[row] else 0
-            if request_id in self._drafts_off:
+            if request_id in self._drafts_off or request_id in self._grammar_bound:
                 size = 0
             # Nodes that could only emit tokens beyond the request's end are not worth verifying.
             size = int((depth[row, :size] < self._tokens_left(request_id)).sum())

@@ -56,8 +56,15 @@ def is_plain_greedy(metadata: SamplingMetadata) -> bool:
         and not metadata.logprob_token_ids
         and not metadata.bad_words_token_ids
         and metadata.allowed_token_ids_mask is None
+        and not _thinking_budgets(metadata)
         and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
     )
+
+
+def _thinking_budgets(metadata: SamplingMetadata) -> dict[int, Any]:
+    """The engine's state of each request, by row, that has a thinking budget."""
+    holder = metadata.thinking_budget_state_holder
+    return {} if holder is None else holder._state
 
 
 def _is_active(processor: Any) -> bool:
@@ -102,6 +109,7 @@ class _Draw:
         self._logits = logits
         self._starts = torch.from_numpy(step.starts)
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
+        self._budgets = _thinking_budgets(self._metadata)
         self._last: list[int] = []
         self._logprobs: list[LogprobsTensors] = []
 
@@ -119,13 +127,18 @@ class _Draw:
         finally:
             for output, length in zip(draw._outputs, lengths, strict=True):
                 del output[length:]
+            draw._show_budgets(draw._budgets)
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         active: list[bool] = alive.tolist()
         if self.levels:
             self._go_down(active)
+        # Whoever has left its tree must not be counted again.
+        self._show_budgets({row: each for row, each in self._budgets.items() if active[row]})
         metadata = replace(
             self._metadata,
+            # Only rejection sampling looks for the whole drafts.
+            spec_token_ids=[],
             # A generator moves on by one draw for each token that its request emits, no more.
             generators={
                 row: generator
@@ -133,13 +146,19 @@ class _Draw:
                 if active[row]
             },
         )
-        sampled = self._sampler(self._logits[self._starts + node], metadata)
+        whole = len(self._logits) == len(node)
+        logits = self._logits if whole else self._logits[self._starts + node]
+        sampled = self._sampler(logits, metadata)
         if sampled.logprobs_tensors is not None:
             self._logprobs.append(sampled.logprobs_tensors)
         tokens = sampled.sampled_token_ids.view(-1)
         self._last = tokens.tolist()
         self.levels += 1
         return tokens
+
+    def _show_budgets(self, budgets: dict[int, Any]) -> None:
+        if self._budgets:
+            self._metadata.thinking_budget_state_holder._state = budgets
 
     def _go_down(self, active: list[bool]) -> None:
         for output, token, alive in zip(self._outputs, self._last, active, strict=True):

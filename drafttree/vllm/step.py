@@ -45,7 +45,8 @@ class StepTrees:
         starts: `int64 [B]`, each request's root among the R rows.
         sizes: `int64 [B]`, each request's nodes, root included.
         decoding: `bool [B]`: the step reads nothing of the request but these nodes.
-        fillers: `bool [R]`: rows that stand for no token.
+        counts: `int64 [B]`, each request's rows, fillers included.
+        fillers: `bool [R]`: rows that stand for no token; None if there are none.
         parents: `int32 [B, N]`, padded with -1.
         position_offsets: `int64 [tokens]`, what to add to positions counted along a chain.
         max_depth: the greatest depth of a node.
@@ -54,8 +55,9 @@ class StepTrees:
     rows: torch.Tensor
     starts: np.ndarray[Any, np.dtype[np.int64]]
     sizes: np.ndarray[Any, np.dtype[np.int64]]
+    counts: np.ndarray[Any, np.dtype[np.int64]]
     decoding: np.ndarray[Any, np.dtype[np.bool_]]
-    fillers: torch.Tensor
+    fillers: torch.Tensor | None
     parents: IntArray
     position_offsets: np.ndarray[Any, np.dtype[np.int64]]
     max_depth: int
@@ -78,8 +80,10 @@ class StepTrees:
         filled = np.array([FILLER in scheduled.get(name, ()) for name in request_ids])
         sizes = np.where(filled, 1, counts)
         starts = np.cumsum(counts) - counts
-        fillers = np.repeat(filled, counts)
-        fillers[starts] = False
+        fillers = None
+        if filled.any():
+            fillers = torch.from_numpy(np.repeat(filled, counts))
+            fillers[starts] = False
         parents = np.full((len(sizes), sizes.max()), -1, np.int32)
         offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
         ends = np.cumsum(num_scheduled_tokens)
@@ -94,8 +98,9 @@ class StepTrees:
             rows=rows,
             starts=starts,
             sizes=sizes,
+            counts=counts,
             decoding=num_scheduled_tokens == counts,
-            fillers=torch.from_numpy(fillers),
+            fillers=fillers,
             parents=parents,
             position_offsets=offsets,
             max_depth=max_depth,

@@ -107,7 +107,7 @@ def test_a_method_whose_plugin_is_left_out_is_a_problem(monkeypatch: pytest.Monk
 
 def test_the_traps_of_the_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
-    monkeypatch.setattr(diagnosis, "_has_compiler", lambda: False)
+    monkeypatch.setattr(diagnosis, "compiler", lambda: None)
     monkeypatch.setattr(diagnosis, "CUDA_COMPANIONS", ())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     found = {finding.name: finding.status for finding in diagnosis.traps()}

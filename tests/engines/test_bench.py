@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from drafttree.bench.methods import installed_names
+from drafttree.bench.engine_process import EngineProcess
+from drafttree.bench.methods import installed_names, resolve_method
+from drafttree.bench.prompts import Prompt
+from drafttree.bench.protocol import EngineSpec, Generation, Request
+from drafttree.bench.run import Settings, _Run
 from drafttree.cli import app
 from drafttree.models import ensure
 
@@ -83,6 +90,51 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert report["chain_cost"] > 0
     accepted = report["mean_accepted_tokens"]
     assert report["possible_decode_speedup"] == pytest.approx(accepted / report["verify_cost"])
+
+
+class FixedChat:
+    """Stands in for the chat template: the prompt is the same, whatever was said."""
+
+    def render(self, turns: object, answers: object) -> list[int]:
+        return [5, 6, 7]
+
+    def decode(self, token_ids: object) -> str:
+        return ""
+
+
+class Unseen:
+    """Nobody watches the run."""
+
+    def status(self, text: str) -> None: ...
+
+    def advance(self) -> None: ...
+
+    def answered(self, *answer: Prompt | list[Generation]) -> None: ...
+
+
+def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
+    """In this model token t + 256 is always as likely as token t."""
+    from transformers import LlamaForCausalLM
+
+    folder = make_tiny_llama(tmp_path / "model")
+    twins = LlamaForCausalLM.from_pretrained(folder)
+    twins.lm_head.weight.data[256:] = twins.lm_head.weight.data[:256]
+    twins.save_pretrained(folder)
+    for path in model.glob("token*"):
+        shutil.copy(path, folder)
+    prompt = Prompt(1, "qa", ("Hello",))
+    settings = Settings("vllm", resolve_method("none", {}), folder, [prompt], 16)
+    spec = EngineSpec(str(folder), max_model_len=256, eager=True)
+    with EngineProcess("vllm", "plain", spec) as engine:
+        engine.wait_until_ready()
+        side_by_side = _Run(settings, Unseen(), FixedChat(), 256, engine, engine)
+        plain = engine.generate([Request([5, 6, 7], 16)])
+        assert side_by_side.verdict(prompt, plain, plain) == "identical"
+        for offset, verdict in ((256, "tie"), (1, "different")):
+            tokens = [*plain[0].token_ids]
+            tokens[9] = (tokens[9] + offset) % 512
+            other = [replace(plain[0], token_ids=tokens)]
+            assert side_by_side.verdict(prompt, plain, other) == verdict
 
 
 def test_engine_that_cannot_start(model: Path, prompts: Path) -> None:

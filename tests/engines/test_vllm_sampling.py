@@ -153,3 +153,42 @@ def test_texts_end_and_avoid_words_as_without_trees(
         proves_drafting(with_trees)
     assert drafted[1].reasons == [["stop"]] * 2
     assert drafted[2].tokens != drafted[0].tokens
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.4, "seed": 9}])
+def test_a_thinking_budget_ends_inside_an_accepted_path(
+    smollm2: Path, proves_drafting: Callable[[Answer], None], sampling: dict[str, Any]
+) -> None:
+    """The forced end has several tokens, beside a request that thinks on and one without."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    ask = tokenizer("Count: one, two, three, four, five, six, seven. Count: one, two,")["input_ids"]
+    end = tokenizer(" and so on")["input_ids"]
+    settings = [
+        {**sampling, "max_tokens": 40, "ignore_eos": True, **budget}
+        for budget in (
+            {"thinking_token_budget": 12},
+            {"thinking_token_budget": 17},
+            {"thinking_token_budget": 500},
+            {},
+        )
+    ]
+    engine: dict[str, Any] = {
+        "skip_tokenizer_init": False,
+        "reasoning_config": {"reasoning_start_str": "Count", "reasoning_end_str": " and so on"},
+    }
+    case = Case([ask] * len(settings), settings, rounds=2)
+    (plain,), _ = run_vllm(smollm2, [case], **engine)
+    (drafted,), _ = run_vllm(smollm2, [case], speculative={"method": "token_recycling"}, **engine)
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    ends = [_position(request[0], end) for request in drafted.tokens]
+    assert ends[0] >= 0
+    assert ends[1] - ends[0] == 5
+    assert ends[2] == ends[3] == -1
+
+
+def _position(tokens: list[int], wanted: list[int]) -> int:
+    found = (i for i in range(len(tokens)) if tokens[i : i + len(wanted)] == wanted)
+    return next(found, -1)
