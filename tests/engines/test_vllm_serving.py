@@ -170,6 +170,16 @@ def test_lora_requests_beside_plain_ones(
     assert adapted.tokens[1::2] != unadapted.tokens[1::2]
 
 
+def test_reloaded_weights(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    """What was learnt of the old weights goes: the first steps after have nothing to draft."""
+    case = Case(prompts(1, 20, 20), GREEDY)
+    plain, drafted, _ = both(tiny_llama, [case, Case(case.prompts, GREEDY, reload=True)])
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)
+    assert drafted[1].counters == drafted[0].counters
+
+
 def test_structured_output_is_served_without_drafts(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 

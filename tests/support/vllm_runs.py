@@ -21,6 +21,7 @@ class Case:
         prompts: token ids, one list a request.
         sampling: keyword arguments of `SamplingParams`: one for all, or one a request.
         reset: forget what was learnt before the case.
+        reload: load the weights anew before the case.
         rounds: submit the requests so many times; the last answers count.
         adapter: a LoRA adapter's folder, asked for by every second request.
     """
@@ -28,6 +29,7 @@ class Case:
     prompts: list[list[int]]
     sampling: dict[str, Any] | list[dict[str, Any]]
     reset: bool = False
+    reload: bool = False
     rounds: int = 1
     adapter: str | None = None
 
@@ -130,6 +132,8 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
     for case in cases:
         if ours and case.reset:
             llm.collective_rpc("drafttree_reset")
+        if case.reload:
+            llm.collective_rpc("reload_weights")
         before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
         many = isinstance(case.sampling, list)
         settings = case.sampling if many else [case.sampling] * len(case.prompts)

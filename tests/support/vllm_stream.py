@@ -33,13 +33,14 @@ class Streamed:
 def stream_vllm(
     model: Path,
     prompts: list[list[int]],
-    sampling: dict[str, Any],
+    sampling: list[dict[str, Any]],
     abort_after: dict[int, int],
     speculative: dict[str, Any] | None = None,
 ) -> Streamed:
     """Send all prompts at once, then the first one again.
 
     Args:
+        sampling: keyword arguments of `SamplingParams`, for each prompt.
         abort_after: requests to abort, and the number of tokens after which to do so.
 
     Raises:
@@ -75,7 +76,7 @@ def stream_vllm(
 async def _serve(
     arguments: dict[str, Any],
     prompts: list[list[int]],
-    sampling: dict[str, Any],
+    sampling: list[dict[str, Any]],
     aborted: dict[str, int],
 ) -> dict[str, Any]:
     from vllm import AsyncEngineArgs, SamplingParams
@@ -84,12 +85,13 @@ async def _serve(
 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-    async def one(name: str, prompt: list[int]) -> list[int]:
+    async def one(name: str, row: int) -> list[int]:
+        prompt = {"prompt_token_ids": prompts[row]}
         parameters = SamplingParams(
-            detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling
+            detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling[row]
         )
         tokens: list[int] = []
-        async for output in engine.generate({"prompt_token_ids": prompt}, parameters, name):
+        async for output in engine.generate(prompt, parameters, name):
             tokens += output.outputs[0].token_ids
             if len(tokens) >= aborted.get(name, len(tokens) + 1):
                 await engine.abort(name)
@@ -97,8 +99,8 @@ async def _serve(
         return tokens
 
     try:
-        tokens = await asyncio.gather(*(one(str(row), each) for row, each in enumerate(prompts)))
-        last = await one("last", prompts[0])
+        tokens = await asyncio.gather(*(one(str(row), row) for row in range(len(prompts))))
+        last = await one("last", 0)
         ours = arguments["speculative_config"] is not None
         counters = (await engine.collective_rpc("drafttree_counters"))[0] if ours else {}
         return {"tokens": tokens, "last": last, "counters": counters}
