@@ -19,7 +19,6 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
 from drafttree.verify import Verified
 from drafttree.vllm.attention import TreeAttentionMetadataBuilder, kv_views
@@ -215,17 +214,18 @@ class TreeModelRunner(CPUModelRunner):
         step = self._step
         if step is None:
             return super()._sample(logits, spec_decode_metadata)
-        drafts = step.trees(self._row_tokens(step))
-        target = self._observe(step, logits)
+        tokens = self._row_tokens(step)
+        drafts = step.trees(tokens)
+        target = self._observe(step, tokens, logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
-        self._count(step, drafts, verified, self._move_kv(step, verified))
+        moved = self._move_kv(step, verified)
+        self.counters.add_step(self._counted(step), drafts, verified, moved)
         self._step = None
         return output
 
-    def _observe(self, step: StepTrees, logits: torch.Tensor) -> torch.Tensor:
+    def _observe(self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
-        tokens = self._row_tokens(step)
         if self._grammar_bound:
             masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
             tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
@@ -255,26 +255,13 @@ class TreeModelRunner(CPUModelRunner):
                 move(source, target)
         return count
 
-    def _count(self, step: StepTrees, drafts: DraftTree, verified: Verified, moved: int) -> None:
+    def _counted(self, step: StepTrees) -> torch.Tensor:
+        """The requests whose step is a decode step, `bool [B]`."""
         batch = self.input_batch
         count = batch.num_reqs
         begun = batch.num_tokens_no_spec[:count] > batch.num_prompt_tokens[:count]
-        counted = step.decoding & begun & ~self.discard_request_mask.np[:count]
-        sizes, emitted = step.sizes[counted], verified.num_emitted.numpy()[counted]
-        nodes = verified.path[:, 1:].long()
-        # Breadth-first, a parent's children are neighbours: the first follows another's.
-        parents = drafts.parents.gather(1, nodes.clamp(min=0))
-        earlier = drafts.parents.gather(1, (nodes - 1).clamp(min=0))
-        others = ((nodes > 0) & (parents == earlier))[torch.from_numpy(counted)]
-        self.counters.add(
-            steps=int(counted.sum()),
-            emitted=int(emitted.sum()),
-            drafted_steps=int((sizes > 1).sum()),
-            draft_tokens=int(sizes.sum()) - len(sizes),
-            accepted_tokens=int(emitted.sum()) - len(emitted),
-            non_first_child_accepted=int(others.sum()),
-            kv_rows_moved=moved,
-        )
+        unfinished = self.discard_request_mask.np[:count]
+        return torch.from_numpy(step.decoding & begun & ~unfinished)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The engine asks for the whole batch at once; drafts are cut request by request below.

@@ -1,0 +1,33 @@
+"""Counts of a step, worked out by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from drafttree.drafter import DraftTree
+from drafttree.metrics import Counters
+from drafttree.verify import verify_greedy
+
+
+def int32(rows: list[list[int]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def test_only_decoding_requests_are_counted_and_later_children_are_told_apart() -> None:
+    # Below the root two children; below the second of them two more.
+    parents = int32([[-1, 0, 0, 2, 2]] * 3 + [[-1] * 5])
+    tokens = int32([[9, 1, 2, 3, 4]] * 3 + [[9, -1, -1, -1, -1]])
+    trees = DraftTree(tokens, parents, torch.tensor([5, 5, 5, 1], dtype=torch.int32))
+    target = int32([[2, 0, 3, 0, 0], [1, 0, 0, 0, 0], [2, 0, 4, 0, 0], [7, 0, 0, 0, 0]])
+    verified = verify_greedy(trees, target, max_depth=2)
+    counters = Counters()
+    counters.add_step(torch.tensor([True, True, False, True]), trees, verified, 4)
+    assert counters.as_dict() == {
+        "steps": 3,
+        "emitted": 3 + 2 + 1,
+        "drafted_steps": 2,
+        "draft_tokens": 8,
+        "accepted_tokens": 3,
+        "non_first_child_accepted": 1,
+        "kv_rows_moved": 4,
+    }
