@@ -1,0 +1,1 @@
+"""Tree verification inside SGLang."""
