@@ -162,7 +162,7 @@ def _answer(engine: Any, case: Case) -> Answer:
             for positions in (info.get("output_top_logprobs") or () for info in infos)
         ],
         reasons=[(info["finish_reason"] or {}).get("type") for info in infos],
-        cached=[info["cached_tokens"] for info in infos],
+        cached=[info.get("cached_tokens", 0) for info in infos],
         retractions=[info.get("num_retractions", 0) for info in infos],
         counters={name: after[name] - before[name] for name in after},
     )
@@ -193,12 +193,19 @@ async def _stream(engine: Any, case: Case, settings: list[dict[str, Any]]) -> li
     import asyncio
 
     async def one(row: int) -> dict[str, Any]:
-        name = f"request-{row}"
+        # An abort ends all requests whose names begin so.
+        name = f"request {row:04}"
         stream = await engine.async_generate(
             input_ids=case.prompts[row], sampling_params=settings[row], stream=True, rid=name
         )
         output: dict[str, Any] = {}
-        async for output in stream:
+        async for piece in stream:
+            # The last word on an aborted request may be without its tokens.
+            output = {
+                **output,
+                **piece,
+                "output_ids": piece.get("output_ids") or output["output_ids"],
+            }
             if len(output["output_ids"]) >= case.abort_after.get(row, 1 << 30):
                 engine.tokenizer_manager.abort_request(name)
         return output
