@@ -51,6 +51,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         # The host reserves max(steps * width, tokens) slots for a tree: these add nothing.
         server_args.speculative_eagle_topk = min(8, tokens)
         server_args.speculative_num_steps = tokens // min(8, tokens)
+        _check_room(server_args.max_total_tokens, tokens)
         if server_args.device == "cpu":
             server_args.attention_backend = CPU_BACKEND
         if server_args.max_running_requests is None:
@@ -88,6 +89,16 @@ class TreeAlgorithm(CustomSpecAlgo):
     def get_platform_worker_cls(self) -> None:
         """No platform brings a worker of its own."""
         return None
+
+
+def _check_room(max_total_tokens: int | None, tokens: int) -> None:
+    """The host reserves two trees a request, and a request needs a slot of its own at least."""
+    needed = 2 * tokens + 1
+    if max_total_tokens is not None and max_total_tokens < needed:
+        raise ValueError(
+            f"--max-total-tokens={max_total_tokens} has no room for draft trees of {tokens} "
+            f"tokens: set it to {needed} or more, or --speculative-num-draft-tokens lower"
+        )
 
 
 def algorithm_for(method: Method) -> type[TreeAlgorithm]:

@@ -256,23 +256,19 @@ class TreeWorker(BaseSpecWorker):
         Returns:
             How many rows had to move.
         """
-        path = verified.path[:, 1:].long()
-        place = torch.arange(1, path.shape[1] + 1, device=path.device).expand_as(path)
-        moves = (path >= 0) & (path != place)
-        count = int(moves.sum())
+        nodes, places = verified.moves()
+        count = int((nodes >= 0).sum())
         if count:
-            slots = batch.out_cache_loc.view(len(path), -1)
-            source = torch.where(moves, slots.gather(1, path.clamp(min=0)), -1)
-            target = torch.where(moves, slots.gather(1, torch.where(moves, place, 0)), -1)
+            slots = batch.out_cache_loc.view(len(nodes), -1)
+            source, target = (
+                slots.gather(1, each.clamp(min=0)).masked_fill(each < 0, -1)
+                for each in (nodes, places)
+            )
             for move in self._movers:
                 move(source, target)
         return count
 
     def _count(self, batch: Any, trees: DraftTree, verified: Verified, moved: int) -> None:
-        nodes = verified.path[:, 1:].long()
-        # Breadth-first, a parent's children are neighbours: the first follows another's.
-        parents = trees.parents.gather(1, nodes.clamp(min=0))
-        earlier = trees.parents.gather(1, (nodes - 1).clamp(min=0))
         requests, emitted = len(batch.reqs), int(verified.num_emitted.sum())
         self.counters.add(
             steps=requests,
@@ -280,7 +276,7 @@ class TreeWorker(BaseSpecWorker):
             drafted_steps=int((trees.num_nodes > 1).sum()),
             draft_tokens=int(trees.num_nodes.sum()) - requests,
             accepted_tokens=emitted - requests,
-            non_first_child_accepted=int(((nodes > 0) & (parents == earlier)).sum()),
+            non_first_child_accepted=int(verified.non_first_children(trees).sum()),
             kv_rows_moved=moved,
         )
 

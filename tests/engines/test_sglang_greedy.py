@@ -28,14 +28,20 @@ CASES = {
     "one at a time": Case(FIRST, GREEDY, together=False, reset=True),
     "again after a flush": Case(SECOND, GREEDY, together=False, reset=True),
 }
+LONG = Case(some_prompts(12, seed=8), {**GREEDY, "max_new_tokens": 160})
 
 
 @cache
-def answers(model: Path, drafted: bool, nodes: int, page: int, overlap: bool) -> dict[str, Answer]:
+def plain_answers(model: Path) -> dict[str, Answer]:
+    served, _ = run_sglang(model, [*CASES.values(), LONG], drafted=False, chunked_prefill_size=32)
+    return dict(zip([*CASES, "long"], served, strict=True))
+
+
+@cache
+def answers(model: Path, nodes: int, page: int, overlap: bool) -> dict[str, Answer]:
     served, _ = run_sglang(
         model,
         list(CASES.values()),
-        drafted=drafted,
         options={"nodes": nodes, "hot_start": nodes != 32},
         page_size=page,
         disable_overlap_schedule=not overlap,
@@ -68,8 +74,8 @@ def test_greedy_tokens_equal_plain_decoding(
     overlap: bool,
     case: str,
 ) -> None:
-    plain = answers(tiny_llama, False, 0, 1, True)[case]
-    drafted = answers(tiny_llama, True, nodes, page, overlap)[case]
+    plain = plain_answers(tiny_llama)[case]
+    drafted = answers(tiny_llama, nodes, page, overlap)[case]
     assert drafted.tokens == plain.tokens
     assert drafted.reasons == plain.reasons
     proves_drafting(drafted)
@@ -87,10 +93,9 @@ def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """The cache holds far less than all running requests come to."""
-    long = Case(some_prompts(12, seed=8), {**GREEDY, "max_new_tokens": 160})
-    (plain,), _ = run_sglang(tiny_llama, [long], drafted=False)
+    plain = plain_answers(tiny_llama)["long"]
     (drafted,), log = run_sglang(
-        tiny_llama, [long], options={"nodes": 8}, max_total_tokens=700, schedule_conservativeness=0
+        tiny_llama, [LONG], options={"nodes": 8}, max_total_tokens=700, schedule_conservativeness=0
     )
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)

@@ -50,6 +50,18 @@ def resolve(cases: list[dict[str, Any]], options: str = "") -> list[Any]:
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
     "tp-size=2": {"tp_size": 2},
+    "dp-size=2": {"dp_size": 2},
+    "max-total-tokens=128": {"max_total_tokens": 128},
+    "MLA": {
+        "model": {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        }
+    },
     "disaggregation-mode=prefill": {"disaggregation_mode": "prefill"},
     "speculative-num-draft-tokens=1": {"speculative_num_draft_tokens": 1},
     "nodes=999": {"speculative_num_draft_tokens": 1000},
@@ -57,7 +69,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "attention-backend=triton": {"attention_backend": "triton"},
     "enable-torch-compile=True": {"enable_torch_compile": True},
     "sliding window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
-    "Mamba": {
+    "recurrent layers": {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
     },
 }
