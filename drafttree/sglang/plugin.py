@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from drafttree.method import Method
+from drafttree.sglang.versions import TESTED
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -19,12 +20,22 @@ CPU_BACKEND = "torch_native"
 
 
 def register_method(method: Method) -> None:
-    """Make `--speculative-algorithm NAME` valid, NAME with hyphens. May be called repeatedly."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import get_spec
+    """Make `--speculative-algorithm NAME` valid, NAME with hyphens. May be called repeatedly.
 
-    from drafttree.sglang.algorithm import algorithm_for
-    from drafttree.sglang.checks import check_server
+    Raises:
+        RuntimeError: this SGLang has no place for it; the host logs it and goes on.
+    """
+    try:
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        from sglang.srt.speculative.spec_registry import get_spec
+
+        from drafttree.sglang.algorithm import algorithm_for
+        from drafttree.sglang.checks import check_server
+    except ImportError as error:
+        raise RuntimeError(
+            f"{method.title} does not know this SGLang: install {TESTED}, or leave "
+            "--speculative-algorithm out"
+        ) from error
 
     name = method.name.replace("_", "-").upper()
     if get_spec(name) is not None:

@@ -117,12 +117,9 @@ def test_smollm2_tokens_equal_plain_decoding(
             "List the numbers from one to ten: one, two, three,",
         )
     ]
-    cases = [
-        Case(prompts, GREEDY, rounds=2, together=together, reset=True) for together in (True, False)
-    ]
-    plain, _ = run_sglang(smollm2, cases, drafted=False)
-    drafted, _ = run_sglang(smollm2, cases)
-    for without, with_trees in zip(plain, drafted, strict=True):
-        assert with_trees.tokens == without.tokens
-        proves_drafting(with_trees)
-        assert with_trees.counters["emitted"] > 1.3 * with_trees.counters["steps"]
+    case = Case(prompts, {**GREEDY, "max_new_tokens": 24}, rounds=2)
+    (plain,), _ = run_sglang(smollm2, [case], drafted=False)
+    (drafted,), _ = run_sglang(smollm2, [case])
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    assert drafted.counters["emitted"] > 1.3 * drafted.counters["steps"]

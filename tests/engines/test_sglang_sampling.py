@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stop tokens": {**GREEDY, "stop_token_ids": list(range(300, 330))},
     "sampled from the best alone": {**GREEDY, "temperature": 0.8, "top_k": 1},
 }
-UNDRAFTED = "drafting turned off"
+UNDRAFTED = ("drafting turned off", "a custom processor")
 
 
 def prompts() -> list[list[int]]:
@@ -52,7 +52,8 @@ def cases() -> dict[str, Case]:
         [GREEDY if row % 2 else {**GREEDY, "temperature": 1.0} for row in range(len(prompts()))],
     )
     off = {**GREEDY, "custom_params": {"drafttree": False}}
-    made[UNDRAFTED] = Case(prompts(), off)
+    made["drafting turned off"] = Case(prompts(), off)
+    made["a custom processor"] = Case(prompts(), GREEDY, processor="NoEvenTokens")
     made["a request that is aborted"] = Case(prompts(), GREEDY, abort_after={1: 5, 6: 11})
     return made
 
@@ -64,11 +65,12 @@ def answers(model: Path, drafted: bool, overlap: bool = False) -> dict[str, Answ
         list(cases().values()),
         drafted=drafted,
         disable_overlap_schedule=not overlap,
+        enable_custom_logit_processor=True,
     )
     return dict(zip(cases(), served, strict=True))
 
 
-EQUAL = [name for name in cases() if name not in ("sampled beside greedy", UNDRAFTED)]
+EQUAL = [name for name in cases() if name not in ("sampled beside greedy", *UNDRAFTED)]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -107,11 +109,14 @@ def test_greedy_requests_beside_sampled_ones(
     proves_drafting(drafted)
 
 
-def test_a_request_can_turn_drafting_off(tiny_llama: Path) -> None:
-    drafted = answers(tiny_llama, True)[UNDRAFTED]
-    assert drafted.tokens == answers(tiny_llama, False)[UNDRAFTED].tokens
+@pytest.mark.parametrize("setting", UNDRAFTED)
+def test_undrafted_requests_are_served_as_ever(tiny_llama: Path, setting: str) -> None:
+    drafted = answers(tiny_llama, True)[setting]
+    assert drafted.tokens == answers(tiny_llama, False)[setting].tokens
     assert drafted.counters["drafted_steps"] == 0
     assert drafted.counters["steps"] == 12 * 39
+    if setting == "a custom processor":
+        assert all(token % 2 for tokens in drafted.tokens for token in tokens)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

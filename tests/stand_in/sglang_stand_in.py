@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 ABSENT = ("torchvision", "torchaudio", "decord", "soundfile")
 # These ask whether a library is there and must hear that it is not.
-PROBES = ("transformers/utils", "torch/_dynamo", "importlib/util.py")
+PROBES = ("transformers/utils", "torch/_dynamo", "importlib/util.py", "<frozen importlib.util>")
 
 
 class _Missing(type):
