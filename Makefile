@@ -8,16 +8,28 @@ export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
 .NOTPARALLEL:
-.PHONY: demo test test-full environment style types test-kernels test-plain test-engines test-engines-full
+.PHONY: demo test test-full test-vllm test-sglang environment style types test-kernels test-plain \
+	test-engines test-engines-full
 
 demo: environment
-	$(VENV)/bin/drafttree demo
+	$(VENV)/bin/drafttree demo --engine $(ENGINE)
 
-test: environment
-	@$(MAKE) --keep-going --no-print-directory style types test-kernels test-plain test-engines
+# Each engine in its own environment; what fails in one does not keep the other from running.
+test:
+	@$(MAKE) --keep-going --no-print-directory test-vllm test-sglang
 
-test-full: environment
-	@$(MAKE) --keep-going --no-print-directory style types test-kernels test-plain test-engines test-engines-full
+test-full:
+	@$(MAKE) --keep-going --no-print-directory test-vllm test-sglang ENGINE_TESTS="test-engines test-engines-full"
+
+ENGINE_TESTS ?= test-engines
+
+test-vllm:
+	@$(MAKE) --no-print-directory environment ENGINE=vllm
+	@$(MAKE) --keep-going --no-print-directory ENGINE=vllm style types test-kernels test-plain $(ENGINE_TESTS)
+
+test-sglang:
+	@$(MAKE) --no-print-directory environment ENGINE=sglang
+	@$(MAKE) --keep-going --no-print-directory ENGINE=sglang types $(ENGINE_TESTS)
 
 environment:
 	@$(PYTHON) scripts/set_up.py $(ENGINE)

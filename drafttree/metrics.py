@@ -39,17 +39,12 @@ class Counters:
     ) -> None:
         """Add an engine step; `counted` are the requests that decode in it, `bool [B]`."""
         sizes, emitted = trees.num_nodes[counted], verified.num_emitted[counted]
-        nodes = verified.path[counted, 1:].long()
-        # Breadth-first, a parent's children are neighbours: the first follows another's.
-        parents = trees.parents[counted]
-        own = parents.gather(1, nodes.clamp(min=0))
-        before = parents.gather(1, (nodes - 1).clamp(min=0))
         self.steps += len(sizes)
         self.emitted += int(emitted.sum())
         self.drafted_steps += int((sizes > 1).sum())
         self.draft_tokens += int(sizes.sum()) - len(sizes)
         self.accepted_tokens += int(emitted.sum()) - len(emitted)
-        self.non_first_child_accepted += int(((nodes > 0) & (own == before)).sum())
+        self.non_first_child_accepted += int(verified.non_first_children(trees)[counted].sum())
         self.kv_rows_moved += kv_rows_moved
 
     def as_dict(self) -> dict[str, int]:

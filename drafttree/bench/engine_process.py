@@ -17,8 +17,12 @@ from typing import Any, TextIO, cast
 from drafttree.bench.errors import EngineError
 from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
 
-_MODULES = {"vllm": "drafttree.bench.vllm_engine"}
+_MODULES = {
+    "vllm": "drafttree.bench.vllm_engine",
+    "sglang": "drafttree.bench.sglang_engine",
+}
 ENGINES = tuple(_MODULES)
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,6 +47,8 @@ class EngineProcess:
         environment = {**os.environ, **_ENVIRONMENT}
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+        if engine == "sglang":
+            environment |= _sglang_environment()
         self._log: TextIO = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._pipe, child = Pipe()
         self._process = subprocess.Popen(
@@ -125,3 +131,17 @@ class EngineProcess:
         if tail:
             message += "\nlast lines of its output:\n" + "\n".join(tail)
         return EngineError(message)
+
+
+def _sglang_environment() -> dict[str, str]:
+    """What SGLang must be told on a machine without a GPU, in place of flags."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # Left to itself the engine binds its threads to cores that may not be ours.
+        "SGLANG_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    }

@@ -59,6 +59,19 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
     return Method(name, options, {"method": tree_method.name, **options}, nodes)
 
 
+def check_engine(engine: str, method: Method) -> None:
+    """Refuse a method that the engine cannot run here.
+
+    Raises:
+        InputError: with the reason.
+    """
+    if engine == "sglang" and method.name == "ngram":
+        raise InputError(
+            "--method ngram does not run in SGLang on a CPU: the attention backend that it has "
+            "there cannot verify drafts; compare with none, or run a tree method"
+        )
+
+
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
     """`KEY=VALUE` pairs; a value that is JSON is read as JSON, any other is a string."""
     options: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import parse_options, resolve_method
+from drafttree.bench.methods import check_engine, parse_options, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, batches, run
@@ -59,7 +59,7 @@ def bench(
     method: Annotated[str, typer.Option(help="none, ngram, or an installed tree method.")],
     model: Annotated[Path, typer.Option(help="The model's folder.")],
     output: Annotated[Path, typer.Option(help="The JSON file to write.")],
-    engine: Annotated[str, typer.Option(help="The engine to run in.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Prompts in Spec-Bench's format; those shipped if not given."),
@@ -86,9 +86,11 @@ def bench(
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
         if not output.resolve().parent.is_dir():
             raise InputError(f"the folder of {output} does not exist")
+        resolved = resolve_method(method, parse_options(option or []))
+        check_engine(engine, resolved)
         settings = Settings(
             engine=engine,
-            method=resolve_method(method, parse_options(option or [])),
+            method=resolved,
             model=model,
             prompts=load_prompts(prompts or default_prompts_path(), limit),
             max_new_tokens=max_new_tokens,

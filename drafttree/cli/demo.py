@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from drafttree.bench.chat import Chat
+from drafttree.bench.engine_process import ENGINES, TITLES
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import installed_names, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
@@ -26,8 +27,9 @@ _NEW_TOKENS = 64
 class Narrator:
     """Tells what is happening and shows each prompt's answer as it is there."""
 
-    def __init__(self, console: Console, chat: Chat, method: str, total: int) -> None:
+    def __init__(self, console: Console, chat: Chat, engine: str, method: str, total: int) -> None:
         self._console = console
+        self._engine = engine
         self._chat = chat
         self._method = method
         self._total = total
@@ -35,7 +37,10 @@ class Narrator:
 
     def status(self, text: str) -> None:
         if text == "starting the engines":
-            text = "starting two vLLM engines side by side (about 20 seconds on two cores)"
+            text = (
+                f"starting two {TITLES[self._engine]} engines side by side "
+                "(about 20 seconds on two cores)"
+            )
         self._console.print(f"[dim]{text} …[/dim]")
 
     def advance(self) -> None:
@@ -69,6 +74,7 @@ def demo_prompts() -> list[Prompt]:
 
 
 def demo(
+    engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     method: Annotated[
         str | None, typer.Option(help="The draft method; the first one installed if not given.")
     ] = None,
@@ -77,9 +83,11 @@ def demo(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' output.")] = False,
 ) -> None:
-    """See vLLM answer a few prompts twice: the same text, fewer steps."""
+    """See an engine answer a few prompts twice: the same text, fewer steps."""
     console, errors = Console(highlight=False), Console(stderr=True)
     try:
+        if engine not in ENGINES:
+            raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
         name = method or next(iter(installed_names()), None)
         if name is None:
             raise InputError("no draft method is installed")
@@ -88,7 +96,7 @@ def demo(
         model = ensure(_MODEL, lambda step: console.print(f"[dim]{step} …[/dim]"))
         prompts = demo_prompts()
         settings = Settings(
-            engine="vllm",
+            engine=engine,
             method=resolved,
             model=model,
             prompts=prompts,
@@ -100,7 +108,8 @@ def demo(
             f"{_MODEL}, float32, greedy: {len(prompts)} prompts, at most {_NEW_TOKENS} new tokens "
             f"each, plainly and with {resolved.name}"
         )
-        report = run(settings, Narrator(console, Chat(model), resolved.name, len(prompts)))
+        narrator = Narrator(console, Chat(model), engine, resolved.name, len(prompts))
+        report = run(settings, narrator)
     except InputError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +20,11 @@ from tree_kernels._native import compiler
 
 from drafttree import __version__
 from drafttree.method import GROUP, Method
+from drafttree.sglang import versions as sglang_versions
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
-VLLM_PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN_GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
+PLUGIN_CHOICES = {"vLLM": "VLLM_PLUGINS", "SGLang": "SGLANG_PLUGINS"}
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 Status = Literal["ok", "note", "problem"]
@@ -113,17 +115,11 @@ def engines() -> Iterator[Finding]:
         )
     else:
         yield _judge_vllm(vllm.version)
-    yield Finding(
-        section="engines",
-        name="SGLang",
-        value="installed" if find_spec("sglang") else "not installed",
-        status="note",
-        advice="this version of drafttree runs in vLLM only",
-    )
+    yield _judge_sglang()
 
 
 def methods() -> Iterator[Finding]:
-    """The registered drafting methods, and whether vLLM will load their plugins."""
+    """The registered drafting methods, and whether the engines will load their plugins."""
     found = list(entry_points(group=GROUP))
     if not found:
         yield Finding(
@@ -175,8 +171,12 @@ def traps() -> Iterator[Finding]:
         )
 
 
-def try_import(package: str, further: str = "") -> Trial:
+def try_import(
+    package: str, further: str = "", environment: Mapping[str, str] | None = None
+) -> Trial:
     """Import a package, run the statement `further`, and report version or error.
+
+    `environment` is added to this process's own.
 
     Neither is set if the package is not installed.
     """
@@ -184,10 +184,14 @@ def try_import(package: str, further: str = "") -> Trial:
         return Trial()
     program = f"import {package}\n{further}\nprint()\nprint({package}.__version__)"
     command = [sys.executable, "-P", "-c", program]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    path = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=180, env=environment
+            command,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env=os.environ | path | dict(environment or {}),
         )
     except subprocess.TimeoutExpired:
         return Trial(error=f"importing {package} takes more than three minutes")
@@ -219,6 +223,27 @@ def _judge_vllm(version: str) -> Finding:
     )
 
 
+def _judge_sglang() -> Finding:
+    # Without a GPU its modules can only be imported with this set.
+    environment = {} if _has_cuda() else {"SGLANG_USE_CPU_ENGINE": "1"}
+    found = try_import("sglang", "from sglang.srt.managers.scheduler import Scheduler", environment)
+    finding = Finding(section="engines", name="SGLang", value="not installed", status="note")
+    if found.error is not None:
+        finding.value, finding.status = f"broken: {found.error}", "problem"
+        finding.advice = "on a CPU take the environment that make demo ENGINE=sglang makes"
+    elif found.version is None:
+        finding.advice = "make demo ENGINE=sglang makes an environment with it"
+    elif not sglang_versions.is_tested(found.version):
+        finding.value, finding.status = f"{found.version}, unsupported", "problem"
+        finding.advice = f"use {sglang_versions.TESTED}"
+    elif _has_cuda():
+        finding.value = f"{found.version}, supported on a CPU only"
+        finding.advice = "draft trees are refused on a GPU so far"
+    else:
+        finding.value, finding.status = f"{found.version}, tested", "ok"
+    return finding
+
+
 def _judge_method(entry: EntryPoint) -> Finding:
     try:
         method: Method = entry.load()
@@ -230,29 +255,34 @@ def _judge_method(entry: EntryPoint) -> Finding:
             status="problem",
             advice=f"reinstall the package that holds {entry.module}",
         )
-    plugin = _vllm_plugin(entry)
     finding = Finding(section="methods", name=method.name, value=method.title)
-    if plugin is None:
-        finding.status = "problem"
-        finding.advice = f"it registers nothing in {VLLM_PLUGIN_GROUP}: reinstall its package"
-    elif not _vllm_loads(plugin):
-        finding.status = "problem"
-        finding.advice = f"VLLM_PLUGINS leaves it out: add {plugin.name} to it, or unset it"
+    problems = []
+    for engine, group in PLUGIN_GROUPS.items():
+        plugin = _plugin(entry, group)
+        choice = PLUGIN_CHOICES[engine]
+        if plugin is None:
+            problems.append(f"it registers nothing in {group}: reinstall its package")
+        elif not _loads(plugin, choice):
+            problems.append(f"{choice} leaves it out: add {plugin.name} to it, or unset it")
+    if problems:
+        finding.status, finding.advice = "problem", "; ".join(problems)
     return finding
 
 
-def _vllm_plugin(method: EntryPoint) -> EntryPoint | None:
-    """The vLLM plugin that lives in the method's own package."""
+def _plugin(method: EntryPoint, group: str) -> EntryPoint | None:
+    """The plugin of an engine's group that lives in the method's own package."""
     package = method.module.partition(".")[0]
-    for plugin in entry_points(group=VLLM_PLUGIN_GROUP):
+    for plugin in entry_points(group=group):
         if plugin.module.partition(".")[0] == package:
             return plugin
     return None
 
 
-def _vllm_loads(plugin: EntryPoint) -> bool:
-    chosen = os.environ.get("VLLM_PLUGINS")
-    return chosen is None or plugin.name in chosen.split(",")
+def _loads(plugin: EntryPoint, choice: str) -> bool:
+    chosen = os.environ.get(choice)
+    if chosen == "" and choice == PLUGIN_CHOICES["SGLang"]:
+        return True  # to SGLang an empty list is none at all
+    return chosen is None or plugin.name in [name.strip() for name in chosen.split(",")]
 
 
 def _has_cuda() -> bool:

@@ -237,20 +237,18 @@ class TreeModelRunner(CPUModelRunner):
         Returns:
             How many rows had to move.
         """
-        path = verified.path[:, 1:].long()
-        place = torch.arange(1, path.shape[1] + 1, device=path.device).expand_as(path)
-        moves = (path >= 0) & (path != place)
-        count = int(moves.sum())
+        nodes, places = verified.moves()
+        count = int((nodes >= 0).sum())
         if count == 0:
             return 0
         first = torch.from_numpy(step.starts)[:, None]
-        for table, movers in zip(
-            self.input_batch.block_table.block_tables, self._movers, strict=True
-        ):
+        tables = self.input_batch.block_table.block_tables
+        for table, movers in zip(tables, self._movers, strict=True):
             slots = table.slot_mapping.gpu
-            source = torch.where(moves, slots[step.rows[first + path.clamp(min=0)]], -1)
-            target_rows = torch.where(moves, first + place, 0)
-            target = torch.where(moves, slots[step.rows[target_rows]], -1)
+            source, target = (
+                slots[step.rows[first + each.clamp(min=0)]].masked_fill(each < 0, -1)
+                for each in (nodes, places)
+            )
             for move in movers:
                 move(source, target)
         return count

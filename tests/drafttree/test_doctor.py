@@ -28,7 +28,10 @@ def find(findings: list[Finding], name: str) -> Finding:
 
 @pytest.fixture(autouse=True)
 def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE"):
+    for name in (
+        *("VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE"),
+        "SGLANG_PLUGINS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -97,12 +100,33 @@ def test_the_tested_version_is_ok_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert find(list(diagnosis.engines()), "vLLM").status == "note"
 
 
-def test_a_method_whose_plugin_is_left_out_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("choice", ["VLLM_PLUGINS", "SGLANG_PLUGINS"])
+def test_a_method_whose_plugin_is_left_out_is_a_problem(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert {finding.status for finding in diagnosis.methods()} == {"ok"}
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    monkeypatch.setenv(choice, "another")
     for finding in diagnosis.methods():
         assert finding.status == "problem"
-        assert "VLLM_PLUGINS" in finding.advice
+        assert choice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "value"),
+    [("0.5.23", "ok", "tested"), ("0.5.22", "problem", "unsupported")],
+)
+def test_the_version_of_sglang_is_judged(
+    version: str, status: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_package(tmp_path, "sglang", f"__version__ = '{version}'\n")
+    for name in ("srt", "srt/managers"):
+        fake_package(tmp_path / "sglang", name, "")
+    scheduler = tmp_path / "sglang" / "srt" / "managers" / "scheduler.py"
+    scheduler.write_text("Scheduler = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
+    sglang = find(list(diagnosis.engines()), "SGLang")
+    assert (sglang.status, sglang.value) == (status, f"{version}, {value}")
 
 
 def test_the_traps_of_the_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

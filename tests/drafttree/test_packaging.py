@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
-import drafttree, drafttree.bench, drafttree.cli, drafttree.vllm, recycle_plugin, tree_kernels
+import drafttree, drafttree.bench, drafttree.cli, drafttree.sglang, drafttree.vllm
+import recycle_plugin, tree_kernels
 from importlib.resources import files
 assert (files("recycle_plugin") / "token_recycling_80.json").is_file()
 for package in ("drafttree", "recycle_plugin", "tree_kernels"):
@@ -66,7 +67,10 @@ def test_the_wheel_holds_all_packages_and_their_data(installed_wheel: Path, tmp_
 def test_the_wheel_registers_command_methods_and_plugins(installed_wheel: Path) -> None:
     (metadata,) = installed_wheel.glob("drafttree-*.dist-info")
     registered = (metadata / "entry_points.txt").read_text()
-    for group in ("console_scripts", "drafttree.methods", "vllm.general_plugins"):
+    for group in (
+        *("console_scripts", "drafttree.methods"),
+        *("vllm.general_plugins", "sglang.srt.plugins"),
+    ):
         assert f"[{group}]" in registered
 
 
@@ -105,6 +109,7 @@ class Blocker:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 sys.meta_path.insert(0, Blocker())
 import drafttree.cli, drafttree.drafter, drafttree.method, drafttree.tree, drafttree.verify
+import drafttree.sglang.options, drafttree.sglang.versions
 import pkgutil, importlib, recycle_plugin, tree_kernels
 for package in (recycle_plugin, tree_kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):

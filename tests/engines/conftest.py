@@ -10,8 +10,11 @@ import pytest
 from tiny_models import make_tiny_llama
 from vllm_runs import Answer
 
-if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_vllm_*.py"]
+collect_ignore_glob = [
+    f"test_{engine}_*.py"
+    for engine in ("vllm", "sglang")
+    if importlib.util.find_spec(engine) is None
+]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,205 @@
+"""The SGLang side of the bench: its scheduler in this process, stepped by hand, serving a pipe.
+
+Stepping it ourselves lets every engine step be timed and every decode step be counted from the
+engine's own requests, in the same way for plain decoding and for any method. Steps run one after
+another, as they would on a CPU anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from array import array
+from dataclasses import astuple
+from multiprocessing.connection import Connection
+from time import perf_counter
+from typing import Any
+
+from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
+
+
+class SglangEngine:
+    """One scheduler with its model, and no server around it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        import sglang
+        from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        load_plugins()
+        arguments = ServerArgs(
+            model_path=spec.model,
+            dtype=spec.dtype,
+            context_length=spec.max_model_len,
+            max_running_requests=spec.batch_size,
+            max_total_tokens=_kv_slots(spec),
+            disable_overlap_schedule=True,
+            skip_tokenizer_init=True,
+            random_seed=0,
+            log_level="error",
+            **_speculative(spec),
+        )
+        arguments.resolve_once()
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        configure_scheduler_process(arguments, 0)
+        self._scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
+        # Answers are read off the requests; nobody listens at the other end.
+        self._scheduler.ipc_channels.send_to_detokenizer.send_output = _ignore
+        self._scheduler.ipc_channels.send_to_tokenizer.send_output = _ignore
+        self._next_id = 0
+        self.info = EngineInfo(version=str(sglang.__version__), device=str(arguments.device))
+
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        """Answer all requests together, timing each engine step."""
+        running: list[tuple[Any, Generation]] = []
+        results: list[Generation] = []
+        started = perf_counter()
+        for request in requests:
+            sampling = {
+                "temperature": request.temperature,
+                "max_new_tokens": request.max_tokens,
+                "sampling_seed": request.seed,
+            }
+            results.append(Generation(prompt_tokens=len(request.token_ids)))
+            running.append((self._submit(request.token_ids, sampling), results[-1]))
+        while running:
+            decoding = all(generation.token_ids for _, generation in running)
+            self._step()
+            for request, generation in running:
+                tokens = [int(token) for token in request.output_ids_through_stop]
+                emitted = len(tokens) - len(generation.token_ids)
+                if generation.token_ids and emitted:
+                    generation.steps += 1
+                    generation.step_tokens += emitted
+                if decoding:
+                    generation.decode_tokens += emitted
+                generation.token_ids = tokens
+            ended = perf_counter()
+            share = (ended - started) / len(running)
+            started = ended
+            for _, generation in running:
+                generation.seconds += share
+                if decoding:
+                    generation.decode_seconds += share
+            running = [each for each in running if not each[0].finished()]
+        return results
+
+    def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
+        """The two best next tokens after `token_ids` and their log-probabilities."""
+        request = self._submit(token_ids, {"temperature": 0.0, "max_new_tokens": 1}, logprobs=2)
+        while not request.finished():
+            self._step()
+        found = request.logprob
+        values, tokens = found.output_top_logprobs_val[0], found.output_top_logprobs_idx[0]
+        return {int(token): float(value) for token, value in zip(tokens, values, strict=True)}
+
+    def forward_seconds(self, shape: ForwardShape) -> list[float]:
+        """Time forwards of a made-up batch; cached prefixes are lost."""
+        from drafttree.bench.sglang_forward import forward_seconds
+
+        self._idle()
+        self._scheduler.flush_cache()
+        seconds = forward_seconds(self._scheduler.tp_worker.model_runner, *astuple(shape))
+        return seconds
+
+    def reset(self, tables: bool) -> None:
+        """Forget cached prefixes; a method forgets what it learned and counted with them."""
+        self._idle()
+        if not self._scheduler.flush_cache():
+            raise RuntimeError("SGLang's cache was not flushed")
+
+    def counters(self, _: None) -> dict[str, int]:
+        """The tree worker's counts."""
+        counts: dict[str, int] = self._scheduler.draft_worker.counters.as_dict()
+        return counts
+
+    def _submit(self, token_ids: list[int], sampling: dict[str, Any], logprobs: int = 0) -> Any:
+        """Queue a request; the host's own `Req`, which fills as it runs."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        parameters = SamplingParams(**sampling)
+        parameters.normalize(None)
+        self._next_id += 1
+        before = len(self._scheduler.waiting_queue)
+        self._scheduler.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=f"bench-{self._next_id}",
+                input_text=None,
+                input_ids=array("q", token_ids),
+                input_embeds=None,
+                mm_inputs=None,
+                token_type_ids=None,
+                sampling_params=parameters,
+                return_logprob=bool(logprobs),
+                logprob_start_len=-1,
+                top_logprobs_num=logprobs,
+                token_ids_logprob=None,
+                stream=False,
+            )
+        )
+        if len(self._scheduler.waiting_queue) != before + 1:
+            raise RuntimeError(f"SGLang refused a request of {len(token_ids)} tokens")
+        return self._scheduler.waiting_queue[-1]
+
+    def _step(self) -> None:
+        """One turn of the scheduler's own loop."""
+        import torch
+
+        scheduler = self._scheduler
+        with torch.inference_mode():
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch = plan.running_batch
+            batch = plan.batch_to_run
+            if batch:
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            scheduler.last_batch = batch
+
+    def _idle(self) -> None:
+        """Let the scheduler notice that the last batch is over."""
+        self._step()
+
+
+def _speculative(spec: EngineSpec) -> dict[str, Any]:
+    """The host's arguments for a method of ours, whose options travel in the environment."""
+    from drafttree.sglang.options import set_options
+
+    if spec.speculative_config is None:
+        return {}
+    options = dict(spec.speculative_config)
+    name = options.pop("method").replace("_", "-")
+    set_options(**options)
+    return {"speculative_algorithm": name}
+
+
+def _kv_slots(spec: EngineSpec) -> int:
+    """Room for every running request's whole context, and for two trees a request."""
+    return spec.batch_size * (spec.max_model_len + 512)
+
+
+def _ignore(*args: object, **kwargs: object) -> None:
+    """Send nothing."""
+
+
+def serve(pipe: Connection) -> None:
+    """Start the engine the first message describes, then answer calls until the pipe closes."""
+    try:
+        engine = SglangEngine(pipe.recv())
+        pipe.send(("ok", engine.info))
+        while True:
+            name, argument = pipe.recv()
+            pipe.send(("ok", getattr(engine, name)(argument)))
+    except EOFError:
+        return
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))

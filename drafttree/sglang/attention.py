@@ -1,0 +1,97 @@
+"""Tree attention on SGLang's CPU backend.
+
+Rows of a draft tree see the context, their ancestors and themselves. The host's backend has no
+branch for verification, so trees are served here and all else there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+
+@dataclass(frozen=True)
+class VerifyMasks:
+    """What every layer of one verification needs.
+
+    Attributes:
+        nodes: rows of each request, padding included.
+        slots: for each request `int64 [length]`, its context's and then its rows' KV slots.
+        biases: for each request `[nodes, length]`, what is added to the scores: 0 or -inf.
+    """
+
+    nodes: int
+    slots: list[torch.Tensor]
+    biases: list[torch.Tensor]
+
+
+class TreeAttentionBackend(TorchNativeAttnBackend):
+    """The host's backend, and masked attention for the rows of draft trees."""
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._dtype: torch.dtype = runner.dtype
+        self._verify: VerifyMasks | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare for one forward; `spec_info.custom_mask` is `bool [B, N, N]` in verification."""
+        super().init_forward_metadata(forward_batch)
+        self._verify = None
+        if not forward_batch.forward_mode.is_target_verify():
+            return
+        masks = forward_batch.spec_info.custom_mask
+        nodes = masks.shape[1]
+        lengths = forward_batch.seq_lens.tolist()
+        table = self.req_to_token_pool.req_to_token
+        slots, biases = [], []
+        for row, length, mask in zip(
+            forward_batch.req_pool_indices.tolist(), lengths, masks, strict=True
+        ):
+            slots.append(table[row, : length + nodes].long())
+            bias = torch.zeros(nodes, length + nodes, dtype=self._dtype)
+            bias[:, length:].masked_fill_(~mask, -torch.inf)
+            biases.append(bias)
+        self._verify = VerifyMasks(nodes, slots, biases)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Attend: `q` is `[tokens, heads * head_size]`, and so is what is returned."""
+        verify = self._verify
+        if verify is None:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if save_kv_cache and k is not None:
+            location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        nodes, heads, size = verify.nodes, layer.tp_k_head_num, layer.qk_head_dim
+        group = layer.tp_q_head_num // heads
+        queries = q.view(-1, nodes, heads, group, size).permute(0, 2, 3, 1, 4)
+        output = torch.empty_like(q)
+        rows = output.view(-1, nodes, heads, group, layer.v_head_dim).permute(0, 2, 3, 1, 4)
+        for query, out, slots, bias in zip(queries, rows, verify.slots, verify.biases, strict=True):
+            # One batch entry a KV head; the query heads of its group share keys and values.
+            shape = (heads, group, len(slots), -1)
+            attended = F.scaled_dot_product_attention(
+                query,
+                keys[slots].to(q.dtype).transpose(0, 1)[:, None].expand(shape),
+                values[slots].to(q.dtype).transpose(0, 1)[:, None].expand(shape),
+                bias,
+                scale=layer.scaling,
+            )
+            out.copy_(attended)
+        return output

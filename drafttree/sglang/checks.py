@@ -1,0 +1,92 @@
+"""What tree verification cannot serve in SGLang is refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafttree.sglang.plugin import CPU_BACKEND
+from drafttree.sglang.versions import TESTED, is_tested
+
+
+def check_server(server_args: Any) -> None:
+    """Refuse a server that cannot verify trees.
+
+    Raises:
+        ValueError: naming the option, its value and the mend.
+    """
+    _check_version()
+    if server_args.device != "cpu":
+        raise ValueError(
+            f"draft trees work on SGLang's CPU backend only so far, not on "
+            f"--device {server_args.device}: leave --speculative-algorithm out"
+        )
+    for option, served, mend in (
+        ("pp_size", 1, "set it to 1"),
+        ("tp_size", 1, "set it to 1"),
+        ("dp_size", 1, "set it to 1"),
+        ("enable_dp_attention", False, "leave it out"),
+        ("disaggregation_mode", "null", "leave it out"),
+        ("enable_hierarchical_cache", False, "leave it out"),
+        ("enable_two_batch_overlap", False, "leave it out"),
+        ("enable_torch_compile", False, "leave it out"),
+        ("enable_return_hidden_states", False, "leave it out"),
+        ("enable_watermark", False, "leave it out"),
+        ("enable_pdmux", False, "leave it out"),
+        ("enable_lora", False, "leave it out"),
+        ("speculative_draft_model_path", None, "leave it out: nothing here takes a draft model"),
+        ("kv_cache_dtype", "auto", "leave it at auto"),
+        ("quantization", None, "use a model that is not quantised"),
+    ):
+        value = getattr(server_args, option, served)
+        if value is not None and value != served:
+            flag = option.replace("_", "-")
+            raise ValueError(f"draft trees do not work with --{flag}={value}: {mend}")
+    for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        value = getattr(server_args, option)
+        if value not in (None, "intel_amx", CPU_BACKEND):
+            flag = option.replace("_", "-")
+            raise ValueError(
+                f"draft trees do not work with --{flag}={value}: leave it out or name {CPU_BACKEND}"
+            )
+    _check_model(server_args)
+
+
+def _check_version() -> None:
+    import sglang
+
+    if not is_tested(sglang.__version__):
+        raise ValueError(
+            f"draft trees do not work with SGLang {sglang.__version__}: install {TESTED}, or "
+            "leave --speculative-algorithm out"
+        )
+
+
+def _check_model(server_args: Any) -> None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    # The host hands plugins a recorder of what they change; the record lies behind it.
+    model = model_config_of(getattr(server_args, "_cfg", server_args))
+    window = getattr(model.hf_text_config, "sliding_window", None)
+    uses_window = getattr(model.hf_text_config, "use_sliding_window", window is not None)
+    for found, kind in (
+        (not model.is_generation, "does not generate text"),
+        (model.is_multimodal, "is multimodal"),
+        (model.is_encoder_decoder, "is an encoder-decoder"),
+        (model.attention_arch == AttentionArch.MLA, "uses latent attention (MLA)"),
+        (model.attention_arch == AttentionArch.SSM, "has recurrent layers instead of attention"),
+        (_has_recurrent_layers(model), "is a hybrid with recurrent layers"),
+        (model.is_hybrid_swa or (window and uses_window), f"has a sliding window of {window}"),
+        (model.quantization is not None, "is quantised"),
+    ):
+        if found:
+            raise ValueError(
+                f"draft trees do not work with --model-path={model.model_path}, which {kind}: "
+                "use a decoder with full attention, or leave --speculative-algorithm out"
+            )
+
+
+def _has_recurrent_layers(model: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None

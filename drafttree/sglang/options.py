@@ -1,0 +1,81 @@
+"""A method's options in SGLang, whose command line a plugin cannot extend; needs no engine.
+
+They travel in an environment variable, which the engine's own processes inherit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from drafttree.method import Method, MethodOptions
+
+VARIABLE = "DRAFTTREE_OPTIONS"
+
+
+def set_options(**options: Any) -> None:
+    """Set the options of the method that engines started from now on use; none clears them.
+
+    The Python form of `DRAFTTREE_OPTIONS`; what is set last holds.
+    """
+    if options:
+        os.environ[VARIABLE] = json.dumps(options)
+    else:
+        os.environ.pop(VARIABLE, None)
+
+
+def given_options() -> dict[str, Any]:
+    """What `DRAFTTREE_OPTIONS` says: JSON, or the path of a file that holds it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    value = os.environ.get(VARIABLE, "").strip()
+    if not value:
+        return {}
+    text = value
+    if not value.startswith("{"):
+        try:
+            text = Path(value).read_text()
+        except OSError as error:
+            raise ValueError(
+                f"{VARIABLE}={value!r} is neither a JSON object nor a file that can be read "
+                f"({error.strerror}): write it as in '{{\"nodes\": 15}}'"
+            ) from error
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{VARIABLE}={value!r} holds no JSON ({error}): mend it") from error
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"{VARIABLE}={value!r} is no JSON object: write it as in '{{\"nodes\": 15}}'"
+        )
+    return options
+
+
+def parse_options(method: Method, num_draft_tokens: int | None) -> MethodOptions:
+    """The method's options together with the host's own size of a tree.
+
+    Args:
+        num_draft_tokens: `--speculative-num-draft-tokens`, the root included; None if not given.
+
+    Raises:
+        ValueError: naming the option, its value and the mend.
+    """
+    given = {name.replace("-", "_"): value for name, value in given_options().items()}
+    if num_draft_tokens is not None and num_draft_tokens < 2:
+        raise ValueError(
+            f"--speculative-num-draft-tokens={num_draft_tokens} leaves no node beside the root: "
+            "set it to 2 or more"
+        )
+    if num_draft_tokens is not None and not {"nodes", "tree"} & given.keys():
+        given["nodes"] = num_draft_tokens - 1
+    options = method.parse(given)
+    if num_draft_tokens not in (None, options.num_nodes + 1):
+        raise ValueError(
+            f"--speculative-num-draft-tokens={num_draft_tokens} but the tree of {method.title} "
+            f"has {options.num_nodes + 1} with its root: leave one of the two out"
+        )
+    return options

@@ -1,0 +1,66 @@
+"""Penalties along a tree's path, computed by SGLang's own penalizers.
+
+The host feeds its penalizers one token a decode step, whatever the step emitted. Each request that
+asks for penalties therefore has penalizers of its own here, fed every token that it emits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
+_KINDS = {
+    penaltylib.BatchedFrequencyPenalizer,
+    penaltylib.BatchedMinNewTokensPenalizer,
+    penaltylib.BatchedPresencePenalizer,
+    penaltylib.BatchedRepetitionPenalizer,
+}
+
+
+@dataclass
+class _BatchOfOne:
+    """What the penalizers look at of a batch."""
+
+    reqs: list[Any]
+    device: torch.device
+
+
+class RequestPenalties:
+    """The penalties of one request.
+
+    Args:
+        request: the host's `Req`.
+        emitted: the tokens that it has emitted so far.
+    """
+
+    def __init__(
+        self, request: Any, emitted: Iterable[int], vocab_size: int, device: torch.device
+    ) -> None:
+        # The penalizers refer to it weakly.
+        self._batch = _BatchOfOne([request], device)
+        self._penalizers = penaltylib.BatchedPenalizerOrchestrator(vocab_size, self._batch, _KINDS)
+        for token in emitted:
+            self.add(token)
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the request asks for any penalty at all."""
+        return bool(self._penalizers.is_required)
+
+    def add(self, token: int) -> None:
+        """The request has emitted `token`."""
+        self._penalizers.cumulate_output_tokens(torch.tensor([token], device=self._batch.device))
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change `logits`, `[1, V]`, as the host does: what is added first, then what scales."""
+        additive = torch.zeros_like(logits, dtype=torch.float32)
+        self._penalizers.accumulate_additive_penalties(additive)
+        logits.add_(additive)
+        scaling = self._penalizers.accumulate_scaling_penalties()
+        if scaling is not None:
+            apply_scaling_penalties(logits, scaling)

@@ -1,0 +1,284 @@
+"""SGLang's worker for methods that draft trees.
+
+A decode step, from top to bottom: draft, verify in one forward of the target, accept with our own
+rule, move the accepted path's KV, remember what the next step needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from tree_kernels.kv_move import KvMover
+from tree_kernels.mask import depths, tree_mask
+
+from drafttree.drafter import DraftTree
+from drafttree.method import Method
+from drafttree.metrics import Counters
+from drafttree.sglang.counters import report_counters
+from drafttree.sglang.options import parse_options
+from drafttree.sglang.penalties import RequestPenalties
+from drafttree.sglang.sampling import has_penalties, verify_trees
+from drafttree.sglang.state import RequestStates, is_bound
+from drafttree.verify import Verified
+
+# Below SGLang's own logger, or nothing would print it.
+logger = logging.getLogger(f"sglang.{__name__}")
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class TreeWorker(BaseSpecWorker):
+    """Drafts and verifies for one target; made by `of`.
+
+    The keyword arguments beside the method are the host's.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: Any,
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._runner = target_worker.model_runner
+        self._device = torch.device(self._runner.device)
+        self._vocab_size: int = self._runner.model_config.vocab_size
+        options = parse_options(method, get_spec().speculative_num_draft_tokens)
+        self.drafter = method.make_drafter(options, self._vocab_size, self._device)
+        self.counters = Counters()
+        self._running: dict[str, Any] = {}
+        self._penalties: dict[str, RequestPenalties] = {}
+        self._learn_from_prefill()
+        report_counters(self)
+
+    @classmethod
+    def of(cls, method: Method) -> Callable[..., TreeWorker]:
+        """What the host calls to make the worker of a method."""
+        return functools.partial(cls, method)
+
+    @property
+    def draft_worker(self) -> None:
+        """There is no draft model."""
+        return None
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """The host asks whatever takes its branch for ngrams; there are none."""
+        return {}
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Take the target's pools, and build what will move rows in its KV cache."""
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = (
+            self._target_worker.get_memory_pool()
+        )
+        slots = self.req_to_token_pool.req_to_token.shape[0]
+        self._states = RequestStates(slots, self._device)
+        cache = self.token_to_kv_pool_allocator.get_kvcache()
+        # To the mover each slot is a block of one row.
+        self._movers = [
+            KvMover([layer.unsqueeze(2) for layer in layers])
+            for layers in (cache.k_buffer, cache.v_buffer)
+        ]
+
+    def clear_cache_pool(self) -> None:
+        """`flush_cache`: forget all that was learnt, as the host's own ngrams do, and all counts.
+
+        Weights that were updated come with it, so nothing learnt of old ones stays either.
+        """
+        self.drafter.reset()
+        self.counters = Counters()
+
+    # Prefill: the host's own, and the drafter learns from each request's last row.
+
+    def _learn_from_prefill(self) -> None:
+        """Sampling writes into the logits, so the drafter must look at them right before.
+
+        The runner is this process's own instance and has no hook there.
+        """
+        sample = self._runner.sample
+
+        @functools.wraps(sample)
+        def sample_after_learning(logits_output: Any, forward_batch: Any) -> torch.Tensor:
+            if forward_batch.forward_mode.is_extend_without_speculative():
+                last = forward_batch.extend_seq_lens.cumsum(0) - 1
+                tokens = forward_batch.input_ids[last].to(torch.int32)
+                self.drafter.observe(tokens, logits_output.next_token_logits)
+            return sample(logits_output, forward_batch)
+
+        self._runner.sample = sample_after_learning
+
+    def forward_batch_generation(
+        self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
+    ) -> GenerationBatchResult:
+        """Serve one batch; `on_publish` hears the new lengths, `int64 [B]`, once they are known."""
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        self._join(batch)
+        result = self._target_worker.forward_batch_generation(batch)
+        lengths = batch.seq_lens.clone()
+        if on_publish is not None:
+            on_publish(lengths)
+        self._states.roots[batch.req_pool_indices] = result.next_token_ids.to(torch.int32)
+        result.accept_lens = torch.ones_like(lengths, dtype=torch.int32)
+        result.new_seq_lens = lengths
+        result.next_draft_input = self._relay(result.next_token_ids, lengths)
+        result.speculative_num_draft_tokens = 1
+        return result
+
+    def _join(self, batch: Any) -> None:
+        ended = [name for name, request in self._running.items() if request.finished()]
+        for name in ended:
+            del self._running[name]
+            self._penalties.pop(name, None)
+        self.drafter.release(ended)
+        arrived = [request for request in batch.reqs if request.rid not in self._running]
+        if arrived:
+            self.drafter.start([request.rid for request in arrived])
+        for request in batch.reqs:
+            self._running[request.rid] = request
+            # A request that was retracted is read again: its penalties start from its output.
+            self._penalties.pop(request.rid, None)
+        if any(map(is_bound, arrived)):
+            _say_undrafted()
+        self._states.join(batch.req_pool_indices, batch.reqs)
+
+    # Decoding.
+
+    def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        trees, depth = self._draft(batch)
+        padding = trees.tokens < 0
+        self._prepare_verify(batch, trees, depth, padding)
+        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        output = result.logits_output
+        best = self.drafter.observe(trees.tokens.flatten(), output.next_token_logits)
+        verified = verify_trees(
+            self._runner,
+            batch,
+            trees,
+            int(depth.max()),
+            output,
+            best.view_as(trees.tokens),
+            self._penalties_of(batch),
+        )
+        lengths = batch.seq_lens + verified.num_emitted
+        moved = self._move_kv(batch, verified)
+        if on_publish is not None:
+            on_publish(lengths)
+        everyone = torch.ones_like(verified.num_emitted, dtype=torch.bool)
+        self.counters.add_step(everyone, trees, verified, moved)
+        emitted = verified.emitted.clamp(min=0)
+        roots = emitted.gather(1, verified.num_emitted.long()[:, None] - 1)[:, 0]
+        self._states.roots[batch.req_pool_indices] = roots
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=emitted.flatten(),
+            can_run_cuda_graph=result.can_run_cuda_graph,
+            accept_lens=verified.num_emitted,
+            new_seq_lens=lengths,
+            next_draft_input=self._relay(roots, lengths),
+            speculative_num_draft_tokens=trees.tokens.shape[1],
+            speculative_output_stride=emitted.shape[1],
+        )
+
+    def _draft(self, batch: Any) -> tuple[DraftTree, torch.Tensor]:
+        """The step's trees, no wider than the largest, and their nodes' depths, `int32 [B, N]`."""
+        states, slots = self._states, batch.req_pool_indices
+        names = [request.rid for request in batch.reqs]
+        trees = self.drafter.propose(names, states.roots[slots])
+        depth = depths(trees.parents, trees.num_nodes)
+        # Nodes that could only emit tokens beyond the request's end are not worth verifying.
+        left = states.limits[slots] - (batch.seq_lens + 1)
+        useful = (trees.tokens >= 0) & (depth < left[:, None]) & states.drafting[slots, None]
+        useful[:, 0] = True
+        num_nodes = useful.sum(1, dtype=torch.int32)
+        # Looking at the result would stall a GPU; on a CPU it saves the rows of padding.
+        width = int(num_nodes.max())
+        useful, depth = useful[:, :width], depth[:, :width]
+        cut = DraftTree(
+            tokens=trees.tokens[:, :width].masked_fill(~useful, -1),
+            parents=trees.parents[:, :width].masked_fill(~useful, -1),
+            num_nodes=num_nodes,
+        )
+        return cut, depth.masked_fill(~useful, 0)
+
+    def _prepare_verify(
+        self, batch: Any, trees: DraftTree, depth: torch.Tensor, padding: torch.Tensor
+    ) -> None:
+        """Make of a decode batch one that verifies the trees; the host restores it after."""
+        width = trees.tokens.shape[1]
+        tokens = trees.tokens.masked_fill(padding, 0).flatten().long()
+        columns = batch.seq_lens[:, None] + torch.arange(width, device=self._device)
+        table = self.req_to_token_pool.req_to_token
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens
+        batch.out_cache_loc = table[batch.req_pool_indices[:, None], columns].flatten().long()
+        batch.spec_info = NgramVerifyInput(
+            draft_token=tokens,
+            custom_mask=tree_mask(trees.parents, trees.num_nodes),
+            positions=(batch.seq_lens[:, None] + depth).flatten(),
+            draft_token_num=width,
+        )
+
+    def _penalties_of(self, batch: Any) -> list[RequestPenalties | None]:
+        if not has_penalties(batch):
+            return []
+        lengths = batch.seq_lens.tolist()
+        roots = self._states.roots[batch.req_pool_indices].tolist()
+        found: list[RequestPenalties | None] = []
+        for request, length, root in zip(batch.reqs, lengths, roots, strict=True):
+            penalties = self._penalties.get(request.rid)
+            if penalties is None:
+                emitted = list(request.output_ids)
+                # With overlapping scheduling the host has not heard of the last token yet.
+                if len(request.origin_input_ids) + len(emitted) == length:
+                    emitted.append(root)
+                penalties = RequestPenalties(request, emitted, self._vocab_size, self._device)
+                self._penalties[request.rid] = penalties
+            found.append(penalties if penalties.is_required else None)
+        return found
+
+    def _move_kv(self, batch: Any, verified: Verified) -> int:
+        """Move the accepted path's KV to the slots right after the root's.
+
+        Returns:
+            How many rows had to move.
+        """
+        nodes, places = verified.moves()
+        count = int((nodes >= 0).sum())
+        if count:
+            slots = batch.out_cache_loc.view(len(nodes), -1)
+            source, target = (
+                slots.gather(1, each.clamp(min=0)).masked_fill(each < 0, -1)
+                for each in (nodes, places)
+            )
+            for move in self._movers:
+                move(source, target)
+        return count
+
+    def _relay(self, roots: torch.Tensor, lengths: torch.Tensor) -> NgramVerifyInput:
+        """What the host carries from step to step: the roots, as steps that accepted one token."""
+        return NgramVerifyInput(
+            draft_token_num=1,
+            new_seq_lens=lengths,
+            accept_tokens=roots.to(torch.int32),
+            accept_lens=torch.ones_like(lengths, dtype=torch.int32),
+        )
+
+
+@functools.cache
+def _say_undrafted() -> None:
+    logger.warning("Requests with a grammar or a custom logit processor are served without drafts")

@@ -1,0 +1,80 @@
+"""`drafttree bench` through the real SGLang, on a few prompts; times are never looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from drafttree.cli import app
+
+PROMPTS = (
+    {"question_id": 1, "category": "qa", "turns": ["Count from one to ten.", "Once more."]},
+    {"question_id": 2, "category": "math", "turns": ["What is 2 + 2? And 2 + 2 + 2?"]},
+    {"question_id": "x", "category": "qa", "turns": ["Say hello three times."]},
+)
+
+
+def bench(model: Path, output: Path, *arguments: str) -> Any:
+    given = ["--engine", "sglang", "--model", str(model), "--output", str(output), *arguments]
+    return CliRunner().invoke(app, ["bench", *given])
+
+
+def test_a_tree_method(smollm2: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    result = bench(
+        smollm2,
+        output,
+        *("--method", "token-recycling", "--option", "nodes=32", "--batch-size", "2"),
+        *("--prompts", str(prompts), "--max-new-tokens", "24"),
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text())
+    assert report["engine"] == "sglang"
+    assert report["engine_version"] == "0.5.23"
+    assert report["device"] == "cpu"
+    assert report["identical"] + report["ties"] == report["prompts"] == 3
+    assert report["mean_accepted_tokens"] > 1.0
+    assert report["baseline_mean_accepted_tokens"] == 1.0
+    counters = report["counters"]
+    assert counters["steps"] == report["steps"]
+    assert counters["non_first_child_accepted"] > 0
+    assert counters["kv_rows_moved"] > 0
+    assert report["cost_tokens"] == 33
+    assert report["verify_cost"] > 0
+    assert report["chain_cost"] > 0
+
+
+def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
+    from drafttree.bench.engine_process import EngineProcess
+    from drafttree.bench.protocol import EngineSpec, Request
+
+    spec = EngineSpec(str(smollm2), max_model_len=256)
+    with EngineProcess("sglang", "plain", spec) as engine:
+        prompt = [504, 3575, 282, 4649, 314]
+        (answer,) = engine.generate([Request(prompt, 3)])
+        best = engine.top_logprobs(prompt + answer.token_ids[:2])
+        assert len(best) == 2
+        assert max(best, key=best.__getitem__) == answer.token_ids[2]
+        assert all(logprob < 0 for logprob in best.values())
+        assert answer.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--method", "ngram"], "cannot verify drafts"),
+        (["--method", "token-recycling", "--option", "nodes=0"], "nodes"),
+        (["--method", "oracle"], "unknown method"),
+    ],
+)
+def test_what_cannot_run_is_said(
+    smollm2: Path, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    result = bench(smollm2, tmp_path / "report.json", *arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.split())

@@ -1,0 +1,125 @@
+"""Greedy decoding in float32 gives, with draft trees, the tokens it gives without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+from sglang_runs import Answer, Case, run_sglang
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
+
+
+def some_prompts(count: int, seed: int = 3) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 60))] for _ in range(count)]
+
+
+FIRST = some_prompts(24)
+# A second turn on top of each, as a chat would send it: its beginning is in the cache.
+SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(24, seed=4), strict=True)]
+CASES = {
+    "three times the running requests": Case(FIRST, GREEDY, reset=True),
+    "prefix hits": Case(SECOND, GREEDY),
+    "one at a time": Case(FIRST, GREEDY, together=False, reset=True),
+    "again after a flush": Case(SECOND, GREEDY, together=False, reset=True),
+}
+LONG = Case(some_prompts(12, seed=8), {**GREEDY, "max_new_tokens": 160})
+
+
+@cache
+def plain_answers(model: Path) -> dict[str, Answer]:
+    served, _ = run_sglang(model, [*CASES.values(), LONG], drafted=False, chunked_prefill_size=32)
+    return dict(zip([*CASES, "long"], served, strict=True))
+
+
+@cache
+def answers(model: Path, nodes: int, page: int, overlap: bool) -> dict[str, Answer]:
+    served, _ = run_sglang(
+        model,
+        list(CASES.values()),
+        options={"nodes": nodes, "hot_start": nodes != 32},
+        page_size=page,
+        disable_overlap_schedule=not overlap,
+        # Most prompts are read in several pieces.
+        chunked_prefill_size=32,
+    )
+    return dict(zip(CASES, served, strict=True))
+
+
+PAIRWISE = [
+    # nodes, page, overlap
+    (80, 1, True),
+    (80, 16, False),
+    (32, 16, True),
+    (8, 1, False),
+]
+FULL = [each for each in product((8, 32, 80), (1, 16), (False, True)) if each not in PAIRWISE]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("nodes", "page", "overlap"),
+    [*PAIRWISE, *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)],
+)
+def test_greedy_tokens_equal_plain_decoding(
+    tiny_llama: Path,
+    proves_drafting: Callable[[Answer], None],
+    nodes: int,
+    page: int,
+    overlap: bool,
+    case: str,
+) -> None:
+    plain = plain_answers(tiny_llama)[case]
+    drafted = answers(tiny_llama, nodes, page, overlap)[case]
+    assert drafted.tokens == plain.tokens
+    assert drafted.reasons == plain.reasons
+    proves_drafting(drafted)
+    if case == "prefix hits":
+        assert sum(drafted.cached) > 0
+    counters = drafted.counters
+    # With overlapping scheduling a request that has ended is served one more step.
+    assert counters["emitted"] >= 24 * (GREEDY["max_new_tokens"] - 1)
+    assert counters["emitted"] == counters["steps"] + counters["accepted_tokens"]
+    if not overlap:
+        assert counters["emitted"] == 24 * (GREEDY["max_new_tokens"] - 1)
+
+
+def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """The cache holds far less than all running requests come to."""
+    plain = plain_answers(tiny_llama)["long"]
+    (drafted,), log = run_sglang(
+        tiny_llama, [LONG], options={"nodes": 8}, max_total_tokens=700, schedule_conservativeness=0
+    )
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    assert "Retract" in log
+
+
+def test_smollm2_tokens_equal_plain_decoding(
+    smollm2: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    prompts = [
+        tokenizer(text)["input_ids"]
+        for text in (
+            "The capital of France is",
+            "def fibonacci(n):\n    ",
+            "Question: What is 2 + 2?\nAnswer:",
+            "List the numbers from one to ten: one, two, three,",
+        )
+    ]
+    case = Case(prompts, {**GREEDY, "max_new_tokens": 24}, rounds=2)
+    (plain,), _ = run_sglang(smollm2, [case], drafted=False)
+    (drafted,), _ = run_sglang(smollm2, [case])
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    assert drafted.counters["emitted"] > 1.3 * drafted.counters["steps"]

@@ -1,0 +1,153 @@
+"""What draft trees cannot serve in SGLang is refused at start, with the mend; the rest is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_runs import environment
+from tiny_models import make_tiny_llama
+
+PROGRAM = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.server_args import ServerArgs
+for arguments in json.loads(sys.argv[1]):
+    try:
+        server = ServerArgs(**arguments)
+        server.resolve_once()
+        view = resolved_view(server)
+        names = ("speculative_num_draft_tokens", "attention_backend", "max_running_requests",
+                 "disable_overlap_schedule", "enable_mixed_chunk")
+        print(json.dumps({name: getattr(view, name) for name in names}))
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def resolve(cases: list[dict[str, Any]], options: str = "") -> list[Any]:
+    """What the engine makes of arguments, before it starts anything: settled values or an error."""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
+        env=os.environ | environment() | {"DRAFTTREE_OPTIONS": options},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = [line for line in process.stdout.splitlines() if line.startswith(("{", '"'))]
+    assert len(lines) == len(cases), process.stderr[-3000:]
+    return [json.loads(line) for line in lines]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "pp-size=2": {"pp_size": 2},
+    "tp-size=2": {"tp_size": 2},
+    "dp-size=2": {"dp_size": 2},
+    "max-total-tokens=128": {"max_total_tokens": 128},
+    "MLA": {
+        "model": {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+        }
+    },
+    "disaggregation-mode=prefill": {"disaggregation_mode": "prefill"},
+    "speculative-num-draft-tokens=1": {"speculative_num_draft_tokens": 1},
+    "nodes=999": {"speculative_num_draft_tokens": 1000},
+    "quantization": {"quantization": "fp8"},
+    "attention-backend=triton": {"attention_backend": "triton"},
+    "enable-torch-compile=True": {"enable_torch_compile": True},
+    "sliding window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
+    "recurrent layers": {
+        "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    plain = make_tiny_llama(tmp_path_factory.mktemp("plain"))
+    common = {"model_path": str(plain), "skip_tokenizer_init": True}
+    cases = {"plain": common, "ours": common | {"speculative_algorithm": "token-recycling"}}
+    for name, arguments in REFUSED.items():
+        arguments = dict(arguments)
+        changed = arguments.pop("model", None)
+        if changed is not None:
+            folder = make_tiny_llama(tmp_path_factory.mktemp("changed"))
+            config = json.loads((folder / "config.json").read_text())
+            model_type = {"MistralForCausalLM": "mistral"}.get(changed["architectures"][0], "llama")
+            (folder / "config.json").write_text(
+                json.dumps(config | {"model_type": model_type} | changed)
+            )
+            arguments["model_path"] = str(folder)
+        cases[name] = cases["ours"] | arguments
+    return dict(zip(cases, resolve(list(cases.values())), strict=True))
+
+
+def test_what_is_left_open_is_settled(outcomes: dict[str, Any]) -> None:
+    assert outcomes["ours"] == {
+        "speculative_num_draft_tokens": 81,
+        "attention_backend": "torch_native",
+        "max_running_requests": 48,
+        "disable_overlap_schedule": False,
+        "enable_mixed_chunk": False,
+    }
+
+
+def test_a_server_without_our_methods_is_left_alone(outcomes: dict[str, Any]) -> None:
+    assert outcomes["plain"]["speculative_num_draft_tokens"] is None
+    assert outcomes["plain"]["max_running_requests"] is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_refusal_names_what_is_wrong(outcomes: dict[str, Any], name: str) -> None:
+    said = outcomes[name]
+    assert isinstance(said, str), said
+    assert name in said
+
+
+def test_options_that_do_not_fit_are_named(tiny_llama: Path) -> None:
+    arguments = {
+        "model_path": str(tiny_llama),
+        "skip_tokenizer_init": True,
+        "speculative_algorithm": "token-recycling",
+    }
+    cases = [arguments | {"speculative_num_draft_tokens": 16}, arguments]
+    settled, default = resolve(cases, '{"tree": "branch:2-2"}')
+    assert "--speculative-num-draft-tokens=16" in settled
+    assert default["speculative_num_draft_tokens"] == 7
+
+
+def test_our_algorithm_has_all_that_the_host_calls() -> None:
+    """The host checks some of it itself; its next version may call more."""
+    program = """
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+ours = type(SpeculativeAlgorithm.from_string("token-recycling"))
+public = {name for name, value in vars(SpeculativeAlgorithm).items()
+          if callable(value) and not name.startswith("_")}
+constructors = {"from_string", "register"}
+members = {member.name for member in SpeculativeAlgorithm}
+print("missing:", sorted(public - constructors - members - set(dir(ours))))
+"""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ | environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert "missing: []" in process.stdout

@@ -1,0 +1,117 @@
+"""SGLang's OpenAI server with draft trees: chat and completions, streamed, and its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from sglang_runs import Case, environment, run_sglang
+
+MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(smollm2)),
+        *("--speculative-algorithm", "token-recycling", "--speculative-num-draft-tokens", "33"),
+        *("--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "float32", "--max-total-tokens", "8192", "--context-length", "1024"),
+        *("--max-running-requests", "4", "--enable-metrics", "--skip-server-warmup"),
+    ]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | environment(), stdout=output, stderr=output
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 240
+        while not is_up(address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(1)
+        yield address
+        process.send_signal(signal.SIGTERM)
+        # The host's own status after a signal is that of the signal.
+        assert process.wait(60) in (0, -signal.SIGTERM, -signal.SIGKILL), log.read_text()[-3000:]
+        assert "Traceback" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def streamed(address: str, path: str, body: dict[str, object]) -> list[dict[str, object]]:
+    """The choices of a streamed answer, piece by piece."""
+    found = []
+    request = body | {"stream": True}
+    with httpx.stream("POST", f"{address}{path}", json=request, timeout=120) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {"):
+                found += json.loads(line[6:])["choices"]
+    return found
+
+
+def test_answers_are_those_of_plain_decoding(server: str, smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    rendered = tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    text = "The capital of France is"
+    sampling = {"temperature": 0.0, "max_new_tokens": TOKENS}
+    case = Case([rendered, tokenizer(text)["input_ids"]], sampling, together=False)
+    (plain,), _ = run_sglang(smollm2, [case], drafted=False, skip_tokenizer_init=False)
+
+    settings = {"model": "smollm2", "temperature": 0, "max_tokens": TOKENS}
+    chat = settings | {"messages": MESSAGES}
+    whole = httpx.post(f"{server}/v1/chat/completions", json=chat, timeout=120).json()
+    assert whole["choices"][0]["message"]["content"] == plain.texts[0]
+    pieces = [
+        each["delta"].get("content") or ""
+        for each in streamed(server, "/v1/chat/completions", chat)
+    ]
+    assert "".join(pieces) == plain.texts[0]
+    assert len([piece for piece in pieces if piece]) > 2
+
+    completion = settings | {"prompt": text}
+    whole = httpx.post(f"{server}/v1/completions", json=completion, timeout=120).json()
+    assert whole["choices"][0]["text"] == plain.texts[1]
+    pieces = [each["text"] for each in streamed(server, "/v1/completions", completion)]
+    assert "".join(pieces) == plain.texts[1]
+
+
+def test_the_accept_length_is_in_the_metrics(server: str) -> None:
+    settings = {"model": "smollm2", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    for _ in range(2):
+        body = settings | {"messages": MESSAGES}
+        httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120)
+    page = httpx.get(f"{server}/metrics", timeout=10).text
+    found = re.findall(r"^sglang:spec_accept_length{.*} (\S+)$", page, re.MULTILINE)
+    assert found, page[-2000:]
+    assert float(found[0]) > 1.2
+    info = httpx.get(f"{server}/get_server_info", timeout=10).json()
+    counters = info["internal_states"][0]["drafttree"]
+    assert counters["non_first_child_accepted"] > 0

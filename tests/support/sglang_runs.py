@@ -1,0 +1,244 @@
+"""Runs of the real SGLang, each in a process of its own, so that engines never meet."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Case:
+    """Requests for one engine.
+
+    Attributes:
+        prompts: token ids, one list a request.
+        sampling: the engine's sampling parameters: one set for all, or one a request.
+        together: submit all at once, else one after the other.
+        logprobs: how many of the best to report beside the chosen token's; None for no logprobs.
+        reset: flush the engine's cache before the case.
+        rounds: submit the requests so many times; the last answers count.
+        processor: a custom logit processor of `sglang_processors`, by name.
+        abort_after: abort these requests, by row, when they have so many tokens.
+    """
+
+    prompts: list[list[int]]
+    sampling: dict[str, Any] | list[dict[str, Any]]
+    together: bool = True
+    logprobs: int | None = None
+    reset: bool = False
+    rounds: int = 1
+    processor: str | None = None
+    abort_after: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    """What the engine made of a case.
+
+    Attributes:
+        tokens: the new token ids of each request.
+        texts: the same as text, where the engine has a tokenizer.
+        logprobs: for each request and position the chosen token's.
+        top_logprobs: for each request and position, by token id.
+        reasons: why each request ended.
+        cached: prompt tokens that were found in the cache.
+        retractions: how often each request was retracted.
+        counters: our worker's counts over the case; empty without one.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str | None]
+    logprobs: list[list[float]]
+    top_logprobs: list[list[dict[int, float]]]
+    reasons: list[str | None]
+    cached: list[int]
+    retractions: list[int]
+    counters: dict[str, int]
+
+
+class RunFailed(Exception):
+    """The engine's process failed; the message holds the end of its output."""
+
+
+def environment() -> dict[str, str]:
+    """What SGLang needs on a CPU, and one thread: idle ones would spin."""
+    return {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+LIMITS = {
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+    "context_length": 1024,
+    "max_running_requests": 8,
+    "skip_server_warmup": True,
+    "random_seed": 0,
+}
+
+
+def run_sglang(
+    model: Path,
+    cases: list[Case],
+    options: dict[str, Any] | None = None,
+    drafted: bool = True,
+    timeout: float = 400,
+    planted_fault: bool = False,
+    **engine: Any,
+) -> tuple[list[Answer], str]:
+    """Serve the cases one after another with one engine.
+
+    Args:
+        options: of Token Recycling.
+        drafted: False for plain SGLang.
+        planted_fault: below the root take the most likely token where one is to be drawn.
+
+    Returns:
+        The answers, and the engine's log.
+
+    Raises:
+        RunFailed: the engine did not start or stopped.
+    """
+    arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
+    arguments.setdefault("log_level", "info")
+    if drafted:
+        arguments["speculative_algorithm"] = "token-recycling"
+    with tempfile.TemporaryDirectory() as folder:
+        job, result = Path(folder) / "job.pickle", Path(folder) / "result.pickle"
+        job.write_bytes(pickle.dumps((arguments, options or {}, cases)))
+        fault = {"DRAFTTREE_TEST_FAULT": "1"} if planted_fault else {}
+        process = subprocess.run(
+            [sys.executable, __file__, str(job), str(result)],
+            env=os.environ | environment() | fault,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        if not result.exists():
+            raise RunFailed(process.stdout[-6000:])
+        answers: list[Answer] = pickle.loads(result.read_bytes())
+    return answers, process.stdout
+
+
+def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]) -> list[Answer]:
+    import sglang
+
+    from drafttree.sglang.options import set_options
+
+    set_options(**options)
+    engine = sglang.Engine(**arguments)
+    try:
+        return [_answer(engine, case) for case in cases]
+    finally:
+        engine.shutdown()
+
+
+def _answer(engine: Any, case: Case) -> Answer:
+    if case.reset:
+        engine.flush_cache()
+    before = _counters(engine)
+    for _ in range(case.rounds):
+        outputs = _generate(engine, case)
+    after = _counters(engine)
+    infos = [output["meta_info"] for output in outputs]
+    return Answer(
+        tokens=[list(output["output_ids"]) for output in outputs],
+        texts=[output.get("text") for output in outputs],
+        logprobs=[[each[0] for each in info.get("output_token_logprobs", ())] for info in infos],
+        top_logprobs=[
+            [{token: logprob for logprob, token, *_ in best or ()} for best in positions]
+            for positions in (info.get("output_top_logprobs") or () for info in infos)
+        ],
+        reasons=[(info["finish_reason"] or {}).get("type") for info in infos],
+        cached=[info.get("cached_tokens", 0) for info in infos],
+        retractions=[info.get("num_retractions", 0) for info in infos],
+        counters={name: after[name] - before[name] for name in after},
+    )
+
+
+def _generate(engine: Any, case: Case) -> list[dict[str, Any]]:
+    many = isinstance(case.sampling, list)
+    settings = case.sampling if many else [case.sampling] * len(case.prompts)
+    extra: dict[str, Any] = {}
+    if case.logprobs is not None:
+        extra = {"return_logprob": True, "top_logprobs_num": case.logprobs}
+    if case.processor is not None:
+        import sglang_processors
+
+        extra["custom_logit_processor"] = getattr(sglang_processors, case.processor).to_str()
+    if case.abort_after:
+        return engine.loop.run_until_complete(_stream(engine, case, settings))
+    groups = [slice(None)] if case.together else [slice(i, i + 1) for i in range(len(settings))]
+    outputs: list[dict[str, Any]] = []
+    for group in groups:
+        outputs += engine.generate(
+            input_ids=case.prompts[group], sampling_params=settings[group], **extra
+        )
+    return outputs
+
+
+async def _stream(engine: Any, case: Case, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    import asyncio
+
+    async def one(row: int) -> dict[str, Any]:
+        # An abort ends all requests whose names begin so.
+        name = f"request {row:04}"
+        stream = await engine.async_generate(
+            input_ids=case.prompts[row], sampling_params=settings[row], stream=True, rid=name
+        )
+        output: dict[str, Any] = {}
+        async for piece in stream:
+            # The last word on an aborted request may be without its tokens.
+            output = {
+                **output,
+                **piece,
+                "output_ids": piece.get("output_ids") or output["output_ids"],
+            }
+            if len(output["output_ids"]) >= case.abort_after.get(row, 1 << 30):
+                engine.tokenizer_manager.abort_request(name)
+        return output
+
+    return list(await asyncio.gather(*map(one, range(len(settings)))))
+
+
+def _counters(engine: Any) -> dict[str, int]:
+    counters: dict[str, int] = engine.get_server_info()["internal_states"][0].get("drafttree", {})
+    return counters
+
+
+def _plant_fault() -> None:
+    """In the engine's own process, which imports this file as its main module did."""
+    from drafttree.sglang import sampling
+
+    draw = sampling._Draw.__call__
+
+    def faulty(self: Any, node: Any, alive: Any) -> Any:
+        drawn = draw(self, node, alive)
+        if len(self._levels) == 1:
+            return drawn
+        return self._logits[self._rows, node.long()].argmax(-1).int()
+
+    sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+
+
+if __name__ == "__mp_main__" and os.environ.get("DRAFTTREE_TEST_FAULT"):
+    _plant_fault()
+
+if __name__ == "__main__":
+    # The engine's own processes import this file again, under another name.
+    sys.modules.setdefault("sglang_runs", sys.modules["__main__"])
+    Case.__module__ = Answer.__module__ = "sglang_runs"
+    made = _serve(*pickle.loads(Path(sys.argv[1]).read_bytes()))
+    Path(sys.argv[2]).write_bytes(pickle.dumps(made))
