@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
@@ -85,6 +86,11 @@ class TreeWorker(BaseSpecWorker):
         slots = self.req_to_token_pool.req_to_token.shape[0]
         self._states = RequestStates(slots, self._device)
         cache = self.token_to_kv_pool_allocator.get_kvcache()
+        if not isinstance(cache, MHATokenToKVPool):
+            raise RuntimeError(
+                f"draft trees do not know the KV cache that this model has in SGLang, a "
+                f"{type(cache).__name__}: leave --speculative-algorithm out"
+            )
         # To the mover each slot is a block of one row.
         self._movers = [
             KvMover([layer.unsqueeze(2) for layer in layers])

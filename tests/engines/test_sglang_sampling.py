@@ -43,6 +43,9 @@ def cases() -> dict[str, Case]:
     made["all in one batch"] = Case(
         prompts(), [kinds[row % len(kinds)] for row in range(len(prompts()))]
     )
+    draw = random.Random(6)
+    long = [[draw.randrange(2, 512) for _ in range(1000)] for _ in range(3)]
+    made["the context's end"] = Case(long, {**GREEDY, "max_new_tokens": 23}, rounds=2)
     made["logprobs"] = Case(prompts(), GREEDY, logprobs=4)
     made["logprobs and a penalty"] = Case(
         prompts(), SETTINGS["frequency and presence penalties"], logprobs=4
