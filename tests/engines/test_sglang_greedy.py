@@ -95,11 +95,17 @@ def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
     """The cache holds far less than all running requests come to."""
     plain = plain_answers(tiny_llama)["long"]
     (drafted,), log = run_sglang(
-        tiny_llama, [LONG], options={"nodes": 8}, max_total_tokens=700, schedule_conservativeness=0
+        tiny_llama,
+        [LONG],
+        options={"nodes": 8},
+        max_total_tokens=700,
+        schedule_conservativeness=0.01,
+        # The host then admits requests as if they were to write 16 tokens each.
+        variables={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
     )
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
-    assert "Retract" in log
+    assert "KV cache pool is full. Retract requests." in log
 
 
 def test_smollm2_tokens_equal_plain_decoding(

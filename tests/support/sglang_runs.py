@@ -94,6 +94,7 @@ def run_sglang(
     drafted: bool = True,
     timeout: float = 400,
     planted_fault: bool = False,
+    variables: dict[str, str] | None = None,
     **engine: Any,
 ) -> tuple[list[Answer], str]:
     """Serve the cases one after another with one engine.
@@ -101,6 +102,7 @@ def run_sglang(
     Args:
         options: of Token Recycling.
         drafted: False for plain SGLang.
+        variables: of the engine's environment.
         planted_fault: below the root take the most likely token where one is to be drawn.
 
     Returns:
@@ -119,7 +121,7 @@ def run_sglang(
         fault = {"DRAFTTREE_TEST_FAULT": "1"} if planted_fault else {}
         process = subprocess.run(
             [sys.executable, __file__, str(job), str(result)],
-            env=os.environ | environment() | fault,
+            env=os.environ | environment() | fault | (variables or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
