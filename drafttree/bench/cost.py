@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from statistics import median
+from time import perf_counter
 
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.protocol import ForwardShape, Generation
 
 _ROUNDS = 12
+_FEWEST_ROUNDS = 3
 _FORWARDS = 5
+_SECONDS = 60.0
+"""After so long no further round begins: large batches take seconds a forward."""
 
 
 def mean_context(answers: list[list[Generation]]) -> int:
@@ -52,7 +56,10 @@ def verification_cost(
     for process, shape in sides.values():  # the first of a shape may compile
         process.forward_seconds(shape)
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(_ROUNDS):
+    started = perf_counter()
+    for number in range(_ROUNDS):
+        if number >= _FEWEST_ROUNDS and perf_counter() - started > _SECONDS:
+            break
         for name, (process, shape) in sides.items():
             times[name] += process.forward_seconds(shape)
     seconds = {name: median(found) for name, found in times.items()}
