@@ -27,6 +27,7 @@ from drafttree.metrics import Counters
 from drafttree.sglang.counters import report_counters
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.penalties import RequestPenalties
+from drafttree.sglang.request_rows import widen_request_rows
 from drafttree.sglang.sampling import has_penalties, verify_trees
 from drafttree.sglang.state import RequestStates, is_bound
 from drafttree.verify import Verified
@@ -62,6 +63,7 @@ class TreeWorker(BaseSpecWorker):
         self._running: dict[str, Any] = {}
         self._penalties: dict[str, RequestPenalties] = {}
         self._learn_from_prefill()
+        widen_request_rows()
         report_counters(self)
 
     @classmethod
