@@ -49,7 +49,8 @@ class SglangEngine:
         self._scheduler.ipc_channels.send_to_detokenizer.send_output = _ignore
         self._scheduler.ipc_channels.send_to_tokenizer.send_output = _ignore
         self._next_id = 0
-        self.info = EngineInfo(version=str(sglang.__version__), device=str(arguments.device))
+        device = str(self._scheduler.tp_worker.model_runner.device)
+        self.info = EngineInfo(version=str(sglang.__version__), device=device)
 
     def generate(self, requests: list[Request]) -> list[Generation]:
         """Answer all requests together, timing each engine step."""
