@@ -6,14 +6,12 @@ engine's own outputs, in the same way for plain decoding and for any method.
 
 from __future__ import annotations
 
-import sys
-import traceback
 from dataclasses import astuple
-from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import Any
 
 from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
+from drafttree.bench.serve import serve
 
 
 class VllmEngine:
@@ -111,21 +109,5 @@ class VllmEngine:
         return counts
 
 
-def serve(pipe: Connection) -> None:
-    """Start the engine the first message describes, then answer calls until the pipe closes."""
-    try:
-        engine = VllmEngine(pipe.recv())
-        pipe.send(("ok", engine.info))
-        while True:
-            name, argument = pipe.recv()
-            pipe.send(("ok", getattr(engine, name)(argument)))
-    except EOFError:
-        return
-    except Exception as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
-
-
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(VllmEngine)
