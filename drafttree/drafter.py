@@ -28,7 +28,12 @@ class Drafter(Protocol):
     """Drafts trees and learns from what the target said of them. Knows no engine.
 
     State that belongs to a request is keyed by its id, never by its row in the batch.
+
+    Attributes:
+        max_depth: the greatest depth of a node that it drafts.
     """
+
+    max_depth: int
 
     def start(self, request_ids: Sequence[str]) -> None:
         """Hear of requests that joined."""

@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from drafttree.method import Method
 from drafttree.sglang.options import parse_options
-from drafttree.sglang.plugin import CPU_BACKEND
+from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +54,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         _check_room(server_args.max_total_tokens, tokens)
         if server_args.device == "cpu":
             server_args.attention_backend = CPU_BACKEND
+        else:
+            _settle_cuda(server_args)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
             logger.warning(
@@ -89,6 +91,17 @@ class TreeAlgorithm(CustomSpecAlgo):
     def get_platform_worker_cls(self) -> None:
         """No platform brings a worker of its own."""
         return None
+
+
+def _settle_cuda(server_args: Any) -> None:
+    logger.warning("Draft trees have not been run on CUDA yet: compare answers first")
+    if server_args.attention_backend not in CUDA_BACKENDS:
+        logger.warning(
+            "--attention-backend=%s takes no tree's mask; %s is used instead",
+            server_args.attention_backend,
+            CUDA_BACKENDS[0],
+        )
+        server_args.attention_backend = CUDA_BACKENDS[0]
 
 
 def _check_room(max_total_tokens: int | None, tokens: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttree.sglang.plugin import CPU_BACKEND
+from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
 from drafttree.sglang.versions import TESTED, is_tested
 
 
@@ -15,10 +15,10 @@ def check_server(server_args: Any) -> None:
         ValueError: naming the option, its value and the mend.
     """
     _check_version()
-    if server_args.device != "cpu":
+    if server_args.device not in ("cpu", "cuda"):
         raise ValueError(
-            f"draft trees work on SGLang's CPU backend only so far, not on "
-            f"--device {server_args.device}: leave --speculative-algorithm out"
+            f"draft trees do not work with --device={server_args.device}: use cuda or cpu, or "
+            "leave --speculative-algorithm out"
         )
     for option, served, mend in (
         ("pp_size", 1, "set it to 1"),
@@ -41,12 +41,17 @@ def check_server(server_args: Any) -> None:
         if value is not None and value != served:
             flag = option.replace("_", "-")
             raise ValueError(f"draft trees do not work with --{flag}={value}: {mend}")
+    cuda = server_args.device == "cuda"
+    served = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
     for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         value = getattr(server_args, option)
-        if value not in (None, "intel_amx", CPU_BACKEND):
+        # What the host itself has settled on cannot be told from what was asked for.
+        default = option == "attention_backend" and (cuda or value == "intel_amx")
+        if value is not None and value not in served and not default:
             flag = option.replace("_", "-")
             raise ValueError(
-                f"draft trees do not work with --{flag}={value}: leave it out or name {CPU_BACKEND}"
+                f"draft trees do not work with --{flag}={value}: leave it out or name "
+                + " or ".join(served)
             )
     _check_model(server_args)
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 CPU_BACKEND = "torch_native"
 """Code of the host branches on this name, so tree attention on a CPU goes by it too."""
 
+CUDA_BACKENDS = ("triton", "flashinfer")
+"""The host's own backends that take a tree's mask; the first is the default."""
+
 
 def register_method(method: Method) -> None:
     """Make `--speculative-algorithm NAME` valid, NAME with hyphens. May be called repeatedly.

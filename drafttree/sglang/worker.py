@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from tree_kernels.full_mask import full_mask
 from tree_kernels.kv_move import KvMover
 from tree_kernels.mask import depths, tree_mask
 
@@ -59,7 +60,7 @@ class TreeWorker(BaseSpecWorker):
         self._vocab_size: int = self._runner.model_config.vocab_size
         options = parse_options(method, get_spec().speculative_num_draft_tokens)
         self.drafter = method.make_drafter(options, self._vocab_size, self._device)
-        self.counters = Counters()
+        self.counters = Counters(self._device)
         self._running: dict[str, Any] = {}
         self._penalties: dict[str, RequestPenalties] = {}
         self._learn_from_prefill()
@@ -105,7 +106,7 @@ class TreeWorker(BaseSpecWorker):
         Weights that were updated come with it, so nothing learnt of old ones stays either.
         """
         self.drafter.reset()
-        self.counters = Counters()
+        self.counters = Counters(self._device)
 
     # Prefill: the host's own, and the drafter learns from each request's last row.
 
@@ -177,17 +178,17 @@ class TreeWorker(BaseSpecWorker):
             self._runner,
             batch,
             trees,
-            int(depth.max()),
+            self.drafter.max_depth,
             output,
             best.view_as(trees.tokens),
             self._penalties_of(batch),
         )
         lengths = batch.seq_lens + verified.num_emitted
-        moved = self._move_kv(batch, verified)
+        self._move_kv(batch, verified)
         if on_publish is not None:
             on_publish(lengths)
         everyone = torch.ones_like(verified.num_emitted, dtype=torch.bool)
-        self.counters.add_step(everyone, trees, verified, moved)
+        self.counters.add_step(everyone, trees, verified)
         emitted = verified.emitted.clamp(min=0)
         roots = emitted.gather(1, verified.num_emitted.long()[:, None] - 1)[:, 0]
         self._states.roots[batch.req_pool_indices] = roots
@@ -203,7 +204,7 @@ class TreeWorker(BaseSpecWorker):
         )
 
     def _draft(self, batch: Any) -> tuple[DraftTree, torch.Tensor]:
-        """The step's trees, no wider than the largest, and their nodes' depths, `int32 [B, N]`."""
+        """The step's trees and their nodes' depths, `int32 [B, N]`."""
         states, slots = self._states, batch.req_pool_indices
         names = [request.rid for request in batch.reqs]
         trees = self.drafter.propose(names, states.roots[slots])
@@ -213,8 +214,9 @@ class TreeWorker(BaseSpecWorker):
         useful = (trees.tokens >= 0) & (depth < left[:, None]) & states.drafting[slots, None]
         useful[:, 0] = True
         num_nodes = useful.sum(1, dtype=torch.int32)
-        # Looking at the result would stall a GPU; on a CPU it saves the rows of padding.
-        width = int(num_nodes.max())
+        # Looking at the result would stall a GPU, whose graphs want trees of one width anyway; on
+        # a CPU it saves the rows of padding.
+        width = int(num_nodes.max()) if self._device.type == "cpu" else useful.shape[1]
         useful, depth = useful[:, :width], depth[:, :width]
         cut = DraftTree(
             tokens=trees.tokens[:, :width].masked_fill(~useful, -1),
@@ -231,12 +233,17 @@ class TreeWorker(BaseSpecWorker):
         tokens = trees.tokens.masked_fill(padding, 0).flatten().long()
         columns = batch.seq_lens[:, None] + torch.arange(width, device=self._device)
         table = self.req_to_token_pool.req_to_token
+        masks = tree_mask(trees.parents, trees.num_nodes)
+        if self._device.type != "cpu":
+            # The host's own backends take one flat mask, which begins with the context.
+            size = width * (int(batch.seq_lens_cpu.sum()) + width * len(masks))
+            masks = full_mask(masks, batch.seq_lens, size)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = tokens
         batch.out_cache_loc = table[batch.req_pool_indices[:, None], columns].flatten().long()
         batch.spec_info = NgramVerifyInput(
             draft_token=tokens,
-            custom_mask=tree_mask(trees.parents, trees.num_nodes),
+            custom_mask=masks,
             positions=(batch.seq_lens[:, None] + depth).flatten(),
             draft_token_num=width,
         )
@@ -259,23 +266,15 @@ class TreeWorker(BaseSpecWorker):
             found.append(penalties if penalties.is_required else None)
         return found
 
-    def _move_kv(self, batch: Any, verified: Verified) -> int:
-        """Move the accepted path's KV to the slots right after the root's.
-
-        Returns:
-            How many rows had to move.
-        """
+    def _move_kv(self, batch: Any, verified: Verified) -> None:
+        """Move the accepted path's KV to the slots right after the root's."""
         nodes, places = verified.moves()
-        count = int((nodes >= 0).sum())
-        if count:
-            slots = batch.out_cache_loc.view(len(nodes), -1)
-            source, target = (
-                slots.gather(1, each.clamp(min=0)).masked_fill(each < 0, -1)
-                for each in (nodes, places)
-            )
-            for move in self._movers:
-                move(source, target)
-        return count
+        slots = batch.out_cache_loc.view(len(nodes), -1)
+        source, target = (
+            slots.gather(1, each.clamp(min=0)).masked_fill(each < 0, -1) for each in (nodes, places)
+        )
+        for move in self._movers:
+            move(source, target)
 
     def _relay(self, roots: torch.Tensor, lengths: torch.Tensor) -> NgramVerifyInput:
         """What the host carries from step to step: the roots, as steps that accepted one token."""

@@ -89,7 +89,7 @@ class TreeModelRunner(CPUModelRunner):
             self.vllm_config, self.device, logits_processors
         )
         self.input_batch.logitsprocs_need_output_token_ids = bool(logits_processors)
-        self.counters = Counters()
+        self.counters = Counters(self.device)
         scheduler = self.scheduler_config
         self._token_budget: int = min(
             scheduler.max_num_batched_tokens,
@@ -122,7 +122,7 @@ class TreeModelRunner(CPUModelRunner):
     def reset_drafting(self) -> None:
         """Forget what was learnt, and all counts."""
         self.tree_drafter.reset()
-        self.counters = Counters()
+        self.counters = Counters(self.device)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the caches, and what will move rows in them: a mover for keys, one for values."""
@@ -219,8 +219,8 @@ class TreeModelRunner(CPUModelRunner):
         target = self._observe(step, tokens, logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
-        moved = self._move_kv(step, verified)
-        self.counters.add_step(self._counted(step), drafts, verified, moved)
+        self._move_kv(step, verified)
+        self.counters.add_step(self._counted(step), drafts, verified)
         self._step = None
         return output
 
@@ -231,16 +231,11 @@ class TreeModelRunner(CPUModelRunner):
             tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
         return self.tree_drafter.observe(tokens, logits)
 
-    def _move_kv(self, step: StepTrees, verified: Verified) -> int:
-        """Move the accepted path's KV to the slots right after the root's.
-
-        Returns:
-            How many rows had to move.
-        """
+    def _move_kv(self, step: StepTrees, verified: Verified) -> None:
+        """Move the accepted path's KV to the slots right after the root's."""
         nodes, places = verified.moves()
-        count = int((nodes >= 0).sum())
-        if count == 0:
-            return 0
+        if nodes.shape[1] == 0:
+            return
         first = torch.from_numpy(step.starts)[:, None]
         tables = self.input_batch.block_table.block_tables
         for table, movers in zip(tables, self._movers, strict=True):
@@ -251,7 +246,6 @@ class TreeModelRunner(CPUModelRunner):
             )
             for move in movers:
                 move(source, target)
-        return count
 
     def _counted(self, step: StepTrees) -> torch.Tensor:
         """The requests whose step is a decode step, `bool [B]`."""

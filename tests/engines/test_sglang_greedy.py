@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -29,12 +30,14 @@ CASES = {
     "again after a flush": Case(SECOND, GREEDY, together=False, reset=True),
 }
 LONG = Case(some_prompts(12, seed=8), {**GREEDY, "max_new_tokens": 160})
+STREAMED = Case(FIRST[:8], {**GREEDY, "max_new_tokens": 64}, stream=True)
 
 
 @cache
 def plain_answers(model: Path) -> dict[str, Answer]:
-    served, _ = run_sglang(model, [*CASES.values(), LONG], drafted=False, chunked_prefill_size=32)
-    return dict(zip([*CASES, "long"], served, strict=True))
+    cases = {**CASES, "long": LONG, "streamed": STREAMED}
+    served, _ = run_sglang(model, list(cases.values()), drafted=False, chunked_prefill_size=32)
+    return dict(zip(cases, served, strict=True))
 
 
 @cache
@@ -106,6 +109,25 @@ def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
     assert "KV cache pool is full. Retract requests." in log
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_running_request_waits_because_others_draft(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None], overlap: bool
+) -> None:
+    """Every step serves all: between two pieces of one request come few of another."""
+    (drafted,), _ = run_sglang(tiny_llama, [STREAMED], disable_overlap_schedule=not overlap)
+    assert drafted.tokens == plain_answers(tiny_llama)["streamed"].tokens
+    proves_drafting(drafted)
+    last = {row: len(drafted.pieces) - drafted.pieces[::-1].index(row) for row in range(8)}
+    since: dict[int, Counter[int]] = {}
+    for place, row in enumerate(drafted.pieces):
+        for waiting, others in since.items():
+            if waiting != row and place < last[waiting]:
+                others[row] += 1
+                assert others[row] <= 3, f"{row} had {others[row]} pieces while {waiting} waited"
+        since[row] = Counter()
+    assert len(since) == 8
 
 
 def test_smollm2_tokens_equal_plain_decoding(

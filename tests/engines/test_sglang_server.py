@@ -104,6 +104,14 @@ def test_answers_are_those_of_plain_decoding(server: str, smollm2: Path) -> None
     assert "".join(pieces) == plain.texts[1]
 
 
+def test_beam_search_is_refused_and_the_server_goes_on(server: str) -> None:
+    body = {"text": "Once", "sampling_params": {"beam_width": 2, "max_new_tokens": 4}}
+    refused = httpx.post(f"{server}/generate", json=body, timeout=60)
+    assert refused.status_code == 400
+    assert "not supported with speculative decoding" in refused.text
+    assert is_up(server)
+
+
 def test_the_accept_length_is_in_the_metrics(server: str) -> None:
     settings = {"model": "smollm2", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
     for _ in range(2):

@@ -24,7 +24,8 @@ class Case:
         reset: flush the engine's cache before the case.
         rounds: submit the requests so many times; the last answers count.
         processor: a custom logit processor of `sglang_processors`, by name.
-        abort_after: abort these requests, by row, when they have so many tokens.
+        stream: have the answers streamed, and note who had a piece when.
+        abort_after: abort these requests, by row, when they have so many tokens; streamed.
     """
 
     prompts: list[list[int]]
@@ -34,6 +35,7 @@ class Case:
     reset: bool = False
     rounds: int = 1
     processor: str | None = None
+    stream: bool = False
     abort_after: dict[int, int] = field(default_factory=dict)
 
 
@@ -49,6 +51,7 @@ class Answer:
         reasons: why each request ended.
         cached: prompt tokens that were found in the cache.
         retractions: how often each request was retracted.
+        pieces: the requests, by row, in the order in which pieces of them came; if streamed.
         counters: our worker's counts over the case; empty without one.
     """
 
@@ -59,6 +62,7 @@ class Answer:
     reasons: list[str | None]
     cached: list[int]
     retractions: list[int]
+    pieces: list[int]
     counters: dict[str, int]
 
 
@@ -152,7 +156,8 @@ def _answer(engine: Any, case: Case) -> Answer:
         engine.flush_cache()
     before = _counters(engine)
     for _ in range(case.rounds):
-        outputs = _generate(engine, case)
+        pieces: list[int] = []
+        outputs = _generate(engine, case, pieces)
     after = _counters(engine)
     infos = [output["meta_info"] for output in outputs]
     return Answer(
@@ -166,11 +171,12 @@ def _answer(engine: Any, case: Case) -> Answer:
         reasons=[(info["finish_reason"] or {}).get("type") for info in infos],
         cached=[info.get("cached_tokens", 0) for info in infos],
         retractions=[info.get("num_retractions", 0) for info in infos],
+        pieces=pieces,
         counters={name: after[name] - before[name] for name in after},
     )
 
 
-def _generate(engine: Any, case: Case) -> list[dict[str, Any]]:
+def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]]:
     many = isinstance(case.sampling, list)
     settings = case.sampling if many else [case.sampling] * len(case.prompts)
     extra: dict[str, Any] = {}
@@ -180,8 +186,8 @@ def _generate(engine: Any, case: Case) -> list[dict[str, Any]]:
         import sglang_processors
 
         extra["custom_logit_processor"] = getattr(sglang_processors, case.processor).to_str()
-    if case.abort_after:
-        return engine.loop.run_until_complete(_stream(engine, case, settings))
+    if case.stream or case.abort_after:
+        return engine.loop.run_until_complete(_stream(engine, case, settings, pieces))
     groups = [slice(None)] if case.together else [slice(i, i + 1) for i in range(len(settings))]
     outputs: list[dict[str, Any]] = []
     for group in groups:
@@ -191,7 +197,9 @@ def _generate(engine: Any, case: Case) -> list[dict[str, Any]]:
     return outputs
 
 
-async def _stream(engine: Any, case: Case, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def _stream(
+    engine: Any, case: Case, settings: list[dict[str, Any]], pieces: list[int]
+) -> list[dict[str, Any]]:
     import asyncio
 
     async def one(row: int) -> dict[str, Any]:
@@ -202,6 +210,7 @@ async def _stream(engine: Any, case: Case, settings: list[dict[str, Any]]) -> li
         )
         output: dict[str, Any] = {}
         async for piece in stream:
+            pieces.append(row)
             # The last word on an aborted request may be without its tokens.
             output = {
                 **output,

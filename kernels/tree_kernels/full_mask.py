@@ -1,0 +1,84 @@
+"""The mask of a whole batch as engines with one flat mask take it: of each request in turn, for
+every node of its tree, its context's tokens and then the tree's nodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, tl, use_triton
+
+_BLOCK = 1024
+
+
+@jit
+def _full_mask_kernel(
+    masks: tl.tensor,
+    contexts: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program a request and node, which alone writes that node's row."""
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1).to(tl.int64)
+    context = tl.load(contexts + request)
+    before = tl.load(ends + request) - context
+    start = width * (before + request * width) + node * (context + width)
+    for first in range(0, context + width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        in_tree = (columns >= context) & (columns < context + width)
+        line = masks + (request * width + node) * width
+        sees = tl.load(line + (columns - context), mask=in_tree, other=1)
+        tl.store(out + start + columns, sees, mask=columns < context + width)
+
+
+def _full_mask_triton(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
+    requests, width, _ = masks.shape
+    out = torch.empty(size, dtype=torch.int8, device=masks.device)
+    if masks.numel():
+        _full_mask_kernel[(requests, width)](
+            masks.contiguous().view(torch.int8),
+            contexts,
+            contexts.cumsum(0),
+            out,
+            width,
+            BLOCK=_BLOCK,
+        )
+    return out.view(torch.bool)
+
+
+def _full_mask_reference(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
+    requests, width, _ = masks.shape
+    out = torch.ones(size, dtype=torch.bool, device=masks.device)
+    spans = (contexts + width).repeat_interleave(width)
+    starts = spans.cumsum(0) - spans
+    columns = torch.arange(width, device=masks.device)
+    places = (starts + spans - width)[:, None] + columns
+    out[places.flatten()] = masks.flatten()
+    return out
+
+
+def full_mask(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
+    """Lay the trees' masks out behind their contexts, of which every node sees all.
+
+    Args:
+        masks: bool [B, N, N], node i sees node j.
+        contexts: int64 [B], the tokens before each tree.
+        size: the elements of the result, B * N * N + N * sum(contexts); given by the caller, who
+            knows it without asking the device.
+
+    Returns:
+        bool [size], for each request N rows of contexts[b] + N.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if masks.dim() != 3 or masks.shape[1] != masks.shape[2] or contexts.shape != masks.shape[:1]:
+        raise ValueError(
+            f"masks {[*masks.shape]} must be [B, N, N], contexts {[*contexts.shape]} [B]"
+        )
+    if use_triton(masks):
+        return _full_mask_triton(masks, contexts, size)
+    return _full_mask_reference(masks, contexts, size)
