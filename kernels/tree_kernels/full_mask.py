@@ -50,7 +50,7 @@ def _full_mask_triton(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
 
 
 def _full_mask_reference(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
-    requests, width, _ = masks.shape
+    width = masks.shape[1]
     out = torch.ones(size, dtype=torch.bool, device=masks.device)
     spans = (contexts + width).repeat_interleave(width)
     starts = spans.cumsum(0) - spans
