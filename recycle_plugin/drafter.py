@@ -36,7 +36,7 @@ class RecycleDrafter:
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=device)
         self._ranks = torch.tensor(tree.ranks, dtype=torch.int32, device=device)
         self._level_ends = tree.level_ends
-        self.max_depth = len(tree.level_ends) - 1
+        self.max_depth = tree.depth
         self._running: set[str] = set()
 
     def start(self, request_ids: Sequence[str]) -> None:
