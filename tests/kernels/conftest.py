@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tree_kernels import accept, adjacency, full_mask, gather, kv_move, mask
+from tree_kernels import accept, adjacency, full_mask, gather, kv_move, mask, rejection
 from tree_kernels._native import NativeFunction
 
 
@@ -33,7 +33,17 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     from triton.runtime.jit import JITFunction
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    modules = (accept, adjacency, full_mask, gather, kv_move, mask, language, language.standard)
+    modules = (
+        accept,
+        adjacency,
+        full_mask,
+        gather,
+        kv_move,
+        mask,
+        rejection,
+        language,
+        language.standard,
+    )
     interpreted: dict[int, InterpretedFunction] = {}
     for module in modules:
         for name, value in list(vars(module).items()):

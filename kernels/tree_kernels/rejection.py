@@ -1,0 +1,214 @@
+"""Recursive rejection sampling of one level (RSD, arXiv 2402.14160, section 3.1, algorithm 3).
+
+A node's children were drawn without replacement from the draft distribution p. They are tried in
+the order in which they were drawn, each against what the earlier ones left of the target q:
+
+    q <- norm(max(q - p, 0)),    p <- norm(p without the rejected token)
+
+and if none is accepted the next token comes from what is left of q. Then the token that follows
+the node is distributed as q, whatever p was."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, tl, use_triton
+
+_BLOCK = 2048
+
+
+@jit
+def _reject_kernel(
+    target: tl.tensor,
+    draft: tl.tensor,
+    target_rows: tl.tensor,
+    draft_rows: tl.tensor,
+    children: tl.tensor,
+    coins: tl.tensor,
+    left_of_target: tl.tensor,
+    left_of_draft: tl.tensor,
+    accepted: tl.tensor,
+    tokens: tl.tensor,
+    vocab: tl.tensor,
+    num_children: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program a request; its two rows of scratch hold what is left of q and p."""
+    request = tl.program_id(0).to(tl.int64)
+    draft_row = tl.load(draft_rows + request)
+    q_row = target + tl.load(target_rows + request) * vocab
+    p_row = draft + tl.maximum(draft_row, 0) * vocab
+    q_left = left_of_target + request * vocab
+    p_left = left_of_draft + request * vocab
+    p_columns = tl.where(draft_row >= 0, vocab, 0)
+    q_mass = 0.0
+    p_mass = 0.0
+    for first in range(0, vocab, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < vocab
+        q = tl.load(q_row + columns, mask=inside, other=0.0)
+        p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
+        tl.store(q_left + columns, q, mask=inside)
+        tl.store(p_left + columns, p, mask=inside)
+        q_mass += tl.sum(q)
+        p_mass += tl.sum(p)
+    # What other threads of the program wrote is read below.
+    tl.debug_barrier()
+    found = -1
+    for child in range(0, num_children):
+        token = tl.load(children + request * num_children + child)
+        if (found < 0) & (token >= 0) & (draft_row >= 0):
+            coin = tl.load(coins + request * (num_children + 1) + child)
+            q_token = tl.load(q_left + token) / q_mass
+            p_token = tl.load(p_left + token) / tl.where(p_mass > 0, p_mass, 1.0)
+            tl.debug_barrier()
+            if coin * p_token < q_token:
+                found = child
+            else:
+                q_scale = 1.0 / q_mass
+                p_scale = tl.where(p_mass > 0, 1.0 / tl.where(p_mass > 0, p_mass, 1.0), 0.0)
+                q_mass = 0.0
+                p_mass = 0.0
+                for first in range(0, vocab, BLOCK):
+                    columns = first + tl.arange(0, BLOCK)
+                    inside = columns < vocab
+                    q = tl.load(q_left + columns, mask=inside, other=0.0)
+                    p = tl.load(p_left + columns, mask=inside, other=0.0)
+                    q = tl.maximum(q * q_scale - p * p_scale, 0.0)
+                    p = tl.where(columns == token, 0.0, p)
+                    tl.store(q_left + columns, q, mask=inside)
+                    tl.store(p_left + columns, p, mask=inside)
+                    q_mass += tl.sum(q)
+                    p_mass += tl.sum(p)
+                tl.debug_barrier()
+                # Nothing is left where q is p: only rounding can have rejected the child.
+                if q_mass <= 0.0:
+                    found = child
+    wanted = tl.load(coins + request * (num_children + 1) + num_children) * q_mass
+    before = 0.0
+    drawn = -1
+    last = -1
+    if found >= 0:
+        drawn = tl.load(children + request * num_children + found)
+    else:
+        for first in range(0, vocab, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            q = tl.load(q_left + columns, mask=columns < vocab, other=0.0)
+            reached = (before + tl.cumsum(q, 0) > wanted) & (q > 0)
+            hit = tl.min(tl.where(reached, columns, vocab))
+            if (drawn < 0) & (hit < vocab):
+                drawn = hit
+            last = tl.maximum(last, tl.max(tl.where(q > 0, columns, -1)))
+            before += tl.sum(q)
+        # The sums may fall short of the mass by rounding.
+        if drawn < 0:
+            drawn = last
+    tl.store(accepted + request, found)
+    tl.store(tokens + request, drawn)
+
+
+def _reject_triton(
+    target: Tensor,
+    draft: Tensor,
+    target_rows: Tensor,
+    draft_rows: Tensor,
+    children: Tensor,
+    coins: Tensor,
+) -> tuple[Tensor, Tensor]:
+    requests, num_children = children.shape
+    vocab = target.shape[1]
+    accepted = torch.empty(requests, dtype=torch.int32, device=target.device)
+    tokens = torch.empty_like(accepted)
+    if requests:
+        _reject_kernel[(requests,)](
+            *(target.contiguous(), draft.contiguous(), target_rows, draft_rows),
+            *(children.contiguous(), coins.contiguous()),
+            *(target.new_empty(requests, vocab), target.new_empty(requests, vocab)),
+            *(accepted, tokens, vocab, num_children),
+            BLOCK=_BLOCK,
+        )
+    return accepted, tokens
+
+
+def _reject_reference(
+    target: Tensor,
+    draft: Tensor,
+    target_rows: Tensor,
+    draft_rows: Tensor,
+    children: Tensor,
+    coins: Tensor,
+) -> tuple[Tensor, Tensor]:
+    requests, num_children = children.shape
+    q = target[target_rows].float()
+    p = torch.zeros_like(q)
+    if len(draft):
+        p = draft[draft_rows.clamp(min=0)].float() * (draft_rows >= 0)[:, None]
+    accepted = torch.full((requests,), -1, dtype=torch.int32, device=q.device)
+    for child in range(num_children):
+        token = children[:, child].long()
+        tried = (accepted < 0) & (token >= 0) & (draft_rows >= 0)
+        # On a CPU looking ahead costs nothing and saves whole passes over the vocabulary.
+        if q.device.type == "cpu" and not bool(tried.any()):
+            break
+        at = token.clamp(min=0)[:, None]
+        q = q / q.sum(1, keepdim=True)
+        p = p / p.sum(1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+        taken = coins[:, child] * p.gather(1, at)[:, 0] < q.gather(1, at)[:, 0]
+        left = (q - p).clamp_min(0)
+        # Nothing is left where q is p: only rounding can have rejected the child.
+        taken |= left.sum(1) <= 0
+        accepted = torch.where(tried & taken, child, accepted)
+        rejected = (tried & ~taken)[:, None]
+        q = torch.where(rejected, left, q)
+        p = torch.where(rejected, p.scatter(1, at, 0.0), p)
+    sums = q.double().cumsum(1)
+    wanted = coins[:, -1:].double() * sums[:, -1:]
+    # The last token that has mass, should rounding put the mark beyond it.
+    last = torch.where(q > 0, torch.arange(q.shape[1], device=q.device), -1).amax(1)
+    drawn = torch.minimum(torch.searchsorted(sums, wanted, right=True)[:, 0], last)
+    if num_children:
+        chosen = children.gather(1, accepted.clamp(min=0).long()[:, None])[:, 0]
+        drawn = torch.where(accepted >= 0, chosen.long(), drawn)
+    return accepted, drawn.int()
+
+
+def reject_step(
+    target: Tensor,
+    draft: Tensor,
+    target_rows: Tensor,
+    draft_rows: Tensor,
+    children: Tensor,
+    coins: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Find the token that follows one node of each request.
+
+    Args:
+        target: float32 [R, V], distributions of the target after all filters, float32 sums of 1.
+        draft: float32 [S, V], those that children were drawn from, after the same filters.
+        target_rows: int64 [B], the row of `target` of each request's node.
+        draft_rows: int64 [B], the row of `draft`; -1 for a node without children.
+        children: int32 [B, K], the children's tokens in the order of drawing, -1 padded behind.
+        coins: float32 [B, K + 1], uniform in [0, 1): one a child, and one for what is left.
+
+    Returns:
+        int32 [B], which child was accepted, -1 for none; and int32 [B], the token: the accepted
+        child's, else one drawn from what is left of the target's distribution.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    requests = len(target_rows)
+    if (
+        target.dim() != 2
+        or draft.dim() != 2
+        or draft.shape[1] != target.shape[1]
+        or draft_rows.shape != (requests,)
+        or children.shape[:1] != (requests,)
+        or coins.shape != (requests, children.shape[1] + 1)
+    ):
+        shapes = [[*t.shape] for t in (target, draft, target_rows, draft_rows, children, coins)]
+        raise ValueError(f"expected [R, V], [S, V], [B], [B], [B, K] and [B, K + 1], not {shapes}")
+    if use_triton(target):
+        return _reject_triton(target, draft, target_rows, draft_rows, children, coins)
+    return _reject_reference(target, draft, target_rows, draft_rows, children, coins)

@@ -1,0 +1,177 @@
+"""Recursive rejection sampling: the token that follows a node is distributed as the target.
+
+The law of `reject_step` is measured by asking it, not by repeating its formulas: what it answers is
+a step function of each coin, so bisection finds each probability to some 1e-7.
+"""
+
+from itertools import permutations
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import given
+from hypothesis import strategies as st
+from tree_kernels import rejection
+from tree_kernels.rejection import reject_step
+
+ROUNDS = 26
+
+
+def ask(q, p, children, coins):
+    """One answer a row of coins."""
+    rows = torch.zeros(len(coins), dtype=torch.int64)
+    given = torch.tensor([children] * len(coins), dtype=torch.int32).view(len(coins), -1)
+    return reject_step(q[None], p[None], rows, rows, given, coins.float())
+
+
+def threshold(answer):
+    """Where `answer(coin)`, first true and then false, changes."""
+    low, high = 0.0, 1.0
+    if not answer(high - 2**-24):
+        for _ in range(ROUNDS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if answer(middle) else (low, middle)
+        return low
+    return 1.0
+
+
+def law(q, p, children):
+    """The distribution of the token after a node with these children."""
+    found = torch.zeros(len(q), dtype=torch.float64)
+    reaching = 1.0
+    refused = []
+    for place, token in enumerate(children):
+
+        def accepted(coin, place=place):
+            coins = torch.tensor([[*refused, coin] + [0.0] * (len(children) - place)])
+            return int(ask(q, p, children, coins)[0]) == place
+
+        rate = threshold(accepted)
+        found[token] += reaching * rate
+        reaching *= 1 - rate
+        refused.append(1 - 2**-24)
+        if rate == 1.0:
+            return found
+    below = 0.0
+    for token in range(len(q)):
+
+        def at_most(coin, token=token):
+            coins = torch.tensor([[*refused, coin]])
+            return int(ask(q, p, children, coins)[1]) <= token
+
+        share = threshold(at_most)
+        found[token] += reaching * (share - below)
+        below = share
+    return found
+
+
+def orders(p, count):
+    """All draws of `count` tokens without replacement, in order, with their probabilities."""
+    possible = [token for token in range(len(p)) if p[token] > 0]
+    for order in permutations(possible, min(count, len(possible))):
+        probability, left = 1.0, 1.0
+        for token in order:
+            probability *= float(p[token]) / left
+            left -= float(p[token])
+        yield list(order), probability
+
+
+def normed(weights):
+    return torch.tensor(weights, dtype=torch.float32) / sum(weights)
+
+
+weights = st.lists(st.sampled_from([0, 1, 1, 2, 5, 40]), min_size=4, max_size=4).filter(any)
+
+
+@CASES
+@given(weights, weights, st.integers(1, 3))
+def test_the_token_is_distributed_as_the_target(first, second, count):
+    q, p = normed(first), normed(second)
+    found = sum(
+        probability * law(q, p, children) for children, probability in orders(p.double(), count)
+    )
+    assert torch.allclose(found, q.double(), atol=2e-6)
+
+
+def test_ignoring_that_drafts_were_drawn_without_replacement_would_show():
+    """The control: children in the order of their tokens, not of drawing."""
+    q, p = normed([5, 1, 2, 2]), normed([1, 2, 40, 5])
+    found = sum(
+        probability * law(q, p, sorted(children)) for children, probability in orders(p.double(), 2)
+    )
+    assert not torch.allclose(found, q.double(), atol=1e-2)
+
+
+@CASES
+@given(weights, weights)
+def test_one_child_is_ordinary_speculative_sampling(first, second):
+    q, p = normed(first), normed(second)
+    rate = 0.0
+    for children, probability in orders(p.double(), 1):
+
+        def accepted(coin, children=children):
+            return int(ask(q, p, children, torch.tensor([[coin, 0.0]]))[0]) == 0
+
+        rate += probability * threshold(accepted)
+    assert rate == pytest.approx(float(torch.minimum(q, p).sum()), abs=1e-6)
+
+
+@CASES
+@given(st.integers(0, 64), st.integers(1, 63), st.floats(0, 0.999), st.floats(0, 0.999))
+def test_two_children_of_two_tokens_always_hold_the_answer(a, b, first, second):
+    q, p = torch.tensor([a / 64, 1 - a / 64]), torch.tensor([b / 64, 1 - b / 64])
+    for children in ([0, 1], [1, 0]):
+        accepted, token = ask(q, p, children, torch.tensor([[first, second, 0.5]]))
+        assert int(accepted) >= 0
+        assert int(token) == children[int(accepted)]
+
+
+@pytest.mark.parametrize("winner", range(3))
+def test_without_a_draft_distribution_a_sure_target_takes_its_own_token(winner):
+    """How greedy rows are verified: their children were chosen, not drawn."""
+    q = torch.zeros(3)
+    q[winner] = 1.0
+    coins = torch.tensor([[0.999, 0.999, 0.5]])
+    accepted, token = ask(q, torch.zeros(3), [2, 0], coins)
+    assert int(token) == winner
+    assert int(accepted) == {2: 0, 0: 1, 1: -1}[winner]
+
+
+def random_case(seed, requests=5, vocab=37, num_children=3):
+    generator = torch.Generator().manual_seed(seed)
+    q, p = (
+        torch.softmax(3 * torch.randn(requests + 2, vocab, generator=generator), 1)
+        for _ in range(2)
+    )
+    target_rows = torch.randint(0, len(q), (requests,), generator=generator)
+    draft_rows = torch.randint(-1, len(p), (requests,), generator=generator)
+    children = torch.stack(
+        [torch.randperm(vocab, generator=generator)[:num_children] for _ in range(requests)]
+    ).int()
+    lengths = torch.randint(0, num_children + 1, (requests, 1), generator=generator)
+    children[torch.arange(num_children) >= lengths] = -1
+    coins = torch.rand(requests, num_children + 1, generator=generator)
+    return q, p, target_rows, draft_rows, children, coins
+
+
+@CASES
+@given(st.integers(0, 10**6))
+def test_the_kernel_gives_the_same(interpreter, seed):
+    case = random_case(seed)
+    for mine, theirs in zip(rejection._reject_triton(*case), reject_step(*case), strict=True):
+        assert mine.tolist() == theirs.tolist()
+
+
+def test_shapes_that_do_not_fit_are_errors():
+    case = random_case(0)
+    with pytest.raises(ValueError, match="expected"):
+        reject_step(*case[:5], case[5][:, 1:])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("requests", "vocab"), [(1, 512), (8, 49152), (64, 151936)])
+def test_cuda_agrees_with_the_cpu(requests, vocab):
+    case = random_case(0, requests, vocab, 5)
+    found = reject_step(*(tensor.cuda() for tensor in case))
+    for mine, theirs in zip(found, reject_step(*case), strict=True):
+        assert (mine.cpu() == theirs).float().mean() > 0.98
