@@ -19,6 +19,9 @@ MAX_DEPTH = 32
 
 RankPath = tuple[int, ...]
 
+BRANCHING = "branch:"
+"""How trees that are given by their branching factors are written: `branch:4-2-1`."""
+
 
 @dataclass(frozen=True)
 class StaticTree:
@@ -125,6 +128,21 @@ class StaticTree:
             for depth in range(1, len(factors) + 1)
             for path in product(*(range(factor) for factor in factors[:depth]))
         )
+
+    @classmethod
+    def from_notation(cls, notation: str) -> StaticTree:
+        """The tree of branching factors as in `branch:4-2-1`.
+
+        Raises:
+            ValueError: it is not written so, or makes no tree.
+        """
+        try:
+            factors = [int(factor) for factor in notation.removeprefix(BRANCHING).split("-")]
+        except ValueError as error:
+            raise ValueError(
+                f"tree={notation!r} is no list of branching factors: write {BRANCHING}4-2-1"
+            ) from error
+        return cls.from_branching(factors)
 
     @property
     def nodes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from drafttree.method import MethodOptions
-from drafttree.tree import MAX_NODES, StaticTree
+from drafttree.tree import BRANCHING, MAX_NODES, StaticTree
 
 PAPER_NODES = 80
 
@@ -40,14 +40,8 @@ class RecycleOptions(MethodOptions):
     def topology(self) -> StaticTree:
         """The static draft tree that these options ask for."""
         if self.tree is not None:
-            if self.tree.startswith("branch:"):
-                try:
-                    factors = [int(factor) for factor in self.tree[len("branch:") :].split("-")]
-                except ValueError as error:
-                    raise ValueError(
-                        f"tree={self.tree!r} is no list of branching factors: write branch:4-2-1"
-                    ) from error
-                return StaticTree.from_branching(factors)
+            if self.tree.startswith(BRANCHING):
+                return StaticTree.from_notation(self.tree)
             return StaticTree.from_file(Path(self.tree))
         if self.nodes in (None, PAPER_NODES) and self.k == len(RANK_PRIORS):
             with as_file(files("recycle_plugin") / "token_recycling_80.json") as file:

@@ -1,0 +1,49 @@
+"""The notation of RSD's trees."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from rsd_plugin.config import RsdOptions
+
+
+def options(tree: str) -> RsdOptions:
+    return RsdOptions(model="draft", tree=tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "widths", "factors"),
+    [
+        ("beam:3x5", (3, 3, 3, 3, 3), None),
+        ("beam:1x1", (1,), None),
+        ("branch:3-2-1", (3, 6, 6), (3, 2, 1)),
+        ("branch:1-1", (1, 1), (1, 1)),
+    ],
+)
+def test_trees_are_read(
+    tree: str, widths: tuple[int, ...], factors: tuple[int, ...] | None
+) -> None:
+    shape = options(tree).shape
+    assert shape.widths == widths
+    assert shape.factors == factors
+    assert options(tree).num_nodes == sum(widths)
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        ("beam:3", "beam:3x5"),
+        ("beam:0x3", "out of range"),
+        ("beam:3x0", "out of range"),
+        ("beam:2x33", "out of range"),
+        ("beam:64x4", "out of range"),
+        ("branch:3-x", "branching factors"),
+        ("branch:0-1", "1 or more"),
+        ("branch:9-9-9", "more than"),
+        ("tree.json", "is not known"),
+    ],
+)
+def test_what_is_no_tree_is_said(tree: str, complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        options(tree)
