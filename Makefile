@@ -14,11 +14,12 @@ export VLLM_NO_USAGE_STATS = 1
 demo: environment
 	$(VENV)/bin/drafttree demo --engine $(ENGINE)
 
-# SGLang's tests are not all settled yet: `make test-sglang` runs them, in their own environment.
-test: test-vllm
+test:
+	@$(MAKE) --keep-going --no-print-directory test-vllm test-sglang
 
 test-full:
-	@$(MAKE) --no-print-directory test-vllm ENGINE_TESTS="test-engines test-engines-full"
+	@$(MAKE) --keep-going --no-print-directory test-vllm test-sglang \
+		ENGINE_TESTS="test-engines test-engines-full"
 
 ENGINE_TESTS ?= test-engines
 

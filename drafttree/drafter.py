@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The draft trees of a batch, breadth-first, padded with -1.
+    """The draft trees of a batch, breadth-first; a column with a token of -1 is no node.
 
     Attributes:
         tokens: `int32 [B, N]`; column 0 is the root, the last accepted token.
-        parents: `int32 [B, N]`; -1 for the root.
-        num_nodes: `int32 [B]`, the root included.
+        parents: `int32 [B, N]`; -1 for the root and where there is no node.
+        num_nodes: `int32 [B]`, the columns up to the last node, the root included.
     """
 
     tokens: torch.Tensor
@@ -57,3 +57,50 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget everything learnt."""
+
+
+DraftForward = Callable[[DraftTree, int], torch.Tensor]
+"""`(trees, first) -> float32 [B, N - first, V]`: what a draft model says may follow each node from
+column `first` on, after the request's temperature and filters (before filters where nothing is
+drawn). It has seen the nodes before, and keeps the KV of these."""
+
+Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: the token after each node, given
+the target's distributions there. Called once a level, the roots' first."""
+
+
+class ModelDrafter(Protocol):
+    """Draws trees from a draft model that the host runs. Knows no engine and keeps no requests.
+
+    Attributes:
+        max_depth: the greatest depth of a node that it drafts.
+    """
+
+    max_depth: int
+
+    def draw(
+        self,
+        roots: torch.Tensor,
+        seeds: Sequence[int | None],
+        lengths: Sequence[int],
+        sampled: torch.Tensor,
+        forward: DraftForward,
+    ) -> tuple[DraftTree, Any]:
+        """Draw one tree under each of `roots`, `int32 [B]`.
+
+        Args:
+            seeds: of each request that has one.
+            lengths: the tokens before each root.
+            sampled: `bool [B]`: where it is false, nothing is drawn and the likeliest are taken.
+
+        Returns:
+            The trees, and what `verify_with` wants to know of them.
+        """
+
+    def verify_with(self, trees: DraftTree, drawn: Any) -> Rule:
+        """The rule that makes the output the target's own; `trees` may have been cut by count."""
+
+    def verify_undrafted(
+        self, roots: torch.Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
+    ) -> Rule:
+        """The same for roots without drafts, at the end of a prompt."""

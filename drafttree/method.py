@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drafttree.drafter import Drafter
-
 GROUP = "drafttree.methods"
 
 
@@ -32,19 +30,23 @@ class MethodOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Method:
-    """A drafting method whose drafts are chosen deterministically and verified by sampling.
+    """A drafting method.
 
     Attributes:
         name: as users write it in vLLM's `speculative_config`.
         title: as people call it.
         options: the pydantic model that validates its options.
         make_drafter: `(options, vocab_size, device) -> drafter`.
+        draft_model: whether its drafter is a `ModelDrafter`, which needs the option `model`.
+        engines: where it runs.
     """
 
     name: str
     title: str
     options: type[MethodOptions]
-    make_drafter: Callable[[Any, int, torch.device], Drafter]
+    make_drafter: Callable[[Any, int, torch.device], Any]
+    draft_model: bool = False
+    engines: tuple[str, ...] = ("vllm", "sglang")
 
     def parse(self, options: dict[str, Any]) -> MethodOptions:
         """Validate options.

@@ -41,12 +41,13 @@ class Counters:
     def add_step(self, counted: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Add an engine step; `counted` are the requests that decode in it, `bool [B]`."""
         nodes, _ = verified.moves()
+        drafted = (trees.tokens >= 0).sum(1) - 1
         by_request = torch.stack(
             [
                 torch.ones_like(verified.num_emitted),
                 verified.num_emitted,
-                trees.num_nodes > 1,
-                trees.num_nodes - 1,
+                drafted > 0,
+                drafted,
                 verified.num_emitted - 1,
                 verified.non_first_children(trees).sum(1),
                 (nodes >= 0).sum(1),

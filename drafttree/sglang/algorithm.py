@@ -45,7 +45,11 @@ class TreeAlgorithm(CustomSpecAlgo):
         Raises:
             ValueError: the method's options are wrong; the message says how to mend them.
         """
-        options = parse_options(self.method, server_args.speculative_num_draft_tokens)
+        options = parse_options(
+            self.method,
+            server_args.speculative_num_draft_tokens,
+            server_args.speculative_draft_model_path,
+        )
         tokens = options.num_nodes + 1
         server_args.speculative_num_draft_tokens = tokens
         # The host reserves max(steps * width, tokens) slots for a tree: these add nothing.
@@ -93,6 +97,31 @@ class TreeAlgorithm(CustomSpecAlgo):
         return None
 
 
+class DraftModelAlgorithm(TreeAlgorithm):
+    """Takes the host's branches for a draft model with a vocabulary and a KV cache of its own."""
+
+    def is_ngram(self) -> bool:
+        """There is a draft model."""
+        return False
+
+    def is_standalone(self) -> bool:
+        """The host's word for a draft model that needs nothing of the target's."""
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """The draft model reads the nodes of a tree as the target does."""
+        return True
+
+    def has_draft_kv(self) -> bool:
+        """The draft model writes KV too."""
+        return True
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Settle what the user left open; `TreeAlgorithm` says what is wrong."""
+        super().handle_server_args(server_args)
+        server_args.disable_overlap_schedule = True
+
+
 def _settle_cuda(server_args: Any) -> None:
     logger.warning("Draft trees have not been run on CUDA yet: compare answers first")
     if server_args.attention_backend not in CUDA_BACKENDS:
@@ -116,4 +145,5 @@ def _check_room(max_total_tokens: int | None, tokens: int) -> None:
 
 def algorithm_for(method: Method) -> type[TreeAlgorithm]:
     """The class that the host makes the method's algorithm of."""
-    return type(TreeAlgorithm.__name__, (TreeAlgorithm,), {"method": method})
+    base = DraftModelAlgorithm if method.draft_model else TreeAlgorithm
+    return type(base.__name__, (base,), {"method": method})

@@ -21,7 +21,7 @@ class VerifyMasks:
 
     Attributes:
         nodes: rows of each request, padding included.
-        slots: for each request `int64 [length]`, its context's and then its rows' KV slots.
+        slots: for each request `int64 [length]`, its context's and then its nodes' KV slots.
         biases: for each request `[nodes, length]`, what is added to the scores: 0 or -inf.
     """
 
@@ -41,21 +41,24 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         self._verify: VerifyMasks | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare for one forward; `spec_info.custom_mask` is `bool [B, N, N]` in verification."""
+        """Prepare for one forward.
+
+        In verification `spec_info.custom_mask` is `bool [B, R, N]`, the last R nodes being rows.
+        """
         super().init_forward_metadata(forward_batch)
         self._verify = None
         if not forward_batch.forward_mode.is_target_verify():
             return
         masks = forward_batch.spec_info.custom_mask
-        nodes = masks.shape[1]
+        nodes, columns = masks.shape[1:]
         lengths = forward_batch.seq_lens.tolist()
         table = self.req_to_token_pool.req_to_token
         slots, biases = [], []
         for row, length, mask in zip(
             forward_batch.req_pool_indices.tolist(), lengths, masks, strict=True
         ):
-            slots.append(table[row, : length + nodes].long())
-            bias = torch.zeros(nodes, length + nodes, dtype=self._dtype)
+            slots.append(table[row, : length + columns].long())
+            bias = torch.zeros(nodes, length + columns, dtype=self._dtype)
             bias[:, length:].masked_fill_(~mask, -torch.inf)
             biases.append(bias)
         self._verify = VerifyMasks(nodes, slots, biases)

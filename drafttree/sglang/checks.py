@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from drafttree.method import Method
 from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
 from drafttree.sglang.versions import TESTED, is_tested
+from drafttree.vocabulary import check_vocabularies
 
 
-def check_server(server_args: Any) -> None:
-    """Refuse a server that cannot verify trees.
+def check_server(method: Method, server_args: Any) -> None:
+    """Refuse a server that cannot verify a method's trees.
 
     Raises:
         ValueError: naming the option, its value and the mend.
@@ -33,7 +36,6 @@ def check_server(server_args: Any) -> None:
         ("enable_watermark", False, "leave it out"),
         ("enable_pdmux", False, "leave it out"),
         ("enable_lora", False, "leave it out"),
-        ("speculative_draft_model_path", None, "leave it out: nothing here takes a draft model"),
         ("kv_cache_dtype", "auto", "leave it at auto"),
         ("quantization", None, "use a model that is not quantised"),
     ):
@@ -54,6 +56,7 @@ def check_server(server_args: Any) -> None:
                 + " or ".join(served)
             )
     _check_model(server_args)
+    _check_draft_model(method, server_args)
 
 
 def _check_version() -> None:
@@ -89,6 +92,23 @@ def _check_model(server_args: Any) -> None:
                 f"draft trees do not work with --model-path={model.model_path}, which {kind}: "
                 "use a decoder with full attention, or leave --speculative-algorithm out"
             )
+
+
+def _check_draft_model(method: Method, server_args: Any) -> None:
+    path = server_args.speculative_draft_model_path
+    if not method.draft_model:
+        if path is not None:
+            raise ValueError(
+                f"--speculative-draft-model-path={path}: {method.title} needs no draft model, "
+                "leave it out"
+            )
+        return
+    if path is None:
+        raise ValueError(
+            f"{method.title} needs a draft model: name its folder with "
+            "--speculative-draft-model-path"
+        )
+    check_vocabularies(Path(server_args.model_path), Path(path))
 
 
 def _has_recurrent_layers(model: Any) -> bool:

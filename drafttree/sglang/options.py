@@ -55,11 +55,14 @@ def given_options() -> dict[str, Any]:
     return options
 
 
-def parse_options(method: Method, num_draft_tokens: int | None) -> MethodOptions:
-    """The method's options together with the host's own size of a tree.
+def parse_options(
+    method: Method, num_draft_tokens: int | None, draft_model: str | None = None
+) -> MethodOptions:
+    """The method's options together with the host's own.
 
     Args:
         num_draft_tokens: `--speculative-num-draft-tokens`, the root included; None if not given.
+        draft_model: `--speculative-draft-model-path`; None if not given.
 
     Raises:
         ValueError: naming the option, its value and the mend.
@@ -70,7 +73,10 @@ def parse_options(method: Method, num_draft_tokens: int | None) -> MethodOptions
             f"--speculative-num-draft-tokens={num_draft_tokens} leaves no node beside the root: "
             "set it to 2 or more"
         )
-    if num_draft_tokens is not None and not {"nodes", "tree"} & given.keys():
+    if draft_model is not None:
+        given["model"] = draft_model
+    sizes_tree = "nodes" in method.options.model_fields and not {"nodes", "tree"} & given.keys()
+    if num_draft_tokens is not None and sizes_tree:
         given["nodes"] = num_draft_tokens - 1
     options = method.parse(given)
     if num_draft_tokens not in (None, options.num_nodes + 1):

@@ -6,6 +6,7 @@ host's own registries; without a method of ours the host does what it always doe
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from drafttree.method import Method
@@ -46,14 +47,18 @@ def register_method(method: Method) -> None:
     _route_attention()
 
     def worker_for(server_args: Any) -> Any:
-        from drafttree.sglang.worker import TreeWorker
+        if method.draft_model:
+            from drafttree.sglang.draft_model_worker import DraftModelWorker
 
-        return TreeWorker.of(method)
+            return DraftModelWorker.of(method)
+        from drafttree.sglang.table_worker import TableWorker
+
+        return TableWorker.of(method)
 
     SpeculativeAlgorithm.register(
         name,
         supports_overlap=True,
-        validate_server_args=check_server,
+        validate_server_args=functools.partial(check_server, method),
         spec_class=algorithm_for(method),
     )(worker_for)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from drafttree.drafter import DraftTree
+from drafttree.drafter import DraftTree, Rule
 from drafttree.sglang.penalties import RequestPenalties
 from drafttree.verify import Verified, verify_greedy, verify_sampled
 
@@ -48,8 +48,9 @@ def verify_trees(
     trees: DraftTree,
     max_depth: int,
     output: LogitsProcessorOutput,
-    argmax: torch.Tensor,
+    argmax: torch.Tensor | None,
     penalties: Sequence[RequestPenalties | None],
+    rule: Rule | None = None,
 ) -> Verified:
     """Verify a step's trees and write the logprobs that were asked for into `output`.
 
@@ -57,14 +58,17 @@ def verify_trees(
         runner: the target's model runner.
         trees: `[B, N]`.
         output: of the target, with the raw logits of all nodes, `[B * N, V]`.
-        argmax: `int32 [B, N]`, the most likely token of each row.
+        argmax: `int32 [B, N]`, the most likely token of each row, where it is known.
         penalties: of each request; None where it asks for none.
+        rule: chooses where the sampler would draw; the runner's must be a `RuleSampler` then.
     """
-    if is_plain_greedy(batch):
-        return verify_greedy(trees, argmax, max_depth)
     requests, nodes = trees.tokens.shape
+    if is_plain_greedy(batch):
+        if argmax is None:
+            argmax = output.next_token_logits.argmax(-1).int().view(requests, nodes)
+        return verify_greedy(trees, argmax, max_depth)
     logits = output.next_token_logits.view(requests, nodes, -1)
-    draw = _Draw(runner, batch, logits, penalties)
+    draw = _Draw(runner, batch, logits, penalties, rule)
     verified = verify_sampled(trees, draw, max_depth)
     if batch.return_logprob:
         draw.write_logprobs(output)
@@ -80,11 +84,13 @@ class _Draw:
         batch: Any,
         logits: torch.Tensor,
         penalties: Sequence[RequestPenalties | None],
+        rule: Rule | None,
     ) -> None:
         self._runner = runner
         self._batch = batch
         self._logits = logits
         self._penalties = penalties
+        self._rule = rule
         self._rows = torch.arange(len(logits), device=logits.device)
         # The host's penalties know one token of the last step; ours know all.
         self._info = dataclasses.replace(
@@ -108,6 +114,8 @@ class _Draw:
         info.apply_logits_bias(rows)
         output = LogitsProcessorOutput(next_token_logits=rows)
         batch = self._batch
+        if (rule := self._rule) is not None:
+            self._runner.sampler.choose = lambda probs: rule(probs, node)
         tokens = self._runner.sampler(
             output,
             info,

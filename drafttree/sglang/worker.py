@@ -1,4 +1,4 @@
-"""SGLang's worker for methods that draft trees.
+"""SGLang's worker for methods that draft trees, whatever they draft them from.
 
 A decode step, from top to bottom: draft, verify in one forward of the target, accept with our own
 rule, move the accepted path's KV, remember what the next step needs.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -22,14 +23,14 @@ from tree_kernels.full_mask import full_mask
 from tree_kernels.kv_move import KvMover
 from tree_kernels.mask import depths, tree_mask
 
-from drafttree.drafter import DraftTree
+from drafttree.drafter import Drafter, DraftTree, ModelDrafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.sglang.counters import report_counters
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.penalties import RequestPenalties
 from drafttree.sglang.request_rows import widen_request_rows
-from drafttree.sglang.sampling import has_penalties, verify_trees
+from drafttree.sglang.sampling import has_penalties
 from drafttree.sglang.state import RequestStates, is_bound
 from drafttree.verify import Verified
 
@@ -42,8 +43,11 @@ Publish = Callable[[torch.Tensor], None]
 class TreeWorker(BaseSpecWorker):
     """Drafts and verifies for one target; made by `of`.
 
-    The keyword arguments beside the method are the host's.
+    The keyword arguments beside the method are the host's. A subclass has a drafter of its own, and
+    says how it drafts and verifies.
     """
+
+    drafter: Drafter | ModelDrafter
 
     def __init__(
         self,
@@ -58,12 +62,14 @@ class TreeWorker(BaseSpecWorker):
         self._runner = target_worker.model_runner
         self._device = torch.device(self._runner.device)
         self._vocab_size: int = self._runner.model_config.vocab_size
-        options = parse_options(method, get_spec().speculative_num_draft_tokens)
+        spec = get_spec()
+        options = parse_options(
+            method, spec.speculative_num_draft_tokens, spec.speculative_draft_model_path
+        )
         self.drafter = method.make_drafter(options, self._vocab_size, self._device)
         self.counters = Counters(self._device)
         self._running: dict[str, Any] = {}
         self._penalties: dict[str, RequestPenalties] = {}
-        self._learn_from_prefill()
         widen_request_rows()
         report_counters(self)
 
@@ -72,10 +78,22 @@ class TreeWorker(BaseSpecWorker):
         """What the host calls to make the worker of a method."""
         return functools.partial(cls, method)
 
-    @property
-    def draft_worker(self) -> None:
-        """There is no draft model."""
-        return None
+    @abstractmethod
+    def _propose(self, batch: Any) -> DraftTree:
+        """The step's trees, one a request, before any is cut."""
+
+    @abstractmethod
+    def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
+        """Which path of each tree the target goes, by its output for all nodes."""
+
+    def _requests_began(self, names: list[str]) -> None:
+        """Requests joined."""
+
+    def _requests_ended(self, names: list[str]) -> None:
+        """Requests left."""
+
+    def _forget(self) -> None:
+        """What was learnt, if anything is, is of no use any more."""
 
     def list_external_corpora(self) -> dict[str, int]:
         """The host asks whatever takes its branch for ngrams; there are none."""
@@ -88,44 +106,15 @@ class TreeWorker(BaseSpecWorker):
         )
         slots = self.req_to_token_pool.req_to_token.shape[0]
         self._states = RequestStates(slots, self._device)
-        cache = self.token_to_kv_pool_allocator.get_kvcache()
-        if not isinstance(cache, MHATokenToKVPool):
-            raise RuntimeError(
-                f"draft trees do not know the KV cache that this model has in SGLang, a "
-                f"{type(cache).__name__}: leave --speculative-algorithm out"
-            )
-        # To the mover each slot is a block of one row.
-        self._movers = [
-            KvMover([layer.unsqueeze(2) for layer in layers])
-            for layers in (cache.k_buffer, cache.v_buffer)
-        ]
+        self._movers = movers(self.token_to_kv_pool_allocator.get_kvcache())
 
     def clear_cache_pool(self) -> None:
         """`flush_cache`: forget all that was learnt, as the host's own ngrams do, and all counts.
 
         Weights that were updated come with it, so nothing learnt of old ones stays either.
         """
-        self.drafter.reset()
+        self._forget()
         self.counters = Counters(self._device)
-
-    # Prefill: the host's own, and the drafter learns from each request's last row.
-
-    def _learn_from_prefill(self) -> None:
-        """Sampling writes into the logits, so the drafter must look at them right before.
-
-        The runner is this process's own instance and has no hook there.
-        """
-        sample = self._runner.sample
-
-        @functools.wraps(sample)
-        def sample_after_learning(logits_output: Any, forward_batch: Any) -> torch.Tensor:
-            if forward_batch.forward_mode.is_extend_without_speculative():
-                last = forward_batch.extend_seq_lens.cumsum(0) - 1
-                tokens = forward_batch.input_ids[last].to(torch.int32)
-                self.drafter.observe(tokens, logits_output.next_token_logits)
-            return sample(logits_output, forward_batch)
-
-        self._runner.sample = sample_after_learning
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
@@ -137,7 +126,7 @@ class TreeWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         self._join(batch)
-        result = self._target_worker.forward_batch_generation(batch)
+        result = self._forward_prompt(batch)
         lengths = batch.seq_lens.clone()
         if on_publish is not None:
             on_publish(lengths)
@@ -148,15 +137,19 @@ class TreeWorker(BaseSpecWorker):
         result.speculative_num_draft_tokens = 1
         return result
 
+    def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
+        """The host's own prefill, its first tokens sampled."""
+        return self._target_worker.forward_batch_generation(batch)
+
     def _join(self, batch: Any) -> None:
         ended = [name for name, request in self._running.items() if request.finished()]
         for name in ended:
             del self._running[name]
             self._penalties.pop(name, None)
-        self.drafter.release(ended)
+        self._requests_ended(ended)
         arrived = [request for request in batch.reqs if request.rid not in self._running]
         if arrived:
-            self.drafter.start([request.rid for request in arrived])
+            self._requests_began([request.rid for request in arrived])
         for request in batch.reqs:
             self._running[request.rid] = request
             # A request that was retracted is read again: its penalties start from its output.
@@ -168,21 +161,11 @@ class TreeWorker(BaseSpecWorker):
     # Decoding.
 
     def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
-        trees, depth = self._draft(batch)
-        padding = trees.tokens < 0
-        self._prepare_verify(batch, trees, depth, padding)
+        trees, depth = self._cut(batch, self._propose(batch))
+        self._prepare_verify(batch, trees, depth)
         result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         output = result.logits_output
-        best = self.drafter.observe(trees.tokens.flatten(), output.next_token_logits)
-        verified = verify_trees(
-            self._runner,
-            batch,
-            trees,
-            self.drafter.max_depth,
-            output,
-            best.view_as(trees.tokens),
-            self._penalties_of(batch),
-        )
+        verified = self._verify(batch, trees, output)
         lengths = batch.seq_lens + verified.num_emitted
         self._move_kv(batch, verified)
         if on_publish is not None:
@@ -203,17 +186,16 @@ class TreeWorker(BaseSpecWorker):
             speculative_output_stride=emitted.shape[1],
         )
 
-    def _draft(self, batch: Any) -> tuple[DraftTree, torch.Tensor]:
-        """The step's trees and their nodes' depths, `int32 [B, N]`."""
+    def _cut(self, batch: Any, trees: DraftTree) -> tuple[DraftTree, torch.Tensor]:
+        """The part of the trees that is worth verifying, and its nodes' depths, `int32 [B, N]`."""
         states, slots = self._states, batch.req_pool_indices
-        names = [request.rid for request in batch.reqs]
-        trees = self.drafter.propose(names, states.roots[slots])
         depth = depths(trees.parents, trees.num_nodes)
         # Nodes that could only emit tokens beyond the request's end are not worth verifying.
         left = states.limits[slots] - (batch.seq_lens + 1)
         useful = (trees.tokens >= 0) & (depth < left[:, None]) & states.drafting[slots, None]
         useful[:, 0] = True
-        num_nodes = useful.sum(1, dtype=torch.int32)
+        columns = torch.arange(1, useful.shape[1] + 1, dtype=torch.int32, device=self._device)
+        num_nodes = (useful * columns).amax(1)
         # Looking at the result would stall a GPU, whose graphs want trees of one width anyway; on
         # a CPU it saves the rows of padding.
         width = int(num_nodes.max()) if self._device.type == "cpu" else useful.shape[1]
@@ -226,14 +208,19 @@ class TreeWorker(BaseSpecWorker):
         return cut, depth.masked_fill(~useful, 0)
 
     def _prepare_verify(
-        self, batch: Any, trees: DraftTree, depth: torch.Tensor, padding: torch.Tensor
+        self, batch: Any, trees: DraftTree, depth: torch.Tensor, first: int = 0
     ) -> None:
-        """Make of a decode batch one that verifies the trees; the host restores it after."""
+        """Make of a decode batch one whose rows are the nodes; the host restores it after.
+
+        Args:
+            first: the first of them that becomes a row; those before have their KV. On a CPU only:
+                the host's own backends take whole trees.
+        """
         width = trees.tokens.shape[1]
-        tokens = trees.tokens.masked_fill(padding, 0).flatten().long()
-        columns = batch.seq_lens[:, None] + torch.arange(width, device=self._device)
+        tokens = trees.tokens[:, first:].clamp(min=0).flatten().long()
+        columns = batch.seq_lens[:, None] + torch.arange(first, width, device=self._device)
         table = self.req_to_token_pool.req_to_token
-        masks = tree_mask(trees.parents, trees.num_nodes)
+        masks = tree_mask(trees.parents, trees.num_nodes)[:, first:]
         if self._device.type != "cpu":
             # The host's own backends take one flat mask, which begins with the context.
             size = width * (int(batch.seq_lens_cpu.sum()) + width * len(masks))
@@ -244,8 +231,8 @@ class TreeWorker(BaseSpecWorker):
         batch.spec_info = NgramVerifyInput(
             draft_token=tokens,
             custom_mask=masks,
-            positions=(batch.seq_lens[:, None] + depth).flatten(),
-            draft_token_num=width,
+            positions=(batch.seq_lens[:, None] + depth[:, first:]).flatten(),
+            draft_token_num=width - first,
         )
 
     def _penalties_of(self, batch: Any) -> list[RequestPenalties | None]:
@@ -284,6 +271,24 @@ class TreeWorker(BaseSpecWorker):
             accept_tokens=roots.to(torch.int32),
             accept_lens=torch.ones_like(lengths, dtype=torch.int32),
         )
+
+
+def movers(cache: Any) -> list[KvMover]:
+    """What moves rows of the host's KV cache.
+
+    Raises:
+        RuntimeError: it is not of the kind that we know.
+    """
+    if not isinstance(cache, MHATokenToKVPool):
+        raise RuntimeError(
+            f"draft trees do not know the KV cache that this model has in SGLang, a "
+            f"{type(cache).__name__}: leave --speculative-algorithm out"
+        )
+    # To the mover each slot is a block of one row.
+    return [
+        KvMover([layer.unsqueeze(2) for layer in layers])
+        for layers in (cache.k_buffer, cache.v_buffer)
+    ]
 
 
 @functools.cache

@@ -1,0 +1,160 @@
+"""The worker of methods that draw their drafts from a draft model, which runs beside the target.
+
+The two share the table of KV slots: what the target has read lies in the same slots of the draft
+model's cache. So prompts are read by both, cached prefixes hold for both, and in each step the
+draft model reads the nodes as it drafts them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from tree_kernels.mask import depths
+
+from drafttree.drafter import DraftTree, ModelDrafter
+from drafttree.sglang.rule_sampler import RuleSampler, filter_probs
+from drafttree.sglang.sampling import verify_trees
+from drafttree.sglang.worker import TreeWorker, movers
+from drafttree.verify import Verified
+
+
+class _DraftModel(EagleDraftWorkerBase):
+    """What the host wants to know of a draft model."""
+
+    def __init__(self, bundle: Any) -> None:
+        super().__init__()
+        self.draft_worker = bundle.draft_worker
+        self.draft_runner = bundle.draft_model_runner
+
+    def draft(self) -> None:
+        """The tree worker drafts."""
+
+    def draft_extend(self) -> None:
+        """The tree worker reads prompts."""
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """A KV cache of its own, in the target's slots."""
+        self.draft_worker.alloc_memory_pool(**pools)
+
+    def init_attention_backend(self) -> None:
+        """The worker's own is enough: drafts are verified, not decoded."""
+
+    def _capture_cuda_graphs(self) -> None:
+        pass
+
+
+class DraftModelWorker(TreeWorker):
+    """Drafts with a `ModelDrafter` and the draft model that the host was given."""
+
+    drafter: ModelDrafter
+
+    def __init__(
+        self, method: Any, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any
+    ) -> None:
+        super().__init__(method, server_args, gpu_id, nccl_port, target_worker)
+        self._draft_worker = _DraftModel(
+            build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=self._runner.model_config,
+                algo_label=method.title,
+                attention_backend_override=server_args.attention_backend,
+            )
+        )
+        # The worker's own object: other engines of the process keep theirs.
+        self._runner.sampler = RuleSampler()
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Take the target's pools, and give the draft model a cache in the same slots."""
+        super().alloc_memory_pool(**pools)
+        self._draft_worker.alloc_memory_pool(**pools)
+        self._movers += movers(self._draft_worker.draft_runner.token_to_kv_pool)
+
+    def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
+        roots = torch.zeros(len(batch.reqs), dtype=torch.int32, device=self._device)
+        rule = self.drafter.verify_undrafted(roots, _seeds(batch), batch.seq_lens.tolist())
+        self._runner.sampler.choose = lambda probs: rule(probs, roots)
+        result = super()._forward_prompt(batch)
+        batch.spec_info = None
+        self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
+        return result
+
+    def _propose(self, batch: Any) -> DraftTree:
+        info = batch.sampling_info
+        sampled = (info.top_ks != 1).view(-1)
+
+        def forward(trees: DraftTree, first: int) -> torch.Tensor:
+            logits = self._forward_draft(batch, trees, first)
+            return _distributions(logits, info, sampled)
+
+        trees, self._drawn = self.drafter.draw(
+            self._states.roots[batch.req_pool_indices],
+            _seeds(batch),
+            batch.seq_lens.tolist(),
+            sampled,
+            forward,
+        )
+        return trees
+
+    def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
+        """The draft model's logits of the nodes from `first` on, `[B, N - first, V]`."""
+        start = first if self._device.type == "cpu" else 0
+        depth = depths(trees.parents, trees.num_nodes)
+        self._prepare_verify(batch, trees, depth, start)
+        worker = self._draft_worker.draft_worker
+        output = worker.forward_batch_generation(batch, is_verify=True).logits_output
+        rows = output.next_token_logits.view(len(depth), -1, self._vocab_size)
+        return rows[:, first - start :]
+
+    def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
+        return verify_trees(
+            self._runner,
+            batch,
+            trees,
+            self.drafter.max_depth,
+            output,
+            None,
+            self._penalties_of(batch),
+            self.drafter.verify_with(trees, self._drawn),
+        )
+
+
+def _seeds(batch: Any) -> list[int | None]:
+    return [request.sampling_params.sampling_seed for request in batch.reqs]
+
+
+def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> torch.Tensor:
+    """What children are drawn from, `float32 [B, n, V]`: as the target's tokens are.
+
+    Biases and the penalties at the root are those of the target. Any distribution would do; the
+    closer to the target's, the more is accepted. Requests that are not sampled keep all tokens.
+    """
+    requests, nodes, vocab = logits.shape
+    logits = logits.float()
+    for added in (info.logit_bias, info.acc_additive_penalties):
+        if added is not None:
+            logits = logits + added[:, None]
+    probs = (logits / info.temperatures[:, :, None]).softmax(-1)
+    if info.is_all_greedy:
+        return probs
+    rows = _Repeated(info, nodes)
+    filtered = filter_probs(probs.view(-1, vocab), rows).view(requests, nodes, vocab)
+    return torch.where(sampled[:, None, None], filtered, probs)
+
+
+class _Repeated:
+    """A batch's filters, each request's for so many rows."""
+
+    def __init__(self, info: Any, count: int) -> None:
+        self.need_top_k_sampling = info.need_top_k_sampling
+        self.need_top_p_sampling = info.need_top_p_sampling
+        self.need_min_p_sampling = info.need_min_p_sampling
+        self.max_top_k = info.max_top_k
+        self.top_ks = info.top_ks.repeat_interleave(count)
+        self.top_ps = info.top_ps.repeat_interleave(count)
+        self.min_ps = info.min_ps.repeat_interleave(count)

@@ -1,0 +1,60 @@
+"""The random numbers of one step, request by request.
+
+A request with a seed takes its numbers from generators of its own, one a step, seeded by its seed
+and its length: so they are the same whatever shares the batch. The others share one generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+
+
+class StepNoise:
+    """Draws for a batch, of which nothing is kept from step to step.
+
+    Args:
+        shared: the generator of the requests without a seed.
+        seeds: of each request, None if it has none.
+        keys: of each request, different for each of its steps.
+    """
+
+    def __init__(
+        self, shared: torch.Generator, seeds: Sequence[int | None], keys: Sequence[int]
+    ) -> None:
+        self._shared = shared
+        self._count = len(seeds)
+        self._own = [
+            (row, torch.Generator(shared.device).manual_seed(_mix(_mix(seed) ^ key)))
+            for row, (seed, key) in enumerate(zip(seeds, keys, strict=True))
+            if seed is not None
+        ]
+
+    def gumbel(self, *shape: int) -> Tensor:
+        """Standard Gumbel noise, float32 `[B, *shape]`."""
+        drawn = torch.empty(self._count, *shape, device=self._shared.device)
+        drawn.exponential_(generator=self._shared)
+        for row, generator in self._own:
+            drawn[row].exponential_(generator=generator)
+        # An exact zero would be infinite noise.
+        return drawn.clamp_(min=torch.finfo(drawn.dtype).tiny).log_().neg_()
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Uniform numbers in [0, 1), float32 `[B, *shape]`."""
+        drawn = torch.empty(self._count, *shape, device=self._shared.device)
+        drawn.uniform_(generator=self._shared)
+        for row, generator in self._own:
+            drawn[row].uniform_(generator=generator)
+        return drawn
+
+
+def _mix(value: int) -> int:
+    """Spread neighbouring numbers over 64 bits (the finaliser of SplitMix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)

@@ -1,0 +1,166 @@
+"""Drawing and verifying together, for models that are tables: the output is the target's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from drafttree.drafter import DraftTree
+from drafttree.verify import Verified, verify_sampled
+from rsd_plugin import RsdDrafter, RsdOptions
+from rsd_plugin.drafter import RecursiveRejection
+
+VOCAB = 4
+REQUESTS = 40_000
+LENGTH = 3
+CPU = torch.device("cpu")
+TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1")
+
+
+def tables(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token's distribution by the last token: the target's, and a draft model's.
+
+    Some tokens are impossible for one of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = (1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator)).softmax(-1)
+    target[0, 1], draft[0, 2], draft[2, 0] = 0.0, 0.0, 0.0
+    return target / target.sum(1, keepdim=True), draft / draft.sum(1, keepdim=True)
+
+
+def step(
+    drafter: RsdDrafter,
+    roots: torch.Tensor,
+    lengths: list[int],
+    seeds: list[int | None],
+    sampled: torch.Tensor,
+    fault: bool = False,
+) -> tuple[DraftTree, Verified]:
+    target, draft = tables()
+
+    def forward(trees: DraftTree, first: int) -> torch.Tensor:
+        return draft[trees.tokens[:, first:].clamp(min=0).long()]
+
+    trees, drawn = drafter.draw(roots, seeds, lengths, sampled, forward)
+    rule = drafter.verify_with(trees, drawn)
+    if fault:
+        # As if every child were the first that was drawn: nothing is made up for afterwards.
+        rule = RecursiveRejection(trees, drawn.probs.roll(1, 2), rule._coins)
+
+    def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]
+        probs = target[tokens.clamp(min=0).long()]
+        sure = torch.nn.functional.one_hot(probs.argmax(1), VOCAB).float()
+        return rule(torch.where(sampled[:, None], probs, sure), nodes)
+
+    return trees, verify_sampled(trees, draw, drafter.max_depth)
+
+
+def decode(
+    tree: str,
+    roots: torch.Tensor,
+    seeds: list[int | None],
+    sampled: torch.Tensor,
+    fault: bool = False,
+) -> tuple[torch.Tensor, int]:
+    """The first tokens of each request, and how many drafts were accepted."""
+    drafter = RsdDrafter(RsdOptions(model="draft", tree=tree), VOCAB, CPU)
+    count = len(roots)
+    written = torch.full((count, LENGTH + drafter.max_depth + 1), -1)
+    lengths, accepted = torch.ones(count, dtype=torch.int64), 0
+    while int(lengths.min()) <= LENGTH:
+        _, verified = step(drafter, roots, lengths.tolist(), seeds, sampled, fault)
+        accepted += int(verified.num_emitted.sum()) - count
+        columns = (lengths - 1)[:, None] + torch.arange(verified.emitted.shape[1])
+        fits = (verified.emitted >= 0) & (columns < written.shape[1])
+        rows = torch.arange(count)[:, None].expand_as(columns)
+        written[rows[fits], columns[fits]] = verified.emitted[fits].long()
+        lengths += verified.num_emitted
+        last = verified.num_emitted.long()[:, None] - 1
+        roots = verified.emitted.gather(1, last)[:, 0]
+    return written[:, :LENGTH], accepted
+
+
+def p_value(written: torch.Tensor) -> float:
+    target, _ = tables()
+    cells = (written * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
+    found = torch.bincount(cells, minlength=VOCAB**3).double()
+    first = target[3]
+    law = (first[:, None, None] * target[:, :, None] * target[None]).double().flatten()
+    law *= len(written) / law.sum()
+    assert float(found[law == 0].sum()) == 0
+    often = law >= 5
+    found, law = (torch.cat([each[often], each[~often].sum()[None]]) for each in (found, law))
+    kept = law > 0
+    return float(chisquare(found[kept].numpy(), law[kept].numpy()).pvalue)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_output_is_distributed_as_the_targets(tree: str) -> None:
+    roots = torch.full((REQUESTS,), 3, dtype=torch.int32)
+    written, accepted = decode(tree, roots, [None] * REQUESTS, torch.ones(REQUESTS).bool())
+    assert accepted > 0.2 * REQUESTS
+    assert p_value(written) > 1e-3
+
+
+def test_a_planted_fault_is_found() -> None:
+    roots = torch.full((REQUESTS,), 3, dtype=torch.int32)
+    everyone = torch.ones(REQUESTS).bool()
+    written, _ = decode("beam:3x2", roots, [None] * REQUESTS, everyone, fault=True)
+    assert p_value(written) < 1e-6
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_seeds_repeat_whatever_shares_the_batch(tree: str) -> None:
+    roots = torch.tensor([3, 3, 1, 3], dtype=torch.int32)
+    seeds: list[int | None] = [7, 8, None, 7]
+    everyone = torch.ones(4).bool()
+    together, _ = decode(tree, roots, seeds, everyone)
+    alone, _ = decode(tree, roots[:1], seeds[:1], everyone[:1])
+    other = torch.cat([roots[2:3], roots[:1]])
+    later, _ = decode(tree, other, [None, 7], everyone[:2])
+    assert together[0].tolist() == together[3].tolist() == alone[0].tolist() == later[1].tolist()
+
+
+def test_different_seeds_give_different_tokens() -> None:
+    roots = torch.full((64,), 3, dtype=torch.int32)
+    written, _ = decode("beam:3x2", roots, list(range(64)), torch.ones(64).bool())
+    assert len({tuple(row) for row in written.tolist()}) > 10
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_requests_that_are_not_sampled_get_the_likeliest_tokens(tree: str) -> None:
+    target, _ = tables()
+    sampled = torch.tensor([False, True, False])
+    roots = torch.tensor([3, 3, 0], dtype=torch.int32)
+    written, _ = decode(tree, roots, [None] * 3, sampled)
+    for row in (0, 2):
+        token, expected = int(roots[row]), []
+        for _ in range(LENGTH):
+            token = int(target[token].argmax())
+            expected.append(token)
+        assert written[row].tolist() == expected
+
+
+def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
+    drafter = RsdDrafter(RsdOptions(model="draft", tree="beam:2x3"), VOCAB, CPU)
+    target, _ = tables()
+    count = 200
+    roots = torch.full((count,), 3, dtype=torch.int32)
+
+    def forward(trees: DraftTree, first: int) -> torch.Tensor:
+        return target[trees.tokens[:, first:].clamp(min=0).long()]
+
+    everyone = torch.ones(count).bool()
+    trees, drawn = drafter.draw(roots, [None] * count, [1] * count, everyone, forward)
+    rule = drafter.verify_with(trees, drawn)
+
+    def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]
+        return rule(target[tokens.clamp(min=0).long()], nodes)
+
+    # A beam may drop a node's children altogether; where there is one, the first is accepted.
+    verified = verify_sampled(trees, draw, drafter.max_depth)
+    ends = verified.path.gather(1, verified.num_emitted.long()[:, None] - 1)
+    assert not ((trees.parents == ends) & (trees.tokens >= 0)).any()
