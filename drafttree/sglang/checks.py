@@ -44,16 +44,16 @@ def check_server(method: Method, server_args: Any) -> None:
             flag = option.replace("_", "-")
             raise ValueError(f"draft trees do not work with --{flag}={value}: {mend}")
     cuda = server_args.device == "cuda"
-    served = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
+    backends = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
     for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         value = getattr(server_args, option)
         # What the host itself has settled on cannot be told from what was asked for.
         default = option == "attention_backend" and (cuda or value == "intel_amx")
-        if value is not None and value not in served and not default:
+        if value is not None and value not in backends and not default:
             flag = option.replace("_", "-")
             raise ValueError(
                 f"draft trees do not work with --{flag}={value}: leave it out or name "
-                + " or ".join(served)
+                + " or ".join(backends)
             )
     _check_model(server_args)
     _check_draft_model(method, server_args)
