@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import attention_backends
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from tree_kernels.mask import depths
@@ -63,7 +64,7 @@ class DraftModelWorker(TreeWorker):
                 nccl_port=nccl_port,
                 target_model_config=self._runner.model_config,
                 algo_label=method.title,
-                attention_backend_override=server_args.attention_backend,
+                attention_backend_override=attention_backends()[0],
             )
         )
         # The worker's own object: other engines of the process keep theirs.

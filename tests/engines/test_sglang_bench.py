@@ -55,6 +55,7 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
 
     spec = EngineSpec(str(smollm2), max_model_len=256)
     with EngineProcess("sglang", "plain", spec) as engine:
+        engine.wait_until_ready()
         prompt = [504, 3575, 282, 4649, 314]
         (answer,) = engine.generate([Request(prompt, 3)])
         best = engine.top_logprobs(prompt + answer.token_ids[:2])

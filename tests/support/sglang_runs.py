@@ -96,6 +96,7 @@ def run_sglang(
     cases: list[Case],
     options: dict[str, Any] | None = None,
     drafted: bool = True,
+    draft_model: Path | None = None,
     timeout: float = 400,
     planted_fault: bool = False,
     variables: dict[str, str] | None = None,
@@ -104,8 +105,9 @@ def run_sglang(
     """Serve the cases one after another with one engine.
 
     Args:
-        options: of Token Recycling.
+        options: of the method.
         drafted: False for plain SGLang.
+        draft_model: RSD's; without one the method is Token Recycling.
         variables: of the engine's environment.
         planted_fault: below the root take the most likely token where one is to be drawn.
 
@@ -118,7 +120,9 @@ def run_sglang(
     arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
     arguments.setdefault("log_level", "info")
     if drafted:
-        arguments["speculative_algorithm"] = "token-recycling"
+        arguments["speculative_algorithm"] = "rsd" if draft_model else "token-recycling"
+        if draft_model is not None:
+            arguments["speculative_draft_model_path"] = str(draft_model)
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job.pickle", Path(folder) / "result.pickle"
         job.write_bytes(pickle.dumps((arguments, options or {}, cases)))

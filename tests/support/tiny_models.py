@@ -32,6 +32,20 @@ def make_tiny_adapter(folder: Path) -> Path:
     return folder
 
 
+def make_first_layers(model: Path, folder: Path, layers: int) -> Path:
+    """Save a model of another's first layers, with its embeddings and its head."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    AutoModelForCausalLM.from_pretrained(model, config=config).save_pretrained(folder)
+    for file in model.glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
 def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0) -> Path:
     """Save a random two-layer Llama; the same arguments give the same weights.
 

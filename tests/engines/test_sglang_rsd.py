@@ -1,0 +1,97 @@
+"""RSD through the real SGLang: greedy tokens are the target's, and drafts are accepted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_runs import Answer, Case, run_sglang
+from tiny_models import make_first_layers
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
+
+
+def some_prompts(count: int, seed: int = 3) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 60))] for _ in range(count)]
+
+
+FIRST = some_prompts(24)
+SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(24, seed=4), strict=True)]
+CASES = {
+    "three times the running requests": Case(FIRST, GREEDY, reset=True),
+    "prefix hits": Case(SECOND, GREEDY),
+    "one at a time": Case(FIRST[:8], GREEDY, together=False, reset=True),
+    "frequency penalty": Case(FIRST, {**GREEDY, "frequency_penalty": 0.4}),
+    "long": Case(FIRST[:4], {**GREEDY, "max_new_tokens": 500}),
+}
+LIMITS = {"chunked_prefill_size": 32, "disable_overlap_schedule": True}
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's first layer."""
+    return make_first_layers(tiny_llama, tmp_path_factory.mktemp("draft"), 1)
+
+
+@cache
+def plain_answers(model: Path) -> dict[str, Answer]:
+    served, _ = run_sglang(model, list(CASES.values()), drafted=False, **LIMITS)
+    return dict(zip(CASES, served, strict=True))
+
+
+@cache
+def answers(model: Path, draft: Path, tree: str, page: int) -> dict[str, Answer]:
+    served, _ = run_sglang(
+        model,
+        list(CASES.values()),
+        options={"tree": tree},
+        draft_model=draft,
+        page_size=page,
+        chunked_prefill_size=32,
+    )
+    return dict(zip(CASES, served, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("tree", "page"), [("beam:3x4", 1), ("branch:3-2-1", 16)])
+def test_greedy_tokens_equal_plain_decoding(
+    tiny_llama: Path,
+    draft: Path,
+    proves_drafting: Callable[[Answer], None],
+    tree: str,
+    page: int,
+    case: str,
+) -> None:
+    plain = plain_answers(tiny_llama)[case]
+    drafted = answers(tiny_llama, draft, tree, page)[case]
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_always_accepted(
+    tiny_llama: Path, temperature: float
+) -> None:
+    """Over 500 tokens, prompts read in pieces and prefix hits: so the draft model's KV is right."""
+    settings = {**GREEDY, "temperature": temperature, "max_new_tokens": 501}
+    cases = [
+        Case(FIRST[:4], settings),
+        Case(SECOND[:4], {**settings, "max_new_tokens": 41}),
+        Case(SECOND[:4], {**settings, "max_new_tokens": 41}, together=False),
+    ]
+    served, _ = run_sglang(
+        tiny_llama,
+        cases,
+        options={"tree": "branch:1-1-1-1"},
+        draft_model=tiny_llama,
+        chunked_prefill_size=32,
+    )
+    for answer in served:
+        counters = answer.counters
+        assert counters["accepted_tokens"] == 4 * counters["steps"]
+    assert sum(served[1].cached) > 0
