@@ -26,12 +26,16 @@ class Method:
 
     Attributes:
         tree_nodes: the draft nodes of a whole tree, for a method that drafts trees.
+        draft_model: the folder of the draft model, for a method that has one.
+        engines: where it runs; None for wherever it is not refused by name.
     """
 
     name: str
     options: dict[str, Any]
     speculative_config: dict[str, Any] | None
     tree_nodes: int | None = None
+    draft_model: str | None = None
+    engines: tuple[str, ...] | None = None
 
 
 def installed_names() -> list[str]:
@@ -56,7 +60,14 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
         nodes = tree_method.parse(options).num_nodes
     except ValueError as error:
         raise InputError(str(error)) from error
-    return Method(name, options, {"method": tree_method.name, **options}, nodes)
+    return Method(
+        name,
+        options,
+        {"method": tree_method.name, **options},
+        nodes,
+        str(options["model"]) if tree_method.draft_model else None,
+        tree_method.engines,
+    )
 
 
 def check_engine(engine: str, method: Method) -> None:
@@ -65,6 +76,9 @@ def check_engine(engine: str, method: Method) -> None:
     Raises:
         InputError: with the reason.
     """
+    if method.engines is not None and engine not in method.engines:
+        where = " and ".join(method.engines)
+        raise InputError(f"--method {method.name} does not run in {engine} yet, but in {where}")
     if engine == "sglang" and method.name == "ngram":
         raise InputError(
             "--method ngram does not run in SGLang on a CPU: the attention backend that it has "

@@ -171,8 +171,9 @@ def _speculative(spec: EngineSpec) -> dict[str, Any]:
         return {}
     options = dict(spec.speculative_config)
     name = options.pop("method").replace("_", "-")
+    draft_model = {"speculative_draft_model_path": options.pop("model", None)}
     set_options(**options)
-    return {"speculative_algorithm": name}
+    return {"speculative_algorithm": name, **draft_model}
 
 
 def _kv_slots(spec: EngineSpec) -> int:

@@ -237,8 +237,8 @@ def _judge_sglang() -> Finding:
         finding.value, finding.status = f"{found.version}, unsupported", "problem"
         finding.advice = f"use {sglang_versions.TESTED}"
     elif _has_cuda():
-        finding.value = f"{found.version}, supported on a CPU only"
-        finding.advice = "draft trees are refused on a GPU so far"
+        finding.value = f"{found.version}, untested on a GPU"
+        finding.advice = f"should work; tested is {sglang_versions.TESTED} on a CPU"
     else:
         finding.value, finding.status = f"{found.version}, tested", "ok"
     return finding
@@ -256,8 +256,13 @@ def _judge_method(entry: EntryPoint) -> Finding:
             advice=f"reinstall the package that holds {entry.module}",
         )
     finding = Finding(section="methods", name=method.name, value=method.title)
+    missing = [engine for engine in PLUGIN_GROUPS if engine.lower() not in method.engines]
+    if missing:
+        finding.value += f", not in {' and '.join(missing)} yet"
     problems = []
     for engine, group in PLUGIN_GROUPS.items():
+        if engine.lower() not in method.engines:
+            continue
         plugin = _plugin(entry, group)
         choice = PLUGIN_CHOICES[engine]
         if plugin is None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+from drafttree.draft_model import check_draft_model
 from drafttree.method import Method
 from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
 from drafttree.sglang.versions import TESTED, is_tested
-from drafttree.vocabulary import check_vocabularies
+
+# Below SGLang's own logger, or nothing would print it.
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 def check_server(method: Method, server_args: Any) -> None:
@@ -108,7 +112,7 @@ def _check_draft_model(method: Method, server_args: Any) -> None:
             f"{method.title} needs a draft model: name its folder with "
             "--speculative-draft-model-path"
         )
-    check_vocabularies(Path(server_args.model_path), Path(path))
+    check_draft_model(Path(server_args.model_path), Path(path), logger)
 
 
 def _has_recurrent_layers(model: Any) -> bool:

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 import drafttree, drafttree.bench, drafttree.cli, drafttree.sglang, drafttree.vllm
-import recycle_plugin, tree_kernels
+import recycle_plugin, rsd_plugin, tree_kernels
 from importlib.resources import files
 assert (files("recycle_plugin") / "token_recycling_80.json").is_file()
-for package in ("drafttree", "recycle_plugin", "tree_kernels"):
+for package in ("drafttree", "recycle_plugin", "rsd_plugin", "tree_kernels"):
     assert (files(package) / "py.typed").is_file(), package
 """
 
@@ -46,7 +46,7 @@ def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("drafttree", "recycle_plugin", "kernels"):
+    for name in ("drafttree", "recycle_plugin", "rsd_plugin", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     wheels = tmp_path_factory.mktemp("wheels")
@@ -110,8 +110,8 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import drafttree.cli, drafttree.drafter, drafttree.method, drafttree.tree, drafttree.verify
 import drafttree.sglang.options, drafttree.sglang.versions
-import pkgutil, importlib, recycle_plugin, tree_kernels
-for package in (recycle_plugin, tree_kernels):
+import pkgutil, importlib, recycle_plugin, rsd_plugin, tree_kernels
+for package in (recycle_plugin, rsd_plugin, tree_kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 from drafttree.method import installed_methods

@@ -129,18 +129,48 @@ def test_options_that_do_not_fit_are_named(tiny_llama: Path) -> None:
     assert default["speculative_num_draft_tokens"] == 7
 
 
+def test_what_is_wrong_with_a_draft_model_is_said(
+    tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = make_tiny_llama(tmp_path_factory.mktemp("other"), vocab_size=256)
+    common = {"model_path": str(tiny_llama), "skip_tokenizer_init": True}
+    rsd = common | {"speculative_algorithm": "rsd"}
+    path = "speculative_draft_model_path"
+    fits = rsd | {path: str(tiny_llama)}
+    without, differs, not_there, unneeded, settled = resolve(
+        [
+            rsd,
+            rsd | {path: str(other)},
+            rsd | {path: str(other / "nowhere")},
+            common | {"speculative_algorithm": "token-recycling", path: str(tiny_llama)},
+            fits,
+        ]
+    )
+    assert "--speculative-draft-model-path" in without
+    assert "has 256 tokens" in differs
+    assert "nowhere" in not_there
+    assert "needs no draft model" in unneeded
+    assert settled["speculative_num_draft_tokens"] == 16
+    assert settled["disable_overlap_schedule"] is True
+    (unknown,) = resolve([fits], '{"tree": "beam:3"}')
+    assert "tree='beam:3'" in unknown
+    (sized,) = resolve([fits | {"speculative_num_draft_tokens": 9}], '{"tree": "beam:2x4"}')
+    assert sized["speculative_num_draft_tokens"] == 9
+
+
 def test_our_algorithm_has_all_that_the_host_calls() -> None:
     """The host checks some of it itself; its next version may call more."""
     program = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-ours = type(SpeculativeAlgorithm.from_string("token-recycling"))
 public = {name for name, value in vars(SpeculativeAlgorithm).items()
           if callable(value) and not name.startswith("_")}
 constructors = {"from_string", "register"}
 members = {member.name for member in SpeculativeAlgorithm}
-print("missing:", sorted(public - constructors - members - set(dir(ours))))
+for name in ("token-recycling", "rsd"):
+    ours = set(dir(type(SpeculativeAlgorithm.from_string(name))))
+    print("missing:", sorted(public - constructors - members - ours))
 """
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -150,4 +180,4 @@ print("missing:", sorted(public - constructors - members - set(dir(ours))))
         timeout=200,
         check=True,
     )
-    assert "missing: []" in process.stdout
+    assert process.stdout.count("missing: []") == 2
