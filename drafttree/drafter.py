@@ -74,9 +74,12 @@ class ModelDrafter(Protocol):
 
     Attributes:
         max_depth: the greatest depth of a node that it drafts.
+        columns: the parents of a tree with as many nodes at each level as it may have; the root
+            first.
     """
 
     max_depth: int
+    columns: tuple[int, ...]
 
     def draw(
         self,

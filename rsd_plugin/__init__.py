@@ -13,7 +13,6 @@ METHOD = Method(
     options=RsdOptions,
     make_drafter=RsdDrafter,
     draft_model=True,
-    engines=("sglang",),
 )
 
 __all__ = ["METHOD", "RsdDrafter", "RsdOptions"]

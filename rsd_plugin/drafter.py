@@ -91,6 +91,12 @@ class RsdDrafter:
         self._vocab_size = vocab_size
         self._shared = torch.Generator(device).manual_seed(seed)
         self.max_depth = len(self._shape.widths)
+        widths = (1, *self._shape.widths)
+        starts = [sum(widths[:level]) for level in range(len(widths))]
+        self.columns = (
+            -1,
+            *(starts[level] for level, width in enumerate(widths[1:]) for _ in range(width)),
+        )
         self._most_children = max(self._shape.factors or self._shape.widths)
 
     def draw(
@@ -103,7 +109,7 @@ class RsdDrafter:
     ) -> tuple[DraftTree, Drawn]:
         """Draw one tree under each of `roots`; where filters leave a node too few tokens, a level
         ends in columns without a node."""
-        noise = StepNoise(self._shared, seeds, [2 * length + 1 for length in lengths])
+        noise = StepNoise(self._shared, seeds, lengths)
         level, first = Level.root(roots), 0
         trees = _join([roots[:, None]], [torch.full_like(roots, -1)[:, None]])
         every: list[Tensor] = []
@@ -126,17 +132,20 @@ class RsdDrafter:
 
     def verify_with(self, trees: DraftTree, drawn: Drawn) -> RecursiveRejection:
         """Recursive rejection sampling along trees that were drawn so, and perhaps cut since."""
-        coins = drawn.noise.uniform(self.max_depth + 1, self._most_children + 1)
-        return RecursiveRejection(trees, drawn.probs, coins)
+        return RecursiveRejection(trees, drawn.probs, self._coins(drawn.noise))
 
     def verify_undrafted(
         self, roots: Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> RecursiveRejection:
         """Plain sampling, with the request's own numbers."""
-        noise = StepNoise(self._shared, seeds, [2 * length for length in lengths])
         trees = _join([roots[:, None]], [torch.full_like(roots, -1)[:, None]])
         probs = torch.zeros(len(roots), 0, self._vocab_size, device=roots.device)
-        return RecursiveRejection(trees, probs, noise.uniform(1, 1))
+        coins = self._coins(StepNoise(self._shared, seeds, lengths))
+        return RecursiveRejection(trees, probs, coins)
+
+    def _coins(self, noise: StepNoise) -> Tensor:
+        # As many whether or not there is a draft: a seed then gives the same either way.
+        return noise.uniform(self.max_depth + 1, self._most_children + 1)
 
 
 def _join(tokens: list[Tensor], parents: list[Tensor]) -> DraftTree:

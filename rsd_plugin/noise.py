@@ -1,7 +1,7 @@
 """The random numbers of one step, request by request.
 
-A request with a seed takes its numbers from generators of its own, one a step, seeded by its seed
-and its length: so they are the same whatever shares the batch. The others share one generator.
+A request with a seed takes its numbers from generators of its own, made anew each step of its
+seed and its length: so they are the same whatever shares the batch. The others share one.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ class StepNoise:
     Args:
         shared: the generator of the requests without a seed.
         seeds: of each request, None if it has none.
-        keys: of each request, different for each of its steps.
+        lengths: of each request, different for each of its steps.
     """
 
     def __init__(
-        self, shared: torch.Generator, seeds: Sequence[int | None], keys: Sequence[int]
+        self, shared: torch.Generator, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> None:
         self._shared = shared
         self._count = len(seeds)
-        self._own = [
-            (row, torch.Generator(shared.device).manual_seed(_mix(_mix(seed) ^ key)))
-            for row, (seed, key) in enumerate(zip(seeds, keys, strict=True))
-            if seed is not None
-        ]
+        self._for_drafts, self._for_verification = (
+            [
+                (row, torch.Generator(shared.device).manual_seed(_mix(_mix(seed) ^ key)))
+                for row, (seed, key) in enumerate(zip(seeds, keys, strict=True))
+                if seed is not None
+            ]
+            for keys in ([2 * length for length in lengths], [2 * length + 1 for length in lengths])
+        )
 
     def gumbel(self, *shape: int) -> Tensor:
-        """Standard Gumbel noise, float32 `[B, *shape]`."""
+        """Standard Gumbel noise for drafting, float32 `[B, *shape]`."""
         drawn = torch.empty(self._count, *shape, device=self._shared.device)
         drawn.exponential_(generator=self._shared)
-        for row, generator in self._own:
+        for row, generator in self._for_drafts:
             drawn[row].exponential_(generator=generator)
         # An exact zero would be infinite noise.
         return drawn.clamp_(min=torch.finfo(drawn.dtype).tiny).log_().neg_()
 
     def uniform(self, *shape: int) -> Tensor:
-        """Uniform numbers in [0, 1), float32 `[B, *shape]`."""
+        """Uniform numbers in [0, 1) for verification, float32 `[B, *shape]`."""
         drawn = torch.empty(self._count, *shape, device=self._shared.device)
         drawn.uniform_(generator=self._shared)
-        for row, generator in self._own:
+        for row, generator in self._for_verification:
             drawn[row].uniform_(generator=generator)
         return drawn
 

@@ -78,7 +78,8 @@ class DraftModelWorker(TreeWorker):
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         roots = torch.zeros(len(batch.reqs), dtype=torch.int32, device=self._device)
-        rule = self.drafter.verify_undrafted(roots, _seeds(batch), batch.seq_lens.tolist())
+        before = [length - 1 for length in batch.seq_lens.tolist()]
+        rule = self.drafter.verify_undrafted(roots, _seeds(batch), before)
         self._runner.sampler.choose = lambda probs: rule(probs, roots)
         result = super()._forward_prompt(batch)
         batch.spec_info = None

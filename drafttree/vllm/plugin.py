@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttree.method import Method
+
+# Below vLLM's own logger, or nothing would print it.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
@@ -65,22 +70,30 @@ def _wrap_create_speculative_config() -> None:
         from drafttree.vllm.checks import check_engine
 
         check_engine(self, target_model_config, target_parallel_config)
-        if self.spec_model is not None:
-            raise ValueError(f"--spec-model={self.spec_model!r}: {method.title} takes no model")
         given.pop("method", None)
+        _take_model(method, given, self.spec_model)
         options, nodes = _parse(method, given, self.spec_tokens)
+        if method.draft_model:
+            from drafttree.draft_model import check_draft_model
+
+            check_draft_model(Path(target_model_config.model), Path(options["model"]), logger)
         _allow_sampling_parameters()
-        kept = self.speculative_config, self.spec_method, self.spec_tokens
+        kept = self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model
         self.speculative_config = {
             "method": "custom_class",
             "model": "drafttree.vllm.runner.HostProposer",
             "num_speculative_tokens": nodes,
         }
-        self.spec_method = self.spec_tokens = None
+        self.spec_method = self.spec_tokens = self.spec_model = None
         try:
             config = original(self, target_model_config, target_parallel_config)
         finally:
-            self.speculative_config, self.spec_method, self.spec_tokens = kept
+            (
+                self.speculative_config,
+                self.spec_method,
+                self.spec_tokens,
+                self.spec_model,
+            ) = kept
         # A plain attribute travels with the configuration to the engine's other processes.
         object.__setattr__(config, "drafttree", (method.name, options))
         target_parallel_config.worker_cls = "drafttree.vllm.worker.TreeCPUWorker"
@@ -88,6 +101,23 @@ def _wrap_create_speculative_config() -> None:
 
     setattr(create_speculative_config, MARK, True)
     EngineArgs.create_speculative_config = create_speculative_config
+
+
+def _take_model(method: Method, given: dict[str, Any], spec_model: str | None) -> None:
+    """Put the draft model, wherever it was named, among the method's options."""
+    if spec_model is not None:
+        if "model" in given:
+            raise ValueError(
+                f"--spec-model={spec_model!r} and --speculative-config['model'] are mutually "
+                "exclusive: leave one of them out"
+            )
+        given["model"] = spec_model
+    if method.draft_model and "model" not in given:
+        raise ValueError(
+            f"{method.title} needs a draft model: name its folder as 'model' in speculative_config"
+        )
+    if not method.draft_model and "model" in given:
+        raise ValueError(f"model={given['model']!r}: {method.title} takes no model, leave it out")
 
 
 def _bind(
@@ -107,7 +137,8 @@ def _parse(
         )
     host_nodes = given.pop("num_speculative_tokens", spec_tokens)
     options = {key.replace("-", "_"): value for key, value in given.items()}
-    if host_nodes is not None and not {"nodes", "tree"} & options.keys():
+    sizes_tree = "nodes" in method.options.model_fields and not {"nodes", "tree"} & options.keys()
+    if host_nodes is not None and sizes_tree:
         options["nodes"] = host_nodes
     nodes = method.parse(options).num_nodes
     if host_nodes not in (None, nodes):

@@ -19,9 +19,10 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
 from drafttree.verify import Verified
-from drafttree.vllm.attention import TreeAttentionMetadataBuilder, kv_views
+from drafttree.vllm.attention import StepMasks, TreeAttentionMetadataBuilder, kv_views
 from drafttree.vllm.sampling import build_logits_processors, is_plain_greedy, sample_trees
 from drafttree.vllm.step import FILLER, StepTrees, StoredTree
 
@@ -54,7 +55,7 @@ class HostProposer:
 
 
 class TreeModelRunner(CPUModelRunner):
-    """Made from the stock runner by `adopt`."""
+    """Made from the stock runner by `adopt`. Drafts with a `Drafter`, without a model."""
 
     @classmethod
     def adopt(
@@ -85,24 +86,24 @@ class TreeModelRunner(CPUModelRunner):
         self.tree_drafter = method.make_drafter(
             method.parse(options), self.model_config.get_vocab_size(), self.device
         )
+        self._plan_budget()
         self.input_batch.logitsprocs = build_logits_processors(
             self.vllm_config, self.device, logits_processors
         )
         self.input_batch.logitsprocs_need_output_token_ids = bool(logits_processors)
         self.counters = Counters(self.device)
-        scheduler = self.scheduler_config
-        self._token_budget: int = min(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
-        )
         self._stored: dict[str, StoredTree] = {}
         self._step: StepTrees | None = None
         self._drafts_off: set[str] = set()
         self._grammar_bound: set[str] = set()
-        self._report()
 
-    def _report(self) -> None:
-        budget = self._token_budget
+    def _plan_budget(self) -> None:
+        scheduler = self.scheduler_config
+        budget: int = min(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        )
+        self._token_budget = budget
         full = budget // self.max_num_reqs - 1
         if full < self.num_spec_tokens:
             logger.warning(
@@ -121,8 +122,12 @@ class TreeModelRunner(CPUModelRunner):
 
     def reset_drafting(self) -> None:
         """Forget what was learnt, and all counts."""
-        self.tree_drafter.reset()
+        self.forget()
         self.counters = Counters(self.device)
+
+    def forget(self) -> None:
+        """Forget what was learnt: the weights have changed, or are to be measured anew."""
+        self.tree_drafter.reset()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the caches, and what will move rows in them: a mover for keys, one for values."""
@@ -143,14 +148,14 @@ class TreeModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         finished = list(scheduler_output.finished_req_ids)
-        self.tree_drafter.release(finished)
+        self._requests_ended(finished)
         self._drafts_off.difference_update(finished)
         self._grammar_bound.difference_update(finished)
         for request_id in finished:
             self._stored.pop(request_id, None)
         arrived = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         if arrived:
-            self.tree_drafter.start(arrived)
+            self._requests_began(arrived)
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
             parameters = self.requests[request_id].sampling_params
@@ -162,6 +167,12 @@ class TreeModelRunner(CPUModelRunner):
             for names, holds in ((self._grammar_bound, bound), (self._drafts_off, not wanted)):
                 (names.add if holds else names.discard)(request_id)
         return deferred
+
+    def _requests_began(self, names: list[str]) -> None:
+        self.tree_drafter.start(names)
+
+    def _requests_ended(self, names: list[str]) -> None:
+        self.tree_drafter.release(names)
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -183,13 +194,17 @@ class TreeModelRunner(CPUModelRunner):
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        trees = self._step.masks() if self._step is not None and self._step.drafted else None
+        step = self._step
+        trees = self._step_masks(step) if step is not None and step.drafted else None
         for groups in self.attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
                 assert isinstance(builder, TreeAttentionMetadataBuilder)
                 builder.step_trees = trees
         return super()._build_attention_metadata(*args, **kwargs)
+
+    def _step_masks(self, step: StepTrees) -> StepMasks:
+        return step.masks()
 
     def _row_tokens(self, step: StepTrees) -> torch.Tensor:
         """The input tokens of the rows that have logits, `int32 [R]`; -1 for fillers."""
@@ -214,15 +229,22 @@ class TreeModelRunner(CPUModelRunner):
         step = self._step
         if step is None:
             return super()._sample(logits, spec_decode_metadata)
+        output, drafts, verified = self._verify(step, logits)
+        self._move_kv(step, verified)
+        self.counters.add_step(self._counted(step), drafts, verified)
+        self._step = None
+        return output
+
+    def _verify(
+        self, step: StepTrees, logits: torch.Tensor
+    ) -> tuple[SamplerOutput, DraftTree, Verified]:
+        """What the target says of the step's trees, by its raw logits, `[R, V]`."""
         tokens = self._row_tokens(step)
         drafts = step.trees(tokens)
         target = self._observe(step, tokens, logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
-        self._move_kv(step, verified)
-        self.counters.add_step(self._counted(step), drafts, verified)
-        self._step = None
-        return output
+        return output, drafts, verified
 
     def _observe(self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
@@ -269,7 +291,7 @@ class TreeModelRunner(CPUModelRunner):
         """Draft the next step's trees; their nodes breadth-first, the root left out."""
         request_ids = self.input_batch.req_ids
         roots = torch.tensor([ids[-1] if ids else -1 for ids in sampled_token_ids])
-        trees = self.tree_drafter.propose(request_ids, roots.to(torch.int32))
+        trees = self._propose(roots.to(torch.int32))
         depth = depths(trees.parents, trees.num_nodes).numpy()
         tokens, parents = trees.tokens.numpy(), trees.parents.numpy()
         # A running request must never wait because others draft: each gets its share at most.
@@ -288,6 +310,10 @@ class TreeModelRunner(CPUModelRunner):
             self._stored[request_id] = StoredTree(parents[row, :size], depth[row, :size])
             drafts.append(tokens[row, 1:size].tolist())
         return drafts
+
+    def _propose(self, roots: torch.Tensor) -> DraftTree:
+        """The next step's trees under `roots`, `int32 [B]`, before any is cut."""
+        return self.tree_drafter.propose(self.input_batch.req_ids, roots)
 
     def _tokens_left(self, request_id: str) -> int:
         state = self.requests[request_id]

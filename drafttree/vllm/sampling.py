@@ -24,13 +24,14 @@ from vllm.v1.sample.logits_processor import (
     build_logitsprocs,
 )
 
-from drafttree.drafter import DraftTree
+from drafttree.drafter import DraftTree, Rule
 from drafttree.verify import Verified, verify_greedy, verify_sampled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.sample.metadata import SamplingMetadata
 
+    from drafttree.vllm.rule_sampler import RuleSampler
     from drafttree.vllm.runner import TreeModelRunner
     from drafttree.vllm.step import StepTrees
 
@@ -81,18 +82,20 @@ def sample_trees(
     drafts: DraftTree,
     logits: torch.Tensor,
     argmax: torch.Tensor | None,
+    rule: tuple[RuleSampler, Rule] | None = None,
 ) -> tuple[SamplerOutput, Verified]:
     """Verify a step's trees.
 
     Args:
         logits: `[R, V]`, raw.
         argmax: `int32 [R]` where that is all that is asked for, else None.
+        rule: chooses where the engine's sampler would draw, called by the sampler beside it.
     """
     if argmax is not None:
         target = argmax[step.node_rows()]
         verified = verify_greedy(drafts, target, step.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
-    with _Draw.along(runner, step, logits) as draw:
+    with _Draw.along(runner, step, logits, rule) as draw:
         verified = verify_sampled(drafts, draw, step.max_depth)
     emitted = verified.emitted[:, : draw.levels]
     return SamplerOutput(emitted, logprobs_tensors=draw.logprobs()), verified
@@ -101,10 +104,17 @@ def sample_trees(
 class _Draw:
     """Draws one level after the other; `verify.Draw` says what it must give."""
 
-    def __init__(self, runner: TreeModelRunner, step: StepTrees, logits: torch.Tensor) -> None:
+    def __init__(
+        self,
+        runner: TreeModelRunner,
+        step: StepTrees,
+        logits: torch.Tensor,
+        rule: tuple[RuleSampler, Rule] | None,
+    ) -> None:
         batch = runner.input_batch
         self.levels = 0
-        self._sampler = runner.sampler
+        self._sampler = runner.sampler if rule is None else rule[0]
+        self._rule = rule
         self._metadata: SamplingMetadata = batch.sampling_metadata
         self._logits = logits
         self._starts = torch.from_numpy(step.starts)
@@ -116,11 +126,15 @@ class _Draw:
     @classmethod
     @contextmanager
     def along(
-        cls, runner: TreeModelRunner, step: StepTrees, logits: torch.Tensor
+        cls,
+        runner: TreeModelRunner,
+        step: StepTrees,
+        logits: torch.Tensor,
+        rule: tuple[RuleSampler, Rule] | None,
     ) -> Iterator[_Draw]:
         """Penalties and stateful processors read the requests' output lists, which grow with the
         path and are cut back in the end: the engine appends the accepted tokens itself."""
-        draw = cls(runner, step, logits)
+        draw = cls(runner, step, logits, rule)
         lengths = [len(output) for output in draw._outputs]
         try:
             yield draw
@@ -148,6 +162,9 @@ class _Draw:
         )
         whole = len(self._logits) == len(node)
         logits = self._logits if whole else self._logits[self._starts + node]
+        if self._rule is not None:
+            sampler, rule = self._rule
+            sampler.choose(lambda probs: rule(probs, node))
         sampled = self._sampler(logits, metadata)
         if sampled.logprobs_tensors is not None:
             self._logprobs.append(sampled.logprobs_tensors)

@@ -6,6 +6,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from drafttree.method import find_method
 from drafttree.vllm.attention import tree_attention_backend
+from drafttree.vllm.draft_model_runner import DraftModelRunner
 from drafttree.vllm.plugin import requested
 from drafttree.vllm.runner import TreeModelRunner
 
@@ -27,9 +28,9 @@ class TreeCPUWorker(CPUWorker):
         request = requested(self.vllm_config.speculative_config)
         assert request is not None
         name, options = request
-        self.model_runner = TreeModelRunner.adopt(
-            self.model_runner, find_method(name), options, processors
-        )
+        method = find_method(name)
+        runner = DraftModelRunner if method.draft_model else TreeModelRunner
+        self.model_runner = runner.adopt(self.model_runner, method, options, processors)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model with attention layers that honour tree masks."""
@@ -47,4 +48,4 @@ class TreeCPUWorker(CPUWorker):
     def reload_weights(self, *args: object, **kwargs: object) -> None:
         """Reload the weights; what the drafter learnt of the old ones goes."""
         super().reload_weights(*args, **kwargs)
-        self.model_runner.tree_drafter.reset()
+        self.model_runner.forget()

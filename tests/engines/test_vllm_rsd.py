@@ -1,0 +1,194 @@
+"""RSD through the real vLLM: the target's tokens, its distribution, and the draft model's KV."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joint_distribution import exact_joint, p_value
+from tiny_models import make_first_layers, make_tiny_llama
+from vllm_runs import Answer, Case, RunFailed, run_vllm
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+VOCAB = 10
+PROMPT = [3, 7, 4]
+REQUESTS = 20_000
+SAMPLING: dict[str, Any] = {"temperature": 1.3, "top_k": 8, "max_tokens": 4, "ignore_eos": True}
+
+
+def some_prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(2, 512) for _ in range(draw.randrange(4, longest))] for _ in range(count)
+    ]
+
+
+FIRST = some_prompts(24)
+SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(24, seed=4), strict=True)]
+CASES = {
+    "many": Case(FIRST, GREEDY),
+    "a second turn": Case(SECOND, GREEDY),
+    "read in pieces": Case(some_prompts(8, seed=5, longest=400), GREEDY),
+    "repetition penalty": Case(FIRST, {**GREEDY, "repetition_penalty": 1.2}),
+    "long": Case(FIRST[:4], {**GREEDY, "max_tokens": 500}),
+    "greedy beside sampled": Case(
+        FIRST[:12], [GREEDY if row % 2 else {**GREEDY, "temperature": 1.0} for row in range(12)]
+    ),
+}
+LIMITS = {"max_num_batched_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's first layer."""
+    return make_first_layers(tiny_llama, tmp_path_factory.mktemp("draft"), 1)
+
+
+@cache
+def plain_answers(model: Path) -> dict[str, Answer]:
+    served, _ = run_vllm(model, list(CASES.values()), **LIMITS)
+    return dict(zip(CASES, served, strict=True))
+
+
+@cache
+def answers(model: Path, draft: Path, tree: str, compiled: bool) -> dict[str, Answer]:
+    served, _ = run_vllm(
+        model,
+        list(CASES.values()),
+        speculative={"method": "rsd", "model": str(draft), "tree": tree},
+        enforce_eager=not compiled,
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if compiled else "0"},
+        **LIMITS,
+    )
+    return dict(zip(CASES, served, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("tree", "compiled"), [("beam:3x4", False), ("branch:3-2-1", True)])
+def test_greedy_tokens_equal_plain_decoding(
+    tiny_llama: Path,
+    draft: Path,
+    proves_drafting: Callable[[Answer], None],
+    tree: str,
+    compiled: bool,
+    case: str,
+) -> None:
+    plain = plain_answers(tiny_llama)[case]
+    drafted = answers(tiny_llama, draft, tree, compiled)[case]
+    greedy = slice(1, None, 2) if case == "greedy beside sampled" else slice(None)
+    assert drafted.tokens[greedy] == plain.tokens[greedy]
+    proves_drafting(drafted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_always_accepted(
+    tiny_llama: Path, temperature: float
+) -> None:
+    """Over 500 tokens, prompts read in pieces and prefix hits: so the draft model's KV is right."""
+    settings = {**GREEDY, "temperature": temperature, "max_tokens": 501}
+    long = some_prompts(4, seed=6, longest=400)
+    cases = [
+        Case(long, settings),
+        Case([prompt + [5, 6, 7] for prompt in long], {**settings, "max_tokens": 41}),
+    ]
+    served, _ = run_vllm(
+        tiny_llama,
+        cases,
+        speculative={"method": "rsd", "model": str(tiny_llama), "tree": "branch:1-1-1-1"},
+        max_num_batched_tokens=300,
+    )
+    for answer in served:
+        assert answer.counters["accepted_tokens"] == 4 * answer.counters["steps"]
+
+
+def test_preempted_requests_go_on_as_if_they_had_not_been(
+    tiny_llama: Path, draft: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    case = Case(some_prompts(6, longest=30), {**GREEDY, "max_tokens": 300})
+    (plain,), _ = run_vllm(tiny_llama, [case])
+    (drafted,), _ = run_vllm(
+        tiny_llama,
+        [case],
+        speculative={"method": "rsd", "model": str(draft), "tree": "beam:3x3"},
+        num_gpu_blocks_override=11,
+    )
+    assert drafted.preemptions > 0
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft model of a small vocabulary."""
+    target = make_tiny_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, sharpness=3.0)
+    return target, make_first_layers(target, tmp_path_factory.mktemp("small-draft"), 1)
+
+
+def sample(
+    pair: tuple[Path, Path], tree: str, cases: list[Case], fault: bool = False
+) -> list[Answer]:
+    served, _ = run_vllm(
+        pair[0],
+        cases,
+        speculative={"method": "rsd", "model": str(pair[1]), "tree": tree},
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        max_model_len=128,
+        planted_fault=fault,
+    )
+    return served
+
+
+def joint_p_value(pair: tuple[Path, Path], answer: Answer) -> float:
+    joint = exact_joint(pair[0], PROMPT, VOCAB, SAMPLING["temperature"], SAMPLING["top_k"])
+    return p_value([samples[0] for samples in answer.tokens], joint)
+
+
+@pytest.mark.parametrize("tree", ["beam:3x3", "branch:2-2"])
+def test_the_joint_distribution_is_the_targets_own(pair: tuple[Path, Path], tree: str) -> None:
+    (answer,) = sample(pair, tree, [Case([PROMPT] * REQUESTS, SAMPLING)])
+    assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert answer.counters["kv_rows_moved"] > 0
+    assert joint_p_value(pair, answer) > 0.001
+
+
+def test_a_planted_fault_is_found(pair: tuple[Path, Path]) -> None:
+    (answer,) = sample(pair, "beam:3x3", [Case([PROMPT] * REQUESTS, SAMPLING)], fault=True)
+    assert joint_p_value(pair, answer) < 1e-6
+
+
+def test_a_seed_repeats_whatever_shares_the_batch(pair: tuple[Path, Path]) -> None:
+    long = {**SAMPLING, "max_tokens": 40, "min_p": 0.01}
+    seeded = [{**long, "seed": seed} for seed in (1, 2, 3)]
+    others = [PROMPT[:1] * length for length in (5, 9, 17)]
+    cases = [
+        Case([PROMPT] * 3, seeded),
+        Case([*others, *([PROMPT] * 3)], [long, long, long, *seeded]),
+        *(Case([PROMPT], one) for one in seeded),
+    ]
+    together, mixed, *alone = sample(pair, "beam:3x3", cases)
+    assert together.counters["accepted_tokens"] > 0
+    assert mixed.tokens[3:] == together.tokens == [one.tokens[0] for one in alone]
+    assert len({tuple(samples[0]) for samples in together.tokens}) == 3
+
+
+def test_what_is_wrong_with_a_draft_model_is_said(
+    tiny_llama: Path, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    fits = {"method": "rsd", "model": str(tiny_llama)}
+    for wrong, complaint in (
+        ({"method": "rsd"}, "RSD needs a draft model"),
+        (fits | {"model": str(pair[0])}, "has 10 tokens"),
+        (fits | {"model": str(tmp_path)}, "no config.json"),
+        (fits | {"tree": "beam:3"}, "tree='beam:3' is not known"),
+        (fits | {"tree": "beam:64x4"}, "tree='beam:64x4' is out of range"),
+        (fits | {"width": 3}, "RSD has no option 'width'"),
+        ({"method": "token_recycling", "model": str(tiny_llama)}, "takes no model"),
+    ):
+        with pytest.raises(RunFailed, match=complaint.replace("(", r"\(")):
+            run_vllm(tiny_llama, [], speculative=wrong)
