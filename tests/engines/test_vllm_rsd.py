@@ -93,7 +93,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
     long = some_prompts(4, seed=6, longest=400)
     cases = [
         Case(long, settings),
-        Case([prompt + [5, 6, 7] for prompt in long], {**settings, "max_tokens": 41}),
+        Case([[*prompt, 5, 6, 7] for prompt in long], {**settings, "max_tokens": 41}),
     ]
     served, _ = run_vllm(
         tiny_llama,
