@@ -16,6 +16,7 @@ from tiny_models import make_tiny_llama
 VOCAB = 10
 PROMPT = [3, 7, 4]
 REQUESTS = 20_000
+FAULTY = 5_000
 SAMPLING = {"temperature": 1.3, "top_k": 8, "max_new_tokens": 4, "ignore_eos": True}
 
 
@@ -25,10 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(folder, vocab_size=VOCAB, sharpness=3.0)
 
 
-def run(model: Path, planted_fault: bool) -> Answer:
+def run(model: Path, requests: int, planted_fault: bool = False) -> Answer:
     (answer,), _ = run_sglang(
         model,
-        [Case([PROMPT] * REQUESTS, SAMPLING)],
+        [Case([PROMPT] * requests, SAMPLING)],
         options={"tree": "branch:3-2-1"},
         max_running_requests=64,
         context_length=128,
@@ -44,7 +45,7 @@ def joint_p_value(model: Path, answer: Answer) -> float:
 
 
 def test_the_joint_distribution_is_the_models_own(model: Path) -> None:
-    answer = run(model, planted_fault=False)
+    answer = run(model, REQUESTS)
     accepted_a_step = answer.counters["accepted_tokens"] / answer.counters["steps"]
     assert 0.3 < accepted_a_step < 0.9
     assert answer.counters["non_first_child_accepted"] > 0
@@ -53,4 +54,4 @@ def test_the_joint_distribution_is_the_models_own(model: Path) -> None:
 
 
 def test_a_planted_fault_is_found(model: Path) -> None:
-    assert joint_p_value(model, run(model, planted_fault=True)) < 1e-6
+    assert joint_p_value(model, run(model, FAULTY, planted_fault=True)) < 1e-6

@@ -15,6 +15,9 @@ from tiny_models import make_first_layers
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
 
 
+OFF = {"drafttree": False}
+
+
 def some_prompts(count: int, seed: int = 3) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 60))] for _ in range(count)]
@@ -27,6 +30,11 @@ CASES = {
     "prefix hits": Case(SECOND, GREEDY),
     "one at a time": Case(FIRST[:8], GREEDY, together=False, reset=True),
     "frequency penalty": Case(FIRST, {**GREEDY, "frequency_penalty": 0.4}),
+    "logprobs": Case(FIRST[:8], GREEDY, logprobs=2),
+    "drafting turned off": Case(
+        FIRST[:8],
+        [GREEDY if row % 2 else {**GREEDY, "custom_params": OFF} for row in range(8)],
+    ),
     "long": Case(FIRST[:4], {**GREEDY, "max_new_tokens": 500}),
 }
 LIMITS = {"chunked_prefill_size": 32, "disable_overlap_schedule": True}
@@ -71,6 +79,8 @@ def test_greedy_tokens_equal_plain_decoding(
     drafted = answers(tiny_llama, draft, tree, page)[case]
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
+    for mine, theirs in zip(drafted.logprobs, plain.logprobs, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
