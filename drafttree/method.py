@@ -27,6 +27,11 @@ class MethodOptions(BaseModel):
         """The most draft nodes a tree can have, the root not counted."""
         raise NotImplementedError
 
+    @property
+    def depth(self) -> int:
+        """The greatest depth of a node."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Method:

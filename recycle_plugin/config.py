@@ -67,3 +67,8 @@ class RecycleOptions(MethodOptions):
     def num_nodes(self) -> int:
         """The number of draft nodes, the root not counted."""
         return self.topology.nodes
+
+    @property
+    def depth(self) -> int:
+        """The depth of the deepest node."""
+        return self.topology.depth

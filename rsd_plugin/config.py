@@ -74,3 +74,8 @@ class RsdOptions(MethodOptions):
     def num_nodes(self) -> int:
         """The number of draft nodes, the root not counted."""
         return sum(self.shape.widths)
+
+    @property
+    def depth(self) -> int:
+        """The number of levels."""
+        return len(self.shape.widths)

@@ -26,6 +26,7 @@ class Method:
 
     Attributes:
         tree_nodes: the draft nodes of a whole tree, for a method that drafts trees.
+        tree_depth: and their greatest depth.
         draft_model: the folder of the draft model, for a method that has one.
         engines: where it runs; None for wherever it is not refused by name.
     """
@@ -34,6 +35,7 @@ class Method:
     options: dict[str, Any]
     speculative_config: dict[str, Any] | None
     tree_nodes: int | None = None
+    tree_depth: int | None = None
     draft_model: str | None = None
     engines: tuple[str, ...] | None = None
 
@@ -57,14 +59,15 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
     except ValueError as error:
         raise InputError(f"{error}, besides none and the engine's own ngram") from error
     try:
-        nodes = tree_method.parse(options).num_nodes
+        parsed = tree_method.parse(options)
     except ValueError as error:
         raise InputError(str(error)) from error
     return Method(
         name,
         options,
         {"method": tree_method.name, **options},
-        nodes,
+        parsed.num_nodes,
+        parsed.depth,
         str(options["model"]) if tree_method.draft_model else None,
         tree_method.engines,
     )

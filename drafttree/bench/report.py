@@ -39,16 +39,14 @@ def figures(
 ) -> dict[str, Any]:
     """The figures of the chosen prompts: counts of the first repetition, medians of the rates."""
     first = repetitions[0]
-    method, plain = _Totals(first.method, chosen), _Totals(first.plain, chosen)
+    method, plain = Totals(first.method, chosen), Totals(first.plain, chosen)
     rates: dict[str, float | None] = {
-        name: _median(
-            rate(_Totals(getattr(repetition, side), chosen)) for repetition in repetitions
-        )
+        name: _median(rate(Totals(getattr(repetition, side), chosen)) for repetition in repetitions)
         for name, side, rate in (
-            ("tokens_per_second", "method", _Totals.tokens_per_second),
-            ("baseline_tokens_per_second", "plain", _Totals.tokens_per_second),
-            ("decode_tokens_per_second", "method", _Totals.decode_tokens_per_second),
-            ("baseline_decode_tokens_per_second", "plain", _Totals.decode_tokens_per_second),
+            ("tokens_per_second", "method", Totals.tokens_per_second),
+            ("baseline_tokens_per_second", "plain", Totals.tokens_per_second),
+            ("decode_tokens_per_second", "method", Totals.decode_tokens_per_second),
+            ("baseline_decode_tokens_per_second", "plain", Totals.decode_tokens_per_second),
         )
     }
     return {
@@ -111,17 +109,22 @@ def check_counters(repetition: Repetition, counters: dict[str, int]) -> None:
     an end-of-text or the token limit; they can never be fewer, and never by more than was
     accepted.
     """
-    totals = _Totals(repetition.method, range(len(repetition.method)))
-    surplus = counters["emitted"] - totals.step_tokens
-    if counters["steps"] != totals.steps or not 0 <= surplus <= counters["accepted_tokens"]:
+    sums = totals(repetition.method)
+    surplus = counters["emitted"] - sums.step_tokens
+    if counters["steps"] != sums.steps or not 0 <= surplus <= counters["accepted_tokens"]:
         raise EngineError(
             "the method's own counters disagree with the engine's outputs: "
-            f"steps {counters['steps']} against {totals.steps}, "
-            f"emitted tokens {counters['emitted']} against {totals.step_tokens}"
+            f"steps {counters['steps']} against {sums.steps}, "
+            f"emitted tokens {counters['emitted']} against {sums.step_tokens}"
         )
 
 
-class _Totals:
+def totals(side: Sequence[Sequence[Generation]]) -> Totals:
+    """The sums over all of one side's answers."""
+    return Totals(side, range(len(side)))
+
+
+class Totals:
     """Sums over the answers of one side to the chosen prompts."""
 
     def __init__(self, side: Sequence[Sequence[Generation]], chosen: Iterable[int]) -> None:

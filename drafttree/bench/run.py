@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from drafttree.bench.chat import Chat, model_context
 from drafttree.bench.cost import mean_context, verification_cost
+from drafttree.bench.draft_model import draft_model_figures
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
 from drafttree.bench.machine import processor_name
@@ -92,13 +93,18 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         pair.warm_up()
         repetitions: list[Repetition] = []
         counters: dict[str, int] = {}
+        draft_model: dict[str, float] = {}
         for number in range(settings.repeat):
             which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
             observer.status(f"answering{which}")
+            before = pair.draft_seconds()
             repetitions.append(pair.repetition(number))
             if number == 0 and drafts_trees:
                 counters = pair.method.counters()
                 check_counters(repetitions[0], counters)
+                draft_model = draft_model_figures(
+                    repetitions[0], settings.method, settings.model, pair.draft_seconds() - before
+                )
         observer.status("comparing")
         verdicts = [
             pair.verdict(prompt, plain, method)
@@ -132,6 +138,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "repeat": settings.repeat,
         "cut_prompts": len(pair.cut),
         "counters": counters,
+        **draft_model,
         **report(settings.prompts, repetitions, verdicts, costs),
     }
 
@@ -155,6 +162,10 @@ class _Run:
         self.plain = plain
         self.method = method
         self.cut: set[int | str] = set()
+
+    def draft_seconds(self) -> float:
+        """What the method's draft model has taken so far; 0 without one."""
+        return self.method.draft_seconds() if self.settings.method.draft_model else 0.0
 
     def warm_up(self) -> None:
         """A few short answers on each side, which are then forgotten."""

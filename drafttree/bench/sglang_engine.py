@@ -114,6 +114,10 @@ class SglangEngine:
         counts: dict[str, int] = self._scheduler.draft_worker.counters.as_dict()
         return counts
 
+    def draft_seconds(self, _: None) -> float:
+        """The time spent drafting with a draft model."""
+        return float(self._scheduler.draft_worker.draft_seconds)
+
     def _submit(self, token_ids: list[int], sampling: dict[str, Any], logprobs: int = 0) -> Any:
         """Queue a request; the host's own `Req`, which fills as it runs."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput

@@ -19,6 +19,10 @@ _ROWS = (
     ("speedup", None, "speedup", ".2f"),
     ("speedup of decode steps alone", None, "decode_speedup", ".2f"),
 )
+_DRAFT_MODEL_ROWS = (
+    ("block efficiency over memory-bound time (MBSU)", "mbsu"),
+    ("part of the time spent drafting", "draft_time_share"),
+)
 _COST_ROWS = (
     ("forward of {cost_tokens} tokens against 1: tree", "verify_cost"),
     ("forward of {cost_tokens} tokens against 1: chain", "chain_cost"),
@@ -34,6 +38,9 @@ def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
     table.add_column(str(report["method"]), justify="right")
     for name, plain, method, form in _ROWS:
         table.add_row(name, _cell(report, plain, form), _cell(report, method, form))
+    if "mbsu" in report:
+        for name, key in _DRAFT_MODEL_ROWS:
+            table.add_row(name, "", _cell(report, key, ".2f"))
     if "verify_cost" in report:
         for name, key in _COST_ROWS:
             table.add_row(name.format_map(report), "", _cell(report, key, ".2f"))

@@ -108,6 +108,10 @@ class VllmEngine:
         counts: dict[str, int] = self._llm.collective_rpc("drafttree_counters")[0]
         return counts
 
+    def draft_seconds(self, _: None) -> float:
+        """The time spent drafting with a draft model."""
+        return float(self._llm.collective_rpc("drafttree_draft_seconds")[0])
+
 
 if __name__ == "__main__":
     serve(VllmEngine)

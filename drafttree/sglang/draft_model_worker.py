@@ -7,6 +7,7 @@ draft model reads the nodes as it drafts them.
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -49,7 +50,11 @@ class _DraftModel(EagleDraftWorkerBase):
 
 
 class DraftModelWorker(TreeWorker):
-    """Drafts with a `ModelDrafter` and the draft model that the host was given."""
+    """Drafts with a `ModelDrafter` and the draft model that the host was given.
+
+    Attributes:
+        draft_seconds: the host's time spent drafting.
+    """
 
     drafter: ModelDrafter
 
@@ -67,6 +72,7 @@ class DraftModelWorker(TreeWorker):
                 attention_backend_override=attention_backends()[0],
             )
         )
+        self.draft_seconds = 0.0
         # The worker's own object: other engines of the process keep theirs.
         self._runner.sampler = RuleSampler()
 
@@ -87,6 +93,7 @@ class DraftModelWorker(TreeWorker):
         return result
 
     def _propose(self, batch: Any) -> DraftTree:
+        started = perf_counter()
         info = batch.sampling_info
         sampled = (info.top_ks != 1).view(-1)
 
@@ -101,6 +108,7 @@ class DraftModelWorker(TreeWorker):
             sampled,
             forward,
         )
+        self.draft_seconds += perf_counter() - started
         return trees
 
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,7 +41,11 @@ _COLD = 1e-5  # a temperature below is greedy to the engine
 
 
 class DraftModelRunner(TreeModelRunner):
-    """Drafts with a `ModelDrafter`."""
+    """Drafts with a `ModelDrafter`.
+
+    Attributes:
+        draft_seconds: the host's time spent in steps with drafts, until the target's forward.
+    """
 
     tree_drafter: ModelDrafter
 
@@ -48,6 +53,7 @@ class DraftModelRunner(TreeModelRunner):
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
         super()._set_up(method, options, logits_processors)
+        self.draft_seconds = 0.0
         self._draft_path = str(options["model"])
         self._rule_sampler = RuleSampler(self.sampler)
         self._masks: StepMasks | None = None
@@ -105,7 +111,10 @@ class DraftModelRunner(TreeModelRunner):
         if self._step is not None:
             assert input_ids is not None
             assert positions is not None
+            started = perf_counter()
             self._drawn = self._draw(self._step, input_ids, positions)
+            if self._step.drafted:
+                self.draft_seconds += perf_counter() - started
         return super()._model_forward(input_ids, positions, *args, **kwargs)
 
     def _draw(

@@ -41,6 +41,10 @@ class TreeCPUWorker(CPUWorker):
         """What was drafted and accepted since the start or the last reset."""
         return self.model_runner.counters.as_dict()
 
+    def drafttree_draft_seconds(self) -> float:
+        """The host's time spent drafting with a draft model."""
+        return float(getattr(self.model_runner, "draft_seconds", 0.0))
+
     def drafttree_reset(self) -> None:
         """Forget all that was learnt, and all counts."""
         self.model_runner.reset_drafting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 from joint_distribution import exact_joint, p_value
 from tiny_models import make_first_layers, make_tiny_llama
+from typer.testing import CliRunner
 from vllm_runs import Answer, Case, RunFailed, run_vllm
+
+from drafttree.cli import app
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 VOCAB = 10
@@ -197,3 +201,24 @@ def test_what_is_wrong_with_a_draft_model_is_said(
     ):
         with pytest.raises(RunFailed, match=complaint.replace("(", r"\(")):
             run_vllm(tiny_llama, [], speculative=wrong)
+
+
+def test_bench_gives_the_figures_of_the_field(smollm2: Path, tmp_path: Path) -> None:
+    draft = make_first_layers(smollm2, tmp_path, 10)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text('{"question_id": 1, "category": "qa", "turns": ["Count to ten."]}\n')
+    arguments = [
+        *("bench", "--engine", "vllm", "--method", "rsd", "--model", str(smollm2)),
+        *("--option", f"model={draft}", "--option", "tree=beam:2x2", "--prompts", str(prompts)),
+        *("--max-new-tokens", "12", "--eager", "--output", str(output)),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text())
+    assert report["identical"] + report["ties"] == 1
+    assert report["counters"]["draft_tokens"] > 0
+    assert report["block_efficiency"] == report["mean_accepted_tokens"]
+    ratio = report["draft_size_ratio"]
+    assert 0.4 < ratio < 0.7
+    assert report["mbsu"] == pytest.approx(report["block_efficiency"] / (2 * ratio + 1))
+    assert 0 < report["draft_time_share"] < 1
