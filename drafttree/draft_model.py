@@ -1,6 +1,7 @@
 """Whether a draft model fits its target: a draft is a token id, so both must mean the same by it.
 
-Both are folders in Hugging Face's layout; no engine is needed to look at them.
+Both are folders in Hugging Face's layout, or names that its library resolves; no engine is needed
+to look at them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 
-def check_draft_model(target: Path, draft: Path, logger: logging.Logger) -> None:
+def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
     """Refuse a draft model whose tokens are not the target's; warn of one that is too large.
 
-    Where a tokenizer's file is missing, only the sizes of the vocabularies can be compared.
+    Where a folder with a tokenizer's file is missing, only the sizes of the vocabularies can be
+    compared.
 
     Raises:
         ValueError: naming what differs and the mend.
@@ -25,7 +27,7 @@ def check_draft_model(target: Path, draft: Path, logger: logging.Logger) -> None
             f"the draft model {draft} has {sizes[1]} tokens and the target {target} has "
             f"{sizes[0]}: use a draft model of the same family"
         )
-    files = [folder / "tokenizer.json" for folder in (target, draft)]
+    files = [Path(folder) / "tokenizer.json" for folder in (target, draft)]
     if all(file.is_file() for file in files):
         ours, theirs = (_read(file).get("model", {}).get("vocab") for file in files)
         if ours != theirs:
@@ -33,7 +35,7 @@ def check_draft_model(target: Path, draft: Path, logger: logging.Logger) -> None
                 f"the tokenizers of the draft model {draft} and of the target {target} differ: use "
                 "a draft model of the same family"
             )
-    if 0 < weights_size(target) <= weights_size(draft):
+    if 0 < weights_size(Path(target)) <= weights_size(Path(draft)):
         logger.warning(
             "The draft model %s is no smaller than the target %s: it will not be faster",
             draft,
@@ -46,11 +48,14 @@ def weights_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _vocabulary_size(name: str, folder: Path) -> int:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ValueError(f"the {name} {folder} is no model's folder: it holds no config.json")
-    return int(_read(config).get("vocab_size", 0))
+def _vocabulary_size(name: str, model: str) -> int:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the {name} {model} cannot be read: {error}") from error
+    return int(config.get_text_config().vocab_size)
 
 
 def _read(file: Path) -> dict[str, Any]:

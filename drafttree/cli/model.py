@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from drafttree.models import RECIPES, ModelError, UnknownModelError, ensure
+from drafttree.models import ModelError, UnknownModelError, ensure
+from drafttree.recipes import RECIPES
 
 
 def model(

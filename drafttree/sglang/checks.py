@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from drafttree.draft_model import check_draft_model
@@ -107,12 +106,17 @@ def _check_draft_model(method: Method, server_args: Any) -> None:
                 "leave it out"
             )
         return
+    if server_args.device != "cpu":
+        raise ValueError(
+            f"{method.title} works on SGLang's CPU backend only so far, not on "
+            f"--device={server_args.device}: leave --speculative-algorithm out"
+        )
     if path is None:
         raise ValueError(
             f"{method.title} needs a draft model: name its folder with "
             "--speculative-draft-model-path"
         )
-    check_draft_model(Path(server_args.model_path), Path(path), logger)
+    check_draft_model(server_args.model_path, path, logger)
 
 
 def _has_recurrent_layers(model: Any) -> bool:

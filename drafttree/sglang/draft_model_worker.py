@@ -113,13 +113,12 @@ class DraftModelWorker(TreeWorker):
 
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
         """The draft model's logits of the nodes from `first` on, `[B, N - first, V]`."""
-        start = first if self._device.type == "cpu" else 0
         depth = depths(trees.parents, trees.num_nodes)
-        self._prepare_verify(batch, trees, depth, start)
+        self._prepare_verify(batch, trees, depth, first)
         worker = self._draft_worker.draft_worker
         output = worker.forward_batch_generation(batch, is_verify=True).logits_output
-        rows = output.next_token_logits.view(len(depth), -1, self._vocab_size)
-        return rows[:, first - start :]
+        logits: torch.Tensor = output.next_token_logits
+        return logits.view(len(depth), -1, self._vocab_size)
 
     def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
         return verify_trees(

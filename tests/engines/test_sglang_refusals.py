@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_draft_model_is_said(
     )
     assert "--speculative-draft-model-path" in without
     assert "has 256 tokens" in differs
-    assert "nowhere" in not_there
+    assert "nowhere" in not_there, not_there
     assert "needs no draft model" in unneeded
     assert settled["speculative_num_draft_tokens"] == 16
     assert settled["disable_overlap_schedule"] is True

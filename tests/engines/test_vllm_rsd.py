@@ -193,13 +193,13 @@ def test_what_is_wrong_with_a_draft_model_is_said(
     for wrong, complaint in (
         ({"method": "rsd"}, "RSD needs a draft model"),
         (fits | {"model": str(pair[0])}, "has 10 tokens"),
-        (fits | {"model": str(tmp_path)}, "no config.json"),
+        (fits | {"model": str(tmp_path)}, "the draft model .* cannot be read"),
         (fits | {"tree": "beam:3"}, "tree='beam:3' is not known"),
         (fits | {"tree": "beam:64x4"}, "tree='beam:64x4' is out of range"),
         (fits | {"width": 3}, "RSD has no option 'width'"),
         ({"method": "token_recycling", "model": str(tiny_llama)}, "takes no model"),
     ):
-        with pytest.raises(RunFailed, match=complaint.replace("(", r"\(")):
+        with pytest.raises(RunFailed, match=complaint):
             run_vllm(tiny_llama, [], speculative=wrong)
 
 
