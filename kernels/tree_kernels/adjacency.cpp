@@ -8,7 +8,9 @@
 constexpr int kChunk = 64;  // logits that are looked at together and mostly passed over together
 
 // Larger logits have larger orders; both zeros are one, and NaN is the largest.
-static inline int32_t order_of(uint32_t bits) {
+static inline int32_t order_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
   const uint32_t magnitude = bits & 0x7fffffffu;
   const int32_t order = static_cast<int32_t>(bits >> 31 ? ~magnitude : magnitude);
   if (magnitude > 0x7f800000u) return std::numeric_limits<int32_t>::max();
@@ -16,22 +18,30 @@ static inline int32_t order_of(uint32_t bits) {
 }
 
 struct Float32 {
-  uint32_t bits;
-  int32_t order() const { return order_of(bits); }
+  float value;
+  float wide() const { return value; }
 };
 struct BFloat16 {
   uint16_t bits;
-  int32_t order() const { return order_of(static_cast<uint32_t>(bits) << 16); }
+  float wide() const {
+    const uint32_t shifted = static_cast<uint32_t>(bits) << 16;
+    float value;
+    std::memcpy(&value, &shifted, sizeof value);
+    return value;
+  }
 };
 struct Float16 {
   _Float16 value;
-  int32_t order() const {
-    const float wide = static_cast<float>(value);
-    uint32_t bits;
-    std::memcpy(&bits, &wide, sizeof bits);
-    return order_of(bits);
-  }
+  float wide() const { return static_cast<float>(value); }
 };
+
+// Whether any of a chunk's logits is larger than the limit, or NaN.
+template <typename T>
+static bool any_above(const T* chunk, float limit) {
+  int32_t above = 0;
+  for (int i = 0; i < kChunk; ++i) above |= !(chunk[i].wide() <= limit);
+  return above != 0;
+}
 
 // The k best ids of a row, best first; equal logits by lowest id. `orders` is room for k.
 template <typename T>
@@ -39,17 +49,10 @@ static void top_of_row(const T* row, int64_t vocab, int64_t k, int32_t* ids, int
   int64_t found = 0;
   for (int64_t start = 0; start < vocab; start += kChunk) {
     const int64_t count = std::min<int64_t>(kChunk, vocab - start);
-    if (found == k) {
-      int32_t highest = std::numeric_limits<int32_t>::min();
-      if (count == kChunk)
-        for (int i = 0; i < kChunk; ++i) highest = std::max(highest, row[start + i].order());
-      else
-        for (int64_t i = 0; i < count; ++i) highest = std::max(highest, row[start + i].order());
-      // Later ids lose ties, so only a larger logit can enter.
-      if (highest <= orders[k - 1]) continue;
-    }
+    // Later ids lose ties, so only a larger logit can enter.
+    if (found == k && count == kChunk && !any_above(row + start, row[ids[k - 1]].wide())) continue;
     for (int64_t i = 0; i < count; ++i) {
-      const int32_t order = row[start + i].order();
+      const int32_t order = order_of(row[start + i].wide());
       if (found == k && order <= orders[k - 1]) continue;
       int64_t place = found < k ? found++ : k - 1;
       for (; place > 0 && orders[place - 1] < order; --place) {
