@@ -74,6 +74,8 @@ class Method:
                     f"{self.title} has no option {name!r} (given {options[name]!r}): "
                     f"its options are {known}"
                 )
+            elif item["type"] == "missing":
+                reasons.append(f"{self.title} needs the option {name!r}")
             else:
                 message = item["msg"].removeprefix("Value error, ")
                 given = f"{name}={item['input']!r}: " if name else ""

@@ -40,9 +40,10 @@ class Method:
     engines: tuple[str, ...] | None = None
 
 
-def installed_names() -> list[str]:
-    """The names of the installed tree methods, as typed on the command line."""
-    return sorted(name.replace("_", "-") for name in installed_methods())
+def model_free_names() -> list[str]:
+    """The installed tree methods that need no draft model, as typed on the command line."""
+    methods = installed_methods().items()
+    return sorted(name.replace("_", "-") for name, method in methods if not method.draft_model)
 
 
 def resolve_method(name: str, options: dict[str, Any]) -> Method:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from drafttree.bench.chat import Chat
 from drafttree.bench.engine_process import ENGINES, TITLES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import installed_names, resolve_method
+from drafttree.bench.methods import model_free_names, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, run
@@ -76,7 +76,8 @@ def demo_prompts() -> list[Prompt]:
 def demo(
     engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     method: Annotated[
-        str | None, typer.Option(help="The draft method; the first one installed if not given.")
+        str | None,
+        typer.Option(help="The draft method; the first that needs no model if not given."),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Draft nodes a tree; the method's default if not.")
@@ -88,7 +89,7 @@ def demo(
     try:
         if engine not in ENGINES:
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
-        name = method or next(iter(installed_names()), None)
+        name = method or next(iter(model_free_names()), None)
         if name is None:
             raise InputError("no draft method is installed")
         options: dict[str, Any] = {} if nodes is None else {"nodes": nodes}

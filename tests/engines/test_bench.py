@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from drafttree.bench.engine_process import EngineProcess
-from drafttree.bench.methods import installed_names, resolve_method
+from drafttree.bench.methods import model_free_names, resolve_method
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
 from drafttree.bench.run import Settings, _Run
@@ -72,7 +72,7 @@ def test_ngram(model: Path, prompts: Path) -> None:
 
 
 def test_tree_method(model: Path, prompts: Path) -> None:
-    method = installed_names()[0]
+    method = model_free_names()[0]
     report = report_of(
         model, prompts, "--method", method, "--batch-size", "2", "--option", "nodes=32"
     )
