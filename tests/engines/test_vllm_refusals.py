@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import make_tiny_llama
 
 vllm = pytest.importorskip("vllm")
 
@@ -58,6 +59,28 @@ def write_tree(folder: Path, paths: object) -> str:
 def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tiny_llama, speculative)
+
+
+def test_what_is_wrong_with_a_draft_model_is_said(
+    tiny_llama: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = make_tiny_llama(tmp_path_factory.mktemp("other"), vocab_size=256)
+    fits = {"method": "rsd", "model": str(tiny_llama)}
+    for wrong, complaint in (
+        ({"method": "rsd"}, "RSD needs a draft model"),
+        (fits | {"model": str(other)}, "has 256 tokens"),
+        (fits | {"model": str(tmp_path)}, "the draft model .* cannot be read"),
+        (fits | {"tree": "beam:3"}, "tree='beam:3' is not known"),
+        (fits | {"tree": "beam:64x4"}, "tree='beam:64x4' is out of range"),
+        (fits | {"width": 3}, "RSD has no option 'width'"),
+        (fits | {"num_speculative_tokens": 3}, "num_speculative_tokens=3"),
+        ({"method": "token_recycling", "model": str(tiny_llama)}, "takes no model"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            configure(tiny_llama, wrong)
+    assert configure(tiny_llama, fits).speculative_config.num_speculative_tokens == 15
+    with pytest.raises(ValueError, match="takes no model"):
+        configure(tiny_llama, spec_model=str(other))
 
 
 @pytest.mark.parametrize(

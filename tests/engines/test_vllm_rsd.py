@@ -13,7 +13,7 @@ import pytest
 from joint_distribution import exact_joint, p_value
 from tiny_models import make_first_layers, make_tiny_llama
 from typer.testing import CliRunner
-from vllm_runs import Answer, Case, RunFailed, run_vllm
+from vllm_runs import Answer, Case, run_vllm
 
 from drafttree.cli import app
 
@@ -184,23 +184,6 @@ def test_a_seed_repeats_whatever_shares_the_batch(pair: tuple[Path, Path]) -> No
     assert together.counters["accepted_tokens"] > 0
     assert mixed.tokens[3:] == together.tokens == [one.tokens[0] for one in alone]
     assert len({tuple(samples[0]) for samples in together.tokens}) == 3
-
-
-def test_what_is_wrong_with_a_draft_model_is_said(
-    tiny_llama: Path, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    fits = {"method": "rsd", "model": str(tiny_llama)}
-    for wrong, complaint in (
-        ({"method": "rsd"}, "RSD needs a draft model"),
-        (fits | {"model": str(pair[0])}, "has 10 tokens"),
-        (fits | {"model": str(tmp_path)}, "the draft model .* cannot be read"),
-        (fits | {"tree": "beam:3"}, "tree='beam:3' is not known"),
-        (fits | {"tree": "beam:64x4"}, "tree='beam:64x4' is out of range"),
-        (fits | {"width": 3}, "RSD has no option 'width'"),
-        ({"method": "token_recycling", "model": str(tiny_llama)}, "takes no model"),
-    ):
-        with pytest.raises(RunFailed, match=complaint):
-            run_vllm(tiny_llama, [], speculative=wrong)
 
 
 def test_bench_gives_the_figures_of_the_field(smollm2: Path, tmp_path: Path) -> None:
