@@ -43,7 +43,6 @@ class Method:
         options: the pydantic model that validates its options.
         make_drafter: `(options, vocab_size, device) -> drafter`.
         draft_model: whether its drafter is a `ModelDrafter`, which needs the option `model`.
-        engines: where it runs.
     """
 
     name: str
@@ -51,7 +50,6 @@ class Method:
     options: type[MethodOptions]
     make_drafter: Callable[[Any, int, torch.device], Any]
     draft_model: bool = False
-    engines: tuple[str, ...] = ("vllm", "sglang")
 
     def parse(self, options: dict[str, Any]) -> MethodOptions:
         """Validate options.

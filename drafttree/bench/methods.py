@@ -28,7 +28,6 @@ class Method:
         tree_nodes: the draft nodes of a whole tree, for a method that drafts trees.
         tree_depth: and their greatest depth.
         draft_model: the folder of the draft model, for a method that has one.
-        engines: where it runs; None for wherever it is not refused by name.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Method:
     tree_nodes: int | None = None
     tree_depth: int | None = None
     draft_model: str | None = None
-    engines: tuple[str, ...] | None = None
 
 
 def model_free_names() -> list[str]:
@@ -70,7 +68,6 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
         parsed.num_nodes,
         parsed.depth,
         str(options["model"]) if tree_method.draft_model else None,
-        tree_method.engines,
     )
 
 
@@ -80,9 +77,6 @@ def check_engine(engine: str, method: Method) -> None:
     Raises:
         InputError: with the reason.
     """
-    if method.engines is not None and engine not in method.engines:
-        where = " and ".join(method.engines)
-        raise InputError(f"--method {method.name} does not run in {engine} yet, but in {where}")
     if engine == "sglang" and method.name == "ngram":
         raise InputError(
             "--method ngram does not run in SGLang on a CPU: the attention backend that it has "

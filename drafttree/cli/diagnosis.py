@@ -256,13 +256,8 @@ def _judge_method(entry: EntryPoint) -> Finding:
             advice=f"reinstall the package that holds {entry.module}",
         )
     finding = Finding(section="methods", name=method.name, value=method.title)
-    missing = [engine for engine in PLUGIN_GROUPS if engine.lower() not in method.engines]
-    if missing:
-        finding.value += f", not in {' and '.join(missing)} yet"
     problems = []
     for engine, group in PLUGIN_GROUPS.items():
-        if engine.lower() not in method.engines:
-            continue
         plugin = _plugin(entry, group)
         choice = PLUGIN_CHOICES[engine]
         if plugin is None:
