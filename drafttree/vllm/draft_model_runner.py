@@ -17,6 +17,7 @@ import torch
 from tree_kernels.mask import tree_mask
 from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import MinPLogitsProcessor
@@ -77,6 +78,22 @@ class DraftModelRunner(TreeModelRunner):
         )
         with set_model_tag(PREFIX):
             self._draft_model = get_model(vllm_config=config, prefix=PREFIX)
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        """Layers with KV of one shape share a metadata builder, which knows one count of heads."""
+        heads: dict[tuple[int, int], set[int]] = {}
+        for layer in self.compilation_config.static_forward_context.values():
+            if isinstance(layer, Attention):
+                shape = layer.num_kv_heads, layer.head_size
+                heads.setdefault(shape, set()).add(layer.num_heads)
+        for (kv_heads, size), counts in heads.items():
+            if len(counts) > 1:
+                raise ValueError(
+                    f"model={self._draft_path!r} and the target both have {kv_heads} KV heads of "
+                    f"size {size} but {sorted(counts)} query heads, which vLLM cannot serve "
+                    "together: use another draft model"
+                )
 
     def forget(self) -> None:
         """Nothing is learnt."""

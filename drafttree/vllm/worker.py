@@ -6,7 +6,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from drafttree.method import find_method
 from drafttree.vllm.attention import tree_attention_backend
-from drafttree.vllm.draft_model_runner import DraftModelRunner
 from drafttree.vllm.plugin import requested
 from drafttree.vllm.runner import TreeModelRunner
 
@@ -29,7 +28,12 @@ class TreeCPUWorker(CPUWorker):
         assert request is not None
         name, options = request
         method = find_method(name)
-        runner = DraftModelRunner if method.draft_model else TreeModelRunner
+        runner = TreeModelRunner
+        if method.draft_model:
+            # It rests on more of the engine than the others need.
+            from drafttree.vllm.draft_model_runner import DraftModelRunner
+
+            runner = DraftModelRunner
         self.model_runner = runner.adopt(self.model_runner, method, options, processors)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

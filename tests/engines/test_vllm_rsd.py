@@ -13,7 +13,7 @@ import pytest
 from joint_distribution import exact_joint, p_value
 from tiny_models import make_first_layers, make_tiny_llama
 from typer.testing import CliRunner
-from vllm_runs import Answer, Case, run_vllm
+from vllm_runs import Answer, Case, RunFailed, run_vllm
 
 from drafttree.cli import app
 
@@ -184,6 +184,12 @@ def test_a_seed_repeats_whatever_shares_the_batch(pair: tuple[Path, Path]) -> No
     assert together.counters["accepted_tokens"] > 0
     assert mixed.tokens[3:] == together.tokens == [one.tokens[0] for one in alone]
     assert len({tuple(samples[0]) for samples in together.tokens}) == 3
+
+
+def test_heads_that_cannot_stand_side_by_side_are_said(tiny_llama: Path, tmp_path: Path) -> None:
+    draft = make_tiny_llama(tmp_path, heads=2)
+    with pytest.raises(RunFailed, match=r"2 KV heads of size 32 but \[2, 4\] query heads"):
+        run_vllm(tiny_llama, [], speculative={"method": "rsd", "model": str(draft)})
 
 
 def test_bench_gives_the_figures_of_the_field(smollm2: Path, tmp_path: Path) -> None:

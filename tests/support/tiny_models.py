@@ -46,7 +46,9 @@ def make_first_layers(model: Path, folder: Path, layers: int) -> Path:
     return folder
 
 
-def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0) -> Path:
+def make_tiny_llama(
+    folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0, heads: int = 4
+) -> Path:
     """Save a random two-layer Llama; the same arguments give the same weights.
 
     `sharpness` scales the output head: at 1 the next token is nearly uniform. The embedding is
@@ -62,7 +64,7 @@ def make_tiny_llama(folder: Path, *, vocab_size: int = 512, sharpness: float = 1
             hidden_size=128,
             intermediate_size=256,
             num_hidden_layers=2,
-            num_attention_heads=4,
+            num_attention_heads=heads,
             num_key_value_heads=2,
             head_dim=32,
             max_position_embeddings=2048,
