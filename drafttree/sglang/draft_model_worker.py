@@ -143,7 +143,6 @@ def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> to
     Biases and the penalties at the root are those of the target. Any distribution would do; the
     closer to the target's, the more is accepted. Requests that are not sampled keep all tokens.
     """
-    requests, nodes, vocab = logits.shape
     logits = logits.float()
     for added in (info.logit_bias, info.acc_additive_penalties):
         if added is not None:
@@ -151,19 +150,4 @@ def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> to
     probs = (logits / info.temperatures[:, :, None]).softmax(-1)
     if info.is_all_greedy:
         return probs
-    rows = _Repeated(info, nodes)
-    filtered = filter_probs(probs.view(-1, vocab), rows).view(requests, nodes, vocab)
-    return torch.where(sampled[:, None, None], filtered, probs)
-
-
-class _Repeated:
-    """A batch's filters, each request's for so many rows."""
-
-    def __init__(self, info: Any, count: int) -> None:
-        self.need_top_k_sampling = info.need_top_k_sampling
-        self.need_top_p_sampling = info.need_top_p_sampling
-        self.need_min_p_sampling = info.need_min_p_sampling
-        self.max_top_k = info.max_top_k
-        self.top_ks = info.top_ks.repeat_interleave(count)
-        self.top_ps = info.top_ps.repeat_interleave(count)
-        self.min_ps = info.min_ps.repeat_interleave(count)
+    return torch.where(sampled[:, None, None], filter_probs(probs, info), probs)

@@ -44,20 +44,21 @@ def filter_probs(probs: torch.Tensor, info: Any) -> torch.Tensor:
     """What top-k, top-p and min-p leave, by the same comparisons as the host's own sampler.
 
     Args:
-        probs: float32 `[B, V]`.
+        probs: float32 `[B, V]`, or `[B, n, V]` with n distributions a request.
         info: the batch's sampling parameters.
 
     Returns:
-        float32 `[B, V]`, each row's sum 1.
+        float32 of the same shape, each distribution's sum 1.
     """
     if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
         return probs
-    count = min(info.max_top_k or probs.shape[1], probs.shape[1])
-    best, tokens = probs.topk(count, dim=1)
-    before = best.cumsum(1) - best
-    kept = torch.arange(count, device=probs.device) < info.top_ks[:, None]
-    kept &= before <= info.top_ps[:, None]
+    by_request = (-1, *[1] * (probs.dim() - 1))
+    count = min(info.max_top_k or probs.shape[-1], probs.shape[-1])
+    best, tokens = probs.topk(count)
+    before = best.cumsum(-1) - best
+    kept = torch.arange(count, device=probs.device) < info.top_ks.view(by_request)
+    kept = kept & (before <= info.top_ps.view(by_request))
     if info.need_min_p_sampling:
-        kept &= best >= best[:, :1] * info.min_ps[:, None]
+        kept = kept & (best >= best[..., :1] * info.min_ps.view(by_request))
     left = best * kept
-    return torch.zeros_like(probs).scatter_(1, tokens, left / left.sum(1, keepdim=True))
+    return torch.zeros_like(probs).scatter_(-1, tokens, left / left.sum(-1, keepdim=True))
