@@ -23,6 +23,12 @@ class DraftTree:
     parents: torch.Tensor
     num_nodes: torch.Tensor
 
+    @classmethod
+    def of_roots(cls, roots: torch.Tensor) -> DraftTree:
+        """Trees without a draft under `roots`, `int32 [B]`."""
+        tokens = roots[:, None]
+        return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
+
 
 class Drafter(Protocol):
     """Drafts trees and learns from what the target said of them. Knows no engine.

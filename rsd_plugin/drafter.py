@@ -111,7 +111,7 @@ class RsdDrafter:
         ends in columns without a node."""
         noise = StepNoise(self._shared, seeds, lengths)
         level, first = Level.root(roots), 0
-        trees = _join([roots[:, None]], [torch.full_like(roots, -1)[:, None]])
+        trees = DraftTree.of_roots(roots)
         every: list[Tensor] = []
         draws = sampled[:, None, None]
         for depth, width in enumerate(self._shape.widths):
@@ -125,7 +125,7 @@ class RsdDrafter:
                 level = branch(level, log_p, drawn, self._shape.factors[depth])
             parents = (first + level.parents).int().masked_fill(level.tokens < 0, -1)
             first = trees.tokens.shape[1]
-            trees = _join([trees.tokens, level.tokens], [trees.parents, parents])
+            trees = _grown(trees, level.tokens, parents)
         # The leaves' KV: they may be accepted.
         forward(trees, first)
         return trees, Drawn(torch.cat(every, 1), noise)
@@ -138,7 +138,7 @@ class RsdDrafter:
         self, roots: Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> RecursiveRejection:
         """Plain sampling, with the request's own numbers."""
-        trees = _join([roots[:, None]], [torch.full_like(roots, -1)[:, None]])
+        trees = DraftTree.of_roots(roots)
         probs = torch.zeros(len(roots), 0, self._vocab_size, device=roots.device)
         coins = self._coins(StepNoise(self._shared, seeds, lengths))
         return RecursiveRejection(trees, probs, coins)
@@ -148,7 +148,8 @@ class RsdDrafter:
         return noise.uniform(self.max_depth + 1, self._most_children + 1)
 
 
-def _join(tokens: list[Tensor], parents: list[Tensor]) -> DraftTree:
-    together = torch.cat(tokens, 1)
+def _grown(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:
+    """The trees with one more level."""
+    together = torch.cat([trees.tokens, tokens], 1)
     width = torch.full_like(together[:, 0], together.shape[1])
-    return DraftTree(together, torch.cat(parents, 1), width)
+    return DraftTree(together, torch.cat([trees.parents, parents], 1), width)

@@ -146,7 +146,7 @@ class DraftModelRunner(TreeModelRunner):
         if not step.drafted:
             self._draft_model(input_ids=input_ids, positions=positions)
             rule = self.tree_drafter.verify_undrafted(roots, seeds, lengths)
-            return _roots_alone(roots), rule
+            return DraftTree.of_roots(roots), rule
         nodes = step.rows[step.node_rows()]
         width = nodes.shape[1]
         exists = torch.arange(width) < torch.from_numpy(step.sizes)[:, None]
@@ -241,8 +241,3 @@ class DraftModelRunner(TreeModelRunner):
         )
         drawn = apply_top_k_top_p(rows, k, p).softmax(-1).view(requests, nodes, vocab)
         return torch.where(sampled[:, None, None], drawn, plain)
-
-
-def _roots_alone(roots: torch.Tensor) -> DraftTree:
-    parents = torch.full_like(roots, -1)[:, None]
-    return DraftTree(roots[:, None], parents, torch.ones_like(roots))
