@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -10,14 +9,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
-
-
-def some_prompts(count: int, seed: int = 3) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 60))] for _ in range(count)]
 
 
 FIRST = some_prompts(24)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -10,16 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_prompts import some_prompts
 from vllm_runs import Answer, Case, run_vllm
 
 GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
-
-
-def some_prompts(count: int, vocab_size: int = 512, seed: int = 3) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(2, vocab_size) for _ in range(draw.randrange(4, 60))] for _ in range(count)
-    ]
 
 
 def chat_cases(hot: bool) -> list[Case]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,11 +9,10 @@ from typing import Any
 
 import pytest
 from joint_distribution import exact_joint, p_value
+from random_prompts import some_prompts
+from rsd_bench import check_figures
 from tiny_models import make_first_layers, make_tiny_llama
-from typer.testing import CliRunner
 from vllm_runs import Answer, Case, RunFailed, run_vllm
-
-from drafttree.cli import app
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 VOCAB = 10
@@ -23,13 +20,6 @@ PROMPT = [3, 7, 4]
 REQUESTS = 20_000
 FAULTY = 5_000
 SAMPLING: dict[str, Any] = {"temperature": 1.3, "top_k": 8, "max_tokens": 4, "ignore_eos": True}
-
-
-def some_prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(2, 512) for _ in range(draw.randrange(4, longest))] for _ in range(count)
-    ]
 
 
 FIRST = some_prompts(24)
@@ -193,21 +183,4 @@ def test_heads_that_cannot_stand_side_by_side_are_said(tiny_llama: Path, tmp_pat
 
 
 def test_bench_gives_the_figures_of_the_field(smollm2: Path, tmp_path: Path) -> None:
-    draft = make_first_layers(smollm2, tmp_path, 10)
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
-    prompts.write_text('{"question_id": 1, "category": "qa", "turns": ["Count to ten."]}\n')
-    arguments = [
-        *("bench", "--engine", "vllm", "--method", "rsd", "--model", str(smollm2)),
-        *("--option", f"model={draft}", "--option", "tree=beam:2x2", "--prompts", str(prompts)),
-        *("--max-new-tokens", "12", "--eager", "--output", str(output)),
-    ]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    report = json.loads(output.read_text())
-    assert report["identical"] + report["ties"] == 1
-    assert report["counters"]["draft_tokens"] > 0
-    assert report["block_efficiency"] == report["mean_accepted_tokens"]
-    ratio = report["draft_size_ratio"]
-    assert 0.4 < ratio < 0.7
-    assert report["mbsu"] == pytest.approx(report["block_efficiency"] / (2 * ratio + 1))
-    assert 0 < report["draft_time_share"] < 1
+    check_figures("vllm", smollm2, tmp_path)

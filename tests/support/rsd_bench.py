@@ -1,0 +1,34 @@
+"""`drafttree bench --method rsd`, the same in both engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_first_layers
+from typer.testing import CliRunner
+
+from drafttree.cli import app
+
+
+def check_figures(engine: str, model: Path, folder: Path) -> None:
+    """Run it with the model's first ten layers as the draft, and hold its figures together."""
+    draft = make_first_layers(model, folder, 10)
+    prompts, output = folder / "prompts.jsonl", folder / "report.json"
+    prompts.write_text('{"question_id": 1, "category": "qa", "turns": ["Count to ten."]}\n')
+    arguments = [
+        *("bench", "--engine", engine, "--method", "rsd", "--model", str(model)),
+        *("--option", f"model={draft}", "--option", "tree=beam:2x2", "--prompts", str(prompts)),
+        *("--max-new-tokens", "12", "--eager", "--output", str(output)),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text())
+    assert report["identical"] + report["ties"] == 1
+    assert report["counters"]["draft_tokens"] > 0
+    assert report["block_efficiency"] == report["mean_accepted_tokens"]
+    ratio = report["draft_size_ratio"]
+    assert 0.4 < ratio < 0.7
+    assert report["mbsu"] == pytest.approx(report["block_efficiency"] / (2 * ratio + 1))
+    assert 0 < report["draft_time_share"] < 1
