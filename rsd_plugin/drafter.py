@@ -3,8 +3,9 @@ replacement, and says how to verify it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -109,13 +110,29 @@ class RsdDrafter:
     ) -> tuple[DraftTree, Drawn]:
         """Draw one tree under each of `roots`; where filters leave a node too few tokens, a level
         ends in columns without a node."""
+        levels = self.levels(roots, seeds, lengths, sampled)
+        wanted = next(levels)
+        while True:
+            try:
+                wanted = levels.send(forward(*wanted))
+            except StopIteration as done:
+                return cast("tuple[DraftTree, Drawn]", done.value)
+
+    def levels(
+        self,
+        roots: Tensor,
+        seeds: Sequence[int | None],
+        lengths: Sequence[int],
+        sampled: Tensor,
+    ) -> Generator[tuple[DraftTree, int], Tensor, tuple[DraftTree, Drawn]]:
+        """Draw as `draw` does: yields what it wants of each forward, and is sent its result."""
         noise = StepNoise(self._shared, seeds, lengths)
         level, first = Level.root(roots), 0
         trees = DraftTree.of_roots(roots)
         every: list[Tensor] = []
         draws = sampled[:, None, None]
         for depth, width in enumerate(self._shape.widths):
-            probs = forward(trees, first)
+            probs = yield trees, first
             every.append(torch.where(draws, probs, 0.0))
             log_p = probs.log()
             drawn = torch.where(draws, noise.gumbel(*log_p.shape[1:]), 0.0)
@@ -127,7 +144,7 @@ class RsdDrafter:
             first = trees.tokens.shape[1]
             trees = _grown(trees, level.tokens, parents)
         # The leaves' KV: they may be accepted.
-        forward(trees, first)
+        yield trees, first
         return trees, Drawn(torch.cat(every, 1), noise)
 
     def verify_with(self, trees: DraftTree, drawn: Drawn) -> RecursiveRejection:

@@ -28,6 +28,7 @@ class StepNoise:
     ) -> None:
         self._shared = shared
         self._count = len(seeds)
+        self._some_share = any(seed is None for seed in seeds)
         self._for_drafts, self._for_verification = (
             [
                 (row, torch.Generator(shared.device).manual_seed(_mix(_mix(seed) ^ key)))
@@ -40,7 +41,8 @@ class StepNoise:
     def gumbel(self, *shape: int) -> Tensor:
         """Standard Gumbel noise for drafting, float32 `[B, *shape]`."""
         drawn = torch.empty(self._count, *shape, device=self._shared.device)
-        drawn.exponential_(generator=self._shared)
+        if self._some_share:
+            drawn.exponential_(generator=self._shared)
         for row, generator in self._for_drafts:
             drawn[row].exponential_(generator=generator)
         # An exact zero would be infinite noise.
@@ -49,7 +51,8 @@ class StepNoise:
     def uniform(self, *shape: int) -> Tensor:
         """Uniform numbers in [0, 1) for verification, float32 `[B, *shape]`."""
         drawn = torch.empty(self._count, *shape, device=self._shared.device)
-        drawn.uniform_(generator=self._shared)
+        if self._some_share:
+            drawn.uniform_(generator=self._shared)
         for row, generator in self._for_verification:
             drawn[row].uniform_(generator=generator)
         return drawn

@@ -71,6 +71,16 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
     )
 
 
+def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -> list[Method]:
+    """The method called `name` with `options`, `KEY=VALUE` pairs, and each of `varied` besides;
+    once if there are none."""
+    given = list(options)
+    return [
+        resolve_method(name, parse_options([*given, *more]))
+        for more in [[pair] for pair in varied] or [[]]
+    ]
+
+
 def check_engine(engine: str, method: Method) -> None:
     """Refuse a method that the engine cannot run here.
 

@@ -51,6 +51,34 @@ def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
     return table
 
 
+def comparison_table(reports: list[dict[str, Any]]) -> Table:
+    """A method's runs with different options, one a row; each beside a plain run of its own."""
+    table = Table()
+    first = reports[0]["options"]
+    varied = [key for key in first if any(r["options"][key] != first[key] for r in reports)]
+    columns = [
+        ("tokens a step", "mean_accepted_tokens"),
+        *((name, key) for name, key in _DRAFT_MODEL_ROWS if key in reports[0]),
+        ("speedup", "speedup"),
+        ("decode", "decode_speedup"),
+    ]
+    for heading in (*varied, "draft nodes a step"):
+        table.add_column(heading)
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
+    table.add_column("alike", justify="right")
+    for report in reports:
+        counters = report["counters"]
+        steps = counters.get("drafted_steps", 0)
+        table.add_row(
+            *(str(report["options"][key]) for key in varied),
+            format(counters["draft_tokens"] / steps, ".1f") if steps else "",
+            *(_cell(report, key, ".2f") for _, key in columns),
+            f"{report['identical']} of {report['prompts']}",
+        )
+    return table
+
+
 def category_table(report: dict[str, Any]) -> Table:
     """The method's figures by category of prompt."""
     table = Table()

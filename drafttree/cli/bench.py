@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import check_engine, parse_options, resolve_method
+from drafttree.bench.methods import check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, batches, run
-from drafttree.bench.table import category_table, figures_table
+from drafttree.bench.table import category_table, comparison_table, figures_table
 
 
 class Dtype(StrEnum):
@@ -74,23 +75,27 @@ def bench(
         list[str] | None,
         typer.Option(help="KEY=VALUE, an option of the method; may be given again."),
     ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE, given more than once: a run for each, and a comparison."),
+    ] = None,
     eager: Annotated[
         bool, typer.Option("--eager/--compiled", help="Start faster, or run faster.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' output.")] = False,
 ) -> None:
-    """Measure a method against plain decoding, both in one run."""
+    """Measure a method against plain decoding, both in one run; or more settings one by one."""
     errors = Console(stderr=True)
     try:
         if engine not in ENGINES:
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
         if not output.resolve().parent.is_dir():
             raise InputError(f"the folder of {output} does not exist")
-        resolved = resolve_method(method, parse_options(option or []))
-        check_engine(engine, resolved)
+        variants = resolve_variants(method, option or [], vary or [])
+        check_engine(engine, variants[0])
         settings = Settings(
             engine=engine,
-            method=resolved,
+            method=variants[0],
             model=model,
             prompts=load_prompts(prompts or default_prompts_path(), limit),
             max_new_tokens=max_new_tokens,
@@ -102,9 +107,11 @@ def bench(
             verbose=verbose,
         )
         with progress_bar(errors) as progress:
-            total = 2 * repeat * len(batches(settings))
-            report = run(settings, ProgressObserver(progress, total))
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            total = 2 * repeat * len(batches(settings)) * len(variants)
+            observer = ProgressObserver(progress, total)
+            reports = [run(replace(settings, method=variant), observer) for variant in variants]
+        written: Any = {"runs": reports} if vary else reports[0]
+        output.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     except InputError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
@@ -112,6 +119,9 @@ def bench(
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     console = Console()
-    console.print(category_table(report))
-    console.print(figures_table(report))
+    if vary:
+        console.print(comparison_table(reports))
+    else:
+        console.print(category_table(reports[0]))
+        console.print(figures_table(reports[0]))
     console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)

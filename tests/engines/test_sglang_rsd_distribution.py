@@ -33,7 +33,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, make_first_layers(target, tmp_path_factory.mktemp("draft"), 1)
 
 
-def run(pair: tuple[Path, Path], tree: str, cases: list[Case], fault: bool = False) -> list[Answer]:
+def run(pair: tuple[Path, Path], tree: str, cases: list[Case], **engine: Any) -> list[Answer]:
     answers, _ = run_sglang(
         pair[0],
         cases,
@@ -42,7 +42,7 @@ def run(pair: tuple[Path, Path], tree: str, cases: list[Case], fault: bool = Fal
         max_running_requests=64,
         context_length=128,
         log_level="error",
-        planted_fault=fault,
+        **engine,
     )
     return answers
 
@@ -61,7 +61,8 @@ def test_the_joint_distribution_is_the_targets_own(pair: tuple[Path, Path]) -> N
 
 
 def test_a_planted_fault_is_found(pair: tuple[Path, Path]) -> None:
-    (answer,) = run(pair, "beam:3x3", [Case([PROMPT] * FAULTY, SAMPLING)], fault=True)
+    cases = [Case([PROMPT] * FAULTY, SAMPLING)]
+    (answer,) = run(pair, "beam:3x3", cases, planted_fault="residual")
     assert joint_p_value(pair, answer) < 1e-6
 
 

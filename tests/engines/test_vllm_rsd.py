@@ -128,9 +128,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, make_first_layers(target, tmp_path_factory.mktemp("small-draft"), 1)
 
 
-def sample(
-    pair: tuple[Path, Path], tree: str, cases: list[Case], fault: bool = False
-) -> list[Answer]:
+def sample(pair: tuple[Path, Path], tree: str, cases: list[Case], **engine: Any) -> list[Answer]:
     served, _ = run_vllm(
         pair[0],
         cases,
@@ -138,7 +136,7 @@ def sample(
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         max_model_len=128,
-        planted_fault=fault,
+        **engine,
     )
     return served
 
@@ -157,7 +155,8 @@ def test_the_joint_distribution_is_the_targets_own(pair: tuple[Path, Path]) -> N
 
 
 def test_a_planted_fault_is_found(pair: tuple[Path, Path]) -> None:
-    (answer,) = sample(pair, "beam:3x3", [Case([PROMPT] * FAULTY, SAMPLING)], fault=True)
+    cases = [Case([PROMPT] * FAULTY, SAMPLING)]
+    (answer,) = sample(pair, "beam:3x3", cases, planted_fault="residual")
     assert joint_p_value(pair, answer) < 1e-6
 
 

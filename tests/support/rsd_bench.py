@@ -19,16 +19,20 @@ def check_figures(engine: str, model: Path, folder: Path) -> None:
     prompts.write_text('{"question_id": 1, "category": "qa", "turns": ["Count to ten."]}\n')
     arguments = [
         *("bench", "--engine", engine, "--method", "rsd", "--model", str(model)),
-        *("--option", f"model={draft}", "--option", "tree=beam:2x2", "--prompts", str(prompts)),
+        *("--option", f"model={draft}", "--vary", "tree=beam:2x2", "--vary", "tree=branch:2-2"),
+        *("--prompts", str(prompts)),
         *("--max-new-tokens", "12", "--eager", "--output", str(output)),
     ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    report = json.loads(output.read_text())
-    assert report["identical"] + report["ties"] == 1
-    assert report["counters"]["draft_tokens"] > 0
-    assert report["block_efficiency"] == report["mean_accepted_tokens"]
-    ratio = report["draft_size_ratio"]
-    assert 0.4 < ratio < 0.7
-    assert report["mbsu"] == pytest.approx(report["block_efficiency"] / (2 * ratio + 1))
-    assert 0 < report["draft_time_share"] < 1
+    runs = json.loads(output.read_text())["runs"]
+    for report, tree, nodes in zip(runs, ("beam:2x2", "branch:2-2"), (4, 6), strict=True):
+        assert tree in result.output
+        assert report["options"]["tree"] == tree
+        assert report["counters"]["draft_tokens"] == nodes * report["counters"]["drafted_steps"] > 0
+        assert report["identical"] + report["ties"] == 1
+        assert report["block_efficiency"] == report["mean_accepted_tokens"]
+        ratio = report["draft_size_ratio"]
+        assert 0.4 < ratio < 0.7
+        assert report["mbsu"] == pytest.approx(report["block_efficiency"] / (2 * ratio + 1))
+        assert 0 < report["draft_time_share"] < 1

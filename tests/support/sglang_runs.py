@@ -9,7 +9,9 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from rsd_fault import leave_the_residual
 
 
 @dataclass
@@ -98,7 +100,7 @@ def run_sglang(
     drafted: bool = True,
     draft_model: Path | None = None,
     timeout: float = 400,
-    planted_fault: bool = False,
+    planted_fault: Literal["most likely", "residual"] | None = None,
     variables: dict[str, str] | None = None,
     **engine: Any,
 ) -> tuple[list[Answer], str]:
@@ -109,7 +111,8 @@ def run_sglang(
         drafted: False for plain SGLang.
         draft_model: RSD's; without one the method is Token Recycling.
         variables: of the engine's environment.
-        planted_fault: below the root take the most likely token where one is to be drawn.
+        planted_fault: below the root take the most likely token where one is to be drawn; or do
+            not subtract RSD's residual.
 
     Returns:
         The answers, and the engine's log.
@@ -126,7 +129,7 @@ def run_sglang(
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job.pickle", Path(folder) / "result.pickle"
         job.write_bytes(pickle.dumps((arguments, options or {}, cases)))
-        fault = {"DRAFTTREE_TEST_FAULT": "1"} if planted_fault else {}
+        fault = {"DRAFTTREE_TEST_FAULT": planted_fault} if planted_fault else {}
         process = subprocess.run(
             [sys.executable, __file__, str(job), str(result)],
             env=os.environ | environment() | fault | (variables or {}),
@@ -233,7 +236,7 @@ def _counters(engine: Any) -> dict[str, int]:
     return counters
 
 
-def _plant_fault() -> None:
+def _plant_most_likely() -> None:
     """In the engine's own process, which imports this file as its main module did."""
     from drafttree.sglang import sampling
 
@@ -248,8 +251,8 @@ def _plant_fault() -> None:
     sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
 
 
-if __name__ == "__mp_main__" and os.environ.get("DRAFTTREE_TEST_FAULT"):
-    _plant_fault()
+if __name__ == "__mp_main__" and (fault := os.environ.get("DRAFTTREE_TEST_FAULT")):
+    leave_the_residual() if fault == "residual" else _plant_most_likely()
 
 if __name__ == "__main__":
     # The engine's own processes import this file again, under another name.

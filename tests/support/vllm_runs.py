@@ -10,7 +10,9 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from rsd_fault import leave_the_residual
 
 
 @dataclass
@@ -75,12 +77,13 @@ def run_vllm(
     speculative: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     timeout: float = 400,
-    planted_fault: bool = False,
+    planted_fault: Literal["most likely", "residual"] | None = None,
     **engine: Any,
 ) -> tuple[list[Answer], str]:
     """Serve the cases one after another with one engine.
 
-    With `planted_fault`, below the root the most likely token is taken where one is to be drawn.
+    With a `planted_fault`, below the root the most likely token is taken where one is to be drawn;
+    or RSD does not subtract the residual.
 
     Returns:
         The answers, and the engine's log.
@@ -161,7 +164,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
     return answers
 
 
-def _plant_fault() -> None:
+def _plant_most_likely() -> None:
     from drafttree.vllm import sampling
 
     draw = sampling._Draw.__call__
@@ -210,8 +213,10 @@ if __name__ == "__main__":
     sys.modules.setdefault("vllm_runs", sys.modules["__main__"])
     Case.__module__ = Answer.__module__ = "vllm_runs"
     given, wanted, faulty = pickle.loads(Path(sys.argv[1]).read_bytes())
-    if faulty:
-        _plant_fault()
+    if faulty == "residual":
+        leave_the_residual()
+    elif faulty:
+        _plant_most_likely()
     made = _serve(given, wanted)
     Path(sys.argv[2]).write_bytes(pickle.dumps(made))
     print(json.dumps({"served": len(made)}))

@@ -1,0 +1,176 @@
+"""Sum up what `measure_rsd.py` measured: a results file and a plot beside it.
+
+    python scripts/report_rsd.py rsd.jsonl --title "TARGET, draft DRAFT" --output results/rsd_x.json
+
+Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+METHODS = ("SD", "SpecTr", "RSD-C", "RSD-S")
+LENGTHS = {
+    2: (("2x2", "3x2"), ("2-2", "2-1", "3-1")),
+    3: (("3x3", "4x3"), ("2-2-2", "3-1-1", "4-1-1")),
+    4: (("5x4", "7x4"), ("2-2-2-2", "5-1-1-1", "7-1-1-1")),
+    5: (("6x5", "12x5"), ("2-2-2-2-2", "6-1-1-1-1", "12-1-1-1-1")),
+}
+"""The paper's trees of equal length (appendix D.3.1): beams, and branching factors."""
+
+BUDGETS = {
+    6: (("2x3", "3x2"), ("2-1-1", "2-2", "3-1")),
+    10: (("2x5", "5x2"), ("2-1-1-1-1", "2-2-1", "5-1")),
+    14: (("2x7", "7x2"), ("2-1-1-1-1-1-1", "2-2-2", "7-1")),
+    21: (("3x7", "7x3"), ("3-1-1-1-1-1-1", "3-2-2", "7-1-1")),
+    30: (("5x6", "6x5"), ("2-2-2-2", "5-1-1-1-1-1", "6-1-1-1-1")),
+}
+"""And of equal budget (appendix D.3.2); speculative sampling has a chain as long."""
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The places of one setting: `tokens [places, trees]`, the expected tokens a step."""
+
+    prompts: np.ndarray
+    tokens: np.ndarray
+    names: list[str]
+
+    def column(self, name: str) -> np.ndarray:
+        return self.tokens[:, self.names.index(name)]
+
+    def resampled(self, columns: np.ndarray) -> np.ndarray:
+        """Means of `columns [places, C]` over prompts drawn with replacement."""
+        _, index = np.unique(self.prompts, return_inverse=True)
+        sums = np.zeros((index.max() + 1, columns.shape[1]))
+        np.add.at(sums, index, columns)
+        counts = np.bincount(index)
+        drawn = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
+        return sums[drawn].sum(1) / counts[drawn].sum(1)[:, None]
+
+    def figures(self, name: str, size_ratio: float) -> dict[str, Any]:
+        """A tree's figures, and how it compares with a chain as long and one as large."""
+        nodes, length = shape(name)
+        own = self.column(name)
+        mean = float(own.mean())
+        figures: dict[str, Any] = {
+            "nodes": nodes,
+            "length": length,
+            "block_efficiency": round(mean, 3),
+            "standard_error": round(float(self.resampled(own[:, None]).std()), 3),
+            "mbsu": round(mean / (length * size_ratio + 1), 3),
+        }
+        if not name.startswith("SD"):
+            for key, chain in (("over_sd_of_length", length), ("over_sd_of_nodes", nodes)):
+                if f"SD {chain}" in self.names:
+                    gain = own - self.column(f"SD {chain}")
+                    figures[key] = round(float(gain.mean()), 3)
+                    error = float(self.resampled(gain[:, None]).std())
+                    figures[f"{key}_error"] = round(error, 3)
+        return figures
+
+    def best(self, names: list[str]) -> str:
+        return max(names, key=lambda name: self.column(name).mean())
+
+
+def shape(name: str) -> tuple[int, int]:
+    """The nodes and the length of a tree."""
+    method, notation = name.split()
+    if method == "SD":
+        return int(notation), int(notation)
+    if method == "RSD-C":
+        factors = [int(factor) for factor in notation.split("-")]
+        return int(np.cumprod(factors).sum()), len(factors)
+    width, length = map(int, notation.split("x"))
+    return width * length, length
+
+
+def trees_of(method: str, group: tuple[tuple[str, ...], ...], chain: int) -> list[str]:
+    """A method's trees in one group of equal length or budget."""
+    notations = {"SD": (str(chain),), "RSD-C": group[1]}.get(method, group[0])
+    return [f"{method} {notation}" for notation in notations]
+
+
+def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
+    """Block efficiency against length and against budget, the best tree of each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(samples), figsize=(4 * len(samples), 7), sharey="row", squeeze=False
+    )
+    for row, (groups, label) in enumerate(
+        ((LENGTHS, "draft length"), (BUDGETS, "draft nodes verified"))
+    ):
+        for axis, (setting, sample) in zip(axes[row], samples.items(), strict=True):
+            for method in METHODS:
+                best = [
+                    sample.best(trees_of(method, group, chain)) for chain, group in groups.items()
+                ]
+                columns = np.stack([sample.column(name) for name in best], 1)
+                axis.errorbar(
+                    *(list(groups), columns.mean(0)),
+                    yerr=sample.resampled(columns).std(0),
+                    **{"label": method, "marker": "o", "markersize": 4, "capsize": 2},
+                )
+            axis.set(xlabel=label, title=setting)
+            axis.grid(alpha=0.3)
+        axes[row][0].set_ylabel("block efficiency (tokens a step)")
+    axes[0][0].legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main(
+    measured: Path,
+    title: Annotated[str, typer.Option(help="Of the plot.")],
+    output: Annotated[Path, typer.Option(help="The JSON file; the plot goes beside it.")],
+) -> None:
+    """Write the results file and the plot."""
+    conditions, *lines = [json.loads(line) for line in measured.read_text().splitlines()]
+    places = [line for line in lines if "tokens" in line]
+    names = sorted(places[0]["tokens"])
+    samples = {
+        setting: Sample(
+            np.array([place["prompt"] for place in chosen]),
+            np.array([[place["tokens"][name] for name in names] for place in chosen]),
+            names,
+        )
+        for setting in dict.fromkeys(place["setting"] for place in places)
+        if (chosen := [place for place in places if place["setting"] == setting])
+    }
+    report = {
+        **conditions,
+        "method": "expected tokens a step, summed exactly for trees as drawn at places in the "
+        "target's own answers; standard errors by bootstrap over prompts",
+        "settings": {
+            setting: {
+                "prompts": len(set(sample.prompts)),
+                "places": len(sample.prompts),
+                "trees": {
+                    name: sample.figures(name, conditions["draft_size_ratio"])
+                    for name in sorted(
+                        names, key=lambda name: (METHODS.index(name.split()[0]), *shape(name))
+                    )
+                },
+            }
+            for setting, sample in samples.items()
+        },
+    }
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    plot(samples, title, output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    typer.run(main)

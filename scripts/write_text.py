@@ -1,0 +1,98 @@
+"""Have a chat model write its own prompts and answer them: text to train a drafter on.
+
+    .venv-vllm/bin/python scripts/write_text.py MODEL --output text.jsonl --conversations 20000
+
+The model continues a chat's bare user turn, half of the time from one of a few openings, and then
+answers what it wrote. One conversation a line, in ShareGPT's format; a run that was stopped goes on
+where it was. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+OPENINGS = (
+    *("Write a ", "Explain ", "How do I ", "What is ", "Why ", "Summarize ", "Translate "),
+    *("Who ", "When did ", "Describe ", "Compare ", "List ", "Give me ", "Can you ", "Imagine "),
+    *("Write a Python function ", "Solve ", "A train ", "If ", "Rewrite ", "Is it true that "),
+    *("Read the following text ", "Document: ", "Question: ", "Please ", "My ", "In the "),
+    *("Fix this code:\n", "Draft an email ", "Tell me a story ", "Create ", "Suggest ", "The "),
+)
+
+
+def user_turns(llm: Any, tokenizer: Any, count: int, rng: random.Random) -> list[str]:
+    """About `count` user turns of the model's own writing."""
+    from vllm import SamplingParams
+
+    mark = "\N{REPLACEMENT CHARACTER}"
+    chat = [{"role": "user", "content": mark}]
+    before, _ = tokenizer.apply_chat_template(chat, tokenize=False).split(mark, 1)
+    openings = [rng.choice(OPENINGS) if rng.random() < 0.5 else "" for _ in range(count)]
+    written = llm.generate(
+        [before + opening for opening in openings],
+        SamplingParams(temperature=1.0, top_k=100, max_tokens=120),
+        use_tqdm=False,
+    )
+    turns = [
+        (opening + output.outputs[0].text).strip()
+        for opening, output in zip(openings, written, strict=True)
+        if output.outputs[0].finish_reason == "stop"
+    ]
+    return [turn for turn in turns if len(turn.split()) > 3]
+
+
+def answers(llm: Any, turns: list[str], max_tokens: int, rng: random.Random) -> list[str]:
+    """The model's answers, three of four of them greedy."""
+    from vllm import SamplingParams
+
+    outputs = llm.chat(
+        [[{"role": "user", "content": turn}] for turn in turns],
+        [
+            SamplingParams(temperature=0.0 if rng.random() < 0.75 else 0.7, max_tokens=max_tokens)
+            for _ in turns
+        ],
+        use_tqdm=False,
+    )
+    return [output.outputs[0].text for output in outputs]
+
+
+def main(
+    model: Path,
+    output: Annotated[Path, typer.Option(help="JSON lines; continued if it is there.")],
+    conversations: int = 1000,
+    max_answer_tokens: int = 192,
+    together: Annotated[int, typer.Option(help="Conversations written at once.")] = 256,
+) -> None:
+    """Write conversations."""
+    import vllm
+
+    done = output.read_text(encoding="utf-8").count("\n") if output.exists() else 0
+    llm = vllm.LLM(
+        str(model), dtype="bfloat16", max_num_seqs=together, max_model_len=1024, seed=done
+    )
+    tokenizer = llm.get_tokenizer()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with output.open("a", encoding="utf-8") as file, Progress(*columns) as progress:
+        task = progress.add_task("", total=conversations, completed=done)
+        while done < conversations:
+            rng = random.Random(done)
+            turns = user_turns(llm, tokenizer, together, rng)
+            for turn, answer in zip(
+                turns, answers(llm, turns, max_answer_tokens, rng), strict=True
+            ):
+                said = (("human", turn), ("gpt", answer))
+                line = {"conversations": [{"from": who, "value": what} for who, what in said]}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            done += len(turns)
+            progress.update(task, completed=done)
+
+
+if __name__ == "__main__":
+    typer.run(main)

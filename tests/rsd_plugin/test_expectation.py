@@ -1,0 +1,107 @@
+"""Expected tokens a step: what drawing and verifying many times gives on average."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from drafttree.drafter import DraftTree
+from drafttree.verify import verify_sampled
+from rsd_plugin import RsdDrafter, RsdOptions
+from rsd_plugin.expectation import (
+    NodePath,
+    expected_tokens,
+    k_sequential,
+    recursive_rejection,
+)
+
+VOCAB = 5
+STEPS = 4_000
+
+
+def tables() -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token's distribution by the last token: the target's and the draft model's."""
+    generator = torch.Generator().manual_seed(3)
+    target, draft = (1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator)).softmax(-1)
+    return target, draft
+
+
+def children_of(trees: DraftTree, row: int) -> dict[NodePath, list[int]]:
+    tokens, parents = trees.tokens[row].tolist(), trees.parents[row].tolist()
+    paths: list[NodePath] = [()]
+    children: dict[NodePath, list[int]] = {}
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+        if token >= 0:
+            children.setdefault(paths[parent], []).append(token)
+    return children
+
+
+@pytest.mark.parametrize("tree", ["beam:1x3", "beam:3x3", "branch:3-2-1"])
+def test_it_is_the_mean_of_what_verification_emits(tree: str) -> None:
+    target, draft = tables()
+    drafter = RsdDrafter(RsdOptions(model="", tree=tree), VOCAB, torch.device("cpu"))
+
+    def forward(trees: DraftTree, first: int) -> torch.Tensor:
+        return draft[trees.tokens[:, first:].clamp(min=0).long()]
+
+    trees, drawn = drafter.draw(
+        torch.zeros(STEPS, dtype=torch.int32),
+        *([None] * STEPS, [0] * STEPS, torch.ones(STEPS, dtype=torch.bool)),
+        forward,
+    )
+    rule = drafter.verify_with(trees, drawn)
+
+    def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+        tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]
+        return rule(target[tokens.clamp(min=0).long()], nodes)
+
+    emitted = verify_sampled(trees, draw, drafter.max_depth).num_emitted.double()
+
+    def after(table: torch.Tensor, path: NodePath) -> torch.Tensor:
+        return table[path[-1] if path else 0]
+
+    expected = torch.tensor(
+        [
+            expected_tokens(
+                children_of(trees, row),
+                lambda path: after(target, path),
+                lambda path: after(draft, path),
+                recursive_rejection,
+            )
+            for row in range(STEPS)
+        ],
+        dtype=torch.float64,
+    )
+    difference = emitted - expected
+    assert difference.mean().abs() < 4 * difference.std() / STEPS**0.5
+    # Neither is trivial: steps of different trees are worth different numbers of tokens.
+    assert expected.std() > 0.1
+
+
+def test_one_child_is_speculative_sampling() -> None:
+    target, draft = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.5, 0.25, 0.25])
+    for token, accepted in enumerate((0.4, 1.0, 1.0)):
+        for rule in (recursive_rejection, k_sequential):
+            assert rule(target, draft, [token]) == pytest.approx([accepted])
+
+
+def test_two_tokens_drawn_without_replacement_leave_nothing_to_reject() -> None:
+    target, draft = torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8])
+    assert sum(recursive_rejection(target, draft, [1, 0])) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_k_sequential_accepts_no_token_more_often_than_the_target_has_it(count: int) -> None:
+    """So that what is left can be made up for: and one token is at its limit."""
+    target, draft = (table[0].double() for table in tables())
+    accepted = torch.zeros(VOCAB, dtype=torch.float64)
+    for children in product(range(VOCAB), repeat=count):
+        drawn = draft[list(children)].prod()
+        for token, probability in zip(children, k_sequential(target, draft, children), strict=True):
+            accepted[token] += drawn * probability
+    assert (accepted <= target + 1e-9).all()
+    assert (target - accepted).min() < 1e-6
+    assert accepted.sum() > torch.minimum(target, draft).sum() + 0.01
