@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -79,28 +80,62 @@ def test_greedy_tokens_equal_plain_decoding(
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
+def always_accepted(model: Path, cases: list[Case], **engine: Any) -> list[Answer]:
+    """Serve with the target as its own draft model: if its KV is that of a fresh prefill, all is
+    accepted, and no request takes more steps than five tokens each make."""
+    served, _ = run_sglang(
+        model,
+        cases,
+        options={"tree": "branch:1-1-1-1"},
+        draft_model=model,
+        chunked_prefill_size=32,
+        **engine,
+    )
+    for case, answer in zip(cases, served, strict=True):
+        assert isinstance(case.sampling, dict)
+        steps = ceil((case.sampling["max_new_tokens"] - 1) / 5)
+        assert 0 < answer.counters["steps"] <= steps * len(case.prompts)
+    return served
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     tiny_llama: Path, temperature: float
 ) -> None:
-    """Over 500 tokens, prompts read in pieces and prefix hits: so the draft model's KV is right."""
-    settings = {**GREEDY, "temperature": temperature, "max_new_tokens": 501}
-    cases = [
-        Case(FIRST[:4], settings),
-        Case(SECOND[:4], {**settings, "max_new_tokens": 41}),
-        Case(SECOND[:4], {**settings, "max_new_tokens": 41}, together=False),
-    ]
-    served, _ = run_sglang(
+    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, and prompts that
+    part right after a page."""
+    settings = {**GREEDY, "temperature": temperature, "max_new_tokens": 503}
+    short = {**settings, "max_new_tokens": 41}
+    parting = [[*range(2, 50), row, 5, 6] for row in range(60, 66)]
+    served = always_accepted(
         tiny_llama,
-        cases,
-        options={"tree": "branch:1-1-1-1"},
-        draft_model=tiny_llama,
-        chunked_prefill_size=32,
+        [
+            Case(FIRST[:4], settings),
+            Case(SECOND[:4], short),
+            Case(SECOND[:4], short, together=False),
+            Case(parting[:1], short),
+            Case(parting[1:], short),
+        ],
+        page_size=16,
     )
-    for answer in served:
-        counters = answer.counters
-        assert counters["accepted_tokens"] == 4 * counters["steps"]
-    assert sum(served[1].cached) > 0
+    assert sum(served[2].cached) > 0
+    assert served[4].cached == [48] * 5
+
+
+def test_retracted_requests_go_on_as_if_they_had_not_been(tiny_llama: Path) -> None:
+    """The draft model's KV is made anew with the target's."""
+    case = Case(some_prompts(8, longest=30), {**GREEDY, "max_new_tokens": 300})
+    (plain,), _ = run_sglang(tiny_llama, [case], drafted=False)
+    (own,) = always_accepted(
+        tiny_llama,
+        [case],
+        max_total_tokens=900,
+        schedule_conservativeness=0.01,
+        # The host then admits requests as if they were to write 16 tokens each.
+        variables={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
+    )
+    assert sum(own.retractions) > 0
+    assert own.tokens == plain.tokens
 
 
 def test_bench_gives_the_figures_of_the_field(smollm2: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -84,25 +85,41 @@ def test_greedy_tokens_equal_plain_decoding(
             assert best == pytest.approx(expected, abs=1e-3)
 
 
+def always_accepted(model: Path, cases: list[Case], **engine: Any) -> list[Answer]:
+    """Serve with the target as its own draft model: if its KV is that of a fresh prefill, all is
+    accepted, and no request takes more steps than five tokens each make."""
+    served, _ = run_vllm(
+        model,
+        cases,
+        speculative={"method": "rsd", "model": str(model), "tree": "branch:1-1-1-1"},
+        **engine,
+    )
+    for case, answer in zip(cases, served, strict=True):
+        assert isinstance(case.sampling, dict)
+        steps = ceil((case.sampling["max_tokens"] - 1) / 5)
+        assert 0 < answer.counters["steps"] <= steps * len(case.prompts)
+    return served
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     tiny_llama: Path, temperature: float
 ) -> None:
-    """Over 500 tokens, prompts read in pieces and prefix hits: so the draft model's KV is right."""
-    settings = {**GREEDY, "temperature": temperature, "max_tokens": 501}
-    long = some_prompts(4, seed=6, longest=400)
-    cases = [
-        Case(long, settings),
-        Case([[*prompt, 5, 6, 7] for prompt in long], {**settings, "max_tokens": 41}),
-    ]
-    served, _ = run_vllm(
+    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, and prompts that
+    part right after a block of 128 tokens."""
+    settings = {**GREEDY, "temperature": temperature, "max_tokens": 503}
+    short = {**settings, "max_tokens": 41}
+    long = [[*prompt, *range(2, 400)][:400] for prompt in some_prompts(4, seed=6, longest=400)]
+    always_accepted(
         tiny_llama,
-        cases,
-        speculative={"method": "rsd", "model": str(tiny_llama), "tree": "branch:1-1-1-1"},
+        [
+            Case(long, settings),
+            Case([[*prompt, 5, 6, 7] for prompt in long], short),
+            Case([[*prompt[:256], row, 5, 6] for row, prompt in enumerate(long, 9)], short),
+            Case([[*long[0][:256], row] for row in range(20, 26)], short),
+        ],
         max_num_batched_tokens=300,
     )
-    for answer in served:
-        assert answer.counters["accepted_tokens"] == 4 * answer.counters["steps"]
 
 
 def test_preempted_requests_go_on_as_if_they_had_not_been(
@@ -116,8 +133,10 @@ def test_preempted_requests_go_on_as_if_they_had_not_been(
         speculative={"method": "rsd", "model": str(draft), "tree": "beam:3x3"},
         num_gpu_blocks_override=11,
     )
-    assert drafted.preemptions > 0
-    assert drafted.tokens == plain.tokens
+    (own,) = always_accepted(tiny_llama, [case], num_gpu_blocks_override=11)
+    for answer in (drafted, own):
+        assert answer.preemptions > 0
+        assert answer.tokens == plain.tokens
     proves_drafting(drafted)
 
 
