@@ -47,7 +47,7 @@ def make_first_layers(model: Path, folder: Path, layers: int) -> Path:
 
 
 def make_tiny_llama(
-    folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0, heads: int = 4
+    folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0, heads: int = 4, seed: int = 11
 ) -> Path:
     """Save a random two-layer Llama; the same arguments give the same weights.
 
@@ -57,7 +57,7 @@ def make_tiny_llama(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab_size,

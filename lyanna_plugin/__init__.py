@@ -1,0 +1,1 @@
+"""Lyanna: a trained drafter that continues the target's hidden states."""

@@ -1,0 +1,140 @@
+"""A drafter's folder in Hugging Face's layout: `config.json` and `model.safetensors`.
+
+`config.json` is the target's with one layer, so that the hosts can size a KV cache by it, and
+Lyanna's own settings under one key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from lyanna_plugin.config_file import ARCHITECTURE, KEY, DrafterConfig
+from lyanna_plugin.model import Drafter
+
+FAMILIES = ("llama", "qwen2")
+_WEIGHTS = "model.safetensors"
+_EMBEDDINGS = "model.embed_tokens.weight"
+
+
+def layer_config(target: Path) -> Any:
+    """The target's configuration with one layer.
+
+    Raises:
+        ValueError: the target cannot be read, or is of a family that is not known.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the target {target} cannot be read: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"the target {target} is a {config.model_type} model: Lyanna knows the families "
+            f"{' and '.join(FAMILIES)}"
+        )
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    if getattr(config, "mlp_bias", None) is None:
+        config.mlp_bias = False
+    return config
+
+
+def fingerprint(target: Path) -> str:
+    """A short hash of the target's first embeddings, which differ from model to model."""
+    index = target / "model.safetensors.index.json"
+    file = _WEIGHTS
+    if index.is_file():
+        file = json.loads(index.read_text())["weight_map"][_EMBEDDINGS]
+    try:
+        with safe_open(target / file, "pt") as weights:
+            first = weights.get_slice(_EMBEDDINGS)[:16].float()
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the weights of the target {target} cannot be read: {error}") from error
+    return hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16]
+
+
+def save(drafter: Drafter, folder: Path) -> None:
+    """Write a drafter's folder, its weights in bfloat16; files there are replaced whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = drafter.layer_config.to_dict() | {
+        "architectures": [ARCHITECTURE],
+        "dtype": "bfloat16",
+        KEY: drafter.config.model_dump(),
+    }
+    weights = {
+        name: (value.bfloat16() if value.is_floating_point() else value).contiguous().cpu()
+        for name, value in drafter.state_dict().items()
+    }
+    partial = folder / f".{_WEIGHTS}.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.replace(folder / _WEIGHTS)
+    partial = folder / ".config.json.partial"
+    partial.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / "config.json")
+
+
+def read_config(folder: Path) -> DrafterConfig:
+    """Lyanna's part of a folder's configuration.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model={str(folder)!r} is no drafter: it has no config.json")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if KEY not in config:
+            raise ValueError(
+                f"model={str(folder)!r} is no Lyanna drafter: make one with "
+                "`drafttree train lyanna`"
+            )
+        return DrafterConfig.model_validate(config[KEY])
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def load(folder: Path, target: Path) -> Drafter:
+    """The drafter in `folder`, in float32, checked against the target it is to serve.
+
+    Raises:
+        ValueError: it was trained for another target, or the folder is damaged.
+    """
+    config = read_config(folder)
+    layer = layer_config(target)
+    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("hidden_size", "vocab_size", "model_type"):
+        if found.get(key) != getattr(layer, key):
+            raise ValueError(
+                f"model={str(folder)!r} was trained for {config.target} with {key} "
+                f"{found.get(key)}, but the target {target.name} has {getattr(layer, key)}: use "
+                "the drafter of this target"
+            )
+    if fingerprint(target) != config.fingerprint:
+        raise ValueError(
+            f"model={str(folder)!r} was trained for {config.target}, whose weights are not those "
+            f"of the target {target.name}: use the drafter of this target"
+        )
+    try:
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the weights in {folder} are damaged: {error}") from error
+    hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))
+    drafter = Drafter(layer, config, hot)
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
+    return drafter.float()

@@ -1,0 +1,116 @@
+"""Conversations to train on, as token ids with the answers marked.
+
+Files are JSON or JSON lines, in ShareGPT's format: `{"conversations": [{"from": "human", "value":
+...}, {"from": "gpt", "value": ...}, ...]}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ROLES = {
+    **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    "system": "system",
+}
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation.
+
+    Attributes:
+        tokens: int32 `[T]`.
+        answer: bool `[T]`: tokens that the target wrote.
+    """
+
+    tokens: Tensor
+    answer: Tensor
+
+
+def read_conversations(path: Path) -> Iterator[Messages]:
+    """The conversations of a file, or of all `.json` and `.jsonl` files of a folder.
+
+    Raises:
+        ValueError: naming the file, the entry and what is wrong with it.
+    """
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"--data {path}: no .json or .jsonl file there")
+    for file in files:
+        for number, entry in enumerate(_entries(file), start=1):
+            yield _messages(entry, f"{file}, entry {number}")
+
+
+def _entries(file: Path) -> Iterable[Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    try:
+        if file.suffix == ".jsonl":
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
+        entries = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(entries, list):
+        raise ValueError(f"{file}: expected a list of conversations")
+    return entries
+
+
+def _messages(entry: Any, where: str) -> Messages:
+    said = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(said, list) or not said:
+        raise ValueError(f'{where}: expected {{"conversations": [...]}}')
+    messages: Messages = []
+    for one in said:
+        if not isinstance(one, dict) or not isinstance(one.get("value"), str):
+            raise ValueError(f'{where}: expected {{"from": ..., "value": ...}}, not {one!r}')
+        if one.get("from") not in _ROLES:
+            raise ValueError(
+                f"{where}: from={one.get('from')!r} is not known: use human, gpt or system"
+            )
+        messages.append({"role": _ROLES[one["from"]], "content": one["value"]})
+    return messages
+
+
+def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None:
+    """A conversation as the target reads it, cut at `max_length` tokens.
+
+    None if no answer is left. Answers are found by rendering the chat up to each of them.
+    """
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(
+            messages[:index], tokenize=False, add_generation_prompt=True
+        )
+        after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
+        # Templates that rewrite earlier turns leave no place for the answer in the whole.
+        if text.startswith(before) and text.startswith(after):
+            spans.append((len(before), len(after.rstrip())))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens = encoded["input_ids"][:max_length]
+    starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
+    answer = [any(first <= start < last for first, last in spans) for start in starts]
+    if not any(answer):
+        return None
+    return Sample(torch.tensor(tokens, dtype=torch.int32), torch.tensor(answer))
+
+
+def token_counts(samples: Iterable[Sample], vocab_size: int) -> Tensor:
+    """How often each token occurs, float `[V]`; among equals those with the lower id come first."""
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for sample in samples:
+        counts += torch.bincount(sample.tokens.long(), minlength=vocab_size)
+    return counts - torch.arange(vocab_size, dtype=torch.float64) / (2 * vocab_size)

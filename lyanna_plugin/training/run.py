@@ -1,0 +1,128 @@
+"""From a target and conversations to a trained drafter."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lyanna_plugin.checkpoint import fingerprint, layer_config
+from lyanna_plugin.config_file import DrafterConfig
+from lyanna_plugin.model import Drafter
+from lyanna_plugin.training.acceptance import Acceptance, measure
+from lyanna_plugin.training.dataset import encode, read_conversations, token_counts
+from lyanna_plugin.training.features import Corpus, Features
+from lyanna_plugin.training.initial import initialise
+from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
+from lyanna_plugin.training.trainer import Progress, Settings, train
+
+_HELD_OUT = 0.02
+_FREQUENT, _SAMPLED = 2048, 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained.
+
+    Attributes:
+        data: a file of conversations, or a folder of them.
+        out: the drafter's folder.
+        cache: where the target's features are kept.
+        shape: `DrafterConfig`'s fields that differ from its defaults.
+        max_length: tokens of a conversation.
+    """
+
+    target: Path
+    data: Path
+    out: Path
+    cache: Path
+    settings: Settings = field(default_factory=Settings)
+    weights: LossWeights = field(default_factory=LossWeights)
+    shape: dict[str, Any] = field(default_factory=dict)
+    max_length: int = 1024
+
+
+def run(job: Job, status: Callable[[str], None], report: Callable[[Progress], None]) -> Acceptance:
+    """Train a drafter and write it; a run that was interrupted goes on where it was.
+
+    Returns:
+        The acceptance on the conversations that were held out.
+
+    Raises:
+        ValueError: the target or the data cannot be used; the message says why.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    layer = layer_config(job.target)
+    digest = fingerprint(job.target)
+    status("reading the conversations")
+    tokenizer = AutoTokenizer.from_pretrained(job.target)
+    found = (encode(chat, tokenizer, job.max_length) for chat in read_conversations(job.data))
+    samples = [sample for sample in found if sample is not None]
+    if not samples:
+        raise ValueError(f"--data {job.data}: no conversation in it has an answer")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
+    features = Features(job.cache, samples, digest)
+    missing = len(features.missing())
+    status(f"reading the target's hidden states: {missing} shards")
+    features.compute(target, device, lambda: None)
+    corpus = Corpus.whole(samples, features)
+    held_out = _held_out(len(samples), job.settings.seed)
+    aside = corpus.part(sorted(held_out))
+    training = corpus.part(i for i in range(len(samples)) if i not in held_out)
+    embeddings = target.get_input_embeddings().weight.detach().float()
+    counts = token_counts(training.samples, layer.vocab_size)
+    hot = min(DrafterConfig.model_fields["num_hot_tokens"].default, layer.vocab_size)
+    shape = {"num_hot_tokens": hot, **job.shape}
+    config = DrafterConfig(
+        target=job.target.name,
+        fingerprint=digest,
+        embedding_scale=float(embeddings.square().mean().rsqrt()),
+        **shape,
+    )
+    frequent = counts.argsort(descending=True)
+    drafter = Drafter(layer, config, frequent[: config.num_hot_tokens].sort().values)
+    head = target.get_output_embeddings().weight.detach().float()
+    status("fitting the first weights")
+    initialise(
+        drafter,
+        *(training, embeddings.cpu(), head.cpu()),
+        _last_layer(target),
+        target.get_decoder().norm.weight.detach().float().cpu(),
+    )
+    columns = Columns(frequent[:_FREQUENT], layer.vocab_size, _SAMPLED)
+    model = DrafterLoss(drafter, embeddings, head, columns, job.weights)
+    del target
+    status("training")
+    job.out.mkdir(parents=True, exist_ok=True)
+    (job.out / "training.json").write_text(
+        json.dumps(
+            {
+                **asdict(job.settings),
+                "loss": asdict(job.weights),
+                "conversations": len(training.samples),
+                "answer_tokens": sum(int(each.answer.sum()) for each in training.samples),
+            },
+            indent=2,
+        )
+        + "\n"
+    )
+    train(model, training, job.settings, job.out, report)
+    status("measuring")
+    return measure(model, aside, device)
+
+
+def _held_out(count: int, seed: int) -> set[int]:
+    return set(random.Random(seed).sample(range(count), max(1, int(_HELD_OUT * count))))
+
+
+def _last_layer(target: Any) -> dict[str, Tensor]:
+    layer = target.get_decoder().layers[-1]
+    return {name: value.detach().float().cpu() for name, value in layer.state_dict().items()}

@@ -1,0 +1,144 @@
+"""The training loop: on a CPU, one GPU or several, and where it stopped it goes on.
+
+A state is written every so many steps; a run that is started again in the same folder takes the
+last one and goes on as if it had not been interrupted, batch for batch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lyanna_plugin.checkpoint import save
+from lyanna_plugin.training.batches import collate, order
+from lyanna_plugin.training.features import Corpus
+from lyanna_plugin.training.loss import DrafterLoss
+
+_STATE = "training-state"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to train; the learning rate and the epochs default to the paper's.
+
+    Attributes:
+        positions: of a batch, padding included.
+        warm_up: the part of the steps in which the learning rate rises; then it falls to 0.
+        save_every: steps between two states.
+    """
+
+    epochs: int = 20
+    learning_rate: float = 3e-5
+    warm_up: float = 0.03
+    positions: int = 1024
+    clip: float = 1.0
+    seed: int = 0
+    save_every: int = 200
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step's figures: the loss, and by unrolled step its cross-entropy and accuracy."""
+
+    step: int
+    steps: int
+    loss: float
+    entropy: tuple[float, ...]
+    accuracy: tuple[float, ...]
+
+
+def train(
+    model: DrafterLoss,
+    corpus: Corpus,
+    settings: Settings,
+    out: Path,
+    report: Callable[[Progress], None],
+) -> None:
+    """Train `model.drafter` and write it to `out`, with `metrics.jsonl` beside it."""
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    accelerator = Accelerator()
+    set_seed(settings.seed)
+    every = accelerator.num_processes
+    epochs = [
+        order(corpus, settings.positions, settings.seed, epoch) for epoch in range(settings.epochs)
+    ]
+    batches = [batch for epoch in epochs for batch in epoch]
+    steps = len(batches) // every
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _rate(step / steps, settings.warm_up)
+    )
+    module, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(schedule)
+    done = _resume(accelerator, out)
+    _keep_metrics(out, done)
+    module.train()
+    for step in range(done, steps):
+        chosen = batches[step * every + accelerator.process_index]
+        batch = collate(corpus, chosen).to(accelerator.device)
+        generator = torch.Generator().manual_seed(settings.seed + step * every)
+        loss, by_step = module(batch, generator)
+        optimizer.zero_grad(set_to_none=True)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(parameters, settings.clip)
+        optimizer.step()
+        schedule.step()
+        if accelerator.is_main_process:
+            entropy, accuracy = (tuple(row.tolist()) for row in by_step)
+            progress = Progress(step + 1, steps, float(loss.detach()), entropy, accuracy)
+            _append(out, progress)
+            report(progress)
+        if (step + 1) % settings.save_every == 0:
+            _save_state(accelerator, out, step + 1)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        save(accelerator.unwrap_model(module).drafter, out)
+        shutil.rmtree(out / _STATE, ignore_errors=True)
+
+
+def _rate(part: float, warm_up: float) -> float:
+    """The learning rate's factor after a part of all steps: up, then linearly to 0."""
+    return part / warm_up if part < warm_up else (1 - part) / (1 - warm_up)
+
+
+def _save_state(accelerator: Any, out: Path, step: int) -> None:
+    partial = out / f"{_STATE}.partial"
+    accelerator.save_state(str(partial))
+    if accelerator.is_main_process:
+        (partial / "step.json").write_text(json.dumps(step))
+        shutil.rmtree(out / _STATE, ignore_errors=True)
+        partial.replace(out / _STATE)
+    accelerator.wait_for_everyone()
+
+
+def _resume(accelerator: Any, out: Path) -> int:
+    """The steps that are done already."""
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
+    if not (out / _STATE / "step.json").is_file():
+        return 0
+    accelerator.load_state(str(out / _STATE))
+    return int(json.loads((out / _STATE / "step.json").read_text()))
+
+
+def _keep_metrics(out: Path, done: int) -> None:
+    """Forget what was measured after the last state: it will be measured again."""
+    file = out / "metrics.jsonl"
+    lines = file.read_text().splitlines()[:done] if file.exists() and done else []
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def _append(out: Path, progress: Progress) -> None:
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(progress.__dict__) + "\n")

@@ -1,0 +1,149 @@
+"""The drafter's own mathematics: its table, its steps, its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lyanna_parts import drafter_for
+from tiny_models import make_tiny_llama
+from torch.nn import functional as F
+
+from lyanna_plugin.checkpoint import load, save
+from lyanna_plugin.model import Attend, Drafter
+from lyanna_plugin.token_info import TokenInfo
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(params=["lyanna", "without the maps beyond the paper", "eagle"])
+def drafter(target: Path, request: pytest.FixtureRequest) -> Drafter:
+    shapes = {
+        "lyanna": {},
+        "without the maps beyond the paper": {"between": False, "output_norm": False},
+        "eagle": {"feeds_tokens": True, "token_info": False},
+    }
+    return drafter_for(target, **shapes[request.param])
+
+
+def test_the_table_is_the_low_rank_form() -> None:
+    torch.manual_seed(0)
+    hot = torch.tensor([3, 4, 9, 17])
+    info = TokenInfo(hidden_size=8, rank=3, hot_tokens=hot, vocab_size=20)
+    info.gain.data = torch.rand(4)
+    embeddings = torch.randn(20, 8)
+    table = info.collapse(embeddings, torch.float32)
+    by_hand = embeddings[hot] @ info.w1 @ info.w2
+    by_hand = F.rms_norm(by_hand, (4,), info.gain, 1e-6)
+    torch.testing.assert_close(table, by_hand)
+    tokens = torch.tensor([9, 5, 3])
+    codes = info.codes(tokens, embeddings[tokens])
+    rows = torch.stack([table[2], torch.zeros(4), table[0]])
+    torch.testing.assert_close(codes @ info.columns(), rows)
+
+
+def test_cold_tokens_neither_add_nor_receive() -> None:
+    torch.manual_seed(0)
+    info = TokenInfo(hidden_size=8, rank=3, hot_tokens=torch.tensor([3, 4, 9, 17]), vocab_size=20)
+    embeddings, logits = torch.randn(20, 8), torch.randn(2, 20)
+    tokens = torch.tensor([4, 5])
+    added = info.add_to(logits, info.codes(tokens, embeddings[tokens]) @ info.columns())
+    cold = [token for token in range(20) if token not in (3, 4, 9, 17)]
+    assert torch.equal(added[:, cold], logits[:, cold])
+    assert torch.equal(added[1], logits[1])
+    assert (added[0, [3, 4, 9, 17]] != logits[0, [3, 4, 9, 17]]).all()
+
+
+def own_cache() -> Attend:
+    """Attention with a KV cache, to which each call adds."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        before = sum(key.shape[1] for key in keys)
+        keys.append(k)
+        values.append(v)
+        k, v = torch.cat(keys, 1), torch.cat(values, 1)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(before)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return result.transpose(1, 2)
+
+    return attend
+
+
+def test_unrolling_known_text_is_what_serving_does_place_by_place(drafter: Drafter) -> None:
+    """At each place: KV of the text from the target's hidden states, then steps of their own."""
+    torch.manual_seed(1)
+    size, length, steps = drafter.layer_config.hidden_size, 7, 3
+    hidden, embedded = torch.randn(1, length, size), torch.randn(1, length + steps - 1, size)
+    unrolled = drafter.unroll(hidden, embedded, steps)
+    for place in range(length):
+        attend = own_cache()
+        text = drafter.fuse(hidden[:, : place + 1], embedded[:, : place + 1])
+        state = drafter(text, torch.arange(place + 1)[None], attend)[:, -1:]
+        for step in range(steps):
+            torch.testing.assert_close(state[:, 0], unrolled[step][:, place])
+            if step + 1 == steps:
+                break
+            token = embedded[:, place + step + 1 : place + step + 2]
+            fed = drafter.config.feeds_tokens
+            x = drafter.fuse(state, token) if fed else drafter.between(state)
+            state = drafter(x, torch.tensor([[place + step + 1]]), attend)
+
+
+def test_logits_of_all_steps_in_one_product_are_those_of_each(drafter: Drafter) -> None:
+    torch.manual_seed(2)
+    size = drafter.layer_config.hidden_size
+    head = torch.randn(drafter.layer_config.vocab_size, size)
+    states = drafter.unroll(torch.randn(2, 5, size), torch.randn(2, 7, size), 3)
+    together = torch.stack(states, 2) @ head.T
+    for step, state in enumerate(states):
+        torch.testing.assert_close(together[:, :, step], state @ head.T)
+
+
+def test_a_folder_gives_back_what_was_saved(target: Path, drafter: Drafter, tmp_path: Path) -> None:
+    save(drafter, tmp_path)
+    loaded = load(tmp_path, target)
+    assert loaded.config == drafter.config
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.bfloat16().to(value.dtype))
+
+
+def test_it_keeps_to_its_target(target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    save(drafter_for(target), folder)
+    other = make_tiny_llama(tmp_path / "other", seed=5)
+    with pytest.raises(ValueError, match="whose weights are not those of the target other"):
+        load(folder, other)
+    small = make_tiny_llama(tmp_path / "small", vocab_size=100)
+    with pytest.raises(ValueError, match="vocab_size 512, but the target small has 100"):
+        load(folder, small)
+
+
+def test_what_is_wrong_with_a_folder_is_said(target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        load(folder, target)
+    save(drafter_for(target), folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="are damaged"):
+        load(folder, target)
+    (folder / "model.safetensors").write_bytes(weights)
+    config = json.loads((folder / "config.json").read_text())
+    config["lyanna"]["token_info_rank"] = 9
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"do not fit its config\.json"):
+        load(folder, target)
+    del config["lyanna"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no Lyanna drafter"):
+        load(folder, target)
+    with pytest.raises(ValueError, match="no Lyanna drafter"):
+        load(target, target)

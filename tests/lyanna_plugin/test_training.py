@@ -1,0 +1,156 @@
+"""Training on the text of a tiny target: it learns, all of it learns, and it can be interrupted."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lyanna_parts import drafter_for
+from tiny_models import make_tiny_llama
+
+from lyanna_plugin.checkpoint import load
+from lyanna_plugin.model import Drafter
+from lyanna_plugin.training.acceptance import measure
+from lyanna_plugin.training.batches import collate
+from lyanna_plugin.training.dataset import Sample
+from lyanna_plugin.training.features import Corpus, Features
+from lyanna_plugin.training.initial import initialise
+from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
+from lyanna_plugin.training.trainer import Progress, Settings, train
+
+CPU = torch.device("cpu")
+VOCAB = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def corpus(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Greedy answers of 40 tokens to prompts of 6."""
+    prompts = torch.randint(2, VOCAB, (24, 6), generator=torch.Generator().manual_seed(0))
+    answered = target.generate(
+        prompts, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    answer = torch.arange(46) >= 6
+    samples = [Sample(tokens.int(), answer) for tokens in answered]
+    features = Features(tmp_path_factory.mktemp("features"), samples, "tiny")
+    features.compute(target, CPU, lambda: None)
+    return Corpus.whole(samples, features)
+
+
+def loss_of(drafter: Drafter, target: Any) -> DrafterLoss:
+    return DrafterLoss(
+        drafter,
+        target.get_input_embeddings().weight.detach(),
+        target.get_output_embeddings().weight.detach(),
+        Columns(torch.arange(100), VOCAB, sampled=100),
+        LossWeights(),
+    )
+
+
+def test_the_targets_own_choice_is_the_likeliest(target: Any, corpus: Corpus) -> None:
+    batch = collate(corpus, [0, 1, 2])
+    greedy = batch.likeliest[..., 0][:, :-1]
+    assert (greedy == batch.tokens[:, 1:])[batch.wanted[:, :-1]].float().mean() > 0.98
+    assert batch.wanted.sum() == 3 * 40
+
+
+def test_features_are_computed_once(target: Any, corpus: Corpus) -> None:
+    assert corpus.cache.missing() == []
+
+
+@pytest.mark.parametrize("shape", [{}, {"feeds_tokens": True, "token_info": False}])
+def test_gradients_flow_to_every_trained_part(
+    folder: Path, target: Any, corpus: Corpus, shape: dict[str, Any]
+) -> None:
+    model = loss_of(drafter_for(folder, **shape), target)
+    loss, _ = model(collate(corpus, [0, 1]), torch.Generator().manual_seed(0))
+    loss.backward()
+    still = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.abs().sum() > 0
+    }
+    assert still == ({"drafter.between.weight"} if shape else set())
+
+
+def test_the_loss_of_sampled_columns_is_near_that_of_all(
+    folder: Path, target: Any, corpus: Corpus
+) -> None:
+    drafter = drafter_for(folder)
+    every = loss_of(drafter, target)
+    every._columns = Columns(torch.arange(VOCAB), VOCAB, sampled=0)
+    batch, generator = collate(corpus, [0, 1]), torch.Generator().manual_seed(0)
+    batch = replace(batch, likeliest=batch.likeliest[..., :1], probs=batch.probs[..., :1])
+    exact = every(batch, generator)[1][0]
+    some = loss_of(drafter, target)
+    drawn = torch.stack([some(batch, generator)[1][0] for _ in range(30)])
+    assert ((drawn.mean(0) - exact).abs() < 0.02 * exact).all()
+    assert (drawn.std(0) > 0).all()
+
+
+def test_a_small_text_is_learnt_by_heart(
+    folder: Path, target: Any, corpus: Corpus, tmp_path: Path
+) -> None:
+    few = corpus.part(range(12))
+    drafter = drafter_for(folder, hot_tokens=VOCAB, token_info_rank=64)
+    model = loss_of(drafter, target)
+    layer = target.get_decoder().layers[-1]
+    initialise(
+        drafter,
+        *(few, model.embeddings, model.head),
+        layer.state_dict(),
+        target.get_decoder().norm.weight.detach(),
+    )
+    before = measure(model, few, CPU)
+    settings = Settings(epochs=200, learning_rate=3e-3, positions=300, save_every=10_000)
+    seen: list[Progress] = []
+    train(model, few, settings, tmp_path, seen.append)
+    after = measure(model, few, CPU)
+    assert before.places > 300
+    assert before.mean_accepted_tokens < 3.0
+    assert min(after.conditional) > 0.95
+    assert seen[-1].loss < 0.5 * seen[0].loss
+    assert load(tmp_path, folder).config == drafter.config
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(
+    folder: Path, target: Any, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = Settings(epochs=6, learning_rate=1e-3, positions=512, save_every=4)
+    whole = loss_of(drafter_for(folder), target)
+    train(whole, corpus, settings, tmp_path / "whole", lambda progress: None)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.step == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(loss_of(drafter_for(folder), target), corpus, settings, tmp_path / "parts", interrupt)
+    steps: list[int] = []
+    resumed = loss_of(drafter_for(folder, seed=1), target)
+    train(
+        resumed, corpus, settings, tmp_path / "parts", lambda progress: steps.append(progress.step)
+    )
+    assert steps[0] == 9
+    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    lines = [
+        (tmp_path / part / "metrics.jsonl").read_text().splitlines() for part in ("whole", "parts")
+    ]
+    assert lines[0] == lines[1]
+    assert [json.loads(line)["step"] for line in lines[0]] == list(range(1, steps[-1] + 1))
