@@ -123,7 +123,7 @@ def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
                     yerr=sample.resampled(columns).std(0),
                     **{"label": method, "marker": "o", "markersize": 4, "capsize": 2},
                 )
-            axis.set(xlabel=label, title=setting)
+            axis.set(xlabel=label, title=setting, xticks=list(groups))
             axis.grid(alpha=0.3)
         axes[row][0].set_ylabel("block efficiency (tokens a step)")
     axes[0][0].legend()

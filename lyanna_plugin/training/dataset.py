@@ -1,7 +1,8 @@
 """Conversations to train on, as token ids with the answers marked.
 
 Files are JSON or JSON lines, in ShareGPT's format: `{"conversations": [{"from": "human", "value":
-...}, {"from": "gpt", "value": ...}, ...]}`.
+...}, {"from": "gpt", "value": ...}, ...]}`; or prompts in Spec-Bench's, `{"turns": [...]}`, which
+the target must answer first.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def _entries(file: Path) -> Iterable[Any]:
 
 
 def _messages(entry: Any, where: str) -> Messages:
+    if isinstance(entry, dict) and isinstance(entry.get("turns"), list):
+        entry = {"conversations": [{"from": "user", "value": turn} for turn in entry["turns"]]}
     said = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(said, list) or not said:
         raise ValueError(f'{where}: expected {{"conversations": [...]}}')

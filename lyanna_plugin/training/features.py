@@ -46,10 +46,18 @@ class Features:
         shards = range((len(self._samples) + _SHARD - 1) // _SHARD)
         return [shard for shard in shards if not self._file(shard).exists()]
 
-    def compute(self, target: Any, device: torch.device, advance: Callable[[], None]) -> None:
-        """Compute what is missing, with a causal LM of transformers."""
+    def compute(
+        self, target: Any, device: torch.device, advance: Callable[[int, int], None]
+    ) -> None:
+        """Compute what is missing, with a causal LM of transformers.
+
+        Args:
+            advance: told of each shard: which, of how many.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        for shard in self.missing():
+        missing = self.missing()
+        for number, shard in enumerate(missing):
+            advance(number, len(missing))
             tensors: dict[str, Tensor] = {}
             first = shard * _SHARD
             for index in range(first, min(first + _SHARD, len(self._samples))):
@@ -59,7 +67,6 @@ class Features:
             partial = self._file(shard).with_suffix(".partial")
             save_file(tensors, partial)
             partial.replace(self._file(shard))
-            advance()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """`bfloat16 [T, d]` hidden states, `int32 [T, 8]` tokens and their probabilities."""

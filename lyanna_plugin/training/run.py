@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from lyanna_plugin.checkpoint import fingerprint, layer_config
 from lyanna_plugin.config_file import DrafterConfig
 from lyanna_plugin.model import Drafter
 from lyanna_plugin.training.acceptance import Acceptance, measure
-from lyanna_plugin.training.dataset import encode, read_conversations, token_counts
+from lyanna_plugin.training.dataset import Messages, encode, read_conversations, token_counts
 from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
-from lyanna_plugin.training.trainer import Progress, Settings, train
+from lyanna_plugin.training.regenerate import regenerate
+from lyanna_plugin.training.trainer import Progress, Settings, has_state, train
 
 _HELD_OUT = 0.02
 _FREQUENT, _SAMPLED = 2048, 1024
@@ -36,6 +37,7 @@ class Job:
         cache: where the target's features are kept.
         shape: `DrafterConfig`'s fields that differ from its defaults.
         max_length: tokens of a conversation.
+        answer_tokens: of an answer, where the target is to write them; None to take the data's.
     """
 
     target: Path
@@ -46,9 +48,16 @@ class Job:
     weights: LossWeights = field(default_factory=LossWeights)
     shape: dict[str, Any] = field(default_factory=dict)
     max_length: int = 1024
+    answer_tokens: int | None = None
 
 
-def run(job: Job, status: Callable[[str], None], report: Callable[[Progress], None]) -> Acceptance:
+class Status(Protocol):
+    """Told what is being done, and how far it has come."""
+
+    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None: ...
+
+
+def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Acceptance:
     """Train a drafter and write it; a run that was interrupted goes on where it was.
 
     Returns:
@@ -60,33 +69,40 @@ def run(job: Job, status: Callable[[str], None], report: Callable[[Progress], No
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layer = layer_config(job.target)
+    if (job.out / "config.json").exists() and not has_state(job.out):
+        raise ValueError(f"--out {job.out} holds a drafter already: choose another folder")
+    job.out.mkdir(parents=True, exist_ok=True)
     digest = fingerprint(job.target)
     status("reading the conversations")
     tokenizer = AutoTokenizer.from_pretrained(job.target)
-    found = (encode(chat, tokenizer, job.max_length) for chat in read_conversations(job.data))
+    conversations = _conversations(job, status)
+    found = (encode(chat, tokenizer, job.max_length) for chat in conversations)
     samples = [sample for sample in found if sample is not None]
     if not samples:
-        raise ValueError(f"--data {job.data}: no conversation in it has an answer")
+        raise ValueError(
+            f"--data {job.data}: no conversation in it has an answer: have the target write them "
+            "with --regenerate"
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
     features = Features(job.cache, samples, digest)
-    missing = len(features.missing())
-    status(f"reading the target's hidden states: {missing} shards")
-    features.compute(target, device, lambda: None)
+    features.compute(
+        target, device, lambda done, total: status("the target's hidden states", done, total)
+    )
     corpus = Corpus.whole(samples, features)
     held_out = _held_out(len(samples), job.settings.seed)
     aside = corpus.part(sorted(held_out))
     training = corpus.part(i for i in range(len(samples)) if i not in held_out)
     embeddings = target.get_input_embeddings().weight.detach().float()
     counts = token_counts(training.samples, layer.vocab_size)
-    hot = min(DrafterConfig.model_fields["num_hot_tokens"].default, layer.vocab_size)
-    shape = {"num_hot_tokens": hot, **job.shape}
     config = DrafterConfig(
         target=job.target.name,
         fingerprint=digest,
         embedding_scale=float(embeddings.square().mean().rsqrt()),
-        **shape,
+        **job.shape,
     )
+    hot = min(config.num_hot_tokens, layer.vocab_size)
+    config = config.model_copy(update={"num_hot_tokens": hot})
     frequent = counts.argsort(descending=True)
     drafter = Drafter(layer, config, frequent[: config.num_hot_tokens].sort().values)
     head = target.get_output_embeddings().weight.detach().float()
@@ -101,22 +117,52 @@ def run(job: Job, status: Callable[[str], None], report: Callable[[Progress], No
     model = DrafterLoss(drafter, embeddings, head, columns, job.weights)
     del target
     status("training")
-    job.out.mkdir(parents=True, exist_ok=True)
-    (job.out / "training.json").write_text(
-        json.dumps(
-            {
-                **asdict(job.settings),
-                "loss": asdict(job.weights),
-                "conversations": len(training.samples),
-                "answer_tokens": sum(int(each.answer.sum()) for each in training.samples),
-            },
-            indent=2,
-        )
-        + "\n"
+    _write_down(
+        job.out,
+        {
+            **asdict(job.settings),
+            "loss": asdict(job.weights),
+            "drafter": config.model_dump(),
+            "conversations": len(training.samples),
+            "answer_tokens": sum(int(each.answer.sum()) for each in training.samples),
+        },
     )
     train(model, training, job.settings, job.out, report)
     status("measuring")
     return measure(model, aside, device)
+
+
+def _conversations(job: Job, status: Status) -> Iterable[Messages]:
+    conversations = read_conversations(job.data)
+    if job.answer_tokens is None:
+        return conversations
+    asked = list(conversations)
+    file = job.out / "regenerated.jsonl"
+    done = 0
+
+    def advance(more: int) -> None:
+        nonlocal done
+        done += more
+        status("the target answers", done, len(asked))
+
+    regenerate(asked, job.target, job.answer_tokens, file, advance)
+    return read_conversations(file)
+
+
+def _write_down(out: Path, settings: dict[str, Any]) -> None:
+    """Keep what a run was asked, which must not change while it is interrupted.
+
+    Raises:
+        ValueError: it has changed.
+    """
+    file = out / "training.json"
+    text = json.dumps(settings, indent=2) + "\n"
+    if has_state(out) and file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"--out {out} holds an interrupted run with other settings or data, see {file}: repeat "
+            "its command, or choose another folder"
+        )
+    file.write_text(text, encoding="utf-8")
 
 
 def _held_out(count: int, seed: int) -> set[int]:

@@ -107,6 +107,11 @@ def train(
         shutil.rmtree(out / _STATE, ignore_errors=True)
 
 
+def has_state(out: Path) -> bool:
+    """Whether an interrupted run can go on there."""
+    return (out / _STATE / "step.json").is_file()
+
+
 def _rate(part: float, warm_up: float) -> float:
     """The learning rate's factor after a part of all steps: up, then linearly to 0."""
     return part / warm_up if part < warm_up else (1 - part) / (1 - warm_up)
@@ -126,7 +131,7 @@ def _resume(accelerator: Any, out: Path) -> int:
     """The steps that are done already."""
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
-    if not (out / _STATE / "step.json").is_file():
+    if not has_state(out):
         return 0
     accelerator.load_state(str(out / _STATE))
     return int(json.loads((out / _STATE / "step.json").read_text()))

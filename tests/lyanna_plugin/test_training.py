@@ -48,7 +48,7 @@ def corpus(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     answer = torch.arange(46) >= 6
     samples = [Sample(tokens.int(), answer) for tokens in answered]
     features = Features(tmp_path_factory.mktemp("features"), samples, "tiny")
-    features.compute(target, CPU, lambda: None)
+    features.compute(target, CPU, lambda done, total: None)
     return Corpus.whole(samples, features)
 
 

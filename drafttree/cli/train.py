@@ -1,0 +1,19 @@
+"""`drafttree train`: one command for each installed method that is trained.
+
+Found through the entry-point group `drafttree.trainers`: functions that typer makes a command of.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+import typer
+
+train = typer.Typer(no_args_is_help=True, help="Train a method's drafter.")
+for _entry in sorted(entry_points(group="drafttree.trainers"), key=lambda entry: entry.name):
+    train.command(_entry.name)(_entry.load())
+
+
+@train.callback()
+def _group() -> None:
+    """Train a method's drafter."""

@@ -1,0 +1,96 @@
+"""`drafttree train lyanna`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def train(
+    target: Annotated[Path, typer.Option(help="The target model's folder.")],
+    data: Annotated[
+        Path, typer.Option(help="Conversations in ShareGPT's format: a file, or a folder of them.")
+    ],
+    out: Annotated[Path, typer.Option(help="The drafter's folder; an interrupted run goes on.")],
+    regenerate: Annotated[
+        bool, typer.Option("--regenerate", help="Have the target write all answers first.")
+    ] = False,
+    max_answer_tokens: Annotated[int, typer.Option(min=1, help="Of regenerated answers.")] = 512,
+    max_length: Annotated[int, typer.Option(min=16, help="Tokens of a conversation.")] = 1024,
+    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-5,
+    positions: Annotated[int, typer.Option(min=1, help="Of a batch.")] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Drafting steps to unroll.")] = 3,
+    rank: Annotated[int, typer.Option(min=1, help="Of the token info.")] = 128,
+    hot_tokens: Annotated[
+        int, typer.Option(min=1, help="The most frequent tokens, which have token info.")
+    ] = 8192,
+    token_info: Annotated[bool, typer.Option(help="Add token info to the logits.")] = True,
+    first_token: Annotated[bool, typer.Option(help="Fuse the root's embedding.")] = True,
+    eagle: Annotated[
+        bool, typer.Option("--eagle", help="For comparison: feed every token, no token info.")
+    ] = False,
+    seed: int = 0,
+    cache: Annotated[
+        Path | None, typer.Option(help="For the target's hidden states; beside OUT if not given.")
+    ] = None,
+) -> None:
+    """Train Lyanna's drafter for a target."""
+    from lyanna_plugin.training.plot import plot
+    from lyanna_plugin.training.run import Job, run
+    from lyanna_plugin.training.trainer import Progress as Step
+    from lyanna_plugin.training.trainer import Settings
+
+    console = Console(stderr=True)
+    job = Job(
+        target=target,
+        data=data,
+        out=out,
+        cache=cache or out.with_name(f"{out.name}-features"),
+        settings=Settings(
+            epochs=epochs, learning_rate=learning_rate, positions=positions, seed=seed
+        ),
+        shape={
+            "steps": steps,
+            "token_info_rank": rank,
+            "num_hot_tokens": hot_tokens,
+            "token_info": token_info and not eagle,
+            "first_token": first_token,
+            "feeds_tokens": eagle,
+        },
+        max_length=max_length,
+        answer_tokens=max_answer_tokens if regenerate else None,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("", total=None)
+
+        def status(text: str, done: int = 0, total: int | None = None) -> None:
+            progress.update(task, description=text, completed=done, total=total)
+
+        def report(step: Step) -> None:
+            accuracy = " ".join(f"{value:.0%}" for value in step.accuracy)
+            text = f"loss {step.loss:.2f}, likeliest token right at steps 1 to {steps}: {accuracy}"
+            status(text, step.step, step.steps)
+
+        try:
+            acceptance = run(job, status, report)
+        except ValueError as error:
+            console.print(f"error: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt:
+            console.print("interrupted: the same command goes on from the last state")
+            raise typer.Exit(130) from None
+    plot(out / "metrics.jsonl", out / "training.png")
+    figures = {
+        "conditional_acceptance": acceptance.conditional,
+        "mean_accepted_tokens": acceptance.mean_accepted_tokens,
+        "places": acceptance.places,
+    }
+    (out / "held_out.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(figures))

@@ -1,0 +1,34 @@
+"""A picture of a training run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+_SMOOTHED = 100  # points in the picture, each a mean
+
+
+def plot(metrics: Path, file: Path) -> None:
+    """Draw the loss, and by unrolled step how often the likeliest token was the target's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    parts = np.array_split(np.arange(len(lines)), min(_SMOOTHED, len(lines)))
+    at = [lines[part[-1]]["step"] for part in parts]
+    loss = np.array([line["loss"] for line in lines])
+    accuracy = np.array([line["accuracy"] for line in lines])
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    axes[0].plot(at, [loss[part].mean() for part in parts])
+    axes[0].set(xlabel="step", ylabel="loss")
+    for step in range(accuracy.shape[1]):
+        axes[1].plot(at, [accuracy[part, step].mean() for part in parts], label=f"step {step + 1}")
+    axes[1].set(xlabel="step", ylabel="likeliest token is the target's")
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=100)
+    pyplot.close(figure)

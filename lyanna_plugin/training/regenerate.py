@@ -1,0 +1,110 @@
+"""Have the target answer the conversations itself: a drafter learns best from its target's text.
+
+Every user turn is answered in its place; answers that the data holds are left out. What is done is
+kept in a file, so that a run that stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lyanna_plugin.training.dataset import Messages
+
+_TOGETHER = 128
+
+
+class Answerer(Protocol):
+    """Answers chats greedily."""
+
+    def __call__(self, chats: Sequence[Messages], max_tokens: int) -> list[str]: ...
+
+
+def regenerate(
+    conversations: Sequence[Messages],
+    target: Path,
+    max_tokens: int,
+    file: Path,
+    advance: Callable[[int], None],
+) -> None:
+    """Write the conversations to `file`, JSON lines in ShareGPT's format.
+
+    Args:
+        max_tokens: of an answer.
+        advance: told how many more are done.
+    """
+    done = file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
+    advance(done)
+    if done == len(conversations):
+        return
+    answerer = _vllm(target) if importlib.util.find_spec("vllm") else _transformers(target)
+    with file.open("a", encoding="utf-8") as written:
+        for start in range(done, len(conversations), _TOGETHER):
+            for chat in _answered(conversations[start : start + _TOGETHER], answerer, max_tokens):
+                said = [{"from": message["role"], "value": message["content"]} for message in chat]
+                written.write(json.dumps({"conversations": said}, ensure_ascii=False) + "\n")
+            written.flush()
+            advance(min(_TOGETHER, len(conversations) - start))
+
+
+def _answered(
+    conversations: Sequence[Messages], answerer: Answerer, max_tokens: int
+) -> list[Messages]:
+    """The same conversations with the target's answers after every user turn."""
+    chats: list[Messages] = [[] for _ in conversations]
+    left = [
+        [message for message in chat if message["role"] != "assistant"] for chat in conversations
+    ]
+    while any(left):
+        asked = []
+        for chat, messages in zip(chats, left, strict=True):
+            while messages:
+                message = messages.pop(0)
+                chat.append(message)
+                if message["role"] == "user":
+                    asked.append(chat)
+                    break
+        for chat, answer in zip(asked, answerer(asked, max_tokens), strict=True):
+            chat.append({"role": "assistant", "content": answer})
+    return chats
+
+
+def _vllm(target: Path) -> Answerer:
+    from vllm import LLM, SamplingParams
+
+    llm: Any = LLM(str(target), dtype="bfloat16", max_num_seqs=_TOGETHER, max_model_len=2048)
+
+    def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
+        parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        outputs = llm.chat(list(chats), parameters, use_tqdm=False)
+        return [output.outputs[0].text for output in outputs]
+
+    return answer
+
+
+def _transformers(target: Path) -> Answerer:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device)
+
+    def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
+        rendered = tokenizer.apply_chat_template(
+            list(chats),
+            add_generation_prompt=True,
+            padding=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(device)
+        written = model.generate(**rendered, max_new_tokens=max_tokens, do_sample=False)
+        start = rendered["input_ids"].shape[1]
+        decoded: list[str] = tokenizer.batch_decode(written[:, start:], skip_special_tokens=True)
+        return decoded
+
+    return answer
