@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tree_kernels import accept, adjacency, full_mask, gather, kv_move, mask, rejection
+from tree_kernels import accept, adjacency, full_mask, gather, kv_move, mask, rejection, token_info
 from tree_kernels._native import NativeFunction
 
 
@@ -41,6 +41,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         kv_move,
         mask,
         rejection,
+        token_info,
         language,
         language.standard,
     )

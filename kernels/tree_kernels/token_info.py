@@ -1,0 +1,143 @@
+"""Token-info sampling of one level (Lyanna, section 4.2, algorithm 1): the likeliest tokens after
+each live node, once what its own token says of them is added to the logits of the step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_BLOCK = 1024
+
+
+@jit
+def _token_info_kernel(
+    logits: tl.tensor,
+    tokens: tl.tensor,
+    table: tl.tensor,
+    row_of: tl.tensor,
+    best_tokens: tl.tensor,
+    best_log_probs: tl.tensor,
+    nodes: tl.tensor,
+    vocab: tl.tensor,
+    hot: tl.tensor,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program a node, one pass over the vocabulary. A key is the logit's order in the upper 32
+    bits and the inverted id in the lower, so no two are equal."""
+    node = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + node)
+    row = tl.load(row_of + tl.maximum(token, 0)).to(tl.int64)
+    row = tl.where(token >= 0, row, -1)
+    line = logits + (node // nodes) * vocab
+    slots = tl.arange(0, K_PAD)
+    nothing = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    best = nothing + slots
+    most = tl.full([], float("-inf"), tl.float32)
+    mass = tl.full([], 0.0, tl.float32)
+    for first in range(0, vocab, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        inside = ids < vocab
+        values = tl.load(line + ids, mask=inside, other=float("-inf")).to(tl.float32)
+        column = tl.load(row_of + ids, mask=inside, other=-1)
+        told = column >= tl.where(row >= 0, 0, hot)
+        added = tl.load(table + tl.maximum(row, 0) * hot + column, mask=told, other=0.0)
+        values = values + added.to(tl.float32)
+        higher = tl.maximum(most, tl.max(values, 0))
+        # Before the first finite value there is no mass to scale.
+        kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - higher))
+        mass = mass * kept + tl.sum(
+            tl.where(values == float("-inf"), 0.0, tl.exp(values - higher)), 0
+        )
+        most = higher
+        bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+        keys = tl.where(inside, keys, nothing)
+        top = tl.max(keys, 0)
+        low = tl.min(best, 0)
+        while top > low:
+            best = tl.where(best == low, top, best)
+            keys = tl.where(keys == top, nothing, keys)
+            top = tl.max(keys, 0)
+            low = tl.min(best, 0)
+    place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1)
+    order = (best >> 32).to(tl.int32)
+    value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    at = node * K + place
+    there = place < tl.where(token >= 0, K, 0)
+    tl.store(best_tokens + at, 0x7FFFFFFF - best.to(tl.int32), mask=there)
+    tl.store(best_log_probs + at, value - most - tl.log(mass), mask=there)
+
+
+def _token_info_triton(
+    logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    requests, nodes = tokens.shape
+    best = torch.full((requests, nodes, k), -1, dtype=torch.int32, device=logits.device)
+    log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
+    if best.numel():
+        _token_info_kernel[(requests * nodes,)](
+            *(logits.contiguous(), tokens.contiguous(), table, row_of, best, log_probs),
+            *(nodes, logits.shape[1], len(hot_tokens)),
+            K=k,
+            K_PAD=next_power_of_2(k),
+            BLOCK=_BLOCK,
+        )
+    return best, log_probs
+
+
+def _token_info_reference(
+    logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    rows = row_of[tokens.clamp(min=0).long()].long()
+    told = (rows >= 0) & (tokens >= 0)
+    added = table[rows.clamp(min=0)].float() * told[..., None]
+    whole = logits.float()[:, None].expand(-1, tokens.shape[1], -1)
+    whole = whole.index_add(2, hot_tokens.long(), added)
+    # A stable order: among equals the lowest id comes first.
+    top = whole.sort(dim=2, descending=True, stable=True)
+    log_probs = top.values[..., :k] - whole.logsumexp(2, keepdim=True)
+    missing = (tokens < 0)[..., None]
+    best = top.indices[..., :k].int().masked_fill(missing, -1)
+    return best, log_probs.masked_fill(missing, -torch.inf)
+
+
+def token_info_top(
+    logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens after each node, and their log-probabilities.
+
+    Args:
+        logits: `[B, V]`, of the step, the same for all nodes of a request.
+        tokens: int32 `[B, n]`, the nodes' own tokens; -1 where there is no node.
+        table: `[H, H]`, what one hot token adds to the logits of the others.
+        row_of: int32 `[V]`, a token's row and column in the table; -1 for a cold one.
+        hot_tokens: int32 `[H]`, the tokens of the rows.
+
+    Returns:
+        int32 `[B, n, k]`, likeliest first, -1 where there is no node; and float32 `[B, n, k]`,
+        -inf there.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    hot = len(hot_tokens)
+    if (
+        logits.dim() != 2
+        or tokens.dim() != 2
+        or len(tokens) != len(logits)
+        or table.shape != (hot, hot)
+        or row_of.shape != logits.shape[1:]
+        or not 1 <= k <= logits.shape[1]
+    ):
+        shapes = [[*t.shape] for t in (logits, tokens, table, row_of)]
+        raise ValueError(
+            f"expected [B, V], [B, n], [{hot}, {hot}], [V] and k from 1 to V, not {shapes}, {k}"
+        )
+    if use_triton(logits):
+        return _token_info_triton(logits, tokens, table, row_of, hot_tokens, k)
+    return _token_info_reference(logits, tokens, table, row_of, hot_tokens, k)

@@ -1,0 +1,176 @@
+"""Draft trees from the logits of all steps (Lyanna, algorithms 1 and 2), and two of them in one.
+
+Everything has fixed shapes and no loop over requests or nodes; levels are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tree_kernels.mask import depths
+from tree_kernels.token_info import token_info_top
+
+from drafttree.drafter import DraftTree
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The collapsed token info.
+
+    Attributes:
+        table: `[H, H]`: what a hot token adds to the logits of the hot tokens after it.
+        row_of: int32 `[V]`: a token's row and column; -1 for a cold one.
+        hot_tokens: int32 `[H]`: the tokens of the rows.
+    """
+
+    table: Tensor
+    row_of: Tensor
+    hot_tokens: Tensor
+
+
+def sample_tree(
+    logits: Tensor, steps: Tensor, roots: Tensor, info: TokenTable, width: int, budget: int
+) -> DraftTree:
+    """Token-info sampling (algorithm 1), cut to the budget by joint probability.
+
+    Each live node has its `width` likeliest children; the `width` likeliest paths of a level live
+    on.
+
+    Args:
+        logits: `[B, L, V]`, of each step: step i, from 0, predicts the nodes of depth i + 1.
+        steps: int `[B]`: how many of the L steps there are for each request.
+        roots: int32 `[B]`, the last accepted tokens.
+        budget: the most nodes, the root not counted.
+    """
+    requests, length, _ = logits.shape
+    live = roots[:, None].int()
+    joint = logits.new_zeros(requests, 1, dtype=torch.float32)
+    columns = torch.zeros_like(live)
+    tokens, parents, scores = [], [], []
+    known = 1
+    for step in range(length):
+        here = live.masked_fill((steps <= step)[:, None], -1)
+        children, log_probs = token_info_top(
+            logits[:, step], here, info.table, info.row_of, info.hot_tokens, width
+        )
+        joined = (joint[:, :, None] + log_probs).flatten(1)
+        tokens.append(children.flatten(1))
+        parents.append(columns[:, :, None].expand_as(children).flatten(1))
+        scores.append(joined)
+        # A stable order, as in the cut below: a parent comes before its children even at a tie.
+        order = joined.sort(dim=1, descending=True, stable=True)
+        best = order.indices[:, :width]
+        live, joint = children.flatten(1).gather(1, best), order.values[:, :width]
+        columns = (known + best).int()
+        known += joined.shape[1]
+    return _cut(roots, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget)
+
+
+def _cut(roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> DraftTree:
+    """Keep the `budget` best nodes below each root; `parents` count the root as 0."""
+    budget = min(budget, tokens.shape[1])
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :budget]
+    kept = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, order, True) & (tokens >= 0)
+    # Breadth-first as they were found; what is not kept goes to the end.
+    order = (~kept).to(torch.int8).sort(dim=1, stable=True).indices[:, :budget]
+    places = kept.cumsum(1).int()
+    places = torch.cat([torch.zeros_like(places[:, :1]), places], 1)
+    there = kept.gather(1, order)
+    above = places.gather(1, parents.gather(1, order).long())
+    root = torch.full_like(roots, -1).int()[:, None]
+    return DraftTree(
+        tokens=torch.cat([roots.int()[:, None], tokens.gather(1, order)], 1).masked_fill(
+            torch.cat([root >= 0, ~there], 1), -1
+        ),
+        parents=torch.cat([root, above.masked_fill(~there, -1)], 1),
+        num_nodes=(1 + there.sum(1)).int(),
+    )
+
+
+def left_of(logits: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits that a rejected draft leaves for a second tree (algorithm 2).
+
+    With a drafts accepted the bonus token stands at depth a + 1, and the steps after it say what
+    follows: they depend on nothing that was rejected.
+
+    Args:
+        logits: `[B, L, V]`, of the tree that was verified.
+        accepted: int `[B]`, its drafts that were accepted.
+
+    Returns:
+        `[B, L - 1, V]`, for `sample_tree` under the bonus token, and int `[B]`, the steps of it
+        that there are.
+    """
+    length = logits.shape[1]
+    steps = (length - 1 - accepted).clamp(min=0)
+    at = accepted[:, None] + torch.arange(1, length, device=logits.device)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    return logits[rows, at.clamp(max=length - 1).long()], steps
+
+
+def merge(first: DraftTree, second: DraftTree, depth: int) -> DraftTree:
+    """The union of two trees under the same roots, equal paths once, breadth-first.
+
+    Of one parent's children those of `first` come first.
+
+    Args:
+        depth: the greatest of a node.
+    """
+    width, further = first.tokens.shape[1], second.tokens.shape[1] - 1
+    device = first.tokens.device
+    levels = [depths(tree.parents, tree.num_nodes) for tree in (first, second)]
+    there = [
+        torch.arange(tree.tokens.shape[1], device=device) < tree.num_nodes[:, None]
+        for tree in (first, second)
+    ]
+    # Where each node of `second` is, counted through both trees side by side: its root is the
+    # first's, and a node is the first's if that has the token under the same parent.
+    place = torch.arange(width - 1, width + further, device=device).expand_as(second.tokens)
+    place = torch.where(second.parents < 0, 0, place)
+    for level in range(1, depth + 1):
+        above = place.gather(1, second.parents.clamp(min=0).long())
+        equal = (first.parents[:, None] == above[:, :, None]) & there[0][:, None]
+        equal &= first.tokens[:, None] == second.tokens[:, :, None]
+        same = equal.any(2) & (levels[1] == level)
+        place = torch.where(same, equal.to(torch.int8).argmax(2), place)
+    above = place.gather(1, second.parents.clamp(min=0).long())
+    new = (place >= width) & there[1]
+    return _breadth_first(
+        torch.cat([first.tokens, second.tokens[:, 1:]], 1),
+        torch.cat([first.parents.long(), above[:, 1:]], 1),
+        torch.cat(
+            [levels[0].masked_fill(~there[0], -1), levels[1].masked_fill(~new, -1)[:, 1:]], 1
+        ),
+        depth,
+    )
+
+
+def _breadth_first(tokens: Tensor, parents: Tensor, levels: Tensor, depth: int) -> DraftTree:
+    """Number nodes level by level, children in the order of their parents.
+
+    Args:
+        parents: int64 `[B, N]`, places in the same row; the root's is not looked at.
+        levels: int `[B, N]`, each node's depth; -1 where there is no node.
+    """
+    count = tokens.shape[1]
+    here = torch.arange(count, device=tokens.device)
+    # What is no node comes last.
+    rank = torch.full_like(parents, count)
+    rank = torch.where(levels == 0, 0, rank)
+    before = torch.ones_like(parents[:, :1])
+    for level in range(1, depth + 1):
+        own = levels == level
+        key = torch.where(own, rank.gather(1, parents.clamp(min=0)) * count + here, count * count)
+        within = key.argsort(dim=1).argsort(dim=1)
+        rank = torch.where(own, before + within, rank)
+        before = before + own.sum(1, keepdim=True)
+    order = rank.sort(dim=1, stable=True).indices
+    missing = (levels < 0).gather(1, order)
+    above = rank.gather(1, parents.clamp(min=0)).gather(1, order)
+    return DraftTree(
+        tokens=tokens.gather(1, order).masked_fill(missing, -1),
+        parents=above.masked_fill(missing | (here == 0), -1).int(),
+        num_nodes=before[:, 0].int(),
+    )

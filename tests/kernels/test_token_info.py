@@ -1,0 +1,103 @@
+"""The likeliest tokens after each node, against softmax over logits written out row by row."""
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import given
+from hypothesis import strategies as st
+from tree_kernels import token_info as module
+from tree_kernels.token_info import token_info_top
+
+
+def random_case(seed, requests, nodes, vocab, hot, k, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(requests, vocab, generator=generator)
+    hot_tokens = torch.randperm(vocab, generator=generator)[:hot].sort().values.int()
+    row_of = torch.full((vocab,), -1, dtype=torch.int32)
+    row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    tokens = torch.randint(-1, vocab, (requests, nodes), generator=generator, dtype=torch.int32)
+    table = torch.randn(hot, hot, generator=generator).to(dtype)
+    return logits.to(dtype), tokens, table, row_of, hot_tokens, k
+
+
+@st.composite
+def cases(draw):
+    vocab = draw(st.integers(2, 40) | st.just(2500))
+    return random_case(
+        draw(st.integers(0, 99)),
+        requests=draw(st.integers(1, 3)),
+        nodes=draw(st.integers(1, 4)),
+        vocab=vocab,
+        hot=draw(st.integers(1, vocab)),
+        k=draw(st.integers(1, min(vocab, 9))),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+
+
+def by_hand(logits, tokens, table, row_of, hot_tokens, token, request):
+    row = logits[request].double()
+    if row_of[token] >= 0:
+        for column, hot in enumerate(hot_tokens.tolist()):
+            row[hot] += float(table[row_of[token], column])
+    return row.log_softmax(0)
+
+
+@CASES
+@given(cases())
+def test_they_are_the_likeliest_of_the_softmax(case):
+    *given_, k = case
+    tokens = given_[1]
+    found, log_probs = token_info_top(*case)
+    assert found.dtype == torch.int32
+    for request, nodes in enumerate(tokens.tolist()):
+        for node, token in enumerate(nodes):
+            if token < 0:
+                assert (found[request, node] == -1).all()
+                assert (log_probs[request, node] == -torch.inf).all()
+                continue
+            expected = by_hand(*given_, token, request)
+            torch.testing.assert_close(
+                log_probs[request, node].double(), expected.topk(k).values, atol=1e-4, rtol=0
+            )
+            own = expected[found[request, node].long()]
+            torch.testing.assert_close(own, expected.topk(k).values, atol=1e-4, rtol=0)
+
+
+@CASES
+@given(cases())
+def test_the_kernel_gives_the_same(interpreter, case):
+    tokens, log_probs = token_info_top(*case)
+    kernel_tokens, kernel_log_probs = module._token_info_triton(*case)
+    assert torch.equal(kernel_tokens, tokens)
+    torch.testing.assert_close(kernel_log_probs, log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_among_equals_the_lowest_id_comes_first():
+    hot = torch.tensor([4], dtype=torch.int32)
+    row_of = torch.tensor([-1, -1, -1, -1, 0], dtype=torch.int32)
+    table = torch.zeros(1, 1)
+    tokens = torch.tensor([[0]], dtype=torch.int32)
+    found, _ = token_info_top(torch.zeros(1, 5), tokens, table, row_of, hot, 3)
+    assert found.tolist() == [[[0, 1, 2]]]
+
+
+def test_shapes_that_do_not_fit_are_errors():
+    logits, tokens, table, row_of, hot, k = random_case(0, 2, 3, 20, 5, 2)
+    for wrong in (
+        (logits[0], tokens, table, row_of, hot, k),
+        (logits, tokens[:1], table, row_of, hot, k),
+        (logits, tokens, table[:4], row_of, hot, k),
+        (logits, tokens, table, row_of[:4], hot, k),
+        (logits, tokens, table, row_of, hot, 21),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            token_info_top(*wrong)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("requests", "vocab"), [(1, 49152), (8, 151936)])
+def test_cuda_agrees_with_the_cpu(requests, vocab):
+    *tensors, k = random_case(0, requests, 4, vocab, 8192, 4)
+    found = token_info_top(*(tensor.cuda() for tensor in tensors), k)
+    expected = token_info_top(*tensors, k)
+    torch.testing.assert_close(found[1].cpu(), expected[1], atol=1e-4, rtol=1e-5)
