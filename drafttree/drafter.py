@@ -29,6 +29,14 @@ class DraftTree:
         tokens = roots[:, None]
         return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
 
+    def path(self, row: int, column: int) -> list[int]:
+        """The tokens from below the root to a node; none where there is no node."""
+        tokens: list[int] = []
+        while column > 0:
+            tokens.insert(0, int(self.tokens[row, column]))
+            column = int(self.parents[row, column])
+        return [token for token in tokens if token >= 0]
+
 
 class Drafter(Protocol):
     """Drafts trees and learns from what the target said of them. Knows no engine.

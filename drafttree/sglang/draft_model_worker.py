@@ -18,6 +18,7 @@ from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from tree_kernels.mask import depths
 
 from drafttree.drafter import DraftTree, ModelDrafter
+from drafttree.sglang.penalties import RequestPenalties
 from drafttree.sglang.rule_sampler import RuleSampler, filter_probs
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.worker import TreeWorker, movers
@@ -97,8 +98,13 @@ class DraftModelWorker(TreeWorker):
         info = batch.sampling_info
         sampled = (info.top_ks != 1).view(-1)
 
+        penalties = self._penalties_of(batch)
+
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
-            logits = self._forward_draft(batch, trees, first)
+            logits = self._forward_draft(batch, trees, first).float()
+            for row, own in enumerate(penalties):
+                if own is not None:
+                    _penalise(logits[row], own, trees, row, first)
             return _distributions(logits, info, sampled)
 
         trees, self._drawn = self.drafter.draw(
@@ -137,16 +143,23 @@ def _seeds(batch: Any) -> list[int | None]:
     return [request.sampling_params.sampling_seed for request in batch.reqs]
 
 
+def _penalise(
+    logits: torch.Tensor, penalties: RequestPenalties, trees: DraftTree, row: int, first: int
+) -> None:
+    """Change a request's logits `[n, V]` of the nodes from `first` on, as the target's will be."""
+    for column in range(first, trees.tokens.shape[1]):
+        with penalties.ahead(trees.path(row, column)):
+            penalties.apply(logits[column - first][None])
+
+
 def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> torch.Tensor:
     """What children are drawn from, `float32 [B, n, V]`: as the target's tokens are.
 
-    Biases and the penalties at the root are those of the target. Any distribution would do; the
-    closer to the target's, the more is accepted. Requests that are not sampled keep all tokens.
+    Any distribution would do; the closer to the target's, the more is accepted. Requests that are
+    not sampled keep all tokens.
     """
-    logits = logits.float()
-    for added in (info.logit_bias, info.acc_additive_penalties):
-        if added is not None:
-            logits = logits + added[:, None]
+    if info.logit_bias is not None:
+        logits = logits + info.logit_bias[:, None]
     probs = (logits / info.temperatures[:, :, None]).softmax(-1)
     if info.is_all_greedy:
         return probs

@@ -6,7 +6,8 @@ asks for penalties therefore has penalizers of its own here, fed every token tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,23 @@ class RequestPenalties:
     def add(self, token: int) -> None:
         """The request has emitted `token`."""
         self._penalizers.cumulate_output_tokens(torch.tensor([token], device=self._batch.device))
+
+    @contextmanager
+    def ahead(self, path: Iterable[int]) -> Iterator[None]:
+        """As if the request had emitted `path` already."""
+        kept = [
+            (penalizer, name, value.clone())
+            for penalizer in self._penalizers.penalizers.values()
+            for name, value in vars(penalizer).items()
+            if isinstance(value, torch.Tensor)
+        ]
+        try:
+            for token in path:
+                self.add(token)
+            yield
+        finally:
+            for penalizer, name, value in kept:
+                setattr(penalizer, name, value)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Change `logits`, `[1, V]`, as the host does: what is added first, then what scales."""

@@ -20,7 +20,8 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.logits_processor import MinPLogitsProcessor
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
+from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from drafttree.drafter import DraftTree, ModelDrafter, Rule
@@ -163,7 +164,8 @@ class DraftModelRunner(TreeModelRunner):
             hidden = self._draft_model(input_ids=input_ids, positions=positions)
             rows = nodes[:, first:last]
             logits = self._draft_model.compute_logits(hidden[rows.flatten()])
-            probs = self._distributions(logits.view(*rows.shape, -1), sampled)
+            logits = self._adjusted(logits.float().view(*rows.shape, -1), trees, first)
+            probs = self._distributions(logits, sampled)
             missing = trees.tokens.shape[1] - last
             return torch.nn.functional.pad(probs, (0, 0, 0, missing))
 
@@ -216,6 +218,40 @@ class DraftModelRunner(TreeModelRunner):
             return torch.zeros(count, dtype=torch.bool)
         return temperature >= _COLD
 
+    def _adjusted(self, logits: torch.Tensor, trees: DraftTree, first: int) -> torch.Tensor:
+        """Logits `[B, n, V]` of the nodes from `first` on, with the target's penalties, biases and
+        allowed tokens, each along the node's own path.
+
+        Processors with a state of their own and bad words are left to verification.
+        """
+        metadata = self.input_batch.sampling_metadata
+        requests, nodes, vocab = logits.shape
+        if metadata.allowed_token_ids_mask is not None:
+            logits = logits.masked_fill(metadata.allowed_token_ids_mask[:, None], -torch.inf)
+        for processor in metadata.logitsprocs.non_argmax_invariant:
+            if type(processor) is LogitBiasLogitsProcessor:
+                columns = [processor.apply(column) for column in logits.unbind(1)]
+                logits = torch.stack(columns, 1)
+        if metadata.no_penalties:
+            return logits
+        outputs = [
+            [*output, *trees.path(row, first + node)]
+            for row, output in enumerate(self.input_batch.req_output_token_ids[:requests])
+            for node in range(nodes)
+        ]
+        penalised: torch.Tensor = apply_all_penalties(
+            logits.reshape(-1, vocab),
+            *(
+                each.repeat_interleave(nodes, 0)
+                for each in (
+                    *(metadata.prompt_token_ids, metadata.presence_penalties),
+                    *(metadata.frequency_penalties, metadata.repetition_penalties),
+                )
+            ),
+            outputs,
+        )
+        return penalised.view(requests, nodes, vocab)
+
     def _distributions(self, logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """What children are drawn from, `float32 [B, n, V]`: after the target's own filters.
 
@@ -223,7 +259,6 @@ class DraftModelRunner(TreeModelRunner):
         are not sampled keep all tokens.
         """
         metadata = self.input_batch.sampling_metadata
-        logits = logits.float()
         plain = logits.softmax(-1)
         if metadata.temperature is None:
             return plain

@@ -80,6 +80,13 @@ def test_greedy_tokens_equal_plain_decoding(
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
+ADJUSTED: dict[str, Any] = {
+    "frequency_penalty": 0.4,
+    "presence_penalty": 0.3,
+    "logit_bias": {"7": 2.0},
+}
+
+
 def always_accepted(model: Path, cases: list[Case], **engine: Any) -> list[Answer]:
     """Serve with the target as its own draft model: if its KV is that of a fresh prefill, all is
     accepted, and no request takes more steps than five tokens each make."""
@@ -102,8 +109,8 @@ def always_accepted(model: Path, cases: list[Case], **engine: Any) -> list[Answe
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     tiny_llama: Path, temperature: float
 ) -> None:
-    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, and prompts that
-    part right after a page."""
+    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, prompts that
+    part right after a page, and penalties and biases along the drafts."""
     settings = {**GREEDY, "temperature": temperature, "max_new_tokens": 503}
     short = {**settings, "max_new_tokens": 41}
     parting = [[*range(2, 50), row, 5, 6] for row in range(60, 66)]
@@ -111,6 +118,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         tiny_llama,
         [
             Case(FIRST[:4], settings),
+            Case(FIRST[:4], {**short, **ADJUSTED}),
             Case(SECOND[:4], short),
             Case(SECOND[:4], short, together=False),
             Case(parting[:1], short),
@@ -118,8 +126,8 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         ],
         page_size=16,
     )
-    assert sum(served[2].cached) > 0
-    assert served[4].cached == [48] * 5
+    assert sum(served[3].cached) > 0
+    assert served[5].cached == [48] * 5
 
 
 def test_retracted_requests_go_on_as_if_they_had_not_been(tiny_llama: Path) -> None:

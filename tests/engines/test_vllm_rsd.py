@@ -85,6 +85,13 @@ def test_greedy_tokens_equal_plain_decoding(
             assert best == pytest.approx(expected, abs=1e-3)
 
 
+ADJUSTED: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "logit_bias": {7: 2.0, 9: -3.0},
+}
+
+
 def always_accepted(model: Path, cases: list[Case], **engine: Any) -> list[Answer]:
     """Serve with the target as its own draft model: if its KV is that of a fresh prefill, all is
     accepted, and no request takes more steps than five tokens each make."""
@@ -105,8 +112,8 @@ def always_accepted(model: Path, cases: list[Case], **engine: Any) -> list[Answe
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     tiny_llama: Path, temperature: float
 ) -> None:
-    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, and prompts that
-    part right after a block of 128 tokens."""
+    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, prompts that
+    part right after a block of 128 tokens, and penalties and biases along the drafts."""
     settings = {**GREEDY, "temperature": temperature, "max_tokens": 503}
     short = {**settings, "max_tokens": 41}
     long = [[*prompt, *range(2, 400)][:400] for prompt in some_prompts(4, seed=6, longest=400)]
@@ -114,6 +121,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         tiny_llama,
         [
             Case(long, settings),
+            Case(long, {**short, **ADJUSTED}),
             Case([[*prompt, 5, 6, 7] for prompt in long], short),
             Case([[*prompt[:256], row, 5, 6] for row, prompt in enumerate(long, 9)], short),
             Case([[*long[0][:256], row] for row in range(20, 26)], short),
