@@ -58,12 +58,13 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
     varied = [key for key in first if any(r["options"][key] != first[key] for r in reports)]
     columns = [
         ("tokens a step", "mean_accepted_tokens"),
-        *((name, key) for name, key in _DRAFT_MODEL_ROWS if key in reports[0]),
+        *[("MBSU", "mbsu"), ("drafting", "draft_time_share")] * ("mbsu" in reports[0]),
         ("speedup", "speedup"),
         ("decode", "decode_speedup"),
     ]
-    for heading in (*varied, "draft nodes a step"):
-        table.add_column(heading)
+    for key in varied:
+        table.add_column(key, no_wrap=True)
+    table.add_column("nodes", justify="right")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
     table.add_column("alike", justify="right")

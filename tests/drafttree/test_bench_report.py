@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from drafttree.bench.cost import mean_context
 from drafttree.bench.errors import EngineError, InputError
@@ -14,7 +16,7 @@ from drafttree.bench.methods import parse_options, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.report import Repetition, check_counters, first_difference, report
-from drafttree.bench.table import category_table, figures_table
+from drafttree.bench.table import category_table, comparison_table, figures_table
 
 
 def answer(tokens: list[int], steps: int, seconds: float) -> Generation:
@@ -152,6 +154,27 @@ def test_figures_without_decode_steps() -> None:
     assert result["decode_speedup"] is None
     assert result["speedup"] == 1.0
     assert figures_table({"method": "none", **result}).row_count == 7
+
+
+def test_runs_are_compared_by_what_was_varied() -> None:
+    figures = {
+        **{"mean_accepted_tokens": 2.345, "speedup": 1.2, "decode_speedup": None},
+        **{"mbsu": 1.5, "draft_time_share": 0.25, "identical": 3, "prompts": 4},
+    }
+    reports = [
+        {
+            **figures,
+            "options": {"model": "somewhere", "tree": tree},
+            "counters": {"drafted_steps": 10, "draft_tokens": 10 * nodes},
+        }
+        for tree, nodes in (("branch:2-1-1-1-1-1-1", 14), ("beam:2x7", 13.5))
+    ]
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(comparison_table(reports))
+    text = console.export_text()
+    assert "somewhere" not in text
+    for cell in ("tree", "branch:2-1-1-1-1-1-1", "14.0", "2.35", "1.50", "0.25", "1.20", "3 of 4"):
+        assert cell in text
 
 
 def test_mean_context_weighs_answers_by_their_tokens() -> None:
