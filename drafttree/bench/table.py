@@ -75,7 +75,7 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
             *(str(report["options"][key]) for key in varied),
             format(counters["draft_tokens"] / steps, ".1f") if steps else "",
             *(_cell(report, key, ".2f") for _, key in columns),
-            f"{report['identical']} of {report['prompts']}",
+            f"{report['identical']}/{report['prompts']}",
         )
     return table
 
