@@ -97,12 +97,12 @@ def main(
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-            progress.update(task, advance=1, loss=float(loss))
+            progress.update(task, advance=1, loss=loss.item())
     student.to(torch.bfloat16).save_pretrained(output)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (target / file).exists():
             shutil.copy(target / file, output / file)
-    print(f"written to {output}; the last step's loss was {float(loss):.3f}")
+    print(f"written to {output}; the last step's loss was {loss.item():.3f}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 import drafttree, drafttree.bench, drafttree.cli, drafttree.sglang, drafttree.vllm
-import recycle_plugin, rsd_plugin, tree_kernels
+import lyanna_plugin, lyanna_plugin.training, recycle_plugin, rsd_plugin, tree_kernels
 from importlib.resources import files
 assert (files("recycle_plugin") / "token_recycling_80.json").is_file()
-for package in ("drafttree", "recycle_plugin", "rsd_plugin", "tree_kernels"):
+for package in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "tree_kernels"):
     assert (files(package) / "py.typed").is_file(), package
 """
 
@@ -46,7 +46,7 @@ def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("drafttree", "recycle_plugin", "rsd_plugin", "kernels"):
+    for name in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     wheels = tmp_path_factory.mktemp("wheels")
@@ -68,14 +68,15 @@ def test_the_wheel_registers_command_methods_and_plugins(installed_wheel: Path) 
     (metadata,) = installed_wheel.glob("drafttree-*.dist-info")
     registered = (metadata / "entry_points.txt").read_text()
     for group in (
-        *("console_scripts", "drafttree.methods"),
+        *("console_scripts", "drafttree.methods", "drafttree.trainers"),
         *("vllm.general_plugins", "sglang.srt.plugins"),
     ):
         assert f"[{group}]" in registered
 
 
 def test_the_wheel_holds_every_python_file_of_the_packages(installed_wheel: Path) -> None:
-    sources = {"drafttree": ROOT, "recycle_plugin": ROOT, "tree_kernels": ROOT / "kernels"}
+    ours = dict.fromkeys(("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin"), ROOT)
+    sources = {**ours, "tree_kernels": ROOT / "kernels"}
     for package, root in sources.items():
         for file in (root / package).rglob("*.py"):
             assert (installed_wheel / file.relative_to(root)).is_file(), file
@@ -105,11 +106,12 @@ def test_all_packages_import_without_triton_and_without_any_host() -> None:
 import sys
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("triton", "vllm", "sglang"):
+        if name.partition(".")[0] in ("triton", "vllm", "sglang", "transformers"):
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 sys.meta_path.insert(0, Blocker())
 import drafttree.cli, drafttree.drafter, drafttree.method, drafttree.tree, drafttree.verify
 import drafttree.sglang.options, drafttree.sglang.versions
+import lyanna_plugin.tree, lyanna_plugin.training.command
 import pkgutil, importlib, recycle_plugin, rsd_plugin, tree_kernels
 for package in (recycle_plugin, rsd_plugin, tree_kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
