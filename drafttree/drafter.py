@@ -76,7 +76,8 @@ class Drafter(Protocol):
 DraftForward = Callable[[DraftTree, int], torch.Tensor]
 """`(trees, first) -> float32 [B, N - first, V]`: what a draft model says may follow each node from
 column `first` on, after the request's temperature and filters (before filters where nothing is
-drawn). It has seen the nodes before, and keeps the KV of these."""
+drawn). It has seen the nodes before, and keeps the KV of these. What it returns for the last level
+of a whole tree is not looked at."""
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: the token after each node, given

@@ -21,7 +21,6 @@ from lyanna_plugin.model import Drafter
 
 FAMILIES = ("llama", "qwen2")
 _WEIGHTS = "model.safetensors"
-_EMBEDDINGS = "model.embed_tokens.weight"
 
 
 def layer_config(target: Path) -> Any:
@@ -52,17 +51,24 @@ def layer_config(target: Path) -> Any:
 
 
 def fingerprint(target: Path) -> str:
-    """A short hash of the target's first embeddings, which differ from model to model."""
-    index = target / "model.safetensors.index.json"
-    file = _WEIGHTS
-    if index.is_file():
-        file = json.loads(index.read_text())["weight_map"][_EMBEDDINGS]
+    """A short hash of the beginnings of all the target's tensors.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    digest = hashlib.sha256()
     try:
-        with safe_open(target / file, "pt") as weights:
-            first = weights.get_slice(_EMBEDDINGS)[:16].float()
+        files = sorted(target.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError("there is no .safetensors file")
+        for file in files:
+            with safe_open(file, "pt") as weights:
+                for name in sorted(weights.keys()):
+                    first = weights.get_slice(name)[:1].float()
+                    digest.update(name.encode() + first.numpy().tobytes())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the weights of the target {target} cannot be read: {error}") from error
-    return hashlib.sha256(first.numpy().tobytes()).hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def save(drafter: Drafter, folder: Path) -> None:

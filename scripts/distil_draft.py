@@ -78,7 +78,10 @@ def main(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=steps, pct_start=0.05
     )
-    drawn = batches(sequences(text, tokenizer), batch, seed)
+    data = sequences(text, tokenizer)
+    if len(data) < batch:
+        raise typer.BadParameter(f"--text {text}: {len(data)} sequences, a batch needs {batch}")
+    drawn = batches(data, batch, seed)
     columns = ("{task.completed} of {task.total}", "loss {task.fields[loss]:.3f}")
     with Progress(*map(TextColumn, columns), TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))

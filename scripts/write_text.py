@@ -17,6 +17,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from lyanna_plugin.training.regenerate import whole_lines
+
 OPENINGS = (
     *("Write a ", "Explain ", "How do I ", "What is ", "Why ", "Summarize ", "Translate "),
     *("Who ", "When did ", "Describe ", "Compare ", "List ", "Give me ", "Can you ", "Imagine "),
@@ -72,7 +74,7 @@ def main(
     """Write conversations."""
     import vllm
 
-    done = output.read_text(encoding="utf-8").count("\n") if output.exists() else 0
+    done = whole_lines(output)
     llm = vllm.LLM(
         str(model), dtype="bfloat16", max_num_seqs=together, max_model_len=1024, seed=done
     )

@@ -74,11 +74,14 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
 def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -> list[Method]:
     """The method called `name` with `options`, `KEY=VALUE` pairs, and each of `varied` besides;
     once if there are none."""
-    given = list(options)
-    return [
-        resolve_method(name, parse_options([*given, *more]))
-        for more in [[pair] for pair in varied] or [[]]
-    ]
+    given = parse_options(options)
+    variants = []
+    for pair in varied:
+        more = parse_options([pair])
+        if twice := given.keys() & more.keys():
+            raise InputError(f"--vary {pair}: {twice.pop()} is also given with --option")
+        variants.append(resolve_method(name, given | more))
+    return variants or [resolve_method(name, given)]
 
 
 def check_engine(engine: str, method: Method) -> None:

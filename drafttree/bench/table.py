@@ -55,7 +55,8 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
     """A method's runs with different options, one a row; each beside a plain run of its own."""
     table = Table()
     first = reports[0]["options"]
-    varied = [key for key in first if any(r["options"][key] != first[key] for r in reports)]
+    keys = dict.fromkeys(key for report in reports for key in report["options"])
+    varied = [key for key in keys if any(r["options"].get(key) != first.get(key) for r in reports)]
     columns = [
         ("tokens a step", "mean_accepted_tokens"),
         *[("MBSU", "mbsu"), ("drafting", "draft_time_share")] * ("mbsu" in reports[0]),
@@ -72,7 +73,7 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
         counters = report["counters"]
         steps = counters.get("drafted_steps", 0)
         table.add_row(
-            *(str(report["options"][key]) for key in varied),
+            *(str(report["options"].get(key, "")) for key in varied),
             format(counters["draft_tokens"] / steps, ".1f") if steps else "",
             *(_cell(report, key, ".2f") for _, key in columns),
             f"{report['identical']}/{report['prompts']}",

@@ -86,6 +86,7 @@ def bench(
 ) -> None:
     """Measure a method against plain decoding, both in one run; or more settings one by one."""
     errors = Console(stderr=True)
+    reports: list[dict[str, Any]] = []
     try:
         if engine not in ENGINES:
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
@@ -109,9 +110,11 @@ def bench(
         with progress_bar(errors) as progress:
             total = 2 * repeat * len(batches(settings)) * len(variants)
             observer = ProgressObserver(progress, total)
-            reports = [run(replace(settings, method=variant), observer) for variant in variants]
-        written: Any = {"runs": reports} if vary else reports[0]
-        output.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            for variant in variants:
+                reports.append(run(replace(settings, method=variant), observer))
+                # What was measured is kept, should a later run fail.
+                written: Any = {"runs": reports} if vary else reports[0]
+                output.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     except InputError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error

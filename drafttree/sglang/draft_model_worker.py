@@ -101,7 +101,10 @@ class DraftModelWorker(TreeWorker):
         penalties = self._penalties_of(batch)
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
-            logits = self._forward_draft(batch, trees, first).float()
+            logits = self._forward_draft(batch, trees, first)
+            if trees.tokens.shape[1] == len(self.drafter.columns):
+                return logits  # nothing is drawn below the leaves
+            logits = logits.float()
             for row, own in enumerate(penalties):
                 if own is not None:
                     _penalise(logits[row], own, trees, row, first)

@@ -162,6 +162,8 @@ class DraftModelRunner(TreeModelRunner):
             input_ids[nodes[:, first:last][fresh]] = tokens[fresh].to(input_ids.dtype)
             self._show(trees, last)
             hidden = self._draft_model(input_ids=input_ids, positions=positions)
+            if trees.tokens.shape[1] == len(self.tree_drafter.columns):
+                return hidden[:0]  # nothing is drawn below the leaves
             rows = nodes[:, first:last]
             logits = self._draft_model.compute_logits(hidden[rows.flatten()])
             logits = self._adjusted(logits.float().view(*rows.shape, -1), trees, first)
@@ -229,7 +231,7 @@ class DraftModelRunner(TreeModelRunner):
         if metadata.allowed_token_ids_mask is not None:
             logits = logits.masked_fill(metadata.allowed_token_ids_mask[:, None], -torch.inf)
         for processor in metadata.logitsprocs.non_argmax_invariant:
-            if type(processor) is LogitBiasLogitsProcessor:
+            if type(processor) is LogitBiasLogitsProcessor and processor.biases:
                 columns = [processor.apply(column) for column in logits.unbind(1)]
                 logits = torch.stack(columns, 1)
         if metadata.no_penalties:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+NEEDED = ("accelerate", "matplotlib", "safetensors", "transformers")
 
 
 def train(
@@ -41,12 +45,17 @@ def train(
     ] = None,
 ) -> None:
     """Train Lyanna's drafter for a target."""
+    console = Console(stderr=True)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        console.print(f"error: {', '.join(missing)} missing: install drafttree[train]")
+        raise typer.Exit(2)
+
     from lyanna_plugin.training.plot import plot
     from lyanna_plugin.training.run import Job, run
     from lyanna_plugin.training.trainer import Progress as Step
     from lyanna_plugin.training.trainer import Settings
 
-    console = Console(stderr=True)
     job = Job(
         target=target,
         data=data,
@@ -62,6 +71,7 @@ def train(
             "token_info": token_info and not eagle,
             "first_token": first_token,
             "feeds_tokens": eagle,
+            "between": not eagle,
         },
         max_length=max_length,
         answer_tokens=max_answer_tokens if regenerate else None,
@@ -75,22 +85,18 @@ def train(
 
         def report(step: Step) -> None:
             accuracy = " ".join(f"{value:.0%}" for value in step.accuracy)
-            text = f"loss {step.loss:.2f}, likeliest token right at steps 1 to {steps}: {accuracy}"
+            text = f"loss {step.loss:.2f}, right at steps 1 to {steps}: {accuracy}"
             status(text, step.step, step.steps)
 
         try:
             acceptance = run(job, status, report)
         except ValueError as error:
-            console.print(f"error: {error}", style="red", markup=False, highlight=False)
+            console.print(
+                f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
             console.print("interrupted: the same command goes on from the last state")
             raise typer.Exit(130) from None
+    console.print(json.dumps(asdict(acceptance)), highlight=False, soft_wrap=True)
     plot(out / "metrics.jsonl", out / "training.png")
-    figures = {
-        "conditional_acceptance": acceptance.conditional,
-        "mean_accepted_tokens": acceptance.mean_accepted_tokens,
-        "places": acceptance.places,
-    }
-    (out / "held_out.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(figures))

@@ -48,7 +48,8 @@ def read_conversations(path: Path) -> Iterator[Messages]:
         raise ValueError(f"--data {path}: no .json or .jsonl file there")
     for file in files:
         for number, entry in enumerate(_entries(file), start=1):
-            yield _messages(entry, f"{file}, entry {number}")
+            if messages := _messages(entry, f"{file}, entry {number}"):
+                yield messages
 
 
 def _entries(file: Path) -> Iterable[Any]:
@@ -81,7 +82,9 @@ def _messages(entry: Any, where: str) -> Messages:
             raise ValueError(
                 f"{where}: from={one.get('from')!r} is not known: use human, gpt or system"
             )
-        messages.append({"role": _ROLES[one["from"]], "content": one["value"]})
+        # An answer to nothing, as cut conversations begin with one, teaches nothing.
+        if messages or _ROLES[one["from"]] != "assistant":
+            messages.append({"role": _ROLES[one["from"]], "content": one["value"]})
     return messages
 
 

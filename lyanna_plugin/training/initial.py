@@ -81,12 +81,16 @@ def _ridge(inputs: Tensor, outputs: Tensor, strength: float = 1e-3) -> Tensor:
 
 def _low_rank(matrix: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors `[n, rank]`, `[rank, m]` of the `matrix` `[n, m]`, best for such inputs `[N, n]`."""
-    moment = inputs.T @ inputs / len(inputs)
-    moment += 1e-6 * moment.diag().mean() * torch.eye(len(moment))
-    root = torch.linalg.cholesky(moment)
-    u, s, v = torch.svd_lowrank(root.T @ matrix, q=min(rank, *matrix.shape), niter=4)
-    left = torch.linalg.solve(root.T, u) * s.sqrt()
-    right = s.sqrt()[:, None] * v.T
+    moment = (inputs.T @ inputs / len(inputs)).double()
+    values, vectors = torch.linalg.eigh(moment)
+    # Few inputs span few directions: in the others nothing is known.
+    scales = values.clamp(min=1e-6 * float(values[-1])).sqrt()
+    root = (vectors * scales) @ vectors.T
+    u, s, v = torch.linalg.svd(root @ matrix.double(), full_matrices=False)
+    kept = min(rank, len(s))
+    left = (vectors / scales) @ vectors.T @ u[:, :kept] * s[:kept].sqrt()
+    right = s[:kept, None].sqrt() * v[:kept]
+    left, right = left.to(matrix.dtype), right.to(matrix.dtype)
     missing = rank - left.shape[1]
     pad = torch.nn.functional.pad
     return pad(left, (0, missing)), pad(right, (0, 0, 0, missing))

@@ -6,6 +6,7 @@ kept in a file, so that a run that stopped goes on where it was.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
@@ -29,20 +30,29 @@ def regenerate(
     conversations: Sequence[Messages],
     target: Path,
     max_tokens: int,
-    file: Path,
+    context: int,
+    folder: Path,
     advance: Callable[[int], None],
-) -> None:
-    """Write the conversations to `file`, JSON lines in ShareGPT's format.
+) -> Path:
+    """Write the conversations, JSON lines in ShareGPT's format.
 
     Args:
         max_tokens: of an answer.
+        context: the longest conversation, in tokens.
+        folder: of the file, whose name tells other conversations and settings apart.
         advance: told how many more are done.
+
+    Returns:
+        The file.
     """
-    done = file.read_text(encoding="utf-8").count("\n") if file.exists() else 0
+    asked = json.dumps([conversations, str(target), max_tokens])
+    file = folder / f"regenerated-{hashlib.sha256(asked.encode()).hexdigest()[:12]}.jsonl"
+    done = whole_lines(file)
     advance(done)
     if done == len(conversations):
-        return
-    answerer = _vllm(target) if importlib.util.find_spec("vllm") else _transformers(target)
+        return file
+    make = _vllm if importlib.util.find_spec("vllm") else _transformers
+    answerer = make(target, context)
     with file.open("a", encoding="utf-8") as written:
         for start in range(done, len(conversations), _TOGETHER):
             for chat in _answered(conversations[start : start + _TOGETHER], answerer, max_tokens):
@@ -50,6 +60,17 @@ def regenerate(
                 written.write(json.dumps({"conversations": said}, ensure_ascii=False) + "\n")
             written.flush()
             advance(min(_TOGETHER, len(conversations) - start))
+    return file
+
+
+def whole_lines(file: Path) -> int:
+    """The lines of a file; one that was cut off is taken from it."""
+    if not file.exists():
+        return 0
+    text = file.read_bytes()
+    if not text.endswith(b"\n"):
+        file.write_bytes(text[: text.rfind(b"\n") + 1])
+    return text.count(b"\n")
 
 
 def _answered(
@@ -74,10 +95,10 @@ def _answered(
     return chats
 
 
-def _vllm(target: Path) -> Answerer:
+def _vllm(target: Path, context: int) -> Answerer:
     from vllm import LLM, SamplingParams
 
-    llm: Any = LLM(str(target), dtype="bfloat16", max_num_seqs=_TOGETHER, max_model_len=2048)
+    llm: Any = LLM(str(target), dtype="bfloat16", max_num_seqs=_TOGETHER, max_model_len=context)
 
     def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
         parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -87,7 +108,7 @@ def _vllm(target: Path) -> Answerer:
     return answer
 
 
-def _transformers(target: Path) -> Answerer:
+def _transformers(target: Path, context: int) -> Answerer:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")

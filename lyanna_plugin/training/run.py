@@ -21,10 +21,11 @@ from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
 from lyanna_plugin.training.regenerate import regenerate
-from lyanna_plugin.training.trainer import Progress, Settings, has_state, train
+from lyanna_plugin.training.trainer import Progress, Settings, finish, has_state, train
 
 _HELD_OUT = 0.02
 _FREQUENT, _SAMPLED = 2048, 1024
+_CONTEXT, _AROUND = 8192, 64
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.manual_seed(job.settings.seed)
     layer = layer_config(job.target)
     if (job.out / "config.json").exists() and not has_state(job.out):
         raise ValueError(f"--out {job.out} holds a drafter already: choose another folder")
@@ -75,13 +77,13 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     digest = fingerprint(job.target)
     status("reading the conversations")
     tokenizer = AutoTokenizer.from_pretrained(job.target)
-    conversations = _conversations(job, status)
+    conversations = _conversations(job, tokenizer, layer.max_position_embeddings, status)
     found = (encode(chat, tokenizer, job.max_length) for chat in conversations)
     samples = [sample for sample in found if sample is not None]
-    if not samples:
+    if len(samples) < 2:
         raise ValueError(
-            f"--data {job.data}: no conversation in it has an answer: have the target write them "
-            "with --regenerate"
+            f"--data {job.data}: {len(samples)} conversations in it have an answer, two are the "
+            "least: have the target write answers with --regenerate"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
@@ -129,15 +131,29 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     )
     train(model, training, job.settings, job.out, report)
     status("measuring")
-    return measure(model, aside, device)
+    acceptance = measure(model, aside, device)
+    finish(drafter, job.out, asdict(acceptance))
+    return acceptance
 
 
-def _conversations(job: Job, status: Status) -> Iterable[Messages]:
+def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> Iterable[Messages]:
     conversations = read_conversations(job.data)
     if job.answer_tokens is None:
         return conversations
-    asked = list(conversations)
-    file = job.out / "regenerated.jsonl"
+    context = min(_CONTEXT, longest)
+    asked = []
+    for chat in conversations:
+        said = [message["content"] for message in chat if message["role"] != "assistant"]
+        # With all its answers, and what the template puts around each turn.
+        needed = sum(len(ids) for ids in tokenizer(said)["input_ids"])
+        needed += (job.answer_tokens + _AROUND) * len(said)
+        if needed <= context:
+            asked.append(chat)
+    if not asked:
+        raise ValueError(
+            f"--data {job.data}: no conversation leaves room for answers of {job.answer_tokens} "
+            f"tokens in a context of {context}: choose a smaller --max-answer-tokens"
+        )
     done = 0
 
     def advance(more: int) -> None:
@@ -145,8 +161,9 @@ def _conversations(job: Job, status: Status) -> Iterable[Messages]:
         done += more
         status("the target answers", done, len(asked))
 
-    regenerate(asked, job.target, job.answer_tokens, file, advance)
-    return read_conversations(file)
+    return read_conversations(
+        regenerate(asked, job.target, job.answer_tokens, context, job.out, advance)
+    )
 
 
 def _write_down(out: Path, settings: dict[str, Any]) -> None:

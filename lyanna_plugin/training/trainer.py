@@ -1,4 +1,4 @@
-"""The training loop: on a CPU, one GPU or several, and where it stopped it goes on.
+"""The training loop, on a CPU or a GPU; where it stopped it goes on.
 
 A state is written every so many steps; a run that is started again in the same folder takes the
 last one and goes on as if it had not been interrupted, batch for batch.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lyanna_plugin.checkpoint import save
+from lyanna_plugin.model import Drafter
 from lyanna_plugin.training.batches import collate, order
 from lyanna_plugin.training.features import Corpus
 from lyanna_plugin.training.loss import DrafterLoss
@@ -44,7 +45,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """One step's figures: the loss, and by unrolled step its cross-entropy and accuracy."""
+    """One step's figures: the loss, and by unrolled step its cross-entropy and accuracy, both over
+    the part of the vocabulary that the step looked at."""
 
     step: int
     steps: int
@@ -60,18 +62,23 @@ def train(
     out: Path,
     report: Callable[[Progress], None],
 ) -> None:
-    """Train `model.drafter` and write it to `out`, with `metrics.jsonl` beside it."""
+    """Train `model.drafter`; states and `metrics.jsonl` go to `out`.
+
+    Raises:
+        ValueError: started in several processes.
+    """
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     accelerator = Accelerator()
+    if accelerator.num_processes > 1:
+        raise ValueError("training in several processes is not supported: start it in one")
     set_seed(settings.seed)
-    every = accelerator.num_processes
     epochs = [
         order(corpus, settings.positions, settings.seed, epoch) for epoch in range(settings.epochs)
     ]
     batches = [batch for epoch in epochs for batch in epoch]
-    steps = len(batches) // every
+    steps = len(batches)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -85,31 +92,38 @@ def train(
     _keep_metrics(out, done)
     module.train()
     for step in range(done, steps):
-        chosen = batches[step * every + accelerator.process_index]
-        batch = collate(corpus, chosen).to(accelerator.device)
-        generator = torch.Generator().manual_seed(settings.seed + step * every)
+        batch = collate(corpus, batches[step]).to(accelerator.device)
+        generator = torch.Generator().manual_seed(settings.seed + step)
         loss, by_step = module(batch, generator)
         optimizer.zero_grad(set_to_none=True)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(parameters, settings.clip)
         optimizer.step()
         schedule.step()
-        if accelerator.is_main_process:
-            entropy, accuracy = (tuple(row.tolist()) for row in by_step)
-            progress = Progress(step + 1, steps, float(loss.detach()), entropy, accuracy)
-            _append(out, progress)
-            report(progress)
+        entropy, accuracy = (tuple(row.tolist()) for row in by_step)
+        progress = Progress(step + 1, steps, loss.item(), entropy, accuracy)
+        _append(out, progress)
+        report(progress)
         if (step + 1) % settings.save_every == 0:
             _save_state(accelerator, out, step + 1)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        save(accelerator.unwrap_model(module).drafter, out)
-        shutil.rmtree(out / _STATE, ignore_errors=True)
+
+
+def finish(drafter: Drafter, out: Path, figures: dict[str, Any]) -> None:
+    """Write the drafter and `held_out.json`; only then the state is of no more use."""
+    (out / "held_out.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    save(drafter, out)
+    for state in _states(out):
+        shutil.rmtree(state)
+
+
+def _states(out: Path) -> list[Path]:
+    """The complete states, the last one last."""
+    return sorted(out.glob(f"{_STATE}-*[0-9]"), key=lambda folder: int(folder.name.split("-")[-1]))
 
 
 def has_state(out: Path) -> bool:
     """Whether an interrupted run can go on there."""
-    return (out / _STATE / "step.json").is_file()
+    return bool(_states(out))
 
 
 def _rate(part: float, warm_up: float) -> float:
@@ -118,13 +132,12 @@ def _rate(part: float, warm_up: float) -> float:
 
 
 def _save_state(accelerator: Any, out: Path, step: int) -> None:
+    before = _states(out)
     partial = out / f"{_STATE}.partial"
     accelerator.save_state(str(partial))
-    if accelerator.is_main_process:
-        (partial / "step.json").write_text(json.dumps(step))
-        shutil.rmtree(out / _STATE, ignore_errors=True)
-        partial.replace(out / _STATE)
-    accelerator.wait_for_everyone()
+    partial.replace(out / f"{_STATE}-{step}")
+    for state in before:
+        shutil.rmtree(state)
 
 
 def _resume(accelerator: Any, out: Path) -> int:
@@ -133,8 +146,9 @@ def _resume(accelerator: Any, out: Path) -> int:
     shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
     if not has_state(out):
         return 0
-    accelerator.load_state(str(out / _STATE))
-    return int(json.loads((out / _STATE / "step.json").read_text()))
+    last = _states(out)[-1]
+    accelerator.load_state(str(last))
+    return int(last.name.split("-")[-1])
 
 
 def _keep_metrics(out: Path, done: int) -> None:

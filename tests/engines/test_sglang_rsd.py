@@ -82,7 +82,7 @@ def test_greedy_tokens_equal_plain_decoding(
 
 ADJUSTED: dict[str, Any] = {
     "frequency_penalty": 0.4,
-    "presence_penalty": 0.3,
+    "repetition_penalty": 1.3,
     "logit_bias": {"7": 2.0},
 }
 

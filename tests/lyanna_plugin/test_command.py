@@ -1,0 +1,108 @@
+"""`drafttree train lyanna` from conversations to a drafter's folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_tiny_llama
+from typer.testing import CliRunner
+
+from drafttree.cli import app
+from drafttree.models import ensure
+from lyanna_plugin.checkpoint import load
+from lyanna_plugin.training import run as module
+from lyanna_plugin.training import trainer
+
+VOCAB = 49_152
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with SmolLM2's tokenizer."""
+    folder = make_tiny_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
+    model = ensure("smollm2-135m")
+    for file in [*model.glob("*token*"), *model.glob("*.jinja")]:
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.json"
+    said = [
+        {"from": who, "value": f"{what} {number}"}
+        for number in range(3)
+        for who, what in (("human", "What comes after"), ("gpt", "After that comes"))
+    ]
+    path.write_text(json.dumps([{"conversations": said}] * 6))
+    return path
+
+
+def train(target: Path, data: Path, out: Path, *more: str) -> Any:
+    arguments = [
+        *("train", "lyanna", "--target", str(target), "--data", str(data), "--out", str(out)),
+        *("--epochs", "2", "--positions", "128", "--rank", "8", "--hot-tokens", "64", *more),
+    ]
+    return CliRunner().invoke(app, arguments)
+
+
+def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "drafter"
+    result = train(target, data, out)
+    assert result.exit_code == 0, result.output
+    assert load(out, target).config.num_hot_tokens == 64
+    assert len(json.loads((out / "held_out.json").read_text())["conditional"]) == 3
+    assert json.loads((out / "training.json").read_text())["conversations"] == 5
+    assert (out / "training.png").stat().st_size > 1000
+    again = train(target, data, out)
+    assert again.exit_code == 2
+    assert "holds a drafter already" in again.output
+
+
+def test_an_interrupted_run_goes_on_with_its_own_settings(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "drafter"
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "Settings", partial(trainer.Settings, save_every=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "measure", interrupt)
+        result = train(target, data, out)
+    assert result.exit_code == 130
+    assert "goes on from the last state" in result.output
+    other = train(target, data, out, "--learning-rate", "1e-3")
+    assert other.exit_code == 2
+    assert "interrupted run with other settings" in other.output
+    result = train(target, data, out)
+    assert result.exit_code == 0, result.output
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("nonsense", "is not JSON"),
+        ('[{"turns": ["Only a question"]}]', "0 conversations in it have an answer"),
+    ],
+)
+def test_wrong_data(target: Path, tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "data.json"
+    file.write_text(text)
+    result = train(target, file, tmp_path / "drafter")
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_wrong_target(data: Path, tmp_path: Path) -> None:
+    result = train(tmp_path / "absent", data, tmp_path / "drafter")
+    assert result.exit_code == 2
+    assert "cannot be read" in result.output
