@@ -29,7 +29,9 @@ def check_figures(engine: str, model: Path, folder: Path) -> None:
     for report, tree, nodes in zip(runs, ("beam:2x2", "branch:2-2"), (4, 6), strict=True):
         assert tree in result.output
         assert report["options"]["tree"] == tree
-        assert report["counters"]["draft_tokens"] == nodes * report["counters"]["drafted_steps"] > 0
+        # The last tree is cut to what the request may still emit.
+        steps = report["counters"]["drafted_steps"]
+        assert nodes * (steps - 1) < report["counters"]["draft_tokens"] <= nodes * steps
         assert report["identical"] + report["ties"] == 1
         assert report["block_efficiency"] == report["mean_accepted_tokens"]
         ratio = report["draft_size_ratio"]
