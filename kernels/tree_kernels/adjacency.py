@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
+from tree_kernels._running_top import keep_largest, logit_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
 _TOP = {
@@ -58,8 +59,7 @@ def _recycle_kernel(
     ROWS: tl.constexpr,
     WRITE: tl.constexpr,
 ) -> None:
-    """One program a row. A key is the logit's order in the upper 32 bits and the inverted id in
-    the lower, so that the largest keys are the answer and no two are equal."""
+    """One program a row; `_running_top` says what keys are."""
     row = tl.program_id(0)
     slots = tl.arange(0, K_PAD)
     nothing = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -68,19 +68,7 @@ def _recycle_kernel(
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         values = tl.load(line + ids, mask=ids < vocab, other=0.0).to(tl.float32)
-        # Both zeros are equal, and NaN counts as the largest, as in torch.sort.
-        bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        order = tl.where(values != values, 0x7FFFFFFF, order)
-        keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-        keys = tl.where(ids < vocab, keys, nothing)
-        top = tl.max(keys, 0)
-        low = tl.min(best, 0)
-        while top > low:
-            best = tl.where(best == low, top, best)
-            keys = tl.where(keys == top, nothing, keys)
-            top = tl.max(keys, 0)
-            low = tl.min(best, 0)
+        best = keep_largest(best, logit_keys(values, ids, vocab))
     place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1)
     found = 0x7FFFFFFF - best.to(tl.int32)
     tl.store(candidates + row.to(tl.int64) * K + place, found, mask=place < K)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tree_kernels._running_top import keep_largest, logit_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
 _BLOCK = 1024
@@ -26,8 +27,7 @@ def _token_info_kernel(
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program a node, one pass over the vocabulary. A key is the logit's order in the upper 32
-    bits and the inverted id in the lower, so no two are equal."""
+    """One program a node, one pass over the vocabulary; `_running_top` says what keys are."""
     node = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + node)
     row = tl.load(row_of + tl.maximum(token, 0)).to(tl.int64)
@@ -53,17 +53,7 @@ def _token_info_kernel(
             tl.where(values == float("-inf"), 0.0, tl.exp(values - higher)), 0
         )
         most = higher
-        bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-        keys = tl.where(inside, keys, nothing)
-        top = tl.max(keys, 0)
-        low = tl.min(best, 0)
-        while top > low:
-            best = tl.where(best == low, top, best)
-            keys = tl.where(keys == top, nothing, keys)
-            top = tl.max(keys, 0)
-            low = tl.min(best, 0)
+        best = keep_largest(best, logit_keys(values, ids, vocab))
     place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1)
     order = (best >> 32).to(tl.int32)
     value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
