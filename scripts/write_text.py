@@ -70,20 +70,21 @@ def main(
     conversations: int = 1000,
     max_answer_tokens: int = 192,
     together: Annotated[int, typer.Option(help="Conversations written at once.")] = 256,
+    seed: Annotated[int, typer.Option(help="Another one writes other text.")] = 0,
 ) -> None:
     """Write conversations."""
     import vllm
 
     done = whole_lines(output)
     llm = vllm.LLM(
-        str(model), dtype="bfloat16", max_num_seqs=together, max_model_len=1024, seed=done
+        str(model), dtype="bfloat16", max_num_seqs=together, max_model_len=1024, seed=seed + done
     )
     tokenizer = llm.get_tokenizer()
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with output.open("a", encoding="utf-8") as file, Progress(*columns) as progress:
         task = progress.add_task("", total=conversations, completed=done)
         while done < conversations:
-            rng = random.Random(done)
+            rng = random.Random(seed + done)
             turns = user_turns(llm, tokenizer, together, rng)
             for turn, answer in zip(
                 turns, answers(llm, turns, max_answer_tokens, rng), strict=True

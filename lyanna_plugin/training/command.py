@@ -39,6 +39,9 @@ def train(
     eagle: Annotated[
         bool, typer.Option("--eagle", help="For comparison: feed every token, no token info.")
     ] = False,
+    bfloat16: Annotated[
+        bool, typer.Option("--bfloat16", help="Multiply the layer's matrices in bfloat16.")
+    ] = False,
     seed: int = 0,
     cache: Annotated[
         Path | None, typer.Option(help="For the target's hidden states; beside OUT if not given.")
@@ -62,7 +65,11 @@ def train(
         out=out,
         cache=cache or out.with_name(f"{out.name}-features"),
         settings=Settings(
-            epochs=epochs, learning_rate=learning_rate, positions=positions, seed=seed
+            epochs=epochs,
+            learning_rate=learning_rate,
+            positions=positions,
+            seed=seed,
+            bfloat16=bfloat16,
         ),
         shape={
             "steps": steps,

@@ -6,7 +6,7 @@ Computed once and kept on disk in shards, which are read as they are needed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tree_kernels.adjacency import top_candidates
 
 from lyanna_plugin.training.dataset import Sample
 
@@ -22,10 +24,15 @@ LIKELIEST = 8
 """Tokens kept of each of the target's distributions."""
 
 _SHARD = 256
+_TOGETHER = 8
+_NAMES = ("hidden", "tokens", "probs")
 
 
 class Features:
     """The features of samples, by their place among them.
+
+    Each shard is named after what it holds: text that is added later leaves the whole ones as they
+    are.
 
     Args:
         folder: the cache's; made if need be.
@@ -34,17 +41,19 @@ class Features:
     """
 
     def __init__(self, folder: Path, samples: Sequence[Sample], fingerprint: str) -> None:
-        digest = hashlib.sha256(f"{fingerprint} {LIKELIEST}".encode())
-        for sample in samples:
-            digest.update(sample.tokens.numpy().tobytes())
-        self._folder = folder / digest.hexdigest()[:16]
+        self._folder = folder
         self._samples = samples
+        self._files: list[Path] = []
+        for first in range(0, len(samples), _SHARD):
+            digest = hashlib.sha256(f"{fingerprint} {LIKELIEST}".encode())
+            for sample in samples[first : first + _SHARD]:
+                digest.update(sample.tokens.numpy().tobytes())
+            self._files.append(folder / f"{digest.hexdigest()[:16]}.safetensors")
         self._open: dict[int, Any] = {}
 
     def missing(self) -> list[int]:
         """The shards that are still to be computed."""
-        shards = range((len(self._samples) + _SHARD - 1) // _SHARD)
-        return [shard for shard in shards if not self._file(shard).exists()]
+        return [shard for shard, file in enumerate(self._files) if not file.exists()]
 
     def compute(
         self, target: Any, device: torch.device, advance: Callable[[int, int], None]
@@ -58,29 +67,27 @@ class Features:
         missing = self.missing()
         for number, shard in enumerate(missing):
             advance(number, len(missing))
-            tensors: dict[str, Tensor] = {}
             first = shard * _SHARD
-            for index in range(first, min(first + _SHARD, len(self._samples))):
-                hidden, tokens, probs = _of(target, self._samples[index], device)
-                tensors |= {f"{index}.hidden": hidden, f"{index}.tokens": tokens}
-                tensors[f"{index}.probs"] = probs
-            partial = self._file(shard).with_suffix(".partial")
-            save_file(tensors, partial)
-            partial.replace(self._file(shard))
+            places = range(first, min(first + _SHARD, len(self._samples)))
+            order = sorted(places, key=lambda place: len(self._samples[place].tokens))
+            tensors: dict[str, Tensor] = {}
+            for start in range(0, len(order), _TOGETHER):
+                chosen = order[start : start + _TOGETHER]
+                tokens = [self._samples[place].tokens for place in chosen]
+                for place, found in zip(chosen, _of(target, tokens, device), strict=True):
+                    for name, tensor in zip(_NAMES, found, strict=True):
+                        tensors[f"{place - first}.{name}"] = tensor
+            file = self._files[shard]
+            save_file(tensors, file.with_suffix(".partial"))
+            file.with_suffix(".partial").replace(file)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """`bfloat16 [T, d]` hidden states, `int32 [T, 8]` tokens and their probabilities."""
-        shard = index // _SHARD
+        shard, place = divmod(index, _SHARD)
         if shard not in self._open:
-            self._open[shard] = safe_open(self._file(shard), "pt")
-        hidden, tokens, probs = (
-            self._open[shard].get_tensor(f"{index}.{name}")
-            for name in ("hidden", "tokens", "probs")
-        )
+            self._open[shard] = safe_open(self._files[shard], "pt")
+        hidden, tokens, probs = (self._open[shard].get_tensor(f"{place}.{name}") for name in _NAMES)
         return hidden, tokens, probs
-
-    def _file(self, shard: int) -> Path:
-        return self._folder / f"{shard:05}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,18 @@ class Corpus:
         return self.cache[self.places[index]]
 
 
-def _of(target: Any, sample: Sample, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _of(
+    target: Any, texts: Sequence[Tensor], device: torch.device
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each text's hidden states, likeliest next tokens and their probabilities."""
+    # Attention is causal, so what is padded behind a text changes nothing in it.
+    batch = pad_sequence([text.long() for text in texts], True).to(device)
     with torch.inference_mode():
-        tokens = sample.tokens.long()[None].to(device)
-        hidden = target.get_decoder()(input_ids=tokens).last_hidden_state[0]
-        probs = target.get_output_embeddings()(hidden).float().softmax(-1)
-        best = probs.topk(LIKELIEST)
-    return hidden.bfloat16().cpu(), best.indices.int().cpu(), best.values.bfloat16().cpu()
+        states = target.get_decoder()(input_ids=batch).last_hidden_state
+        for text, padded in zip(texts, states, strict=True):
+            hidden = padded[: len(text)]
+            logits = target.get_output_embeddings()(hidden)
+            best = top_candidates(logits, LIKELIEST)
+            chosen = logits.gather(1, best.long()).float()
+            probs = (chosen - logits.float().logsumexp(-1, keepdim=True)).exp()
+            yield hidden.bfloat16().cpu(), best.cpu(), probs.bfloat16().cpu()

@@ -108,9 +108,12 @@ class DrafterLoss(nn.Module):
         drafted = torch.stack([state[rows, at - 1 - i] for i, state in enumerate(states)])
         truth = batch.hidden[rows, at]
         columns, makes_up, places = self._columns.draw(batch.likeliest[rows, at], generator)
-        logits = drafted @ self.head[columns].T + makes_up
-        if drafter.token_info is not None:
-            logits = logits + self._token_info(batch.tokens[rows, at], columns)
+        # Logits want float32 whatever the layer is multiplied in.
+        with torch.autocast(drafted.device.type, enabled=False):
+            drafted = drafted.float()
+            logits = drafted @ self.head[columns].T + makes_up
+            if drafter.token_info is not None:
+                logits = logits + self._token_info(batch.tokens[rows, at], columns)
         probs = batch.probs[rows, at]
         probs = probs / probs.sum(-1, keepdim=True)
         chosen = logits.gather(2, places.expand(steps, -1, -1))

@@ -32,6 +32,7 @@ class Settings:
         positions: of a batch, padding included.
         warm_up: the part of the steps in which the learning rate rises; then it falls to 0.
         save_every: steps between two states.
+        bfloat16: whether to multiply the layer's matrices in bfloat16.
     """
 
     epochs: int = 20
@@ -41,6 +42,7 @@ class Settings:
     clip: float = 1.0
     seed: int = 0
     save_every: int = 200
+    bfloat16: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def train(
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(mixed_precision="bf16" if settings.bfloat16 else "no")
     if accelerator.num_processes > 1:
         raise ValueError("training in several processes is not supported: start it in one")
     set_seed(settings.seed)

@@ -14,6 +14,7 @@ from tiny_models import make_tiny_llama
 
 from lyanna_plugin.checkpoint import load
 from lyanna_plugin.model import Drafter
+from lyanna_plugin.training import features
 from lyanna_plugin.training.acceptance import measure
 from lyanna_plugin.training.batches import collate
 from lyanna_plugin.training.dataset import Sample
@@ -47,9 +48,9 @@ def corpus(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     )
     answer = torch.arange(46) >= 6
     samples = [Sample(tokens.int(), answer) for tokens in answered]
-    features = Features(tmp_path_factory.mktemp("features"), samples, "tiny")
-    features.compute(target, CPU, lambda done, total: None)
-    return Corpus.whole(samples, features)
+    cache = Features(tmp_path_factory.mktemp("features"), samples, "tiny")
+    cache.compute(target, CPU, lambda done, total: None)
+    return Corpus.whole(samples, cache)
 
 
 def loss_of(drafter: Drafter, target: Any) -> DrafterLoss:
@@ -75,10 +76,21 @@ def test_features_are_what_the_target_says(target: Any, corpus: Corpus) -> None:
     hidden, tokens, probs = part.features(0)
     with torch.no_grad():
         said = target(part.samples[0].tokens.long()[None], output_hidden_states=True)
-    assert torch.equal(hidden, said.hidden_states[-1][0].bfloat16())
+    torch.testing.assert_close(hidden, said.hidden_states[-1][0].bfloat16())
     best = said.logits[0].softmax(-1).topk(8)
     assert torch.equal(tokens, best.indices.int())
-    assert torch.equal(probs, best.values.bfloat16())
+    torch.testing.assert_close(probs, best.values.bfloat16())
+
+
+def test_text_that_is_added_leaves_whole_shards_as_they_are(
+    target: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "_SHARD", 8)
+    before = Features(tmp_path, corpus.samples[:20], "tiny")
+    before.compute(target, CPU, lambda done, total: None)
+    assert before.missing() == []
+    assert Features(tmp_path, corpus.samples, "tiny").missing() == [2]
+    assert Features(tmp_path, corpus.samples, "another").missing() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
