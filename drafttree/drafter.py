@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,64 @@ of a whole tree is not looked at."""
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: the token after each node, given
 the target's distributions there. Called once a level, the roots' first."""
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a drafter that continues hidden states needs of its target.
+
+    Attributes:
+        folder: of the target.
+        embed: `(int [N]) -> [N, d]`, the target's embeddings.
+        slots: that the host has for requests.
+        dtype: of the target.
+    """
+
+    folder: Path
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    slots: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over the layer's KV."""
+
+
+class HiddenStateDrafter(Protocol):
+    """Continues the target's hidden states with one layer, whose KV the host keeps.
+
+    Attributes:
+        max_depth: the steps that it goes, and the greatest depth of a node that it drafts.
+        heads: the layer's query heads, KV heads and head size.
+    """
+
+    max_depth: int
+    heads: tuple[int, int, int]
+
+    def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What the layer reads at known tokens: `[N, d]` before them, and themselves."""
+
+    def between(self, states: torch.Tensor) -> torch.Tensor:
+        """What it reads in its own steps."""
+
+    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """One step, `[N, d]` at `positions [N]`."""
+
+    def most_nodes(self, slots: torch.Tensor) -> torch.Tensor:
+        """How many nodes the next trees can have, `int64 [B]`, the root not counted."""
+
+    def propose(
+        self, slots: torch.Tensor, roots: torch.Tensor, logits: torch.Tensor, steps: torch.Tensor
+    ) -> DraftTree:
+        """The trees under `roots [B]`, from the target's head's logits `[B, L, V]` of all steps, of
+        which each request has `steps [B]`; the requests' state is keyed by `slots [B]`."""
+
+    def accepted(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        """How many drafts of the last trees were accepted, `[B]`."""
+
+    def forget(self, slots: torch.Tensor) -> None:
+        """Requests begin there, or begin anew."""
 
 
 class ModelDrafter(Protocol):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 GROUP = "drafttree.methods"
@@ -43,13 +42,26 @@ class Method:
         options: the pydantic model that validates its options.
         make_drafter: `(options, vocab_size, device) -> drafter`.
         draft_model: whether its drafter is a `ModelDrafter`, which needs the option `model`.
+        hidden_states: whether it is a `HiddenStateDrafter`, made of the options and `TargetParts`,
+            which needs it too.
     """
 
     name: str
     title: str
     options: type[MethodOptions]
-    make_drafter: Callable[[Any, int, torch.device], Any]
+    make_drafter: Callable[..., Any]
     draft_model: bool = False
+    hidden_states: bool = False
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether it needs the option `model`."""
+        return self.draft_model or self.hidden_states
+
+    @property
+    def sized_by_nodes(self) -> bool:
+        """Whether its option `nodes` counts all draft nodes, as the hosts' own options do."""
+        return "nodes" in self.options.model_fields and not self.hidden_states
 
     def parse(self, options: dict[str, Any]) -> MethodOptions:
         """Validate options.

@@ -43,24 +43,26 @@ class LyannaOptions(MethodOptions):
             )
         return self
 
-    @property
-    def second_nodes(self) -> int:
-        """The most nodes of a second tree: what there is of its levels, cut to its budget."""
-        levels = self.steps - 1 if self.resample else 0
-        found = self.width + (levels - 1) * self.width**2 if levels else 0
-        return min(self.resample_nodes, found)
+    def nodes_of(self, levels: int, budget: int) -> int:
+        """The most nodes of a tree: what there is of its levels, cut to its budget."""
+        return min(budget, self.width + (levels - 1) * self.width**2) if levels else 0
 
     @property
     def first_nodes(self) -> int:
         """The most nodes of a regular tree."""
-        return min(self.nodes, self.width + (self.steps - 1) * self.width**2)
+        return self.nodes_of(self.steps, self.nodes)
+
+    def second_nodes(self, steps: int) -> int:
+        """The most nodes of a second tree, of so many steps left."""
+        if not self.resample or steps <= self.resample_min_steps:
+            return 0
+        return self.nodes_of(steps, self.resample_nodes)
 
     @property
     def num_nodes(self) -> int:
         """The most nodes that are verified together, the root not counted."""
-        if self.fusion:
-            return self.first_nodes + self.second_nodes
-        return max(self.first_nodes, self.second_nodes)
+        second = self.second_nodes(self.steps - 1)
+        return self.first_nodes + second if self.fusion else max(self.first_nodes, second)
 
     @property
     def depth(self) -> int:

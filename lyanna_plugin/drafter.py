@@ -6,57 +6,75 @@ of each request.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from drafttree.drafter import DraftTree
+from drafttree.drafter import Attend, DraftTree, TargetParts
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.tree import TokenTable, left_of, merge, sample_tree
 
 
-class LyannaDrafter:
+class LyannaTrees:
     """Builds the trees.
 
     Args:
         slots: that the host has for requests.
-        head: `[V, d]`, the target's.
+        dtype: of the logits that are kept.
     """
 
-    def __init__(self, options: LyannaOptions, info: TokenTable, head: Tensor, slots: int) -> None:
+    def __init__(
+        self, options: LyannaOptions, info: TokenTable, slots: int, dtype: torch.dtype
+    ) -> None:
         self._options = options
         self._info = info
-        self._head = head
-        shape = slots, options.steps, len(head)
-        self._logits = head.new_zeros(shape if options.resample else (slots, 0, 0))
-        # So many steps accepted leave none: there is nothing of a request that has just begun.
-        self._used = torch.full((slots,), options.steps, dtype=torch.int64, device=head.device)
-        self._alone = torch.zeros(slots, dtype=torch.bool, device=head.device)
+        device = info.row_of.device
+        shape = slots, options.steps, len(info.row_of)
+        self._logits = torch.zeros(
+            shape if options.resample else (slots, 0, 0), dtype=dtype, device=device
+        )
+        # Of these steps, and so many of them used up; none of a request that has just begun.
+        self._steps = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._used = torch.zeros_like(self._steps)
+        seconds = [options.second_nodes(steps) for steps in range(options.steps)]
+        first = options.first_nodes
+        self._most_nodes = torch.tensor(
+            [first + n if options.fusion else n or first for n in seconds], device=device
+        )
+
+    def _left(self, slots: Tensor) -> Tensor:
+        return (self._steps[slots] - 1 - self._used[slots]).clamp(min=0)
+
+    def most_nodes(self, slots: Tensor) -> Tensor:
+        """How many nodes the next trees can have, int64 `[B]`, the root not counted."""
+        return self._most_nodes[self._left(slots)]
 
     def forget(self, slots: Tensor) -> None:
         """Requests begin in `slots`, int64 `[B]`."""
-        self._used[slots] = self._options.steps
+        self._steps[slots] = 0
 
-    def propose(self, slots: Tensor, roots: Tensor, states: Tensor) -> DraftTree:
+    def propose(self, slots: Tensor, roots: Tensor, logits: Tensor, steps: Tensor) -> DraftTree:
         """The trees to verify.
 
         Args:
             slots: int64 `[B]`, the requests'.
             roots: int32 `[B]`, their last accepted tokens.
-            states: `[B, L, d]`, the drafter's hidden states, of all steps.
+            logits: `[B, L, V]`, of all steps.
+            steps: int64 `[B]`, how many of them there are.
         """
         options = self._options
-        logits = states @ self._head.T
-        steps = torch.full_like(slots, options.steps)
         regular = sample_tree(logits, steps, roots, self._info, options.width, options.nodes)
         if not options.resample:
             return regular
-        left, steps = left_of(self._logits[slots], self._used[slots])
-        steps = steps.masked_fill(steps <= options.resample_min_steps, 0)
-        second = sample_tree(left, steps, roots, self._info, options.width, options.resample_nodes)
+        left, more = left_of(self._logits[slots], self._steps[slots], self._used[slots])
+        # Who has no draft now has no use for what is left either.
+        more = more.masked_fill((more <= options.resample_min_steps) | (steps == 0), 0)
+        second = sample_tree(left, more, roots, self._info, options.width, options.resample_nodes)
         # A second tree that goes alone uses up what was left, and the regular one is drafted anew
         # from the tokens that it wins.
-        alone = (steps > 0) & (not options.fusion)
-        self._alone[slots] = alone
+        alone = (more > 0) & (not options.fusion)
+        self._steps[slots] = torch.where(alone, 0, steps)
         self._logits[slots] = torch.where(alone[:, None, None], self._logits[slots], logits)
         if options.fusion:
             return merge(regular, second, options.steps)
@@ -64,8 +82,52 @@ class LyannaDrafter:
 
     def accepted(self, slots: Tensor, drafts: Tensor) -> None:
         """What verification made of the last trees: int `[B]`, the drafts that were accepted."""
-        everything = torch.full_like(slots, self._options.steps)
-        self._used[slots] = torch.where(self._alone[slots], everything, drafts.long())
+        self._used[slots] = drafts.long()
+
+
+class LyannaDrafter(LyannaTrees):
+    """Lyanna for a host: the trained layer, and the trees from its logits.
+
+    Raises:
+        ValueError: the folder holds no drafter of this target.
+    """
+
+    def __init__(self, options: LyannaOptions, target: TargetParts) -> None:
+        from lyanna_plugin.checkpoint import load
+
+        module = load(Path(options.model), target.folder).to(target.device)
+        if module.token_info is None:
+            raise ValueError(f"model={options.model!r} has no token info: train one with it")
+        self._embed = target.embed
+        hot = module.token_info.hot_tokens
+        table = TokenTable(
+            module.token_info.collapse(target.embed(hot.long()).float(), target.dtype),
+            module.token_info.row_of,
+            hot,
+        )
+        super().__init__(options, table, target.slots, target.dtype)
+        self._module = module.to(target.dtype)
+        layer = module.layer_config
+        self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+        self.max_depth = options.steps
+
+    def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """What the layer reads at known tokens."""
+        return self._module.fuse(hidden, self._embed(tokens))
+
+    def between(self, states: Tensor) -> Tensor:
+        """What it reads in its own steps."""
+        result: Tensor = self._module.between(states)
+        return result
+
+    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One step of the layer."""
+
+        def of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q[0], k[0], v[0])[None]
+
+        result: Tensor = self._module(x[None], positions[None], of_one)[0]
+        return result
 
 
 def _either(choice: Tensor, one: DraftTree, other: DraftTree) -> DraftTree:

@@ -57,18 +57,20 @@ class TokenInfo(nn.Module):
         """`[rank, H]`: what a code is multiplied with."""
         return self.w2 * self.gain
 
-    def collapse(self, embeddings: Tensor, dtype: torch.dtype) -> Tensor:
+    def collapse(self, embedded: Tensor, dtype: torch.dtype) -> Tensor:
         """The table `[H, H]`: row i is what hot token i adds to the logits of the hot tokens.
 
         Args:
-            embeddings: `[V, d]`, the target's.
+            embedded: `[H, d]`, the target's embeddings of the hot tokens.
         """
         hot = self.hot_tokens.long()
         columns = self.columns()
         # In pieces: in float32 the whole would be twice the table.
         pieces = [
-            (self.codes(part, embeddings[part].to(columns.dtype)) @ columns).to(dtype)
-            for part in torch.split(hot, 1024)
+            (self.codes(tokens, part.to(columns.dtype)) @ columns).to(dtype)
+            for tokens, part in zip(
+                torch.split(hot, 1024), torch.split(embedded, 1024), strict=True
+            )
         ]
         return torch.cat(pieces)
 

@@ -89,7 +89,7 @@ def _cut(roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget:
     )
 
 
-def left_of(logits: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+def left_of(logits: Tensor, steps: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
     """The logits that a rejected draft leaves for a second tree (algorithm 2).
 
     With a drafts accepted the bonus token stands at depth a + 1, and the steps after it say what
@@ -97,6 +97,7 @@ def left_of(logits: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: `[B, L, V]`, of the tree that was verified.
+        steps: int `[B]`, how many of the L steps there were.
         accepted: int `[B]`, its drafts that were accepted.
 
     Returns:
@@ -104,7 +105,7 @@ def left_of(logits: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         that there are.
     """
     length = logits.shape[1]
-    steps = (length - 1 - accepted).clamp(min=0)
+    steps = (steps - 1 - accepted).clamp(min=0)
     at = accepted[:, None] + torch.arange(1, length, device=logits.device)
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     return logits[rows, at.clamp(max=length - 1).long()], steps

@@ -93,6 +93,10 @@ def _wrap_create_speculative_config() -> None:
                 self.spec_tokens,
                 self.spec_model,
             ) = kept
+        if method.hidden_states:
+            from drafttree.vllm.prefix_hits import drop_last_block
+
+            drop_last_block(config)
         # A plain attribute travels with the configuration to the engine's other processes.
         object.__setattr__(config, "drafttree", (method.name, options))
         target_parallel_config.worker_cls = "drafttree.vllm.worker.TreeCPUWorker"
@@ -111,11 +115,11 @@ def _take_model(method: Method, given: dict[str, Any], spec_model: str | None) -
                 "exclusive: leave one of them out"
             )
         given["model"] = spec_model
-    if method.draft_model and "model" not in given:
+    if method.takes_model and "model" not in given:
         raise ValueError(
             f"{method.title} needs a draft model: name its folder as 'model' in speculative_config"
         )
-    if not method.draft_model and "model" in given:
+    if not method.takes_model and "model" in given:
         raise ValueError(f"model={given['model']!r}: {method.title} takes no model, leave it out")
 
 
@@ -136,7 +140,7 @@ def _parse(
         )
     host_nodes = given.pop("num_speculative_tokens", spec_tokens)
     options = {key.replace("-", "_"): value for key, value in given.items()}
-    sizes_tree = "nodes" in method.options.model_fields and not {"nodes", "tree"} & options.keys()
+    sizes_tree = method.sized_by_nodes and not {"nodes", "tree"} & options.keys()
     if host_nodes is not None and sizes_tree:
         options["nodes"] = host_nodes
     nodes = method.parse(options).num_nodes

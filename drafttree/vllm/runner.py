@@ -83,9 +83,7 @@ class TreeModelRunner(CPUModelRunner):
     def _set_up(
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
-        self.tree_drafter = method.make_drafter(
-            method.parse(options), self.model_config.get_vocab_size(), self.device
-        )
+        self.tree_drafter = self._make_drafter(method, options)
         self._plan_budget()
         self.input_batch.logitsprocs = build_logits_processors(
             self.vllm_config, self.device, logits_processors
@@ -96,6 +94,11 @@ class TreeModelRunner(CPUModelRunner):
         self._step: StepTrees | None = None
         self._drafts_off: set[str] = set()
         self._grammar_bound: set[str] = set()
+
+    def _make_drafter(self, method: Method, options: dict[str, Any]) -> Any:
+        return method.make_drafter(
+            method.parse(options), self.model_config.get_vocab_size(), self.device
+        )
 
     def _plan_budget(self) -> None:
         scheduler = self.scheduler_config

@@ -28,12 +28,16 @@ class TreeCPUWorker(CPUWorker):
         assert request is not None
         name, options = request
         method = find_method(name)
-        runner = TreeModelRunner
+        runner: type[TreeModelRunner] = TreeModelRunner
         if method.draft_model:
             # It rests on more of the engine than the others need.
             from drafttree.vllm.draft_model_runner import DraftModelRunner
 
             runner = DraftModelRunner
+        elif method.hidden_states:
+            from drafttree.vllm.hidden_state_runner import HiddenStateRunner
+
+            runner = HiddenStateRunner
         self.model_runner = runner.adopt(self.model_runner, method, options, processors)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:

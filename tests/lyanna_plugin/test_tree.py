@@ -99,12 +99,12 @@ def test_what_is_left_depends_on_nothing_that_was_rejected() -> None:
     logits, roots, info = random_parts(1, 2)
     for accepted in range(LENGTH + 1):
         used = torch.full((2,), accepted)
-        left, steps = left_of(logits, used)
+        left, steps = left_of(logits, full(logits), used)
         assert steps.tolist() == [max(LENGTH - 1 - accepted, 0)] * 2
         changed = logits.clone()
         # The steps of what was accepted, and of the place where the draft was rejected.
         changed[:, : accepted + 1] = torch.randn_like(changed[:, : accepted + 1])
-        other, _ = left_of(changed, used)
+        other, _ = left_of(changed, full(logits), used)
         trees = [sample_tree(each, steps, roots, info, WIDTH, 6) for each in (left, other)]
         assert torch.equal(trees[0].tokens, trees[1].tokens)
         depth = max(len(path) for path in paths_of(trees[0], 0))

@@ -11,3 +11,16 @@ def some_prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]
     return [
         [draw.randrange(2, 512) for _ in range(draw.randrange(4, longest))] for _ in range(count)
     ]
+
+
+def parting_prompts(length: int, parts: list[int], seed: int = 6) -> list[list[int]]:
+    """A prompt of `length` tokens, and others that part from it at the places `parts`."""
+    draw = random.Random(seed)
+    first = [draw.randrange(2, 512) for _ in range(length)]
+    others = [
+        first[:part]
+        + [(first[part] + 1) % 512]
+        + [draw.randrange(2, 512) for _ in range(length - part - 1)]
+        for part in parts
+    ]
+    return [first, *others]

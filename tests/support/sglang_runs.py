@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import lyanna_states
 from rsd_fault import leave_the_residual
 
 
@@ -98,6 +99,7 @@ def run_sglang(
     cases: list[Case],
     options: dict[str, Any] | None = None,
     drafted: bool = True,
+    method: str = "token-recycling",
     draft_model: Path | None = None,
     timeout: float = 400,
     planted_fault: Literal["most likely", "residual"] | None = None,
@@ -109,7 +111,8 @@ def run_sglang(
     Args:
         options: of the method.
         drafted: False for plain SGLang.
-        draft_model: RSD's; without one the method is Token Recycling.
+        method: as users name it.
+        draft_model: RSD's, or Lyanna's drafter.
         variables: of the engine's environment.
         planted_fault: below the root take the most likely token where one is to be drawn; or do
             not subtract RSD's residual.
@@ -123,7 +126,7 @@ def run_sglang(
     arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
     arguments.setdefault("log_level", "info")
     if drafted:
-        arguments["speculative_algorithm"] = "rsd" if draft_model else "token-recycling"
+        arguments["speculative_algorithm"] = method
         if draft_model is not None:
             arguments["speculative_draft_model_path"] = str(draft_model)
     with tempfile.TemporaryDirectory() as folder:
@@ -253,6 +256,9 @@ def _plant_most_likely() -> None:
 
 if __name__ == "__mp_main__" and (fault := os.environ.get("DRAFTTREE_TEST_FAULT")):
     leave_the_residual() if fault == "residual" else _plant_most_likely()
+
+if __name__ == "__mp_main__" and (file := os.environ.get(lyanna_states.VARIABLE)):
+    lyanna_states.keep_logits(file)
 
 if __name__ == "__main__":
     # The engine's own processes import this file again, under another name.

@@ -1,0 +1,58 @@
+"""A drafter that has learnt a tiny target's answers by heart, so that nearly all is accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from lyanna_parts import drafter_for
+
+from lyanna_plugin.checkpoint import save
+from lyanna_plugin.training.acceptance import Acceptance, measure
+from lyanna_plugin.training.dataset import Sample
+from lyanna_plugin.training.features import Corpus, Features
+from lyanna_plugin.training.initial import initialise
+from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
+from lyanna_plugin.training.trainer import Settings, train
+
+LENGTH = 40
+VOCAB = 512
+PROMPTS = torch.randint(2, VOCAB, (12, 6), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def make_by_heart(folder: Path, out: Path) -> Acceptance:
+    """Train a drafter for the target in `folder` on its greedy answers to `PROMPTS`."""
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answered = target.generate(
+        torch.tensor(PROMPTS),
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    answer = torch.arange(answered.shape[1]) >= len(PROMPTS[0])
+    samples = [Sample(tokens.int(), answer) for tokens in answered]
+    features = Features(out / "features", samples, "tiny")
+    features.compute(target, torch.device("cpu"), lambda done, total: None)
+    corpus = Corpus.whole(samples, features)
+    drafter = drafter_for(folder, hot_tokens=VOCAB, token_info_rank=64)
+    model = DrafterLoss(
+        drafter,
+        target.get_input_embeddings().weight.detach(),
+        target.get_output_embeddings().weight.detach(),
+        Columns(torch.arange(100), VOCAB, sampled=100),
+        LossWeights(),
+    )
+    decoder = target.get_decoder()
+    initialise(
+        drafter,
+        *(corpus, model.embeddings, model.head),
+        decoder.layers[-1].state_dict(),
+        decoder.norm.weight.detach(),
+    )
+    settings = Settings(epochs=150, learning_rate=3e-3, positions=300)
+    train(model, corpus, settings, out, lambda progress: None)
+    save(drafter, out)
+    return measure(model, corpus, torch.device("cpu"))

@@ -1,0 +1,38 @@
+"""`drafttree bench --method lyanna`, the same in both engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lyanna_parts import drafter_for
+from typer.testing import CliRunner
+
+from drafttree.cli import app
+from lyanna_plugin.checkpoint import save
+
+
+def check_figures(engine: str, model: Path, folder: Path) -> None:
+    """Run it with an untrained drafter, and hold its figures together."""
+    save(drafter_for(model), folder / "drafter")
+    prompts, output = folder / "prompts.jsonl", folder / "report.json"
+    prompts.write_text('{"question_id": 1, "category": "qa", "turns": ["Count to ten."]}\n')
+    arguments = [
+        *("bench", "--engine", engine, "--method", "lyanna", "--model", str(model)),
+        *("--option", f"model={folder / 'drafter'}", "--vary", "resample=false"),
+        *("--vary", "nodes=5", "--prompts", str(prompts)),
+        *("--max-new-tokens", "12", "--eager", "--output", str(output)),
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    one_tree, fused = json.loads(output.read_text())["runs"]
+    for report in (one_tree, fused):
+        assert report["identical"] + report["ties"] == 1
+        assert 0 < report["draft_time_share"] < 1
+        assert "mbsu" not in report
+    # The last tree is cut to what the request may still emit.
+    counters = one_tree["counters"]
+    steps = counters["drafted_steps"]
+    assert 12 * (steps - 1) < counters["draft_tokens"] <= 12 * steps
+    counters = fused["counters"]
+    assert counters["draft_tokens"] > 5 * counters["drafted_steps"]
