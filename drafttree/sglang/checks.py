@@ -99,7 +99,7 @@ def _check_model(server_args: Any) -> None:
 
 def _check_draft_model(method: Method, server_args: Any) -> None:
     path = server_args.speculative_draft_model_path
-    if not method.draft_model:
+    if not method.takes_model:
         if path is not None:
             raise ValueError(
                 f"--speculative-draft-model-path={path}: {method.title} needs no draft model, "
@@ -116,7 +116,8 @@ def _check_draft_model(method: Method, server_args: Any) -> None:
             f"{method.title} needs a draft model: name its folder with "
             "--speculative-draft-model-path"
         )
-    check_draft_model(server_args.model_path, path, logger)
+    if method.draft_model:
+        check_draft_model(server_args.model_path, path, logger)
 
 
 def _has_recurrent_layers(model: Any) -> bool:

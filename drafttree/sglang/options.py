@@ -75,7 +75,7 @@ def parse_options(
         )
     if draft_model is not None:
         given["model"] = draft_model
-    sizes_tree = "nodes" in method.options.model_fields and not {"nodes", "tree"} & given.keys()
+    sizes_tree = method.sized_by_nodes and not {"nodes", "tree"} & given.keys()
     if num_draft_tokens is not None and sizes_tree:
         given["nodes"] = num_draft_tokens - 1
     options = method.parse(given)

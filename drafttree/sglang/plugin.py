@@ -51,6 +51,10 @@ def register_method(method: Method) -> None:
             from drafttree.sglang.draft_model_worker import DraftModelWorker
 
             return DraftModelWorker.of(method)
+        if method.hidden_states:
+            from drafttree.sglang.hidden_state_worker import HiddenStateWorker
+
+            return HiddenStateWorker.of(method)
         from drafttree.sglang.table_worker import TableWorker
 
         return TableWorker.of(method)

@@ -23,7 +23,7 @@ from tree_kernels.full_mask import full_mask
 from tree_kernels.kv_move import KvMover
 from tree_kernels.mask import depths, tree_mask
 
-from drafttree.drafter import Drafter, DraftTree, ModelDrafter
+from drafttree.drafter import Drafter, DraftTree, HiddenStateDrafter, ModelDrafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.sglang.counters import report_counters
@@ -47,7 +47,7 @@ class TreeWorker(BaseSpecWorker):
     says how it drafts and verifies.
     """
 
-    drafter: Drafter | ModelDrafter
+    drafter: Drafter | ModelDrafter | HiddenStateDrafter
 
     def __init__(
         self,
@@ -63,10 +63,12 @@ class TreeWorker(BaseSpecWorker):
         self._device = torch.device(self._runner.device)
         self._vocab_size: int = self._runner.model_config.vocab_size
         spec = get_spec()
-        options = parse_options(
+        self._method = method
+        self._options = parse_options(
             method, spec.speculative_num_draft_tokens, spec.speculative_draft_model_path
         )
-        self.drafter = method.make_drafter(options, self._vocab_size, self._device)
+        if not method.hidden_states:
+            self.drafter = method.make_drafter(self._options, self._vocab_size, self._device)
         self.counters = Counters(self._device)
         self._running: dict[str, Any] = {}
         self._penalties: dict[str, RequestPenalties] = {}
@@ -163,7 +165,7 @@ class TreeWorker(BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         trees, depth = self._cut(batch, self._propose(batch))
         self._prepare_verify(batch, trees, depth)
-        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        result = self._forward_verify(batch)
         output = result.logits_output
         verified = self._verify(batch, trees, output)
         lengths = batch.seq_lens + verified.num_emitted
@@ -185,6 +187,10 @@ class TreeWorker(BaseSpecWorker):
             speculative_num_draft_tokens=trees.tokens.shape[1],
             speculative_output_stride=emitted.shape[1],
         )
+
+    def _forward_verify(self, batch: Any) -> GenerationBatchResult:
+        """The target's forward over the trees."""
+        return self._target_worker.forward_batch_generation(batch, is_verify=True)
 
     def _cut(self, batch: Any, trees: DraftTree) -> tuple[DraftTree, torch.Tensor]:
         """The part of the trees that is worth verifying, and its nodes' depths, `int32 [B, N]`."""

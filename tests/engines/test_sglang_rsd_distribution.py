@@ -38,6 +38,7 @@ def run(pair: tuple[Path, Path], tree: str, cases: list[Case], **engine: Any) ->
         pair[0],
         cases,
         options={"tree": tree},
+        method="rsd",
         draft_model=pair[1],
         max_running_requests=64,
         context_length=128,
