@@ -28,6 +28,7 @@ class Method:
         tree_nodes: the draft nodes of a whole tree, for a method that drafts trees.
         tree_depth: and their greatest depth.
         draft_model: the folder of the draft model, for a method that has one.
+        timed: whether the engine tells the time spent drafting.
     """
 
     name: str
@@ -36,12 +37,13 @@ class Method:
     tree_nodes: int | None = None
     tree_depth: int | None = None
     draft_model: str | None = None
+    timed: bool = False
 
 
 def model_free_names() -> list[str]:
     """The installed tree methods that need no draft model, as typed on the command line."""
     methods = installed_methods().items()
-    return sorted(name.replace("_", "-") for name, method in methods if not method.draft_model)
+    return sorted(name.replace("_", "-") for name, method in methods if not method.takes_model)
 
 
 def resolve_method(name: str, options: dict[str, Any]) -> Method:
@@ -68,6 +70,7 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
         parsed.num_nodes,
         parsed.depth,
         str(options["model"]) if tree_method.draft_model else None,
+        tree_method.takes_model,
     )
 
 

@@ -164,8 +164,8 @@ class _Run:
         self.cut: set[int | str] = set()
 
     def draft_seconds(self) -> float:
-        """What the method's draft model has taken so far; 0 without one."""
-        return self.method.draft_seconds() if self.settings.method.draft_model else 0.0
+        """What drafting has taken so far, where the engine tells; else 0."""
+        return self.method.draft_seconds() if self.settings.method.timed else 0.0
 
     def warm_up(self) -> None:
         """A few short answers on each side, which are then forgotten."""
