@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tree_kernels.mask import depths
+from tree_kernels.merge import merge_trees
 from tree_kernels.token_info import token_info_top
 
 from drafttree.drafter import DraftTree
@@ -112,66 +112,10 @@ def left_of(logits: Tensor, steps: Tensor, accepted: Tensor) -> tuple[Tensor, Te
 
 
 def merge(first: DraftTree, second: DraftTree, depth: int) -> DraftTree:
-    """The union of two trees under the same roots, equal paths once, breadth-first.
-
-    Of one parent's children those of `first` come first.
+    """The union of two trees under the same roots, equal paths once.
 
     Args:
         depth: the greatest of a node.
     """
-    width, further = first.tokens.shape[1], second.tokens.shape[1] - 1
-    device = first.tokens.device
-    levels = [depths(tree.parents, tree.num_nodes) for tree in (first, second)]
-    there = [
-        torch.arange(tree.tokens.shape[1], device=device) < tree.num_nodes[:, None]
-        for tree in (first, second)
-    ]
-    # Where each node of `second` is, counted through both trees side by side: its root is the
-    # first's, and a node is the first's if that has the token under the same parent.
-    place = torch.arange(width - 1, width + further, device=device).expand_as(second.tokens)
-    place = torch.where(second.parents < 0, 0, place)
-    for level in range(1, depth + 1):
-        above = place.gather(1, second.parents.clamp(min=0).long())
-        equal = (first.parents[:, None] == above[:, :, None]) & there[0][:, None]
-        equal &= first.tokens[:, None] == second.tokens[:, :, None]
-        same = equal.any(2) & (levels[1] == level)
-        place = torch.where(same, equal.to(torch.int8).argmax(2), place)
-    above = place.gather(1, second.parents.clamp(min=0).long())
-    new = (place >= width) & there[1]
-    return _breadth_first(
-        torch.cat([first.tokens, second.tokens[:, 1:]], 1),
-        torch.cat([first.parents.long(), above[:, 1:]], 1),
-        torch.cat(
-            [levels[0].masked_fill(~there[0], -1), levels[1].masked_fill(~new, -1)[:, 1:]], 1
-        ),
-        depth,
-    )
-
-
-def _breadth_first(tokens: Tensor, parents: Tensor, levels: Tensor, depth: int) -> DraftTree:
-    """Number nodes level by level, children in the order of their parents.
-
-    Args:
-        parents: int64 `[B, N]`, places in the same row; the root's is not looked at.
-        levels: int `[B, N]`, each node's depth; -1 where there is no node.
-    """
-    count = tokens.shape[1]
-    here = torch.arange(count, device=tokens.device)
-    # What is no node comes last.
-    rank = torch.full_like(parents, count)
-    rank = torch.where(levels == 0, 0, rank)
-    before = torch.ones_like(parents[:, :1])
-    for level in range(1, depth + 1):
-        own = levels == level
-        key = torch.where(own, rank.gather(1, parents.clamp(min=0)) * count + here, count * count)
-        within = key.argsort(dim=1).argsort(dim=1)
-        rank = torch.where(own, before + within, rank)
-        before = before + own.sum(1, keepdim=True)
-    order = rank.sort(dim=1, stable=True).indices
-    missing = (levels < 0).gather(1, order)
-    above = rank.gather(1, parents.clamp(min=0)).gather(1, order)
-    return DraftTree(
-        tokens=tokens.gather(1, order).masked_fill(missing, -1),
-        parents=above.masked_fill(missing | (here == 0), -1).int(),
-        num_nodes=before[:, 0].int(),
-    )
+    parts = ((tree.tokens, tree.parents, tree.num_nodes) for tree in (first, second))
+    return DraftTree(*merge_trees(*parts, depth=depth))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tree_kernels._running_top import keep_largest, logit_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels.adjacency import top_candidates
 
 _BLOCK = 1024
 
@@ -88,12 +89,10 @@ def _token_info_reference(
     added = table[rows.clamp(min=0)].float() * told[..., None]
     whole = logits.float()[:, None].expand(-1, tokens.shape[1], -1)
     whole = whole.index_add(2, hot_tokens.long(), added)
-    # A stable order: among equals the lowest id comes first.
-    top = whole.sort(dim=2, descending=True, stable=True)
-    log_probs = top.values[..., :k] - whole.logsumexp(2, keepdim=True)
+    best = top_candidates(whole.flatten(0, 1), k).unflatten(0, tokens.shape)
+    log_probs = whole.gather(2, best.long()) - whole.logsumexp(2, keepdim=True)
     missing = (tokens < 0)[..., None]
-    best = top.indices[..., :k].int().masked_fill(missing, -1)
-    return best, log_probs.masked_fill(missing, -torch.inf)
+    return best.masked_fill(missing, -1), log_probs.masked_fill(missing, -torch.inf)
 
 
 def token_info_top(

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tree_kernels import accept, adjacency, full_mask, gather, kv_move, mask, rejection, token_info
+from tree_kernels import (
+    accept,
+    adjacency,
+    full_mask,
+    gather,
+    kv_move,
+    mask,
+    merge,
+    rejection,
+    token_info,
+)
 from tree_kernels._native import NativeFunction
 
 
@@ -40,6 +50,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         gather,
         kv_move,
         mask,
+        merge,
         rejection,
         token_info,
         language,

@@ -1,0 +1,94 @@
+"""Merged trees, against sets of paths."""
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import given
+from hypothesis import strategies as st
+from tree_kernels import merge as module
+from tree_kernels.merge import merge_trees
+
+DEPTH = 4
+
+
+def random_tree(draw, width):
+    """Paths below the root, breadth-first, as tokens and parents padded to `width`."""
+    paths = [()]
+    for _ in range(draw(st.integers(0, width - 1))):
+        parent = draw(st.sampled_from([path for path in paths if len(path) < DEPTH]))
+        child = (*parent, draw(st.integers(0, 3)))
+        if child not in paths:
+            paths.append(child)
+    order = []
+    level = [()]
+    while level:
+        order += level
+        level = [path for parent in level for path in paths if path[:-1] == parent and path]
+    pad = [-1] * (width - len(order))
+    tokens = [7, *(path[-1] for path in order[1:])]
+    parents = [-1, *(order.index(path[:-1]) for path in order[1:])]
+    return tokens + pad, parents + pad, len(order)
+
+
+@st.composite
+def pairs(draw):
+    requests = draw(st.integers(1, 3))
+    sides = []
+    for _ in range(2):
+        width = draw(st.integers(1, 9))
+        trees = [random_tree(draw, width) for _ in range(requests)]
+        sides.append(tuple(torch.tensor(part, dtype=torch.int32) for part in zip(*trees)))
+    return sides
+
+
+def paths_of(tree, row):
+    """The paths in the order of their nodes."""
+    tokens, parents, nodes = (part[row].tolist() for part in tree)
+    assert tokens[nodes:] == parents[nodes:] == [-1] * (len(tokens) - nodes)
+    paths = [()]
+    for token, parent in zip(tokens[1:nodes], parents[1:nodes], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
+@CASES
+@given(pairs())
+def test_the_union_breadth_first(pair):
+    merged = merge_trees(*pair, DEPTH)
+    for row in range(len(merged[2])):
+        assert merged[0][row, 0] == 7
+        found = paths_of(merged, row)
+        first, second = (paths_of(tree, row) for tree in pair)
+        assert set(found) == {*first, *second}
+        assert len(found) == len(set(found))
+        assert [len(path) for path in found] == sorted(len(path) for path in found)
+        assert [path for path in found if path in first] == first
+        order = [found.index(path[:-1]) for path in found[1:]]
+        assert order == sorted(order)
+
+
+@CASES
+@given(pairs())
+def test_the_kernel_gives_the_same(interpreter, pair):
+    merged = merge_trees(*pair, DEPTH)
+    for ours, expected in zip(module._merge_triton(*pair, DEPTH), merged, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_shapes_that_do_not_fit_are_errors():
+    tree = (torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2))
+    with pytest.raises(ValueError, match="expected"):
+        merge_trees(tree, (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1)), DEPTH)
+
+
+@pytest.mark.cuda
+def test_cuda_agrees_with_the_cpu():
+    generator = torch.Generator().manual_seed(0)
+    requests, width = 64, 81
+    tokens = torch.randint(0, 99, (requests, width), generator=generator, dtype=torch.int32)
+    parents = torch.arange(-1, width - 1, dtype=torch.int32).clamp(max=9).expand(requests, -1)
+    nodes = torch.randint(1, width + 1, (requests,), generator=generator, dtype=torch.int32)
+    pair = [(tokens, parents, nodes), (tokens.flip(0), parents, nodes.flip(0))]
+    found = merge_trees(*(tuple(part.cuda() for part in tree) for tree in pair), depth=12)
+    for ours, expected in zip(found, merge_trees(*pair, depth=12), strict=True):
+        assert torch.equal(ours.cpu(), expected)
