@@ -117,5 +117,5 @@ def merge(first: DraftTree, second: DraftTree, depth: int) -> DraftTree:
     Args:
         depth: the greatest of a node.
     """
-    parts = ((tree.tokens, tree.parents, tree.num_nodes) for tree in (first, second))
-    return DraftTree(*merge_trees(*parts, depth=depth))
+    ours, theirs = ((tree.tokens, tree.parents, tree.num_nodes) for tree in (first, second))
+    return DraftTree(*merge_trees(ours, theirs, depth))

@@ -89,7 +89,7 @@ def _token_info_reference(
     added = table[rows.clamp(min=0)].float() * told[..., None]
     whole = logits.float()[:, None].expand(-1, tokens.shape[1], -1)
     whole = whole.index_add(2, hot_tokens.long(), added)
-    best = top_candidates(whole.flatten(0, 1), k).unflatten(0, tokens.shape)
+    best = top_candidates(whole.flatten(0, 1), k).view(*tokens.shape, k)
     log_probs = whole.gather(2, best.long()) - whole.logsumexp(2, keepdim=True)
     missing = (tokens < 0)[..., None]
     return best.masked_fill(missing, -1), log_probs.masked_fill(missing, -torch.inf)

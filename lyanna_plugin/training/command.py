@@ -47,12 +47,18 @@ def train(
         Path | None, typer.Option(help="For the target's hidden states; beside OUT if not given.")
     ] = None,
 ) -> None:
-    """Train Lyanna's drafter for a target."""
+    """Train Lyanna's drafter for a target.
+
+    On several GPUs, start it as `torchrun --nproc-per-node GPUS -m drafttree.cli train lyanna ...`:
+    each takes batches of its own.
+    """
     console = Console(stderr=True)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         console.print(f"error: {', '.join(missing)} missing: install drafttree[train]")
         raise typer.Exit(2)
+
+    from accelerate import PartialState
 
     from lyanna_plugin.training.plot import plot
     from lyanna_plugin.training.run import Job, run
@@ -84,7 +90,8 @@ def train(
         answer_tokens=max_answer_tokens if regenerate else None,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+    first = PartialState().is_main_process
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not first) as progress:
         task = progress.add_task("", total=None)
 
         def status(text: str, done: int = 0, total: int | None = None) -> None:
@@ -105,5 +112,7 @@ def train(
         except KeyboardInterrupt:
             console.print("interrupted: the same command goes on from the last state")
             raise typer.Exit(130) from None
+    if not first:
+        return
     console.print(json.dumps(asdict(acceptance)), highlight=False, soft_wrap=True)
     plot(out / "metrics.jsonl", out / "training.png")

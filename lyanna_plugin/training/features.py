@@ -56,15 +56,21 @@ class Features:
         return [shard for shard, file in enumerate(self._files) if not file.exists()]
 
     def compute(
-        self, target: Any, device: torch.device, advance: Callable[[int, int], None]
+        self,
+        target: Any,
+        device: torch.device,
+        advance: Callable[[int, int], None],
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """Compute what is missing, with a causal LM of transformers.
 
         Args:
             advance: told of each shard: which, of how many.
+            part: of the shards, which of how many equal parts; each process has its own.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        missing = self.missing()
+        own, parts = part
+        missing = [shard for shard in self.missing() if shard % parts == own]
         for number, shard in enumerate(missing):
             advance(number, len(missing))
             first = shard * _SHARD

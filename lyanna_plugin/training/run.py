@@ -21,7 +21,14 @@ from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
 from lyanna_plugin.training.regenerate import regenerate
-from lyanna_plugin.training.trainer import Progress, Settings, finish, has_state, train
+from lyanna_plugin.training.trainer import (
+    Progress,
+    Settings,
+    accelerator_for,
+    finish,
+    has_state,
+    train,
+)
 
 _HELD_OUT = 0.02
 _FREQUENT, _SAMPLED = 2048, 1024
@@ -69,6 +76,7 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    accelerator = accelerator_for(job.settings)
     torch.manual_seed(job.settings.seed)
     layer = layer_config(job.target)
     if (job.out / "config.json").exists() and not has_state(job.out):
@@ -77,20 +85,26 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     digest = fingerprint(job.target)
     status("reading the conversations")
     tokenizer = AutoTokenizer.from_pretrained(job.target)
-    conversations = _conversations(job, tokenizer, layer.max_position_embeddings, status)
-    found = (encode(chat, tokenizer, job.max_length) for chat in conversations)
-    samples = [sample for sample in found if sample is not None]
+    # One process has the target answer; the others read what it wrote.
+    with accelerator.main_process_first():
+        conversations = _conversations(job, tokenizer, layer.max_position_embeddings, status)
+        found = (encode(chat, tokenizer, job.max_length) for chat in conversations)
+        samples = [sample for sample in found if sample is not None]
     if len(samples) < 2:
         raise ValueError(
             f"--data {job.data}: {len(samples)} conversations in it have an answer, two are the "
             "least: have the target write answers with --regenerate"
         )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = accelerator.device
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
     features = Features(job.cache, samples, digest)
     features.compute(
-        target, device, lambda done, total: status("the target's hidden states", done, total)
+        target,
+        device,
+        lambda done, total: status("the target's hidden states", done, total),
+        (accelerator.process_index, accelerator.num_processes),
     )
+    accelerator.wait_for_everyone()
     corpus = Corpus.whole(samples, features)
     held_out = _held_out(len(samples), job.settings.seed)
     aside = corpus.part(sorted(held_out))
@@ -119,20 +133,24 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     model = DrafterLoss(drafter, embeddings, head, columns, job.weights)
     del target
     status("training")
-    _write_down(
-        job.out,
-        {
-            **asdict(job.settings),
-            "loss": asdict(job.weights),
-            "drafter": config.model_dump(),
-            "conversations": len(training.samples),
-            "answer_tokens": sum(int(each.answer.sum()) for each in training.samples),
-        },
-    )
-    train(model, training, job.settings, job.out, report)
+    settings = {
+        **asdict(job.settings),
+        "processes": accelerator.num_processes,
+        "loss": asdict(job.weights),
+        "drafter": config.model_dump(),
+        "conversations": len(training.samples),
+        "answer_tokens": sum(int(each.answer.sum()) for each in training.samples),
+    }
+    _check_unchanged(job.out, settings)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        _settings_file(job.out).write_text(_as_text(settings), encoding="utf-8")
+    train(model, training, job.settings, job.out, report, accelerator)
     status("measuring")
     acceptance = measure(model, aside, device)
-    finish(drafter, job.out, asdict(acceptance))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        finish(drafter, job.out, asdict(acceptance))
     return acceptance
 
 
@@ -166,20 +184,26 @@ def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> It
     )
 
 
-def _write_down(out: Path, settings: dict[str, Any]) -> None:
-    """Keep what a run was asked, which must not change while it is interrupted.
+def _settings_file(out: Path) -> Path:
+    return out / "training.json"
+
+
+def _as_text(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=2) + "\n"
+
+
+def _check_unchanged(out: Path, settings: dict[str, Any]) -> None:
+    """What a run was asked must not change while it is interrupted.
 
     Raises:
         ValueError: it has changed.
     """
-    file = out / "training.json"
-    text = json.dumps(settings, indent=2) + "\n"
-    if has_state(out) and file.exists() and file.read_text(encoding="utf-8") != text:
+    file = _settings_file(out)
+    if has_state(out) and file.exists() and file.read_text("utf-8") != _as_text(settings):
         raise ValueError(
             f"--out {out} holds an interrupted run with other settings or data, see {file}: repeat "
             "its command, or choose another folder"
         )
-    file.write_text(text, encoding="utf-8")
 
 
 def _held_out(count: int, seed: int) -> set[int]:

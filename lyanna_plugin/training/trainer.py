@@ -1,4 +1,4 @@
-"""The training loop, on a CPU or a GPU; where it stopped it goes on.
+"""The training loop, in one process or one a GPU; where it stopped it goes on.
 
 A state is written every so many steps; a run that is started again in the same folder takes the
 last one and goes on as if it had not been interrupted, batch for batch.
@@ -57,30 +57,39 @@ class Progress:
     accuracy: tuple[float, ...]
 
 
+def accelerator_for(settings: Settings) -> Any:
+    """What knows of devices and processes; the processes come from torchrun."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    return Accelerator(
+        mixed_precision="bf16" if settings.bfloat16 else "no",
+        # The buffers are the target's own weights, the same everywhere.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+
+
 def train(
     model: DrafterLoss,
     corpus: Corpus,
     settings: Settings,
     out: Path,
     report: Callable[[Progress], None],
+    accelerator: Any = None,
 ) -> None:
     """Train `model.drafter`; states and `metrics.jsonl` go to `out`.
 
-    Raises:
-        ValueError: started in several processes.
+    Of several processes each takes a batch of its own in every step, so there are fewer steps.
     """
-    from accelerate import Accelerator
     from accelerate.utils import set_seed
 
-    accelerator = Accelerator(mixed_precision="bf16" if settings.bfloat16 else "no")
-    if accelerator.num_processes > 1:
-        raise ValueError("training in several processes is not supported: start it in one")
+    accelerator = accelerator or accelerator_for(settings)
     set_seed(settings.seed)
     epochs = [
         order(corpus, settings.positions, settings.seed, epoch) for epoch in range(settings.epochs)
     ]
     batches = [batch for epoch in epochs for batch in epoch]
-    steps = len(batches)
+    together, own = accelerator.num_processes, accelerator.process_index
+    steps = len(batches) // together
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -91,21 +100,26 @@ def train(
     module, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(schedule)
     done = _resume(accelerator, out)
-    _keep_metrics(out, done)
+    if accelerator.is_main_process:
+        _keep_metrics(out, done)
     module.train()
     for step in range(done, steps):
-        batch = collate(corpus, batches[step]).to(accelerator.device)
-        generator = torch.Generator().manual_seed(settings.seed + step)
+        number = step * together + own
+        batch = collate(corpus, batches[number]).to(accelerator.device)
+        generator = torch.Generator().manual_seed(settings.seed + number)
         loss, by_step = module(batch, generator)
         optimizer.zero_grad(set_to_none=True)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(parameters, settings.clip)
         optimizer.step()
         schedule.step()
-        entropy, accuracy = (tuple(row.tolist()) for row in by_step)
-        progress = Progress(step + 1, steps, loss.item(), entropy, accuracy)
-        _append(out, progress)
-        report(progress)
+        figures = torch.cat([loss.detach()[None], by_step.flatten()])
+        first, *rest = accelerator.reduce(figures, "mean").tolist()
+        if accelerator.is_main_process:
+            half = len(rest) // 2
+            progress = Progress(step + 1, steps, first, tuple(rest[:half]), tuple(rest[half:]))
+            _append(out, progress)
+            report(progress)
         if (step + 1) % settings.save_every == 0:
             _save_state(accelerator, out, step + 1)
 
@@ -137,15 +151,20 @@ def _save_state(accelerator: Any, out: Path, step: int) -> None:
     before = _states(out)
     partial = out / f"{_STATE}.partial"
     accelerator.save_state(str(partial))
-    partial.replace(out / f"{_STATE}-{step}")
-    for state in before:
-        shutil.rmtree(state)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        partial.replace(out / f"{_STATE}-{step}")
+        for state in before:
+            shutil.rmtree(state)
+    accelerator.wait_for_everyone()
 
 
 def _resume(accelerator: Any, out: Path) -> int:
     """The steps that are done already."""
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
+    if accelerator.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
+    accelerator.wait_for_everyone()
     if not has_state(out):
         return 0
     last = _states(out)[-1]

@@ -37,7 +37,9 @@ def pairs(draw):
     for _ in range(2):
         width = draw(st.integers(1, 9))
         trees = [random_tree(draw, width) for _ in range(requests)]
-        sides.append(tuple(torch.tensor(part, dtype=torch.int32) for part in zip(*trees)))
+        sides.append(
+            tuple(torch.tensor(part, dtype=torch.int32) for part in zip(*trees, strict=True))
+        )
     return sides
 
 

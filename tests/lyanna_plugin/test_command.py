@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,12 +46,15 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def train(target: Path, data: Path, out: Path, *more: str) -> Any:
-    arguments = [
+def command(target: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
         *("train", "lyanna", "--target", str(target), "--data", str(data), "--out", str(out)),
         *("--epochs", "2", "--positions", "128", "--rank", "8", "--hot-tokens", "64", *more),
     ]
-    return CliRunner().invoke(app, arguments)
+
+
+def train(target: Path, data: Path, out: Path, *more: str) -> Any:
+    return CliRunner().invoke(app, command(target, data, out, *more))
 
 
 def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path: Path) -> None:
@@ -62,6 +68,32 @@ def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path:
     again = train(target, data, out)
     assert again.exit_code == 2
     assert "holds a drafter already" in again.output
+
+
+def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Path) -> None:
+    assert train(target, data, tmp_path / "alone").exit_code == 0
+    arguments = [
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "drafttree.cli", *command(target, data, tmp_path / "drafter")),
+    ]
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout
+    assert load(tmp_path / "drafter", target).config.num_hot_tokens == 64
+    alone, both = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("alone", "drafter")
+    )
+    assert len(both) == len(alone) // 2
+    # Each step takes two batches: its loss before anything was learnt is their mean.
+    assert both[0]["loss"] == pytest.approx(sum(each["loss"] for each in alone[:2]) / 2, rel=0.05)
 
 
 def test_an_interrupted_run_goes_on_with_its_own_settings(
