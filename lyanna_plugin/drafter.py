@@ -99,12 +99,8 @@ class LyannaDrafter(LyannaTrees):
         if module.token_info is None:
             raise ValueError(f"model={options.model!r} has no token info: train one with it")
         self._embed = target.embed
-        hot = module.token_info.hot_tokens
-        table = TokenTable(
-            module.token_info.collapse(target.embed(hot.long()).float(), target.dtype),
-            module.token_info.row_of,
-            hot,
-        )
+        hot = target.embed(module.token_info.hot_tokens.long()).float()
+        table = TokenTable.of(module.token_info, hot, target.dtype)
         super().__init__(options, table, target.slots, target.dtype)
         self._module = module.to(target.dtype)
         layer = module.layer_config

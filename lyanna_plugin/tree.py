@@ -13,6 +13,7 @@ from tree_kernels.merge import merge_trees
 from tree_kernels.token_info import token_info_top
 
 from drafttree.drafter import DraftTree
+from lyanna_plugin.token_info import TokenInfo
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,17 @@ class TokenTable:
     table: Tensor
     row_of: Tensor
     hot_tokens: Tensor
+
+    @classmethod
+    def of(cls, info: TokenInfo, embedded: Tensor, dtype: torch.dtype) -> TokenTable:
+        """Collapse the low-rank form, given the target's embeddings of the hot tokens `[H, d]`."""
+        return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
+
+    @classmethod
+    def empty(cls, vocab_size: int) -> TokenTable:
+        """For a drafter without token info: no token says anything."""
+        row_of = torch.full((vocab_size,), -1, dtype=torch.int32)
+        return cls(torch.zeros(1, 1), row_of, torch.zeros(1, dtype=torch.int32))
 
 
 def sample_tree(
@@ -65,11 +77,17 @@ def sample_tree(
         live, joint = children.flatten(1).gather(1, best), order.values[:, :width]
         columns = (known + best).int()
         known += joined.shape[1]
-    return _cut(roots, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget)
+    return cut(roots, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), budget)
 
 
-def _cut(roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> DraftTree:
-    """Keep the `budget` best nodes below each root; `parents` count the root as 0."""
+def cut(roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, budget: int) -> DraftTree:
+    """Keep the `budget` best nodes below each root.
+
+    Args:
+        tokens: int32 `[B, N]`, breadth-first; -1 for none.
+        parents: int32 `[B, N]`, counting the root as 0.
+        scores: float32 `[B, N]`; a node's is no higher than its parent's.
+    """
     budget = min(budget, tokens.shape[1])
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, :budget]
     kept = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, order, True) & (tokens >= 0)

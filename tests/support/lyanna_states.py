@@ -77,39 +77,44 @@ def kept(file: Path) -> list[list[Proposal]]:
 
 
 @torch.no_grad()
-def differences(
-    target: Path, drafter: Path, texts: list[list[int]], answers: list[list[int]], file: Path
-) -> list[float]:
-    """How far each request's logits are from PyTorch's on the same text, at most, as a part of
-    their standard deviation.
+def check_states(
+    target: Path, drafter: Path, prompts: list[list[int]], answers: list[list[int]], file: Path
+) -> None:
+    """Each request's logits are PyTorch's on the same text, and what was accepted of its trees is
+    what replaying the text accepts.
 
     Args:
-        texts: the prompts.
-        answers: to them.
         file: what `keep_logits` has written.
     """
     from transformers import AutoModelForCausalLM
 
     from lyanna_plugin.checkpoint import load
+    from lyanna_plugin.config import LyannaOptions
+    from lyanna_plugin.replay import LyannaReplay, Text
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     module = load(drafter, target)
-    found = []
-    for prompt, answer, steps in zip(texts, answers, kept(file), strict=True):
-        text = torch.tensor([prompt + answer])
-        hidden = model.get_decoder()(text).last_hidden_state[:, :-1]
-        embedded = model.get_input_embeddings()(text)[:, 1:]
-        states = module.unroll(hidden, embedded, len(steps[0].logits))
-        expected = torch.stack([model.get_output_embeddings()(each[0]) for each in states], 1)
-        at, worst, compared = len(prompt), 0.0, 0
+    embeddings = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    texts = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = torch.tensor(prompt + answer)
+        hidden = model.get_decoder()(tokens[None]).last_hidden_state[0]
+        texts.append(Text(tokens, hidden, len(prompt)))
+    replayed = LyannaReplay(texts, module, embeddings, head, LyannaOptions(model="")).run()
+    for text, steps, again in zip(texts, kept(file), replayed, strict=True):
+        states = module.unroll(
+            text.hidden[None, :-1], embeddings[text.tokens[1:]][None], len(steps[0].logits)
+        )
+        expected = torch.stack([each[0] for each in states], 1) @ head.T
+        at, compared = text.start, 0
         for step in steps:
-            if at >= text.shape[1]:
+            # An engine may go on for a step after the end.
+            if at >= len(text.tokens) - 1:
                 break
-            assert step.root == text[0, at]
+            assert step.root == text.tokens[at]
             difference = (step.logits - expected[at - 1])[: step.steps].abs().max()
-            worst = max(worst, float(difference / expected.std()))
+            assert difference < 1e-4 * expected.std()
             compared += 1
             at += 1 + step.accepted
-        assert compared > len(answer) / (len(steps[0].logits) + 1) - 1
-        found.append(worst)
-    return found
+        assert compared == again.steps
