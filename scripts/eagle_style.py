@@ -4,7 +4,7 @@ every level of the tree is a forward of its live nodes, and the head is applied 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from drafttree.drafter import DraftTree
-from lyanna_plugin.model import Drafter
+from lyanna_plugin.model import Attend, Drafter
 from lyanna_plugin.replay import Replayed, Text, replay
 from lyanna_plugin.tree import cut
 
@@ -27,15 +27,15 @@ class TreeKV:
 
     def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         self._keys, self._values = [keys], [values]
-        here = torch.arange(keys.shape[1])
+        here = torch.arange(keys.shape[1], device=keys.device)
         self._seen = (here < places[:, None])[:, None]
 
     def attend(self, parents: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one level's live nodes, `[n, w, H, D]`; `parents` says which of the level
         before each belongs to, int64 `[n, w]`."""
-        seen = self._seen.expand(-1, int(parents.max()) + 1, -1)
-        seen = seen.gather(1, parents[:, :, None].expand(-1, -1, seen.shape[2]))
-        own = torch.eye(parents.shape[1], dtype=torch.bool).expand(len(parents), -1, -1)
+        seen = self._seen.gather(1, parents[:, :, None].expand(-1, -1, self._seen.shape[2]))
+        own = torch.eye(parents.shape[1], dtype=torch.bool, device=seen.device)
+        own = own.expand(len(parents), -1, -1)
         self._seen = torch.cat([seen, own], 2)
         self._keys.append(k)
         self._values.append(v)
@@ -66,9 +66,8 @@ def text_kv(drafter: Drafter, hidden: Tensor, embedded: Tensor) -> tuple[Tensor,
 
 
 def draft_tree(
-    drafter: Drafter,
-    embeddings: Tensor,
-    head: Tensor,
+    layer: Callable[[Tensor, Tensor, Tensor, Attend], Tensor],
+    head: Callable[[Tensor], Tensor],
     first: Tensor,
     cache: TreeKV,
     places: Tensor,
@@ -82,12 +81,17 @@ def draft_tree(
 
     Each live node has its `width` likeliest children; the `width` likeliest paths of a level live
     on, as in Lyanna's.
+
+    Args:
+        layer: `(states [n, w, d], tokens int64 [n, w], positions [n, w], attend)` to the next
+            states.
+        head: from states to logits.
     """
-    states, joint = first[:, None], torch.zeros(len(roots), 1)
-    columns = torch.zeros(len(roots), 1, dtype=torch.int32)
+    states, joint = first[:, None], torch.zeros(len(roots), 1, device=first.device)
+    columns = torch.zeros_like(roots)[:, None]
     tokens, parents, scores, known = [], [], [], 1
     for level in range(depth):
-        best = (states @ head.T).log_softmax(-1).topk(width)
+        best = head(states).log_softmax(-1).topk(width)
         joined = (joint[:, :, None] + best.values).flatten(1)
         tokens.append(best.indices.int().flatten(1))
         parents.append(columns[:, :, None].expand_as(best.indices).flatten(1))
@@ -100,10 +104,8 @@ def draft_tree(
         rows = live // width
         token = tokens[-1].gather(1, live).long()
         before = states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
-        x = drafter.fuse(before, embeddings[token])
         positions = (places + level)[:, None].expand_as(token)
-        attend = functools.partial(cache.attend, rows)
-        states = drafter(x, positions, attend)
+        states = layer(before, token, positions, functools.partial(cache.attend, rows))
     return cut(roots, *(torch.cat(each, 1) for each in (tokens, parents, scores)), nodes)
 
 
@@ -122,11 +124,15 @@ def replay_eagle(
         kept = [text_kv(drafter, text.hidden[:-1], embeddings[text.tokens[1:]]) for text in texts]
     states, keys, values = (pad_sequence(list(each), True) for each in zip(*kept, strict=True))
 
+    def layer(before: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        result: Tensor = drafter(drafter.fuse(before, embeddings[tokens]), positions, attend)
+        return result
+
     def propose(rows: Tensor, places: Tensor, roots: Tensor) -> DraftTree:
         cache = TreeKV(keys[rows], values[rows], places)
         first = states[rows, places - 1]
         return draft_tree(
-            *(drafter, embeddings, head, first, cache, places, roots),
+            *(layer, lambda states: states @ head.T, first, cache, places, roots),
             **{"depth": depth, "width": width, "nodes": nodes},
         )
 
