@@ -6,10 +6,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tree_kernels._native import NativeFunction
 from tree_kernels._running_top import keep_largest, logit_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 from tree_kernels.adjacency import top_candidates
 
+_TOP = {
+    dtype: NativeFunction("token_info.cpp", f"token_info_{name}", "ppiiipippippi")
+    for dtype, name in (
+        (torch.float32, "float32"),
+        (torch.bfloat16, "bfloat16"),
+        (torch.float16, "float16"),
+    )
+}
 _BLOCK = 1024
 
 
@@ -95,6 +104,24 @@ def _token_info_reference(
     return best.masked_fill(missing, -1), log_probs.masked_fill(missing, -torch.inf)
 
 
+def _token_info_cpu(
+    logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    same = table.dtype == logits.dtype
+    top = _TOP[logits.dtype].on(logits) if same and logits.dtype in _TOP else None
+    if top is None:
+        return _token_info_reference(logits, tokens, table, row_of, hot_tokens, k)
+    logits, tokens, table = logits.contiguous(), tokens.contiguous(), table.contiguous()
+    best = torch.full((*tokens.shape, k), -1, dtype=torch.int32)
+    log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
+    top(
+        *(logits.data_ptr(), tokens.data_ptr(), *tokens.shape, logits.shape[1]),
+        *(table.data_ptr(), len(hot_tokens), row_of.data_ptr(), hot_tokens.data_ptr(), k),
+        *(best.data_ptr(), log_probs.data_ptr(), torch.get_num_threads()),
+    )
+    return best, log_probs
+
+
 def token_info_top(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
@@ -129,4 +156,4 @@ def token_info_top(
         )
     if use_triton(logits):
         return _token_info_triton(logits, tokens, table, row_of, hot_tokens, k)
-    return _token_info_reference(logits, tokens, table, row_of, hot_tokens, k)
+    return _token_info_cpu(logits, tokens, table, row_of, hot_tokens, k)

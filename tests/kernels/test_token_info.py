@@ -72,6 +72,27 @@ def test_the_kernel_gives_the_same(interpreter, case):
     torch.testing.assert_close(kernel_log_probs, log_probs, atol=1e-5, rtol=1e-5)
 
 
+@CASES
+@given(cases())
+def test_the_native_code_gives_the_same_as_the_reference(case):
+    tokens, log_probs = module._token_info_reference(*case)
+    own_tokens, own_log_probs = token_info_top(*case)
+    assert torch.equal(own_tokens, tokens)
+    torch.testing.assert_close(own_log_probs, log_probs, atol=1e-4, rtol=1e-5)
+
+
+def test_impossible_tokens_have_no_probability():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0, -torch.inf, -torch.inf]])
+    row_of = torch.tensor([-1, -1, 1, 0, -1], dtype=torch.int32)
+    hot = torch.tensor([3, 2], dtype=torch.int32)
+    case = (logits, torch.tensor([[2]], dtype=torch.int32), torch.ones(2, 2), row_of, hot, 2)
+    for top in (token_info_top, module._token_info_reference):
+        found, log_probs = top(*case)
+        assert found.tolist() == [[[2, 0]]]
+        expected = torch.tensor([2.0, 0.0]).log_softmax(0)
+        torch.testing.assert_close(log_probs[0, 0], expected)
+
+
 def test_among_equals_the_lowest_id_comes_first():
     hot = torch.tensor([4], dtype=torch.int32)
     row_of = torch.tensor([-1, -1, -1, -1, 0], dtype=torch.int32)

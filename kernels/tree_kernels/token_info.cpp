@@ -1,0 +1,157 @@
+// Token-info sampling of one level, on a CPU.
+//
+// A node's token changes the logits of the hot tokens alone. So the cold ones are looked at once a
+// request, whatever its nodes, and the hot ones once a node, side by side with the node's row.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+constexpr int kChunk = 64;  // logits that are looked at together
+constexpr int kLanes = 16;
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  _Float16 value;
+};
+
+static inline float wide(float x) { return x; }
+static inline float wide(Float16 x) { return static_cast<float>(x.value); }
+static inline float wide(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// e^x for x <= 0, 0 far below; relative error 1e-6. 2^f over [0, 1) by its Taylor series about 1/2.
+static inline float exp_of(float x) {
+  const float y = (x > -87.0f ? x : -87.0f) * 1.44269504f;
+  const float whole = std::floor(y);
+  const float f = (y - whole - 0.5f) * 0.69314718f;
+  const float power =
+      1.41421356f *
+      (1.0f + f * (1.0f + f * (0.5f + f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120))))));
+  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x > -87.0f ? power * scale : 0.0f;
+}
+
+// The k largest values seen, largest first, equal ones by lowest id; and the mass of all of them.
+struct Seen {
+  std::vector<float> values;
+  std::vector<int32_t> ids;
+  int64_t k, found = 0;
+  float most = kNothing;
+  float mass = 0;  // sum of e^(value - most)
+
+  explicit Seen(int64_t count) : values(count), ids(count), k(count) {}
+
+  void put(float value, int32_t id) {
+    const auto before = [&](int64_t at) {
+      return value > values[at] || (value == values[at] && id < ids[at]);
+    };
+    if (found == k && !before(k - 1)) return;
+    int64_t place = found < k ? found++ : k - 1;
+    for (; place > 0 && before(place - 1); --place) {
+      values[place] = values[place - 1];
+      ids[place] = ids[place - 1];
+    }
+    values[place] = value;
+    ids[place] = id;
+  }
+
+  // A chunk of values; what is none is -infinity. `id_of` tells a value's token.
+  template <typename Id>
+  void look(const float* chunk, Id id_of) {
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = chunk[i];
+    for (int start = kLanes; start < kChunk; start += kLanes)
+      for (int i = 0; i < kLanes; ++i)
+        lanes[i] = chunk[start + i] > lanes[i] ? chunk[start + i] : lanes[i];
+    const float highest = *std::max_element(lanes, lanes + kLanes);
+    if (highest == kNothing) return;
+    if (highest > most) {
+      mass *= exp_of(most - highest);
+      most = highest;
+    }
+    float sums[kLanes] = {};
+    for (int start = 0; start < kChunk; start += kLanes)
+      for (int i = 0; i < kLanes; ++i) sums[i] += exp_of(chunk[start + i] - most);
+    for (int i = 0; i < kLanes; ++i) mass += sums[i];
+    // Among equals a later id may be the lower one, so only what is below cannot enter.
+    if (found == k && highest < values[k - 1]) return;
+    for (int i = 0; i < kChunk; ++i)
+      if (chunk[i] > kNothing && (found < k || chunk[i] >= values[k - 1])) put(chunk[i], id_of(i));
+  }
+};
+
+template <typename T>
+static void of_request(const T* logits, const int32_t* tokens, int64_t nodes, int64_t vocab,
+                       const T* table, int64_t hot, const int32_t* row_of,
+                       const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs) {
+  float chunk[kChunk];
+  Seen cold(k);
+  for (int64_t start = 0; start < vocab; start += kChunk) {
+    const int64_t count = std::min<int64_t>(kChunk, vocab - start);
+    std::fill(chunk + count, chunk + kChunk, kNothing);
+    for (int64_t i = 0; i < count; ++i)
+      chunk[i] = row_of[start + i] < 0 ? wide(logits[start + i]) : kNothing;
+    cold.look(chunk, [&](int i) { return static_cast<int32_t>(start + i); });
+  }
+  std::vector<float> own(hot);
+  for (int64_t i = 0; i < hot; ++i) own[i] = wide(logits[hot_tokens[i]]);
+  for (int64_t node = 0; node < nodes; ++node) {
+    if (tokens[node] < 0) continue;
+    const int32_t row = row_of[tokens[node]];
+    const T* added = table + std::max<int64_t>(row, 0) * hot;
+    Seen seen(k);
+    for (int64_t start = 0; start < hot; start += kChunk) {
+      const int64_t count = std::min<int64_t>(kChunk, hot - start);
+      std::fill(chunk + count, chunk + kChunk, kNothing);
+      for (int64_t i = 0; i < count; ++i)
+        chunk[i] = own[start + i] + (row >= 0 ? wide(added[start + i]) : 0.0f);
+      seen.look(chunk, [&](int i) { return hot_tokens[start + i]; });
+    }
+    const float most = std::max(seen.most, cold.most);
+    const float mass = seen.mass * exp_of(seen.most - most) + cold.mass * exp_of(cold.most - most);
+    const float total = most + std::log(mass);
+    for (int64_t i = 0; i < cold.found; ++i) seen.put(cold.values[i], cold.ids[i]);
+    for (int64_t i = 0; i < seen.found; ++i) {
+      best[node * k + i] = seen.ids[i];
+      log_probs[node * k + i] = seen.values[i] - total;
+    }
+  }
+}
+
+template <typename T>
+static void of_all(const void* logits, const int32_t* tokens, int64_t requests, int64_t nodes,
+                   int64_t vocab, const void* table, int64_t hot, const int32_t* row_of,
+                   const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs,
+                   int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (requests > 1)
+  for (int64_t request = 0; request < requests; ++request)
+    of_request(static_cast<const T*>(logits) + request * vocab, tokens + request * nodes, nodes,
+               vocab, static_cast<const T*>(table), hot, row_of, hot_tokens, k,
+               best + request * nodes * k, log_probs + request * nodes * k);
+}
+
+#define TOKEN_INFO(name, type)                                                                  \
+  extern "C" void token_info_##name(                                                            \
+      const void* logits, const int32_t* tokens, int64_t requests, int64_t nodes,               \
+      int64_t vocab, const void* table, int64_t hot, const int32_t* row_of,                     \
+      const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs, int64_t threads) { \
+    of_all<type>(logits, tokens, requests, nodes, vocab, table, hot, row_of, hot_tokens, k,     \
+                 best, log_probs, threads);                                                     \
+  }
+
+TOKEN_INFO(float32, float)
+TOKEN_INFO(bfloat16, BFloat16)
+TOKEN_INFO(float16, Float16)
