@@ -92,13 +92,11 @@ class TargetParts:
     Attributes:
         folder: of the target.
         embed: `(int [N]) -> [N, d]`, the target's embeddings.
-        slots: that the host has for requests.
         dtype: of the target.
     """
 
     folder: Path
     embed: Callable[[torch.Tensor], torch.Tensor]
-    slots: int
     dtype: torch.dtype
     device: torch.device
 
@@ -117,6 +115,9 @@ class HiddenStateDrafter(Protocol):
 
     max_depth: int
     heads: tuple[int, int, int]
+
+    def allot(self, slots: int) -> None:
+        """Make room for the state of requests in so many slots; once, before all else."""
 
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """What the layer reads at known tokens: `[N, d]` before them, and themselves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ class LyannaOptions(MethodOptions):
         resample: whether what a rejected draft leaves is drafted from once more (algorithm 2).
         resample_nodes: draft nodes of that second tree.
         resample_min_steps: the second tree needs more steps left than these.
+        table: in what the token info's table is kept: the target's own floats, or 8-bit ones
+            (e4m3).
         fusion: whether both trees are verified together; else the second alone, before the next
             regular one.
     """
@@ -33,6 +35,7 @@ class LyannaOptions(MethodOptions):
     resample_nodes: int = Field(12, ge=1, le=MAX_NODES)
     resample_min_steps: int = Field(0, ge=0)
     fusion: bool = True
+    table: Literal["model", "float8"] = "model"
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

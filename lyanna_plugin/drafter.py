@@ -20,28 +20,30 @@ class LyannaTrees:
     """Builds the trees.
 
     Args:
-        slots: that the host has for requests.
         dtype: of the logits that are kept.
     """
 
-    def __init__(
-        self, options: LyannaOptions, info: TokenTable, slots: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, options: LyannaOptions, info: TokenTable, dtype: torch.dtype) -> None:
         self._options = options
         self._info = info
-        device = info.row_of.device
-        shape = slots, options.steps, len(info.row_of)
+        self._dtype = dtype
+        seconds = [options.second_nodes(steps) for steps in range(options.steps)]
+        first = options.first_nodes
+        self._most_nodes = torch.tensor(
+            [first + n if options.fusion else n or first for n in seconds],
+            device=info.row_of.device,
+        )
+
+    def allot(self, slots: int) -> None:
+        """Make room for the state of requests in so many slots; once, before all else."""
+        device = self._info.row_of.device
+        shape = slots, self._options.steps, len(self._info.row_of)
         self._logits = torch.zeros(
-            shape if options.resample else (slots, 0, 0), dtype=dtype, device=device
+            shape if self._options.resample else (slots, 0, 0), dtype=self._dtype, device=device
         )
         # Of these steps, and so many of them used up; none of a request that has just begun.
         self._steps = torch.zeros(slots, dtype=torch.int64, device=device)
         self._used = torch.zeros_like(self._steps)
-        seconds = [options.second_nodes(steps) for steps in range(options.steps)]
-        first = options.first_nodes
-        self._most_nodes = torch.tensor(
-            [first + n if options.fusion else n or first for n in seconds], device=device
-        )
 
     def _left(self, slots: Tensor) -> Tensor:
         return (self._steps[slots] - 1 - self._used[slots]).clamp(min=0)
@@ -100,8 +102,9 @@ class LyannaDrafter(LyannaTrees):
             raise ValueError(f"model={options.model!r} has no token info: train one with it")
         self._embed = target.embed
         hot = target.embed(module.token_info.hot_tokens.long()).float()
-        table = TokenTable.of(module.token_info, hot, target.dtype)
-        super().__init__(options, table, target.slots, target.dtype)
+        kept = torch.float8_e4m3fn if options.table == "float8" else target.dtype
+        table = TokenTable.of(module.token_info, hot, kept)
+        super().__init__(options, table, target.dtype)
         self._module = module.to(target.dtype)
         layer = module.layer_config
         self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)

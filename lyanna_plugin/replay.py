@@ -119,7 +119,8 @@ class LyannaReplay:
             hot = embeddings[info.hot_tokens.long()]
             with torch.inference_mode():
                 table = TokenTable.of(info, hot, torch.float32)
-        self._trees = LyannaTrees(options, table, len(texts), torch.float32)
+        self._trees = LyannaTrees(options, table, torch.float32)
+        self._trees.allot(len(texts))
         with torch.inference_mode():
             self._states = [
                 torch.stack(

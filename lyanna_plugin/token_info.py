@@ -65,9 +65,10 @@ class TokenInfo(nn.Module):
         """
         hot = self.hot_tokens.long()
         columns = self.columns()
+        most = torch.finfo(dtype).max
         # In pieces: in float32 the whole would be twice the table.
         pieces = [
-            (self.codes(tokens, part.to(columns.dtype)) @ columns).to(dtype)
+            (self.codes(tokens, part.to(columns.dtype)) @ columns).clamp(-most, most).to(dtype)
             for tokens, part in zip(
                 torch.split(hot, 1024), torch.split(embedded, 1024), strict=True
             )

@@ -49,18 +49,18 @@ class HiddenStateWorker(TreeWorker):
         """The layer is no model of the host's."""
         return None
 
-    def _make_drafter(self, method: Method, options: Any) -> HiddenStateDrafter:
+    def _make_drafter(self, method: Method) -> HiddenStateDrafter:
+        # Before the pools are sized, so that what it takes is counted.
         embeddings, self._head = self._runner.model.get_embed_and_head()
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             return F.embedding(tokens, embeddings)
 
         drafter: HiddenStateDrafter = method.make_drafter(
-            options,
+            self._options,
             TargetParts(
                 folder=Path(self._runner.server_args.model_path),
                 embed=embed,
-                slots=self._runner.req_to_token_pool.req_to_token.shape[0],
                 dtype=self._runner.dtype,
                 device=self._device,
             ),
@@ -70,12 +70,12 @@ class HiddenStateWorker(TreeWorker):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's pools, and give the layer a cache in the same slots."""
         super().alloc_memory_pool(**pools)
-        self.drafter = self._make_drafter(self._method, self._options)
         keys = self.token_to_kv_pool_allocator.get_kvcache().k_buffer[0]
         _, heads, size = self.drafter.heads
         self._cache = LayerCache(len(keys), heads, size, self._runner.dtype)
         width = self._runner.model_config.hidden_size
         slots = self.req_to_token_pool.req_to_token.shape[0]
+        self.drafter.allot(slots)
         self._first = torch.zeros(slots, width, dtype=self._runner.dtype)
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:

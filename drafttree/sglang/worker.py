@@ -63,12 +63,10 @@ class TreeWorker(BaseSpecWorker):
         self._device = torch.device(self._runner.device)
         self._vocab_size: int = self._runner.model_config.vocab_size
         spec = get_spec()
-        self._method = method
         self._options = parse_options(
             method, spec.speculative_num_draft_tokens, spec.speculative_draft_model_path
         )
-        if not method.hidden_states:
-            self.drafter = method.make_drafter(self._options, self._vocab_size, self._device)
+        self.drafter = self._make_drafter(method)
         self.counters = Counters(self._device)
         self._running: dict[str, Any] = {}
         self._penalties: dict[str, RequestPenalties] = {}
@@ -79,6 +77,9 @@ class TreeWorker(BaseSpecWorker):
     def of(cls, method: Method) -> Callable[..., TreeWorker]:
         """What the host calls to make the worker of a method."""
         return functools.partial(cls, method)
+
+    def _make_drafter(self, method: Method) -> Any:
+        return method.make_drafter(self._options, self._vocab_size, self._device)
 
     @abstractmethod
     def _propose(self, batch: Any) -> DraftTree:

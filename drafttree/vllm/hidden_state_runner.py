@@ -69,11 +69,11 @@ class HiddenStateRunner(TreeModelRunner):
             TargetParts(
                 folder=Path(self.model_config.model),
                 embed=model.embed_input_ids,
-                slots=self.max_num_reqs,
                 dtype=self.model_config.dtype,
                 device=self.device,
             ),
         )
+        self._drafter.allot(self.max_num_reqs)
         heads, kv_heads, size = self._drafter.heads
         with set_current_vllm_config(self.vllm_config):
             self._attention = Attention(

@@ -21,6 +21,10 @@ struct Float16 {
   _Float16 value;
 };
 
+struct Float8 {  // e4m3
+  uint8_t bits;
+};
+
 static inline float wide(float x) { return x; }
 static inline float wide(Float16 x) { return static_cast<float>(x.value); }
 static inline float wide(BFloat16 x) {
@@ -28,6 +32,13 @@ static inline float wide(BFloat16 x) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+static inline float wide(Float8 x) {
+  const uint32_t byte = x.bits;
+  const uint32_t bits = (byte & 0x80) << 24 | (byte & 0x7f) << 20;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value * 0x1p120f;
 }
 
 // e^x for x <= 0, 0 far below; relative error 1e-6. 2^f over [0, 1) by its Taylor series about 1/2.
@@ -93,8 +104,8 @@ struct Seen {
   }
 };
 
-template <typename T>
-static void of_request(const T* logits, const int32_t* tokens, int64_t nodes, int64_t vocab,
+template <typename L, typename T>
+static void of_request(const L* logits, const int32_t* tokens, int64_t nodes, int64_t vocab,
                        const T* table, int64_t hot, const int32_t* row_of,
                        const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs) {
   float chunk[kChunk];
@@ -131,27 +142,30 @@ static void of_request(const T* logits, const int32_t* tokens, int64_t nodes, in
   }
 }
 
-template <typename T>
+template <typename L, typename T>
 static void of_all(const void* logits, const int32_t* tokens, int64_t requests, int64_t nodes,
                    int64_t vocab, const void* table, int64_t hot, const int32_t* row_of,
                    const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs,
                    int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (requests > 1)
   for (int64_t request = 0; request < requests; ++request)
-    of_request(static_cast<const T*>(logits) + request * vocab, tokens + request * nodes, nodes,
+    of_request(static_cast<const L*>(logits) + request * vocab, tokens + request * nodes, nodes,
                vocab, static_cast<const T*>(table), hot, row_of, hot_tokens, k,
                best + request * nodes * k, log_probs + request * nodes * k);
 }
 
-#define TOKEN_INFO(name, type)                                                                  \
-  extern "C" void token_info_##name(                                                            \
+#define TOKEN_INFO(logits_name, L, table_name, T)                                               \
+  extern "C" void token_info_##logits_name##_##table_name(                                      \
       const void* logits, const int32_t* tokens, int64_t requests, int64_t nodes,               \
       int64_t vocab, const void* table, int64_t hot, const int32_t* row_of,                     \
       const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs, int64_t threads) { \
-    of_all<type>(logits, tokens, requests, nodes, vocab, table, hot, row_of, hot_tokens, k,     \
+    of_all<L, T>(logits, tokens, requests, nodes, vocab, table, hot, row_of, hot_tokens, k,     \
                  best, log_probs, threads);                                                     \
   }
 
-TOKEN_INFO(float32, float)
-TOKEN_INFO(bfloat16, BFloat16)
-TOKEN_INFO(float16, Float16)
+TOKEN_INFO(float32, float, float32, float)
+TOKEN_INFO(bfloat16, BFloat16, bfloat16, BFloat16)
+TOKEN_INFO(float16, Float16, float16, Float16)
+TOKEN_INFO(float32, float, float8, Float8)
+TOKEN_INFO(bfloat16, BFloat16, float8, Float8)
+TOKEN_INFO(float16, Float16, float8, Float8)

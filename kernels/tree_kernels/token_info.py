@@ -11,14 +11,23 @@ from tree_kernels._running_top import keep_largest, logit_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 from tree_kernels.adjacency import top_candidates
 
-_TOP = {
-    dtype: NativeFunction("token_info.cpp", f"token_info_{name}", "ppiiipippippi")
-    for dtype, name in (
-        (torch.float32, "float32"),
-        (torch.bfloat16, "bfloat16"),
-        (torch.float16, "float16"),
-    )
+FLOAT8 = torch.float8_e4m3fn
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    FLOAT8: "float8",
 }
+_TOP = {
+    (logits, table): NativeFunction(
+        "token_info.cpp",
+        f"token_info_{_NAMES[logits]}_{_NAMES[table]}",
+        "ppiiipippippi",
+    )
+    for logits in (torch.float32, torch.bfloat16, torch.float16)
+    for table in (logits, FLOAT8)
+}
+_FLOAT8_SCALE = tl.constexpr(2.0**120) if tl is not None else None
 _BLOCK = 1024
 
 
@@ -36,6 +45,7 @@ def _token_info_kernel(
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    BYTES: tl.constexpr,
 ) -> None:
     """One program a node, one pass over the vocabulary; `_running_top` says what keys are."""
     node = tl.program_id(0).to(tl.int64)
@@ -54,8 +64,14 @@ def _token_info_kernel(
         values = tl.load(line + ids, mask=inside, other=float("-inf")).to(tl.float32)
         column = tl.load(row_of + ids, mask=inside, other=-1)
         told = column >= tl.where(row >= 0, 0, hot)
-        added = tl.load(table + tl.maximum(row, 0) * hot + column, mask=told, other=0.0)
-        values = values + added.to(tl.float32)
+        added = tl.load(table + tl.maximum(row, 0) * hot + column, mask=told, other=0)
+        if BYTES:
+            # Sign, exponent and mantissa moved to where float32 has them; not all GPUs know FP8.
+            byte = added.to(tl.int32)
+            bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
+            values += bits.to(tl.float32, bitcast=True) * _FLOAT8_SCALE
+        else:
+            values += added.to(tl.float32)
         higher = tl.maximum(most, tl.max(values, 0))
         # Before the first finite value there is no mass to scale.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - higher))
@@ -81,11 +97,14 @@ def _token_info_triton(
     log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
     if best.numel():
         _token_info_kernel[(requests * nodes,)](
-            *(logits.contiguous(), tokens.contiguous(), table, row_of, best, log_probs),
+            *(logits.contiguous(), tokens.contiguous()),
+            *(table.view(torch.uint8) if table.dtype == FLOAT8 else table, row_of),
+            *(best, log_probs),
             *(nodes, logits.shape[1], len(hot_tokens)),
             K=k,
             K_PAD=next_power_of_2(k),
             BLOCK=_BLOCK,
+            BYTES=table.dtype == FLOAT8,
         )
     return best, log_probs
 
@@ -95,7 +114,9 @@ def _token_info_reference(
 ) -> tuple[Tensor, Tensor]:
     rows = row_of[tokens.clamp(min=0).long()].long()
     told = (rows >= 0) & (tokens >= 0)
-    added = table[rows.clamp(min=0)].float() * told[..., None]
+    # FP8 has no indexing of its own.
+    kept = table.view(torch.uint8) if table.dtype == FLOAT8 else table
+    added = kept[rows.clamp(min=0)].view(table.dtype).float() * told[..., None]
     whole = logits.float()[:, None].expand(-1, tokens.shape[1], -1)
     whole = whole.index_add(2, hot_tokens.long(), added)
     best = top_candidates(whole.flatten(0, 1), k).view(*tokens.shape, k)
@@ -107,8 +128,8 @@ def _token_info_reference(
 def _token_info_cpu(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    same = table.dtype == logits.dtype
-    top = _TOP[logits.dtype].on(logits) if same and logits.dtype in _TOP else None
+    kind = logits.dtype, table.dtype
+    top = _TOP[kind].on(logits) if kind in _TOP else None
     if top is None:
         return _token_info_reference(logits, tokens, table, row_of, hot_tokens, k)
     logits, tokens, table = logits.contiguous(), tokens.contiguous(), table.contiguous()
@@ -130,7 +151,7 @@ def token_info_top(
     Args:
         logits: `[B, V]`, of the step, the same for all nodes of a request.
         tokens: int32 `[B, n]`, the nodes' own tokens; -1 where there is no node.
-        table: `[H, H]`, what one hot token adds to the logits of the others.
+        table: `[H, H]`, what one hot token adds to the logits of the others; FP8 (e4m3) too.
         row_of: int32 `[V]`, a token's row and column in the table; -1 for a cold one.
         hot_tokens: int32 `[H]`, the tokens of the rows.
 

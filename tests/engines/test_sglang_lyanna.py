@@ -31,7 +31,7 @@ CASES = {
 LIMITS = {"chunked_prefill_size": 32, "disable_overlap_schedule": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "alone": {"fusion": False},
+    "alone": {"fusion": False, "table": "float8"},
     "without a second tree": {"resample": False},
 }
 

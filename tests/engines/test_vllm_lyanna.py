@@ -32,7 +32,7 @@ CASES = {
 LIMITS = {"max_num_batched_tokens": 300}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "alone": {"fusion": False},
+    "alone": {"fusion": False, "table": "float8"},
     "without a second tree": {"resample": False},
 }
 

@@ -9,7 +9,7 @@ from tree_kernels import token_info as module
 from tree_kernels.token_info import token_info_top
 
 
-def random_case(seed, requests, nodes, vocab, hot, k, dtype=torch.float32):
+def random_case(seed, requests, nodes, vocab, hot, k, dtype=torch.float32, float8=False):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(requests, vocab, generator=generator)
     hot_tokens = torch.randperm(vocab, generator=generator)[:hot].sort().values.int()
@@ -17,6 +17,8 @@ def random_case(seed, requests, nodes, vocab, hot, k, dtype=torch.float32):
     row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
     tokens = torch.randint(-1, vocab, (requests, nodes), generator=generator, dtype=torch.int32)
     table = torch.randn(hot, hot, generator=generator).to(dtype)
+    if float8:
+        table = table.to(torch.float8_e4m3fn)
     return logits.to(dtype), tokens, table, row_of, hot_tokens, k
 
 
@@ -30,12 +32,14 @@ def cases(draw):
         vocab=vocab,
         hot=draw(st.integers(1, vocab)),
         k=draw(st.integers(1, min(vocab, 9))),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        float8=draw(st.booleans()),
     )
 
 
 def by_hand(logits, tokens, table, row_of, hot_tokens, token, request):
     row = logits[request].double()
+    table = table.float()
     if row_of[token] >= 0:
         for column, hot in enumerate(hot_tokens.tolist()):
             row[hot] += float(table[row_of[token], column])

@@ -44,7 +44,8 @@ class Parts:
         self.states = torch.randn(3, 2, STEPS, SIZE, generator=generator)
 
     def drafter(self, **given: Any) -> Steps:
-        drafter = Steps(options(**given), self.info, slots=6, dtype=torch.float32)
+        drafter = Steps(options(**given), self.info, torch.float32)
+        drafter.allot(6)
         drafter.head = self.head
         return drafter
 

@@ -41,6 +41,8 @@ def test_the_table_is_the_low_rank_form() -> None:
     by_hand = embeddings[hot] @ info.w1 @ info.w2
     by_hand = F.rms_norm(by_hand, (4,), info.gain, 1e-6)
     torch.testing.assert_close(table, by_hand)
+    eighth = info.collapse(embeddings[hot], torch.float8_e4m3fn)
+    torch.testing.assert_close(eighth.float(), by_hand, rtol=0.07, atol=0.01)
     tokens = torch.tensor([9, 5, 3])
     codes = info.codes(tokens, embeddings[tokens])
     rows = torch.stack([table[2], torch.zeros(4), table[0]])
