@@ -1,0 +1,145 @@
+"""Sum up what was measured of Lyanna: tables for results/README.md, and a plot.
+
+    python scripts/report_lyanna.py results/lyanna_acceptance.json --variants VARIANTS.json \\
+        --times results/lyanna_draft_time.json --plot results/lyanna.png
+
+Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Report = dict[str, Any]
+
+
+def row(*cells: str) -> None:
+    """A line of a Markdown table."""
+    typer.echo(f"| {' | '.join(cells)} |")
+
+
+def heading(*cells: str) -> None:
+    """A table's first two lines."""
+    typer.echo("")
+    row(*cells)
+    row(*["---"] * len(cells))
+
+
+def acceptance_table(report: Report) -> None:
+    """Tokens a step of every drafter in every setting."""
+    drafters = report["drafters"]
+    settings = dict.fromkeys(name for found in drafters.values() for name in found)
+    settings.pop("greedy_chain")
+    heading("", *drafters)
+    for name in settings:
+        cells = []
+        for found in drafters.values():
+            one = found.get(name)
+            cells.append(
+                f"{one['mean_accepted_tokens']:.2f} ± {one['standard_error']:.2f} "
+                f"({one['nodes_a_step']:.1f} nodes)"
+                if one
+                else ""
+            )
+        row(name, *cells)
+
+
+def variants_table(report: Report) -> None:
+    """Conditional acceptance of chains, and tokens a step of trees, by variant: means over seeds,
+    and how far each is from the whole drafter, in standard errors of the seeds' differences."""
+    runs: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, found in report["drafters"].items():
+        variant, _, seed = name.rpartition("-")
+        runs[variant][seed] = found
+    heading("variant", "step 1", "step 2", "step 3", "tokens a step, 12 nodes")
+    for variant, seeds in runs.items():
+        cells = []
+        for pick in (*map(_chain, range(3)), _twelve):
+            values = [pick(found) for found in seeds.values()]
+            base = [pick(runs["lyanna"][seed]) for seed in seeds]
+            differences = [value - other for value, other in zip(values, base, strict=True)]
+            text = f"{statistics.mean(values):.3f}"
+            if variant != "lyanna" and len(values) > 1:
+                spread = statistics.stdev(differences) / len(values) ** 0.5
+                text += f" ({statistics.mean(differences):+.3f} ± {spread:.3f})"
+            cells.append(text)
+        row(variant, *cells)
+
+
+def _chain(step: int) -> Any:
+    return lambda found: found["greedy_chain"]["conditional"][step]
+
+
+def _twelve(found: Report) -> float:
+    value: float = found["12 nodes"]["mean_accepted_tokens"]
+    return value
+
+
+def times_table(report: Report) -> None:
+    """What drafting takes in both ways."""
+    heading("requests", "depth", "way", "forward", "head", "sampling", "all, ms", "lower by")
+    for run in report["runs"]:
+        for way, parts in run["ms"].items():
+            lower = f"{run['lower_by']:.0%}" if way == "lyanna" else ""
+            times = (f"{parts[part]:.2f}" for part in ("forward", "head", "sampling", "all"))
+            row(str(run["requests"]), str(run["depth"]), way, *times, lower)
+
+
+def plot(acceptance: Report, times: Report, file: Path) -> None:
+    """Tokens a step by nodes, and draft time by part."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for name, found in acceptance["drafters"].items():
+        points = [
+            (int(setting.split()[0]), one["mean_accepted_tokens"], one["standard_error"])
+            for setting, one in found.items()
+            if setting.endswith(" nodes") and setting.split()[0].isdigit()
+        ]
+        nodes, tokens, errors = zip(*points, strict=True)
+        left.errorbar(nodes, tokens, yerr=errors, marker="o", capsize=3, label=name)
+    left.set_xlabel("draft nodes")
+    left.set_ylabel("tokens a step")
+    left.legend()
+    labels, parts = [], defaultdict(list)
+    for run in times["runs"]:
+        for way, found in run["ms"].items():
+            labels.append(f"{way}\n{run['requests']} x depth {run['depth']}")
+            for part in ("forward", "head", "sampling"):
+                parts[part].append(found[part])
+    bottom = [0.0] * len(labels)
+    for part, values in parts.items():
+        right.bar(labels, values, bottom=bottom, label=part)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    right.set_ylabel("ms a draft tree")
+    right.tick_params(axis="x", labelsize=6)
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main(
+    acceptance: Path,
+    variants: Annotated[Path, typer.Option(help="What was measured of `train_variants.py`.")],
+    times: Annotated[Path, typer.Option(help="What `time_drafting.py` wrote.")],
+    plot_file: Annotated[Path, typer.Option("--plot", help="PNG.")],
+) -> None:
+    """Print the tables, and plot."""
+    reports = [json.loads(file.read_text()) for file in (acceptance, variants, times)]
+    acceptance_table(reports[0])
+    variants_table(reports[1])
+    times_table(reports[2])
+    plot(reports[0], reports[2], plot_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
