@@ -44,6 +44,8 @@ class Method:
         draft_model: whether its drafter is a `ModelDrafter`, which needs the option `model`.
         hidden_states: whether it is a `HiddenStateDrafter`, made of the options and `TargetParts`,
             which needs it too.
+        check_model: `(target, model)`, for such a one: refuses a model that cannot serve the
+            target.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Method:
     make_drafter: Callable[..., Any]
     draft_model: bool = False
     hidden_states: bool = False
+    check_model: Callable[[str, str], None] | None = None
 
     @property
     def takes_model(self) -> bool:

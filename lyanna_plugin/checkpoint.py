@@ -112,12 +112,48 @@ def read_config(folder: Path) -> DrafterConfig:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
+def check(target: str, drafter: str) -> None:
+    """Refuse a folder that holds no drafter to serve the target with; no weights are loaded.
+
+    Raises:
+        ValueError: naming what is wrong and the mend.
+    """
+    if not Path(target).is_dir():
+        raise ValueError(
+            f"the target {target!r} is no folder: Lyanna must look at its weights, so name the "
+            "folder that they are in"
+        )
+    config, _ = _checked(Path(drafter), Path(target))
+    if config.feeds_tokens or not config.token_info:
+        lacks = "feeds every token back" if config.feeds_tokens else "has no token info"
+        raise ValueError(
+            f"model={drafter!r} {lacks}, so it serves comparisons only: train one without --eagle "
+            "and --no-token-info"
+        )
+
+
 def load(folder: Path, target: Path) -> Drafter:
-    """The drafter in `folder`, in float32, checked against the target it is to serve.
+    """The drafter in `folder`, in float32, checked against the target that it is for.
 
     Raises:
         ValueError: it was trained for another target, or the folder is damaged.
     """
+    config, layer = _checked(folder, target)
+    try:
+        weights = load_file(folder / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the weights in {folder} are damaged: {error}") from error
+    hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))
+    drafter = Drafter(layer, config, hot)
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
+    return drafter.float()
+
+
+def _checked(folder: Path, target: Path) -> tuple[DrafterConfig, Any]:
+    """A drafter's configuration, and its layer's, made for the target."""
     config = read_config(folder)
     layer = layer_config(target)
     found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -133,14 +169,6 @@ def load(folder: Path, target: Path) -> Drafter:
             f"model={str(folder)!r} was trained for {config.target}, whose weights are not those "
             f"of the target {target.name}: use the drafter of this target"
         )
-    try:
-        weights = load_file(folder / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"the weights in {folder} are damaged: {error}") from error
-    hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))
-    drafter = Drafter(layer, config, hot)
-    try:
-        drafter.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
-    return drafter.float()
+    if not (folder / _WEIGHTS).is_file():
+        raise ValueError(f"model={str(folder)!r} has no {_WEIGHTS}: copy the whole folder")
+    return config, layer

@@ -44,6 +44,11 @@ class LyannaOptions(MethodOptions):
                 f"nodes={self.nodes} and resample_nodes={self.resample_nodes} are more than "
                 f"{MAX_NODES} together: choose fewer, or fusion=false"
             )
+        if self.nodes < self.steps:
+            raise ValueError(
+                f"nodes={self.nodes} are fewer than steps={self.steps}: a tree of that depth has a "
+                "node at least for each step"
+            )
         return self
 
     def nodes_of(self, levels: int, budget: int) -> int:

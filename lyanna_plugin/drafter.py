@@ -29,6 +29,7 @@ class LyannaTrees:
         self._dtype = dtype
         seconds = [options.second_nodes(steps) for steps in range(options.steps)]
         first = options.first_nodes
+        self._resamples = options.second_nodes(options.steps - 1) > 0
         self._most_nodes = torch.tensor(
             [first + n if options.fusion else n or first for n in seconds],
             device=info.row_of.device,
@@ -39,7 +40,7 @@ class LyannaTrees:
         device = self._info.row_of.device
         shape = slots, self._options.steps, len(self._info.row_of)
         self._logits = torch.zeros(
-            shape if self._options.resample else (slots, 0, 0), dtype=self._dtype, device=device
+            shape if self._resamples else (slots, 0, 0), dtype=self._dtype, device=device
         )
         # Of these steps, and so many of them used up; none of a request that has just begun.
         self._steps = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -67,7 +68,7 @@ class LyannaTrees:
         """
         options = self._options
         regular = sample_tree(logits, steps, roots, self._info, options.width, options.nodes)
-        if not options.resample:
+        if not self._resamples:
             return regular
         left, more = left_of(self._logits[slots], self._steps[slots], self._used[slots])
         # Who has no draft now has no use for what is left either.
@@ -97,9 +98,8 @@ class LyannaDrafter(LyannaTrees):
     def __init__(self, options: LyannaOptions, target: TargetParts) -> None:
         from lyanna_plugin.checkpoint import load
 
-        module = load(Path(options.model), target.folder).to(target.device)
-        if module.token_info is None:
-            raise ValueError(f"model={options.model!r} has no token info: train one with it")
+        module = load(Path(options.model), target.folder).to(target.device).requires_grad_(False)
+        assert module.token_info is not None
         self._embed = target.embed
         hot = target.embed(module.token_info.hot_tokens.long()).float()
         kept = torch.float8_e4m3fn if options.table == "float8" else target.dtype

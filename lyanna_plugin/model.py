@@ -70,7 +70,8 @@ class Drafter(nn.Module):
         self.layer_config = layer
         self.config = config
         self.fuse_proj = nn.Linear(2 * size, size, bias=False)
-        self.between = nn.Linear(size, size, bias=False) if config.between else nn.Identity()
+        between = config.between and config.steps > 1
+        self.between = nn.Linear(size, size, bias=False) if between else nn.Identity()
         self.input_layernorm = LlamaRMSNorm(size, layer.rms_norm_eps)
         self.self_attn = Attention(layer, qkv_bias=layer.model_type == "qwen2")
         self.post_attention_layernorm = LlamaRMSNorm(size, layer.rms_norm_eps)

@@ -117,8 +117,7 @@ class LyannaReplay:
             table = TokenTable.empty(len(embeddings))
         else:
             hot = embeddings[info.hot_tokens.long()]
-            with torch.inference_mode():
-                table = TokenTable.of(info, hot, torch.float32)
+            table = TokenTable.of(info, hot, torch.float32)
         self._trees = LyannaTrees(options, table, torch.float32)
         self._trees.allot(len(texts))
         with torch.inference_mode():

@@ -33,7 +33,8 @@ class TokenTable:
     @classmethod
     def of(cls, info: TokenInfo, embedded: Tensor, dtype: torch.dtype) -> TokenTable:
         """Collapse the low-rank form, given the target's embeddings of the hot tokens `[H, d]`."""
-        return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
+        with torch.no_grad():
+            return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
 
     @classmethod
     def empty(cls, vocab_size: int) -> TokenTable:
@@ -67,7 +68,8 @@ def sample_tree(
         children, log_probs = token_info_top(
             logits[:, step], here, info.table, info.row_of, info.hot_tokens, width
         )
-        joined = (joint[:, :, None] + log_probs).flatten(1)
+        # Rounding must not lift a child above its parent.
+        joined = (joint[:, :, None] + log_probs.clamp(max=0)).flatten(1)
         tokens.append(children.flatten(1))
         parents.append(columns[:, :, None].expand_as(children).flatten(1))
         scores.append(joined)

@@ -1,7 +1,7 @@
 """What drafters of one target accept on prompts that none of them was trained on.
 
     .venv-vllm/bin/python scripts/measure_lyanna.py TARGET --prompts spec_bench_dev.jsonl \\
-        --drafter lyanna=DIR --drafter eagle=DIR --output results/lyanna_acceptance.json
+        --drafter lyanna=DIR --drafter eagle=DIR --work WORK --output results/lyanna_acceptance.json
 
 The target answers every other line of the prompts, from the second on, greedily; decoding is then
 replayed over these answers with every drafter and every setting. A drafter that feeds its tokens

@@ -118,6 +118,8 @@ def _check_draft_model(method: Method, server_args: Any) -> None:
         )
     if method.draft_model:
         check_draft_model(server_args.model_path, path, logger)
+    if method.check_model is not None:
+        method.check_model(server_args.model_path, path)
 
 
 def _has_recurrent_layers(model: Any) -> bool:

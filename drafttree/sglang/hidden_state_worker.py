@@ -51,7 +51,7 @@ class HiddenStateWorker(TreeWorker):
 
     def _make_drafter(self, method: Method) -> HiddenStateDrafter:
         # Before the pools are sized, so that what it takes is counted.
-        embeddings, self._head = self._runner.model.get_embed_and_head()
+        embeddings, _ = self._runner.model.get_embed_and_head()
 
         def embed(tokens: torch.Tensor) -> torch.Tensor:
             return F.embedding(tokens, embeddings)
@@ -142,7 +142,11 @@ class HiddenStateWorker(TreeWorker):
                 partial(self._cache.attend, counts=[1] * len(slots), slots=slots),
             )
             states.append(state)
-        logits = torch.stack(states, 1) @ self._head[: self._vocab_size].T
+        # Through the host's own product: on some CPUs it keeps the head packed.
+        model = self._runner.model
+        rows = torch.stack(states, 1).flatten(0, 1)
+        logits = model.logits_processor._compute_lm_head(rows, model.lm_head)
+        logits = logits[:, : self._vocab_size].unflatten(0, (-1, most))
         steps = torch.full((len(lengths),), most)
         steps = steps.masked_fill(~self._states.drafting[indices], 0)
         trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)

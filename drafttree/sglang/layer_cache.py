@@ -41,14 +41,15 @@ class LayerCache:
         for count, own in zip(counts, slots, strict=True):
             rows = slice(first, first + count)
             mask = torch.ones(count, len(own), dtype=torch.bool).tril(len(own) - count)
+            # With a dimension for the batch: without one, all scores would be written out.
             attended = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1),
-                self._keys[own].transpose(0, 1),
-                self._values[own].transpose(0, 1),
+                q[rows].transpose(0, 1)[None],
+                self._keys[own].transpose(0, 1)[None],
+                self._values[own].transpose(0, 1)[None],
                 attn_mask=mask,
                 enable_gqa=True,
             )
-            output[rows] = attended.transpose(0, 1)
+            output[rows] = attended[0].transpose(0, 1)
             first += count
         return output
 

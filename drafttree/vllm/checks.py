@@ -33,6 +33,7 @@ def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfi
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
         ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),
         ("kv_cache_dtype", engine.kv_cache_dtype, "auto", "leave it at auto"),
+        ("enable_prompt_embeds", model.enable_prompt_embeds, False, "leave it out"),
         ("quantization", model.quantization, None, "use a model that is not quantised"),
     ):
         if value != served:

@@ -95,19 +95,26 @@ class HiddenStateRunner(TreeModelRunner):
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Who is preempted is read again from the beginning, and may find another slot then.
         self._requests_ended(list(scheduler_output.preempted_req_ids or ()))
-        deferred = super()._update_states(scheduler_output)
-        self._requests_began(list(scheduler_output.scheduled_cached_reqs.resumed_req_ids))
-        return deferred
+        return super()._update_states(scheduler_output)
 
     def _requests_began(self, names: list[str]) -> None:
-        free = sorted(set(range(self.max_num_reqs)) - set(self._slots.values()))
-        self._slots.update(zip(names, free[: len(names)], strict=True))
+        # A streaming session that goes on begins anew under its old name.
+        self._requests_ended(names)
 
     def _requests_ended(self, names: list[str]) -> None:
         for name in names:
             self._slots.pop(name, None)
 
     def _batch_slots(self) -> torch.Tensor:
+        """The slots of the batch's requests, int64 `[B]`."""
+        batch = self.input_batch.req_ids
+        arrived = [name for name in batch if name not in self._slots]
+        if arrived:
+            if len(self._slots) + len(arrived) > self.max_num_reqs:
+                # Sessions that pause hold slots too; they come back as new requests.
+                self._slots = {name: self._slots[name] for name in batch if name in self._slots}
+            free = sorted(set(range(self.max_num_reqs)) - set(self._slots.values()))
+            self._slots.update(zip(arrived, free[: len(arrived)], strict=True))
         return torch.tensor([self._slots[name] for name in self.input_batch.req_ids])
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
@@ -154,7 +161,7 @@ class HiddenStateRunner(TreeModelRunner):
         sizes = torch.from_numpy(step.sizes)
         slots = self._batch_slots()
         most = self._drafter.max_depth
-        self._show_chain(most)
+        self._show_chain()
         state = self._first[slots]
         states, before = [state], list[torch.Tensor]()
         for ahead in range(min(most - 1, nodes.shape[1])):
@@ -252,7 +259,7 @@ class HiddenStateRunner(TreeModelRunner):
         along = self._roots_at[:, None] + torch.arange(nodes.shape[1])
         at[nodes[own]] = along[own].to(at.dtype)
         if step.drafted:
-            self._show_chain(path.shape[1])
+            self._show_chain()
         x = self._drafter.fuse(hidden[source], tokens)
         with override_forward_context(self._context), torch.inference_mode():
             states = self._drafter.layer(x, at, self._attend)
@@ -262,8 +269,8 @@ class HiddenStateRunner(TreeModelRunner):
         self._drafter.accepted(slots[drafted], (here.sum(1) - 1)[drafted])
         self._drafter.forget(slots[~drafted])
 
-    def _show_chain(self, length: int) -> None:
-        """Let attention see the first rows of every tree as a chain."""
+    def _show_chain(self) -> None:
+        """Let attention see the rows of every tree as a chain."""
         assert self._masks is not None
         width = self._masks.masks.shape[1]
         self._masks.masks.copy_(torch.ones(width, width, dtype=torch.bool).tril())

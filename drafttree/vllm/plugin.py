@@ -76,6 +76,8 @@ def _wrap_create_speculative_config() -> None:
             from drafttree.draft_model import check_draft_model
 
             check_draft_model(target_model_config.model, str(options["model"]), logger)
+        if method.check_model is not None:
+            method.check_model(target_model_config.model, str(options["model"]))
         _allow_sampling_parameters()
         kept = self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model
         self.speculative_config = {

@@ -16,6 +16,8 @@ def drop_last_block(config: SpeculativeConfig) -> None:
 
     A layer that continues hidden states keeps at each position what the token after it says too. At
     the end of a hit that is another request's token, so this block is read again.
+    (Where blocks of the same text stand twice, the engine may still find the one before another
+    text; drafts are then a little worse for a while, as its EAGLE's are.)
 
     Raises:
         RuntimeError: this vLLM knows no such hits.

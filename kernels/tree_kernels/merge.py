@@ -174,7 +174,8 @@ def merge_trees(first: Tree, second: Tree, depth: int) -> Tree:
         ValueError: shapes that do not fit.
     """
     for tokens, parents, nodes in (first, second):
-        if tokens.shape != parents.shape or nodes.shape != first[0].shape[:1] != tokens.shape[:1]:
+        one = nodes.shape == first[0].shape[:1] == tokens.shape[:1]
+        if tokens.shape != parents.shape or not one:
             shapes = [[*tensor.shape] for tensor in (*first, *second)]
             raise ValueError(f"expected [B, N], [B, N], [B] twice, with one B, not {shapes}")
     if use_triton(first[0]):

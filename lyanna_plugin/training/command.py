@@ -58,12 +58,10 @@ def train(
         console.print(f"error: {', '.join(missing)} missing: install drafttree[train]")
         raise typer.Exit(2)
 
-    from accelerate import PartialState
-
     from lyanna_plugin.training.plot import plot
     from lyanna_plugin.training.run import Job, run
     from lyanna_plugin.training.trainer import Progress as Step
-    from lyanna_plugin.training.trainer import Settings
+    from lyanna_plugin.training.trainer import Settings, join_processes
 
     job = Job(
         target=target,
@@ -90,7 +88,7 @@ def train(
         answer_tokens=max_answer_tokens if regenerate else None,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    first = PartialState().is_main_process
+    first = join_processes().is_main_process
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not first) as progress:
         task = progress.add_task("", total=None)
 

@@ -7,9 +7,11 @@ last one and goes on as if it had not been interrupted, batch for batch.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,23 @@ class Progress:
     accuracy: tuple[float, ...]
 
 
+def join_processes() -> Any:
+    """Meet the other processes that torchrun has started, if it has; may be called again."""
+    from accelerate import PartialState
+
+    # The first writes the answers alone, if they are to be written, while the others wait.
+    alone = "WORLD_SIZE" not in os.environ
+    waiting = {} if alone else {"timeout": timedelta(days=7)}
+    return PartialState(cpu=not torch.cuda.is_available(), **waiting)
+
+
 def accelerator_for(settings: Settings) -> Any:
-    """What knows of devices and processes; the processes come from torchrun."""
+    """What knows of devices and processes."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
+    join_processes()
     return Accelerator(
+        cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if settings.bfloat16 else "no",
         # The buffers are the target's own weights, the same everywhere.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -79,6 +93,9 @@ def train(
     """Train `model.drafter`; states and `metrics.jsonl` go to `out`.
 
     Of several processes each takes a batch of its own in every step, so there are fewer steps.
+
+    Raises:
+        ValueError: there are more processes than batches.
     """
     from accelerate.utils import set_seed
 
@@ -90,6 +107,11 @@ def train(
     batches = [batch for epoch in epochs for batch in epoch]
     together, own = accelerator.num_processes, accelerator.process_index
     steps = len(batches) // together
+    if steps == 0:
+        raise ValueError(
+            f"{len(batches)} batches are too few for {together} processes: start fewer, or give "
+            "more text"
+        )
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0

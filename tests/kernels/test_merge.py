@@ -79,8 +79,13 @@ def test_the_kernel_gives_the_same(interpreter, pair):
 
 def test_shapes_that_do_not_fit_are_errors():
     tree = (torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2))
-    with pytest.raises(ValueError, match="expected"):
-        merge_trees(tree, (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1)), DEPTH)
+    for other in (
+        (torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1)),
+        (torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1)),
+        (torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2)),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            merge_trees(tree, other, DEPTH)
 
 
 @pytest.mark.cuda

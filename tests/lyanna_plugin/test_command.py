@@ -78,7 +78,7 @@ def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Pat
     ]
     process = subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -112,6 +112,16 @@ def test_too_few_steps_left_are_not_worth_a_tree(parts: Parts) -> None:
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[1]), parts.regular(1))
 
 
+def test_one_step_leaves_nothing(parts: Parts) -> None:
+    drafter = parts.drafter(steps=1)
+    logits = (parts.states[0] @ parts.head.T)[:, :1]
+    for _ in range(2):
+        tree = drafter.propose(SLOTS, ROOTS, logits, torch.tensor([1, 1]))
+        assert tree.num_nodes.tolist() == [3, 3]
+        drafter.accepted(SLOTS, torch.tensor([0, 1]))
+    assert drafter.most_nodes(SLOTS).tolist() == [2, 2]
+
+
 def test_a_request_that_begins_has_nothing_of_the_one_before(parts: Parts) -> None:
     drafter = parts.drafter()
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
@@ -143,6 +153,11 @@ def test_slots_not_rows_tell_requests_apart(parts: Parts) -> None:
 )
 def test_the_most_nodes_are_those_of_both_trees(given: dict[str, Any], nodes: int) -> None:
     assert options(**given).num_nodes == nodes
+
+
+def test_fewer_nodes_than_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="nodes=2 are fewer than steps=3"):
+        LyannaOptions(model="", nodes=2)
 
 
 def test_too_many_nodes_are_refused() -> None:

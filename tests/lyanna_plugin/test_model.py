@@ -11,7 +11,7 @@ from lyanna_parts import drafter_for
 from tiny_models import make_tiny_llama
 from torch.nn import functional as F
 
-from lyanna_plugin.checkpoint import load, save
+from lyanna_plugin.checkpoint import check, load, save
 from lyanna_plugin.model import Attend, Drafter
 from lyanna_plugin.token_info import TokenInfo
 
@@ -149,3 +149,28 @@ def test_what_is_wrong_with_a_folder_is_said(target: Path, tmp_path: Path) -> No
         load(folder, target)
     with pytest.raises(ValueError, match="no Lyanna drafter"):
         load(target, target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "complaint"),
+    [
+        ({"token_info": False}, "has no token info"),
+        ({"feeds_tokens": True, "token_info": False}, "feeds every token back"),
+    ],
+)
+def test_what_was_made_for_comparisons_is_not_served(
+    target: Path, tmp_path: Path, shape: dict[str, bool], complaint: str
+) -> None:
+    save(drafter_for(target, **shape), tmp_path)
+    with pytest.raises(ValueError, match=complaint):
+        check(str(target), str(tmp_path))
+
+
+def test_a_drafter_is_checked_without_its_weights(target: Path, tmp_path: Path) -> None:
+    save(drafter_for(target), tmp_path)
+    check(str(target), str(tmp_path))
+    with pytest.raises(ValueError, match="is no folder"):
+        check("somebody/a-model", str(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        check(str(target), str(tmp_path))

@@ -95,6 +95,20 @@ def test_it_is_algorithm_1(seed: int, budget: int) -> None:
         assert set(paths[1:]) == expected
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 999), st.sampled_from([5, 7, 8, 11]))
+def test_no_child_outlives_its_parent_where_a_token_is_certain(seed: int, budget: int) -> None:
+    logits, roots, _ = random_parts(seed, requests=4)
+    logits[:, 1:] *= 0.1
+    logits[:, 1:, 5] = 40
+    nothing = table_of(torch.zeros(VOCAB, VOCAB))
+    tree = sample_tree(logits, full(logits), roots, nothing, 4, budget)
+    for row in range(4):
+        paths = paths_of(tree, row)
+        assert len(paths) == 1 + budget
+        assert all(path[:-1] in paths for path in paths if path)
+
+
 def test_what_is_left_depends_on_nothing_that_was_rejected() -> None:
     logits, roots, info = random_parts(1, 2)
     for accepted in range(LENGTH + 1):
