@@ -117,4 +117,7 @@ def check_states(
             assert difference < 1e-4 * expected.std()
             compared += 1
             at += 1 + step.accepted
-        assert compared == again.steps
+        # Where one token is left vLLM asks for no tree.
+        left = len(text.tokens) - 1 - at
+        assert left in (0, 1)
+        assert compared + left == again.steps
