@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -70,19 +71,27 @@ def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path:
     assert "holds a drafter already" in again.output
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Path) -> None:
     assert train(target, data, tmp_path / "alone").exit_code == 0
     arguments = [
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         *("-m", "drafttree.cli", *command(target, data, tmp_path / "drafter")),
     ]
     process = subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert process.returncode == 0, process.stdout
