@@ -6,9 +6,10 @@ stands beside ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -46,6 +47,7 @@ class Method:
             which needs it too.
         check_model: `(target, model)`, for such a one: refuses a model that cannot serve the
             target.
+        models: those that come with it, by the name of the target's recipe.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Method:
     draft_model: bool = False
     hidden_states: bool = False
     check_model: Callable[[str, str], None] | None = None
+    models: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def takes_model(self) -> bool:

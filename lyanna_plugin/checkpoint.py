@@ -91,8 +91,8 @@ def save(drafter: Drafter, folder: Path) -> None:
     partial.replace(folder / "config.json")
 
 
-def read_config(folder: Path) -> DrafterConfig:
-    """Lyanna's part of a folder's configuration.
+def _read_config(folder: Path) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Lyanna's part of a folder's configuration, and the whole.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -107,7 +107,7 @@ def read_config(folder: Path) -> DrafterConfig:
                 f"model={str(folder)!r} is no Lyanna drafter: make one with "
                 "`drafttree train lyanna`"
             )
-        return DrafterConfig.model_validate(config[KEY])
+        return DrafterConfig.model_validate(config[KEY]), config
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
@@ -154,9 +154,8 @@ def load(folder: Path, target: Path) -> Drafter:
 
 def _checked(folder: Path, target: Path) -> tuple[DrafterConfig, Any]:
     """A drafter's configuration, and its layer's, made for the target."""
-    config = read_config(folder)
+    config, found = _read_config(folder)
     layer = layer_config(target)
-    found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("hidden_size", "vocab_size", "model_type"):
         if found.get(key) != getattr(layer, key):
             raise ValueError(

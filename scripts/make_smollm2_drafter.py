@@ -65,12 +65,12 @@ def main(
     write_text(model, text, conversations)
     answer_prompts(model, prompts or [], text, work)
     command = [
-        *("drafttree", "train", "lyanna", "--target", str(model)),
+        *(sys.executable, "-m", "drafttree.cli", "train", "lyanna", "--target", str(model)),
         *("--data", str(text), "--out", str(work / "drafter")),
         *("--cache", str(work / "features"), "--epochs", str(epochs)),
         *("--learning-rate", "1e-3", "--bfloat16"),
     ]
-    subprocess.run([str(Path(sys.executable).with_name(command[0])), *command[1:]], check=True)
+    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

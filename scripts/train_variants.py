@@ -38,7 +38,7 @@ def main(
     text = out / "text.jsonl"
     with data.open(encoding="utf-8") as lines:
         text.write_text("".join(islice(lines, conversations)), encoding="utf-8")
-    train = [str(Path(sys.executable).with_name("drafttree")), "train", "lyanna"]
+    train = [sys.executable, "-m", "drafttree.cli", "train", "lyanna"]
     for seed in range(seeds):
         for name, flags in VARIANTS.items():
             folder = out / f"{name}-{seed}"

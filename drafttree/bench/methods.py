@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drafttree.bench.errors import InputError
@@ -44,6 +45,12 @@ def model_free_names() -> list[str]:
     """The installed tree methods that need no draft model, as typed on the command line."""
     methods = installed_methods().items()
     return sorted(name.replace("_", "-") for name, method in methods if not method.takes_model)
+
+
+def shipped_model(name: str, target: str) -> Path | None:
+    """The model that comes with a method for the target of this recipe, if one does."""
+    method = installed_methods().get(name.replace("-", "_"))
+    return None if method is None else method.models.get(target)
 
 
 def resolve_method(name: str, options: dict[str, Any]) -> Method:

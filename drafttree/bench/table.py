@@ -19,11 +19,11 @@ _ROWS = (
     ("speedup", None, "speedup", ".2f"),
     ("speedup of decode steps alone", None, "decode_speedup", ".2f"),
 )
+# With a short name for a column.
 _DRAFT_MODEL_ROWS = (
-    ("block efficiency over memory-bound time (MBSU)", "mbsu"),
-    ("part of the time spent drafting", "draft_time_share"),
+    ("block efficiency over memory-bound time (MBSU)", "MBSU", "mbsu"),
+    ("part of the time spent drafting", "drafting", "draft_time_share"),
 )
-_DRAFT_MODEL_COLUMNS = (("MBSU", "mbsu"), ("drafting", "draft_time_share"))
 _COST_ROWS = (
     ("forward of {cost_tokens} tokens against 1: tree", "verify_cost"),
     ("forward of {cost_tokens} tokens against 1: chain", "chain_cost"),
@@ -39,7 +39,7 @@ def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
     table.add_column(str(report["method"]), justify="right")
     for name, plain, method, form in _ROWS:
         table.add_row(name, _cell(report, plain, form), _cell(report, method, form))
-    for name, key in _DRAFT_MODEL_ROWS:
+    for name, _, key in _DRAFT_MODEL_ROWS:
         if key in report:
             table.add_row(name, "", _cell(report, key, ".2f"))
     if "verify_cost" in report:
@@ -60,7 +60,7 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
     varied = [key for key in keys if any(r["options"].get(key) != first.get(key) for r in reports)]
     columns = [
         ("tokens a step", "mean_accepted_tokens"),
-        *[pair for pair in _DRAFT_MODEL_COLUMNS if pair[1] in reports[0]],
+        *[(short, key) for _, short, key in _DRAFT_MODEL_ROWS if key in reports[0]],
         ("speedup", "speedup"),
         ("decode", "decode_speedup"),
     ]

@@ -12,7 +12,7 @@ from rich.markup import escape
 from drafttree.bench.chat import Chat
 from drafttree.bench.engine_process import ENGINES, TITLES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import model_free_names, resolve_method
+from drafttree.bench.methods import model_free_names, resolve_method, shipped_model
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, run
@@ -93,6 +93,8 @@ def demo(
         if name is None:
             raise InputError("no draft method is installed")
         options: dict[str, Any] = {} if nodes is None else {"nodes": nodes}
+        if (drafter := shipped_model(name, _MODEL)) is not None:
+            options["model"] = str(drafter)
         resolved = resolve_method(name, options)
         model = ensure(_MODEL, lambda step: console.print(f"[dim]{step} …[/dim]"))
         prompts = demo_prompts()

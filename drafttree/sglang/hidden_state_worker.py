@@ -129,13 +129,14 @@ class HiddenStateWorker(TreeWorker):
         indices = batch.req_pool_indices
         table = self.req_to_token_pool.req_to_token
         most, lengths = self.drafter.max_depth, batch.seq_lens.tolist()
+        reserved = [
+            table[i, : length + most - 1].long()
+            for i, length in zip(indices.tolist(), lengths, strict=True)
+        ]
         state = self._first[indices]
         states = [state]
         for ahead in range(1, most):
-            slots = [
-                table[i, : length + ahead].long()
-                for i, length in zip(indices.tolist(), lengths, strict=True)
-            ]
+            slots = [found[: len(found) - most + 1 + ahead] for found in reserved]
             state = self.drafter.layer(
                 self.drafter.between(state),
                 batch.seq_lens + ahead - 1,

@@ -92,7 +92,9 @@ def load_native(source: Path) -> ctypes.CDLL | None:
 
 def _library(program: str, source: Path) -> Path:
     version = _run(program, "--version")
-    key = "\n".join((source.read_text(), *_COMPILE, *_LINK, version, _processor()))
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    texts = [file.read_text() for file in sources]
+    key = "\n".join((*texts, *_COMPILE, *_LINK, version, _processor()))
     name = f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     folder = cache_root() / "kernels"
     library = folder / name

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "floats.h"
+
 constexpr int kChunk = 64;  // logits that are looked at together and mostly passed over together
 
 // Larger logits have larger orders; both zeros are one, and NaN is the largest.
@@ -17,29 +19,11 @@ static inline int32_t order_of(float value) {
   return magnitude == 0 ? 0 : order;
 }
 
-struct Float32 {
-  float value;
-  float wide() const { return value; }
-};
-struct BFloat16 {
-  uint16_t bits;
-  float wide() const {
-    const uint32_t shifted = static_cast<uint32_t>(bits) << 16;
-    float value;
-    std::memcpy(&value, &shifted, sizeof value);
-    return value;
-  }
-};
-struct Float16 {
-  _Float16 value;
-  float wide() const { return static_cast<float>(value); }
-};
-
 // Whether any of a chunk's logits is larger than the limit, or NaN.
 template <typename T>
 static bool any_above(const T* chunk, float limit) {
   int32_t above = 0;
-  for (int i = 0; i < kChunk; ++i) above |= !(chunk[i].wide() <= limit);
+  for (int i = 0; i < kChunk; ++i) above |= !(widen(chunk[i]) <= limit);
   return above != 0;
 }
 
@@ -50,9 +34,9 @@ static void top_of_row(const T* row, int64_t vocab, int64_t k, int32_t* ids, int
   for (int64_t start = 0; start < vocab; start += kChunk) {
     const int64_t count = std::min<int64_t>(kChunk, vocab - start);
     // Later ids lose ties, so only a larger logit can enter.
-    if (found == k && count == kChunk && !any_above(row + start, row[ids[k - 1]].wide())) continue;
+    if (found == k && count == kChunk && !any_above(row + start, widen(row[ids[k - 1]]))) continue;
     for (int64_t i = 0; i < count; ++i) {
-      const int32_t order = order_of(row[start + i].wide());
+      const int32_t order = order_of(widen(row[start + i]));
       if (found == k && order <= orders[k - 1]) continue;
       int64_t place = found < k ? found++ : k - 1;
       for (; place > 0 && orders[place - 1] < order; --place) {
@@ -76,7 +60,7 @@ static void top(const void* logits, int64_t rows, int64_t stride, int64_t vocab,
 
 extern "C" void top_float32(const void* logits, int64_t rows, int64_t stride, int64_t vocab,
                             int64_t k, int32_t* ids, int32_t* orders, int64_t threads) {
-  top<Float32>(logits, rows, stride, vocab, k, ids, orders, threads);
+  top<float>(logits, rows, stride, vocab, k, ids, orders, threads);
 }
 
 extern "C" void top_bfloat16(const void* logits, int64_t rows, int64_t stride, int64_t vocab,

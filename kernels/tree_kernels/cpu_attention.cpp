@@ -9,6 +9,8 @@
 #include <cstring>
 #include <vector>
 
+#include "floats.h"
+
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;  // floats in a register
 constexpr int kVectors = 4;
@@ -28,30 +30,6 @@ typedef int32_t Integers __attribute__((vector_size(4 * kWidth), aligned(4), may
 
 static Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 static void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  _Float16 value;
-};
-
-static float widen(float x) { return x; }
-static float widen(Float16 x) { return static_cast<float>(x.value); }
-static float widen(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-static void narrow(float x, float& y) { y = x; }
-static void narrow(float x, Float16& y) { y.value = static_cast<_Float16>(x); }
-static void narrow(float x, BFloat16& y) {  // to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  y.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 // 2^x for x <= 0, 0 below the normal floats; relative error 2e-7. The polynomial is a minimax fit
 // of 2^f over [-1, 0] that is exact at 0.

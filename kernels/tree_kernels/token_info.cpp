@@ -6,40 +6,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
+
+#include "floats.h"
 
 constexpr int kChunk = 64;  // logits that are looked at together
 constexpr int kLanes = 16;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  _Float16 value;
-};
-
-struct Float8 {  // e4m3
-  uint8_t bits;
-};
-
-static inline float wide(float x) { return x; }
-static inline float wide(Float16 x) { return static_cast<float>(x.value); }
-static inline float wide(BFloat16 x) {
-  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-static inline float wide(Float8 x) {
-  const uint32_t byte = x.bits;
-  const uint32_t bits = (byte & 0x80) << 24 | (byte & 0x7f) << 20;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value * 0x1p120f;
-}
 
 // e^x for x <= 0, 0 far below; relative error 4e-7. 2^f over [0, 1) by its Taylor series about 1/2.
 static inline float exp_of(float x) {
@@ -52,9 +26,7 @@ static inline float exp_of(float x) {
        f * (1.0f +
             f * (0.5f +
                  f * (1.0f / 6 + f * (1.0f / 24 + f * (1.0f / 120 + f * (1.0f / 720)))))));
-  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
+  const float scale = of_bits((static_cast<int32_t>(whole) + 127) << 23);
   return x > -87.0f ? power * scale : 0.0f;
 }
 
@@ -117,11 +89,11 @@ static void of_request(const L* logits, const int32_t* tokens, int64_t nodes, in
     const int64_t count = std::min<int64_t>(kChunk, vocab - start);
     std::fill(chunk + count, chunk + kChunk, kNothing);
     for (int64_t i = 0; i < count; ++i)
-      chunk[i] = row_of[start + i] < 0 ? wide(logits[start + i]) : kNothing;
+      chunk[i] = row_of[start + i] < 0 ? widen(logits[start + i]) : kNothing;
     cold.look(chunk, [&](int i) { return static_cast<int32_t>(start + i); });
   }
   std::vector<float> own(hot);
-  for (int64_t i = 0; i < hot; ++i) own[i] = wide(logits[hot_tokens[i]]);
+  for (int64_t i = 0; i < hot; ++i) own[i] = widen(logits[hot_tokens[i]]);
   for (int64_t node = 0; node < nodes; ++node) {
     if (tokens[node] < 0) continue;
     const int32_t row = row_of[tokens[node]];
@@ -131,7 +103,7 @@ static void of_request(const L* logits, const int32_t* tokens, int64_t nodes, in
       const int64_t count = std::min<int64_t>(kChunk, hot - start);
       std::fill(chunk + count, chunk + kChunk, kNothing);
       for (int64_t i = 0; i < count; ++i)
-        chunk[i] = own[start + i] + (row >= 0 ? wide(added[start + i]) : 0.0f);
+        chunk[i] = own[start + i] + (row >= 0 ? widen(added[start + i]) : 0.0f);
       seen.look(chunk, [&](int i) { return hot_tokens[start + i]; });
     }
     const float most = std::max(seen.most, cold.most);

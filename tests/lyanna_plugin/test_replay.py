@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_heart import LENGTH, PROMPTS, make_by_heart
+from by_heart import PROMPTS, answer, make_by_heart
 from lyanna_parts import drafter_for
 from tiny_models import make_tiny_llama
 
@@ -27,13 +27,7 @@ def texts_of(target: Path) -> tuple[list[Text], torch.Tensor, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    written = model.generate(
-        torch.tensor(PROMPTS),
-        max_new_tokens=LENGTH,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    written = answer(model)
     with torch.no_grad():
         hidden = model.get_decoder()(written).last_hidden_state
     texts = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from lyanna_parts import drafter_for
@@ -20,20 +21,26 @@ VOCAB = 512
 PROMPTS = torch.randint(2, VOCAB, (12, 6), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def make_by_heart(folder: Path, out: Path) -> Acceptance:
-    """Train a drafter for the target in `folder` on its greedy answers to `PROMPTS`."""
-    from transformers import AutoModelForCausalLM
-
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answered = target.generate(
+def answer(target: Any) -> torch.Tensor:
+    """`PROMPTS` with a model's greedy answers, int64 `[12, 6 + LENGTH]`."""
+    answered: torch.Tensor = target.generate(
         torch.tensor(PROMPTS),
         max_new_tokens=LENGTH,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
     )
-    answer = torch.arange(answered.shape[1]) >= len(PROMPTS[0])
-    samples = [Sample(tokens.int(), answer) for tokens in answered]
+    return answered
+
+
+def make_by_heart(folder: Path, out: Path) -> Acceptance:
+    """Train a drafter for the target in `folder` on its greedy answers to `PROMPTS`."""
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answered = answer(target)
+    learnt = torch.arange(answered.shape[1]) >= len(PROMPTS[0])
+    samples = [Sample(tokens.int(), learnt) for tokens in answered]
     features = Features(out / "features", samples, "tiny")
     features.compute(target, torch.device("cpu"), lambda done, total: None)
     corpus = Corpus.whole(samples, features)
