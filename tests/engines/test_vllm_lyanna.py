@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from by_heart import LENGTH, PROMPTS, make_by_heart
 from joint_distribution import exact_joint, p_value
-from lyanna_bench import check_figures
+from lyanna_bench import check_demo, check_figures
 from lyanna_parts import drafter_for
 from lyanna_states import VARIABLE, check_states
 from random_prompts import parting_prompts, some_prompts
@@ -144,6 +144,10 @@ def test_preempted_requests_go_on_as_if_they_had_not_been(tiny_llama: Path, draf
 
 def test_bench_gives_its_figures(smollm2: Path, tmp_path: Path) -> None:
     check_figures("vllm", smollm2, tmp_path)
+
+
+def test_the_demo_with_the_drafter_that_comes_along() -> None:
+    check_demo("vllm")
 
 
 def test_another_targets_drafter_is_refused(drafter: Path, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""`drafttree bench --method lyanna`, the same in both engines."""
+"""`drafttree bench` and `demo` with Lyanna, the same in both engines."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from lyanna_parts import drafter_for
@@ -36,3 +37,14 @@ def check_figures(engine: str, model: Path, folder: Path) -> None:
     assert 12 * (steps - 1) < counters["draft_tokens"] <= 12 * steps
     counters = fused["counters"]
     assert counters["draft_tokens"] > 5 * counters["drafted_steps"]
+
+
+def check_demo(engine: str) -> None:
+    """Run the demo with the drafter that comes along: the same answers in far fewer steps."""
+    result = CliRunner().invoke(app, ["demo", "--engine", engine, "--method", "lyanna"])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "6 of 6 answers are the same token for token" in said
+    fewer = re.search(r"lyanna took (\d+)% fewer decode steps", said)
+    assert fewer is not None
+    assert int(fewer[1]) > 35
