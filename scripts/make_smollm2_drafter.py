@@ -2,10 +2,10 @@
 
     .venv-vllm/bin/python scripts/make_smollm2_drafter.py WORK --prompts spec_bench_dev.jsonl
 
-The model writes conversations, in two processes side by side, and answers every other line of the
-given prompts, from the first on; the other lines are left for measuring. Then the drafter is
-trained, into WORK/drafter. A run that was stopped goes on where it was: give it the same WORK.
-Needs vLLM.
+The model writes conversations, in two processes side by side, some of them beginning as one of the
+given prompts does, and answers these prompts: every other one, from the first on; the others are
+left for measuring. Then the drafter is trained, in two processes too, into WORK/drafter. A run that
+was stopped goes on where it was: give it the same WORK. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from lyanna_plugin.training.regenerate import regenerate
 
 _SCRIPT = Path(__file__).with_name("write_text.py")
 _WRITERS = 2
+_TRAINERS = 2
 _CONTEXT = 2048
 
 
-def write_text(model: Path, folder: Path, conversations: int) -> None:
+def write_text(model: Path, folder: Path, count: int, seeds: Path | None) -> None:
     """Two writers, each with a seed and a file of its own."""
+    name, first = ("own", 0) if seeds is None else ("seeded", _WRITERS)
     writers = [
         subprocess.Popen(
             [
                 *(sys.executable, str(_SCRIPT), str(model)),
-                *("--output", str(folder / f"own-{writer}.jsonl")),
-                *("--conversations", str(conversations // _WRITERS)),
-                *("--seed", str(writer * 1_000_000)),
+                *("--output", str(folder / f"{name}-{writer}.jsonl")),
+                *("--conversations", str(count // _WRITERS)),
+                *("--seed", str((first + writer) * 1_000_000)),
+                *(("--seeds", str(seeds)) if seeds else ()),
             ]
         )
         for writer in range(_WRITERS)
@@ -43,29 +46,30 @@ def write_text(model: Path, folder: Path, conversations: int) -> None:
         raise typer.Exit(f"failed: {failed}")
 
 
-def answer_prompts(model: Path, prompts: list[Path], folder: Path, work: Path) -> None:
-    """Every other line of the files, answered greedily."""
-    asked = [chat for file in prompts for chat in list(read_conversations(file))[::2]]
-    if not asked:
-        return
+def answer_prompts(model: Path, prompts: Path, folder: Path, work: Path) -> None:
+    """Every other line of the file, answered greedily."""
+    asked = list(read_conversations(prompts))[::2]
     answered = regenerate(asked, model, 512, _CONTEXT, work, lambda done: None)
     (folder / "prompts.jsonl").write_bytes(answered.read_bytes())
 
 
 def main(
     work: Annotated[Path, typer.Argument(help="For text, features and the drafter.")],
-    prompts: Annotated[list[Path] | None, typer.Option(help="Also to be answered.")] = None,
-    conversations: Annotated[int, typer.Option(help="That the model writes.")] = 14_000,
+    prompts: Annotated[Path, typer.Option(help="In Spec-Bench's format.")],
+    conversations: Annotated[int, typer.Option(help="Of the model's own invention.")] = 9_000,
+    seeded: Annotated[int, typer.Option(help="That begin as some prompt does.")] = 7_000,
     epochs: int = 2,
 ) -> None:
     """Make the drafter."""
     model = ensure("smollm2-135m")
     text = work / "text"
     text.mkdir(parents=True, exist_ok=True)
-    write_text(model, text, conversations)
-    answer_prompts(model, prompts or [], text, work)
+    write_text(model, text, conversations, None)
+    write_text(model, text, seeded, prompts)
+    answer_prompts(model, prompts, text, work)
     command = [
-        *(sys.executable, "-m", "drafttree.cli", "train", "lyanna", "--target", str(model)),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_TRAINERS)),
+        *("-m", "drafttree.cli", "train", "lyanna", "--target", str(model)),
         *("--data", str(text), "--out", str(work / "drafter")),
         *("--cache", str(work / "features"), "--epochs", str(epochs)),
         *("--learning-rate", "1e-3", "--bfloat16"),

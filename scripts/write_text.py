@@ -3,8 +3,9 @@
     .venv-vllm/bin/python scripts/write_text.py MODEL --output text.jsonl --conversations 20000
 
 The model continues a chat's bare user turn, half of the time from one of a few openings, and then
-answers what it wrote. One conversation a line, in ShareGPT's format; a run that was stopped goes on
-where it was. Needs vLLM.
+answers what it wrote. With `--seeds` two of three turns begin as some prompt of that file does:
+every other one of its prompts, from the first on. One conversation a line, in ShareGPT's format; a
+run that was stopped goes on where it was. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from lyanna_plugin.training.dataset import read_conversations
 from lyanna_plugin.training.regenerate import whole_lines
 
 OPENINGS = (
@@ -28,14 +30,28 @@ OPENINGS = (
 )
 
 
-def user_turns(llm: Any, tokenizer: Any, count: int, rng: random.Random) -> list[str]:
+_SEEDED = 2 / 3
+_WORDS = 40
+
+
+def opening(seeds: list[str], rng: random.Random) -> str:
+    """How a user turn begins."""
+    if seeds and rng.random() < _SEEDED:
+        words = rng.choice(seeds).split(" ")
+        return " ".join(words[: rng.randint(1, min(_WORDS, len(words)))]) + " "
+    return rng.choice(OPENINGS) if rng.random() < 0.5 else ""
+
+
+def user_turns(
+    llm: Any, tokenizer: Any, count: int, seeds: list[str], rng: random.Random
+) -> list[str]:
     """About `count` user turns of the model's own writing."""
     from vllm import SamplingParams
 
     mark = "\N{REPLACEMENT CHARACTER}"
     chat = [{"role": "user", "content": mark}]
     before, _ = tokenizer.apply_chat_template(chat, tokenize=False).split(mark, 1)
-    openings = [rng.choice(OPENINGS) if rng.random() < 0.5 else "" for _ in range(count)]
+    openings = [opening(seeds, rng) for _ in range(count)]
     written = llm.generate(
         [before + opening for opening in openings],
         SamplingParams(temperature=1.0, top_k=100, max_tokens=120),
@@ -71,10 +87,13 @@ def main(
     max_answer_tokens: int = 192,
     together: Annotated[int, typer.Option(help="Conversations written at once.")] = 256,
     seed: Annotated[int, typer.Option(help="Another one writes other text.")] = 0,
+    seeds: Annotated[Path | None, typer.Option(help="Prompts in Spec-Bench's format.")] = None,
 ) -> None:
     """Write conversations."""
     import vllm
 
+    prompts = [] if seeds is None else list(read_conversations(seeds))[::2]
+    begin_so = [message["content"] for chat in prompts for message in chat]
     done = whole_lines(output)
     llm = vllm.LLM(
         str(model), dtype="bfloat16", max_num_seqs=together, max_model_len=1024, seed=seed + done
@@ -85,7 +104,7 @@ def main(
         task = progress.add_task("", total=conversations, completed=done)
         while done < conversations:
             rng = random.Random(seed + done)
-            turns = user_turns(llm, tokenizer, together, rng)
+            turns = user_turns(llm, tokenizer, together, begin_so, rng)
             for turn, answer in zip(
                 turns, answers(llm, turns, max_answer_tokens, rng), strict=True
             ):
