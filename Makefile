@@ -1,7 +1,6 @@
 # The two commands: `make demo` and `make test`. Each creates what it needs and reuses it when run again.
 
 ENGINE ?= vllm
-METHOD ?= token-recycling
 PYTHON ?= python3
 VENV := .venv-$(ENGINE)
 
@@ -13,7 +12,7 @@ export VLLM_NO_USAGE_STATS = 1
 	test-engines test-engines-full
 
 demo: environment
-	$(VENV)/bin/drafttree demo --engine $(ENGINE) --method $(METHOD)
+	$(VENV)/bin/drafttree demo --engine $(ENGINE) $(if $(METHOD),--method $(METHOD))
 
 # The engines' tests side by side, each on half of the cores.
 HALF = $(PYTHON) -c "import os; c = sorted(os.sched_getaffinity(0)); h = len(c) // 2; \
