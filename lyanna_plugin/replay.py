@@ -99,6 +99,7 @@ class LyannaReplay:
 
     Args:
         embeddings, head: float32 `[V, d]`, the target's.
+        steps: the most that any run will draft.
     """
 
     def __init__(
@@ -107,38 +108,38 @@ class LyannaReplay:
         drafter: Drafter,
         embeddings: Tensor,
         head: Tensor,
-        options: LyannaOptions,
+        steps: int,
     ) -> None:
         self._texts = texts
         self._head = head
-        self._steps = options.steps
         info = drafter.token_info
         if info is None:
-            table = TokenTable.empty(len(embeddings))
+            self._table = TokenTable.empty(len(embeddings))
         else:
             hot = embeddings[info.hot_tokens.long()]
-            table = TokenTable.of(info, hot, torch.float32)
-        self._trees = LyannaTrees(options, table, torch.float32)
-        self._trees.allot(len(texts))
+            self._table = TokenTable.of(info, hot, torch.float32)
         with torch.inference_mode():
             self._states = [
                 torch.stack(
-                    drafter.unroll(
-                        text.hidden[None], embeddings[text.tokens[1:]][None], self._steps
-                    )
+                    drafter.unroll(text.hidden[None], embeddings[text.tokens[1:]][None], steps)
                 )[:, 0].transpose(0, 1)
                 for text in map(_without_last, texts)
             ]
 
-    def run(self) -> list[Replayed]:
+    def run(self, options: LyannaOptions) -> list[Replayed]:
         """Decode all texts."""
-        return replay(self._texts, self._steps, self._propose, self._trees.accepted)
+        trees = LyannaTrees(options, self._table, torch.float32)
+        trees.allot(len(self._texts))
 
-    def _propose(self, rows: Tensor, places: Tensor, roots: Tensor) -> DraftTree:
-        pairs = zip(rows.tolist(), places.tolist(), strict=True)
-        states = torch.stack([self._states[row][place - 1] for row, place in pairs])
-        steps = torch.full_like(rows, self._steps)
-        return self._trees.propose(rows, roots, states @ self._head.T, steps)
+        def propose(rows: Tensor, places: Tensor, roots: Tensor) -> DraftTree:
+            pairs = zip(rows.tolist(), places.tolist(), strict=True)
+            states = torch.stack(
+                [self._states[row][place - 1, : options.steps] for row, place in pairs]
+            )
+            steps = torch.full_like(rows, options.steps)
+            return trees.propose(rows, roots, states @ self._head.T, steps)
+
+        return replay(self._texts, options.steps, propose, trees.accepted)
 
 
 def _without_last(text: Text) -> Text:

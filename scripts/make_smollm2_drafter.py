@@ -4,8 +4,9 @@
 
 The model writes conversations, in two processes side by side, some of them beginning as one of the
 given prompts does, and answers these prompts: every other one, from the first on; the others are
-left for measuring. Then the drafter is trained, in two processes too, into WORK/drafter. A run that
-was stopped goes on where it was: give it the same WORK. Needs vLLM.
+left for measuring. Then the drafter is trained, in two processes too, first on what began freely,
+then on what began as given, into WORK/drafter. A run that was stopped goes on where it was: give it
+the same WORK. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -46,11 +47,25 @@ def write_text(model: Path, folder: Path, count: int, seeds: Path | None) -> Non
         raise typer.Exit(f"failed: {failed}")
 
 
-def answer_prompts(model: Path, prompts: Path, folder: Path, work: Path) -> None:
+def answer_prompts(model: Path, prompts: Path, folders: list[Path], work: Path) -> None:
     """Every other line of the file, answered greedily."""
     asked = list(read_conversations(prompts))[::2]
     answered = regenerate(asked, model, 512, _CONTEXT, work, lambda done: None)
-    (folder / "prompts.jsonl").write_bytes(answered.read_bytes())
+    for folder in folders:
+        (folder / "prompts.jsonl").write_bytes(answered.read_bytes())
+
+
+def train(model: Path, work: Path, text: Path, out: Path, epochs: int, *more: str) -> None:
+    """Train on a folder of text, unless that was done."""
+    if (out / "held_out.json").exists():
+        return
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_TRAINERS)),
+        *("-m", "drafttree.cli", "train", "lyanna", "--target", str(model)),
+        *("--data", str(text), "--out", str(out), "--cache", str(work / "features")),
+        *("--epochs", str(epochs), "--bfloat16", *more),
+    ]
+    subprocess.run(command, check=True)
 
 
 def main(
@@ -62,19 +77,15 @@ def main(
 ) -> None:
     """Make the drafter."""
     model = ensure("smollm2-135m")
-    text = work / "text"
-    text.mkdir(parents=True, exist_ok=True)
-    write_text(model, text, conversations, None)
-    write_text(model, text, seeded, prompts)
-    answer_prompts(model, prompts, text, work)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_TRAINERS)),
-        *("-m", "drafttree.cli", "train", "lyanna", "--target", str(model)),
-        *("--data", str(text), "--out", str(work / "drafter")),
-        *("--cache", str(work / "features"), "--epochs", str(epochs)),
-        *("--learning-rate", "1e-3", "--bfloat16"),
-    ]
-    subprocess.run(command, check=True)
+    free, begun = work / "text", work / "seeded"
+    for folder in (free, begun):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_text(model, free, conversations, None)
+    write_text(model, begun, seeded, prompts)
+    answer_prompts(model, prompts, [free, begun], work)
+    first, last = work / "first", work / "drafter"
+    train(model, work, free, first, epochs, "--learning-rate", "1e-3")
+    train(model, work, begun, last, epochs, "--learning-rate", "5e-4", "--start", str(first))
 
 
 if __name__ == "__main__":

@@ -114,10 +114,13 @@ def measured(drafter: Drafter, target: Target, corpus: Corpus) -> dict[str, Any]
                 )
             )
         return found
-    for name, options in SETTINGS.items():
-        chosen = LyannaOptions(model="", width=WIDTH, **options)
-        replay = LyannaReplay(texts, drafter, target.embeddings, target.head, chosen)
-        found[name] = figures(replay.run())
+    chosen = {
+        name: LyannaOptions(model="", width=WIDTH, **options) for name, options in SETTINGS.items()
+    }
+    most = max(options.steps for options in chosen.values())
+    replay = LyannaReplay(texts, drafter, target.embeddings, target.head, most)
+    for name, options in chosen.items():
+        found[name] = figures(replay.run(options))
     return found
 
 

@@ -21,6 +21,9 @@ def train(
         Path, typer.Option(help="Conversations in ShareGPT's format: a file, or a folder of them.")
     ],
     out: Annotated[Path, typer.Option(help="The drafter's folder; an interrupted run goes on.")],
+    start: Annotated[
+        Path | None, typer.Option(help="A drafter's folder, to go on from its weights.")
+    ] = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="Have the target write all answers first.")
     ] = False,
@@ -68,6 +71,7 @@ def train(
         data=data,
         out=out,
         cache=cache or out.with_name(f"{out.name}-features"),
+        start=start,
         settings=Settings(
             epochs=epochs,
             learning_rate=learning_rate,

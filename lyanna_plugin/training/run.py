@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lyanna_plugin.checkpoint import fingerprint, layer_config
+from lyanna_plugin.checkpoint import fingerprint, layer_config, load
 from lyanna_plugin.config_file import DrafterConfig
 from lyanna_plugin.model import Drafter
 from lyanna_plugin.training.acceptance import Acceptance, measure
@@ -44,6 +44,7 @@ class Job:
         out: the drafter's folder.
         cache: where the target's features are kept.
         shape: `DrafterConfig`'s fields that differ from its defaults.
+        start: a drafter's folder, whose weights to go on from.
         max_length: tokens of a conversation.
         answer_tokens: of an answer, where the target is to write them; None to take the data's.
     """
@@ -55,6 +56,7 @@ class Job:
     settings: Settings = field(default_factory=Settings)
     weights: LossWeights = field(default_factory=LossWeights)
     shape: dict[str, Any] = field(default_factory=dict)
+    start: Path | None = None
     max_length: int = 1024
     answer_tokens: int | None = None
 
@@ -81,8 +83,12 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     layer = layer_config(job.target)
     if (job.out / "config.json").exists() and not has_state(job.out):
         raise ValueError(f"--out {job.out} holds a drafter already: choose another folder")
-    job.out.mkdir(parents=True, exist_ok=True)
     digest = fingerprint(job.target)
+    config = DrafterConfig(target=job.target.name, fingerprint=digest, **job.shape)
+    hot = min(config.num_hot_tokens, layer.vocab_size)
+    config = config.model_copy(update={"num_hot_tokens": hot})
+    begun = None if job.start is None else _begun(job.start, job.target, config)
+    job.out.mkdir(parents=True, exist_ok=True)
     status("reading the conversations")
     tokenizer = AutoTokenizer.from_pretrained(job.target)
     # One process has the target answer; the others read what it wrote.
@@ -111,24 +117,21 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     training = corpus.part(i for i in range(len(samples)) if i not in held_out)
     embeddings = target.get_input_embeddings().weight.detach().float()
     counts = token_counts(training.samples, layer.vocab_size)
-    config = DrafterConfig(
-        target=job.target.name,
-        fingerprint=digest,
-        embedding_scale=float(embeddings.square().mean().rsqrt()),
-        **job.shape,
-    )
-    hot = min(config.num_hot_tokens, layer.vocab_size)
-    config = config.model_copy(update={"num_hot_tokens": hot})
     frequent = counts.argsort(descending=True)
-    drafter = Drafter(layer, config, frequent[: config.num_hot_tokens].sort().values)
     head = target.get_output_embeddings().weight.detach().float()
-    status("fitting the first weights")
-    initialise(
-        drafter,
-        *(training, embeddings.cpu(), head.cpu()),
-        _last_layer(target),
-        target.get_decoder().norm.weight.detach().float().cpu(),
-    )
+    if begun is None:
+        scale = float(embeddings.square().mean().rsqrt())
+        config = config.model_copy(update={"embedding_scale": scale})
+        drafter = Drafter(layer, config, frequent[:hot].sort().values)
+        status("fitting the first weights")
+        initialise(
+            drafter,
+            *(training, embeddings.cpu(), head.cpu()),
+            _last_layer(target),
+            target.get_decoder().norm.weight.detach().float().cpu(),
+        )
+    else:
+        drafter = begun
     columns = Columns(frequent[:_FREQUENT], layer.vocab_size, _SAMPLED)
     model = DrafterLoss(drafter, embeddings, head, columns, job.weights)
     del target
@@ -137,7 +140,8 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
         **asdict(job.settings),
         "processes": accelerator.num_processes,
         "loss": asdict(job.weights),
-        "drafter": config.model_dump(),
+        "drafter": drafter.config.model_dump(),
+        "start": job.start and job.start.name,
         "conversations": len(training.samples),
         "answer_tokens": sum(int(each.answer.sum()) for each in training.samples),
     }
@@ -152,6 +156,22 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     if accelerator.is_main_process:
         finish(drafter, job.out, asdict(acceptance))
     return acceptance
+
+
+def _begun(start: Path, target: Path, config: DrafterConfig) -> Drafter:
+    """The drafter to go on from.
+
+    Raises:
+        ValueError: it cannot be read, is another target's, or of another shape than `config`'s.
+    """
+    drafter = load(start, target)
+    for name, wanted in config.model_dump(exclude={"target", "embedding_scale"}).items():
+        if (there := getattr(drafter.config, name)) != wanted:
+            raise ValueError(
+                f"--start {start} has {name}={there}, not {wanted}: go on with the options that it "
+                "was begun with"
+            )
+    return drafter
 
 
 def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> Iterable[Messages]:

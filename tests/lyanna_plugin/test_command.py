@@ -71,6 +71,23 @@ def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path:
     assert "holds a drafter already" in again.output
 
 
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_goes_on_from_a_drafter(target: Path, data: Path, tmp_path: Path) -> None:
+    first, out = tmp_path / "first", tmp_path / "second"
+    more = ("--epochs", "8", "--learning-rate", "1e-3")
+    assert train(target, data, first, *more).exit_code == 0
+    other = train(target, data, out, *more, "--start", str(first), "--rank", "4")
+    assert other.exit_code == 2
+    assert "has token_info_rank=8, not 4" in other.output
+    assert not out.exists()
+    assert train(target, data, out, *more, "--start", str(first)).exit_code == 0
+    assert losses(out)[0] < 0.95 * losses(first)[0]
+    assert load(out, target).config == load(first, target).config
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -46,7 +46,7 @@ def test_one_text_after_the_other(learnt: tuple[Path, Path, float]) -> None:
     texts, embeddings, head = texts_of(target)
     drafter = drafter_for(target)
     options = LyannaOptions(model="", resample=False, nodes=7)
-    found = LyannaReplay(texts, drafter, embeddings, head, options).run()
+    found = LyannaReplay(texts, drafter, embeddings, head, options.steps).run(options)
     assert drafter.token_info is not None
     hot = embeddings[drafter.token_info.hot_tokens.long()]
     with torch.no_grad():
@@ -78,10 +78,10 @@ def test_fusion_accepts_no_less_and_what_was_learnt_is_accepted(
     target, out, expected = learnt
     texts, embeddings, head = texts_of(target)
     drafter = load(out, target)
-    steps = []
+    steps, replay = [], LyannaReplay(texts, drafter, embeddings, head, steps=3)
     for resample in (False, True):
         options = LyannaOptions(model="", resample=resample)
-        found = LyannaReplay(texts, drafter, embeddings, head, options).run()
+        found = replay.run(options)
         steps.append(sum(each.steps for each in found))
     mean = sum(each.tokens for each in found) / steps[0]
     assert mean > 0.9 * expected
