@@ -100,14 +100,14 @@ def figures(replayed: Sequence[Replayed]) -> dict[str, float]:
     }
 
 
-def measured(drafter: Drafter, target: Target, corpus: Corpus) -> dict[str, Any]:
-    """All figures of one drafter."""
+def measured(drafter: Drafter, target: Target, corpus: Corpus, only: list[str]) -> dict[str, Any]:
+    """The figures of one drafter: in all settings, or in those of the names `only`."""
     columns = Columns(torch.arange(1), len(target.head), sampled=0)
     loss = DrafterLoss(drafter, target.embeddings, target.head, columns, LossWeights())
     texts = list(texts_of(corpus))
     found: dict[str, Any] = {"greedy_chain": asdict(measure(loss, corpus, torch.device("cpu")))}
     if drafter.config.feeds_tokens:
-        for name, setting in EAGLE_SETTINGS.items():
+        for name, setting in _chosen(EAGLE_SETTINGS, only).items():
             found[name] = figures(
                 replay_eagle(
                     *(texts, drafter, target.embeddings, target.head), width=WIDTH, **setting
@@ -115,13 +115,18 @@ def measured(drafter: Drafter, target: Target, corpus: Corpus) -> dict[str, Any]
             )
         return found
     chosen = {
-        name: LyannaOptions(model="", width=WIDTH, **options) for name, options in SETTINGS.items()
+        name: LyannaOptions(model="", width=WIDTH, **options)
+        for name, options in _chosen(SETTINGS, only).items()
     }
     most = max(options.steps for options in chosen.values())
     replay = LyannaReplay(texts, drafter, target.embeddings, target.head, most)
     for name, options in chosen.items():
         found[name] = figures(replay.run(options))
     return found
+
+
+def _chosen(settings: dict[str, Any], only: list[str]) -> dict[str, Any]:
+    return {name: settings[name] for name in only or settings if name in settings}
 
 
 def main(
@@ -131,6 +136,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON.")],
     work: Annotated[Path, typer.Option(help="For the answers and their features.")],
     max_new_tokens: int = 96,
+    only: Annotated[list[str] | None, typer.Option(help="A setting; may be repeated.")] = None,
 ) -> None:
     """Measure drafters."""
     from transformers import AutoModelForCausalLM
@@ -157,7 +163,7 @@ def main(
     }
     for pair in drafter:
         name, _, folder = pair.partition("=")
-        report["drafters"][name] = measured(load(Path(folder), target), parts, corpus)
+        report["drafters"][name] = measured(load(Path(folder), target), parts, corpus, only or [])
         output.write_text(json.dumps(report, indent=2) + "\n")
         typer.echo(f"{name}: {json.dumps(report['drafters'][name])}")
 
