@@ -72,7 +72,7 @@ def main(
     work: Annotated[Path, typer.Argument(help="For text, features and the drafter.")],
     prompts: Annotated[Path, typer.Option(help="In Spec-Bench's format.")],
     conversations: Annotated[int, typer.Option(help="Of the model's own invention.")] = 9_000,
-    seeded: Annotated[int, typer.Option(help="That begin as some prompt does.")] = 7_000,
+    seeded: Annotated[int, typer.Option(help="That begin as some prompt does.")] = 4_300,
     epochs: int = 2,
 ) -> None:
     """Make the drafter."""
