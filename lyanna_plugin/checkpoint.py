@@ -79,6 +79,8 @@ def save(drafter: Drafter, folder: Path) -> None:
         "dtype": "bfloat16",
         KEY: drafter.config.model_dump(),
     }
+    # Where the target lay while this was trained is of no use to others.
+    written.pop("_name_or_path", None)
     weights = {
         name: (value.bfloat16() if value.is_floating_point() else value).contiguous().cpu()
         for name, value in drafter.state_dict().items()
