@@ -1,0 +1,19 @@
+// Where the n-grams of a text, and pairs of tokens, stand in their tables.
+
+#pragma once
+
+#include <cstdint>
+
+constexpr int64_t kLongest = 6;  // of the n-grams that are looked for
+
+static inline uint32_t mixed(uint32_t hash, int32_t token) {
+  hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B1u;
+  return hash ^ (hash >> 15);
+}
+
+// `cells` is a power of two.
+static inline int64_t cell_of(const int32_t* tokens, int64_t n, int64_t cells) {
+  uint32_t hash = static_cast<uint32_t>(n);
+  for (int64_t i = 0; i < n; ++i) hash = mixed(hash, tokens[i]);
+  return static_cast<int64_t>(hash) & (cells - 1);
+}
