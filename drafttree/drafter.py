@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from drafttree.verify import Verified
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,16 @@ class DraftTree:
         tokens = roots[:, None]
         return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
 
+    def before(self, roots: torch.Tensor) -> torch.Tensor:
+        """The token before each node, `int32 [B, N]`, given those before the roots, `int32 [B]`.
+
+        Where there is no node it is -1.
+        """
+        above = self.tokens.gather(1, self.parents.clamp(min=0).long())
+        above = above.masked_fill(self.parents < 0, -1)
+        above[:, 0] = roots
+        return above
+
     def path(self, row: int, column: int) -> list[int]:
         """The tokens from below the root to a node; none where there is no node."""
         tokens: list[int] = []
@@ -42,7 +55,8 @@ class DraftTree:
 class Drafter(Protocol):
     """Drafts trees and learns from what the target said of them. Knows no engine.
 
-    State that belongs to a request is keyed by its id, never by its row in the batch.
+    State that belongs to a request is keyed by a slot, which the host gives it from when it starts
+    to when it is released, never by its row in the batch.
 
     Attributes:
         max_depth: the greatest depth of a node that it drafts.
@@ -50,25 +64,43 @@ class Drafter(Protocol):
 
     max_depth: int
 
-    def start(self, request_ids: Sequence[str]) -> None:
-        """Hear of requests that joined."""
+    def allot(self, slots: int, length: int) -> None:
+        """Make room for the state of requests in `slots` slots, whose texts have at most `length`
+        tokens; once, before all else."""
 
-    def propose(self, request_ids: Sequence[str], roots: torch.Tensor) -> DraftTree:
-        """Draft one tree under each of `roots` (`int32 [B]`, the last accepted tokens)."""
+    def start(self, slot: int, text: Sequence[int]) -> None:
+        """A request begins, or begins anew, with all tokens that are known of it."""
 
-    def observe(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tokens came after the requests' texts without a verification: `int32 [B, E]`, -1 for
+        none; `slots` is `int64 [B]`, here and below."""
+
+    def before(self, slots: torch.Tensor) -> torch.Tensor:
+        """The token before each text's last, `int32 [B]`; -1 where it is not known."""
+
+    def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        """Draft one tree under each of `roots` (`int32 [B]`, the texts' last tokens)."""
+
+    def observe(
+        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
         """Learn from the target's raw logits.
 
         Args:
             tokens: `int32 [R]`, the token whose next-token logits a row holds; -1 to skip it.
+            before: `int32 [R]`, the token before it; -1 where it is not known.
             logits: `[R, V]`, before any penalty, mask or temperature.
 
         Returns:
             `int32 [R]`: the target's most likely next token after each row, ties to the lowest id.
         """
 
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that ended."""
+    def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
+        """Hear how the last trees fared, as far as they were verified; emitted tokens of -1 do not
+        join the texts."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Requests ended."""
 
     def reset(self) -> None:
         """Forget everything learnt."""

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.sglang.sampling import verify_trees
@@ -20,12 +21,18 @@ class TableWorker(TreeWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._slots: dict[str, int] = {}
         self._learn_from_prefill()
 
     @property
     def draft_worker(self) -> None:
         """There is no draft model."""
         return None
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Take the target's pools, and make room for as many requests' texts."""
+        super().alloc_memory_pool(**pools)
+        self.drafter.allot(*self.req_to_token_pool.req_to_token.shape)
 
     def _learn_from_prefill(self) -> None:
         """Sampling writes into the logits, so the drafter must look at them right before.
@@ -37,29 +44,43 @@ class TableWorker(TreeWorker):
         @functools.wraps(sample)
         def sample_after_learning(logits_output: Any, forward_batch: Any) -> torch.Tensor:
             if forward_batch.forward_mode.is_extend_without_speculative():
-                last = forward_batch.extend_seq_lens.cumsum(0) - 1
-                tokens = forward_batch.input_ids[last].to(torch.int32)
-                self.drafter.observe(tokens, logits_output.next_token_logits)
+                lengths = forward_batch.extend_seq_lens
+                last = lengths.cumsum(0) - 1
+                tokens = forward_batch.input_ids.int()
+                before = tokens[(last - 1).clamp(min=0)].masked_fill(lengths < 2, -1)
+                self.drafter.observe(tokens[last], before, logits_output.next_token_logits)
             return sample(logits_output, forward_batch)
 
         self._runner.sample = sample_after_learning
 
-    def _requests_began(self, names: list[str]) -> None:
-        self.drafter.start(names)
-
     def _requests_ended(self, names: list[str]) -> None:
-        self.drafter.release(names)
+        self.drafter.release([self._slots.pop(name) for name in names if name in self._slots])
 
     def _forget(self) -> None:
         self.drafter.reset()
 
+    def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
+        # Parts of a prompt, and requests that were retracted, begin anew: all that is known of
+        # them is there each time.
+        self._requests_ended([request.rid for request in batch.reqs])
+        for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True):
+            self._slots[request.rid] = slot
+            self.drafter.start(slot, [*request.origin_input_ids, *request.output_ids])
+        result = super()._forward_prompt(batch)
+        self.drafter.extend(batch.req_pool_indices, result.next_token_ids[:, None].int())
+        return result
+
     def _propose(self, batch: Any) -> DraftTree:
-        names = [request.rid for request in batch.reqs]
-        return self.drafter.propose(names, self._states.roots[batch.req_pool_indices])
+        slots = batch.req_pool_indices
+        return self.drafter.propose(slots, self._states.roots[slots])
 
     def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
-        best = self.drafter.observe(trees.tokens.flatten(), output.next_token_logits)
-        return verify_trees(
+        slots = batch.req_pool_indices
+        before = trees.before(self.drafter.before(slots))
+        best = self.drafter.observe(
+            trees.tokens.flatten(), before.flatten(), output.next_token_logits
+        )
+        verified = verify_trees(
             self._runner,
             batch,
             trees,
@@ -68,3 +89,5 @@ class TableWorker(TreeWorker):
             best.view_as(trees.tokens),
             self._penalties_of(batch),
         )
+        self.drafter.accepted(slots, trees, verified)
+        return verified

@@ -89,9 +89,6 @@ class TreeWorker(BaseSpecWorker):
     def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
         """Which path of each tree the target goes, by its output for all nodes."""
 
-    def _requests_began(self, names: list[str]) -> None:
-        """Requests joined."""
-
     def _requests_ended(self, names: list[str]) -> None:
         """Requests left."""
 
@@ -151,8 +148,6 @@ class TreeWorker(BaseSpecWorker):
             self._penalties.pop(name, None)
         self._requests_ended(ended)
         arrived = [request for request in batch.reqs if request.rid not in self._running]
-        if arrived:
-            self._requests_began([request.rid for request in arrived])
         for request in batch.reqs:
             self._running[request.rid] = request
             # A request that was retracted is read again: its penalties start from its output.

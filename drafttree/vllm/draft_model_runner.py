@@ -49,12 +49,13 @@ class DraftModelRunner(TreeModelRunner):
         draft_seconds: the host's time spent in steps with drafts, until the target's forward.
     """
 
-    tree_drafter: ModelDrafter
-
     def _set_up(
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
         super()._set_up(method, options, logits_processors)
+        self.tree_drafter: ModelDrafter = method.make_drafter(
+            method.parse(options), self.model_config.get_vocab_size(), self.device
+        )
         self.draft_seconds = 0.0
         self._draft_path = str(options["model"])
         self._rule_sampler = RuleSampler(self.sampler)
@@ -95,15 +96,6 @@ class DraftModelRunner(TreeModelRunner):
                     f"size {size} but {sorted(counts)} query heads, which vLLM cannot serve "
                     "together: use another draft model"
                 )
-
-    def forget(self) -> None:
-        """Nothing is learnt."""
-
-    def _requests_began(self, names: list[str]) -> None:
-        """All that is known of a request is its own."""
-
-    def _requests_ended(self, names: list[str]) -> None:
-        """See `_requests_began`."""
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
         """Columns of a tree, by which the scheduler grants slots; it is drawn in the next step."""

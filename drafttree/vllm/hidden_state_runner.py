@@ -27,6 +27,7 @@ from drafttree.drafter import Attend, DraftTree, HiddenStateDrafter, TargetParts
 from drafttree.method import Method
 from drafttree.verify import Verified
 from drafttree.vllm.attention import StepMasks
+from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
 from drafttree.vllm.step import FILLER, StepTrees
@@ -52,13 +53,10 @@ class HiddenStateRunner(TreeModelRunner):
     ) -> None:
         self._method = method
         self._options = method.parse(options)
-        self._slots: dict[str, int] = {}
+        self._slots = RequestSlots(self.max_num_reqs)
         self._masks: StepMasks | None = None
         self.draft_seconds = 0.0
         super()._set_up(method, options, logits_processors)
-
-    def _make_drafter(self, method: Method, options: dict[str, Any]) -> None:
-        """It needs the target's weights."""
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Load the target, and then the layer."""
@@ -89,9 +87,6 @@ class HiddenStateRunner(TreeModelRunner):
             self.max_num_reqs, width, dtype=self.model_config.dtype, device=self.device
         )
 
-    def forget(self) -> None:
-        """Nothing is learnt."""
-
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Who is preempted is read again from the beginning, and may find another slot then.
         self._requests_ended(list(scheduler_output.preempted_req_ids or ()))
@@ -102,20 +97,12 @@ class HiddenStateRunner(TreeModelRunner):
         self._requests_ended(names)
 
     def _requests_ended(self, names: list[str]) -> None:
-        for name in names:
-            self._slots.pop(name, None)
+        self._slots.free(names)
 
     def _batch_slots(self) -> torch.Tensor:
         """The slots of the batch's requests, int64 `[B]`."""
-        batch = self.input_batch.req_ids
-        arrived = [name for name in batch if name not in self._slots]
-        if arrived:
-            if len(self._slots) + len(arrived) > self.max_num_reqs:
-                # Sessions that pause hold slots too; they come back as new requests.
-                self._slots = {name: self._slots[name] for name in batch if name in self._slots}
-            free = sorted(set(range(self.max_num_reqs)) - set(self._slots.values()))
-            self._slots.update(zip(arrived, free[: len(arrived)], strict=True))
-        return torch.tensor([self._slots[name] for name in self.input_batch.req_ids])
+        slots, _ = self._slots.of(self.input_batch.req_ids)
+        return torch.tensor(slots)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
         """Columns by which the scheduler grants slots; the tree is built in the next step."""

@@ -23,7 +23,7 @@ from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
 from drafttree.verify import Verified
 from drafttree.vllm.attention import StepMasks, TreeAttentionMetadataBuilder, kv_views
-from drafttree.vllm.sampling import build_logits_processors, is_plain_greedy, sample_trees
+from drafttree.vllm.sampling import build_logits_processors
 from drafttree.vllm.step import FILLER, StepTrees, StoredTree
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class HostProposer:
 
 
 class TreeModelRunner(CPUModelRunner):
-    """Made from the stock runner by `adopt`. Drafts with a `Drafter`, without a model."""
+    """Made from the stock runner by `adopt`. A subclass says how it drafts and verifies."""
 
     @classmethod
     def adopt(
@@ -83,7 +83,6 @@ class TreeModelRunner(CPUModelRunner):
     def _set_up(
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
-        self.tree_drafter = self._make_drafter(method, options)
         self._plan_budget()
         self.input_batch.logitsprocs = build_logits_processors(
             self.vllm_config, self.device, logits_processors
@@ -94,11 +93,6 @@ class TreeModelRunner(CPUModelRunner):
         self._step: StepTrees | None = None
         self._drafts_off: set[str] = set()
         self._grammar_bound: set[str] = set()
-
-    def _make_drafter(self, method: Method, options: dict[str, Any]) -> Any:
-        return method.make_drafter(
-            method.parse(options), self.model_config.get_vocab_size(), self.device
-        )
 
     def _plan_budget(self) -> None:
         scheduler = self.scheduler_config
@@ -129,8 +123,7 @@ class TreeModelRunner(CPUModelRunner):
         self.counters = Counters(self.device)
 
     def forget(self) -> None:
-        """Forget what was learnt: the weights have changed, or are to be measured anew."""
-        self.tree_drafter.reset()
+        """Forget what was learnt, if anything is: the weights have changed, say."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the caches, and what will move rows in them: a mover for keys, one for values."""
@@ -172,10 +165,10 @@ class TreeModelRunner(CPUModelRunner):
         return deferred
 
     def _requests_began(self, names: list[str]) -> None:
-        self.tree_drafter.start(names)
+        """Requests joined; a streaming session that goes on joins again under its old name."""
 
     def _requests_ended(self, names: list[str]) -> None:
-        self.tree_drafter.release(names)
+        """Requests left."""
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -242,19 +235,7 @@ class TreeModelRunner(CPUModelRunner):
         self, step: StepTrees, logits: torch.Tensor
     ) -> tuple[SamplerOutput, DraftTree, Verified]:
         """What the target says of the step's trees, by its raw logits, `[R, V]`."""
-        tokens = self._row_tokens(step)
-        drafts = step.trees(tokens)
-        target = self._observe(step, tokens, logits)
-        fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
-        output, verified = sample_trees(self, step, drafts, logits, fixed)
-        return output, drafts, verified
-
-    def _observe(self, step: StepTrees, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Let the drafter learn; grammar masks have already changed some requests' logits."""
-        if self._grammar_bound:
-            masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
-            tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
-        return self.tree_drafter.observe(tokens, logits)
+        raise NotImplementedError
 
     def _move_kv(self, step: StepTrees, verified: Verified) -> None:
         """Move the accepted path's KV to the slots right after the root's."""
@@ -316,7 +297,7 @@ class TreeModelRunner(CPUModelRunner):
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
         """The next step's trees under `roots`, `int32 [B]`, before any is cut."""
-        return self.tree_drafter.propose(self.input_batch.req_ids, roots)
+        raise NotImplementedError
 
     def _tokens_left(self, request_id: str) -> int:
         state = self.requests[request_id]

@@ -116,6 +116,13 @@ class StepTrees:
         nodes = np.minimum(np.arange(self.parents.shape[1]), self.sizes[:, None] - 1)
         return torch.from_numpy(self.starts[:, None] + nodes)
 
+    def by_row(self, values: torch.Tensor) -> torch.Tensor:
+        """What was known of the nodes, `int32 [B, N]`, for the R rows; -1 for fillers."""
+        nodes = torch.arange(values.shape[1]) < torch.from_numpy(self.sizes)[:, None]
+        rows = values.new_full((len(self.rows),), FILLER)
+        rows[self.node_rows()[nodes]] = values[nodes]
+        return rows
+
     def trees(self, tokens: torch.Tensor) -> DraftTree:
         """The batch's trees, given the R rows' input tokens (`int32 [R]`)."""
         sizes = torch.from_numpy(self.sizes)

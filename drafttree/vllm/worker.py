@@ -8,6 +8,7 @@ from drafttree.method import find_method
 from drafttree.vllm.attention import tree_attention_backend
 from drafttree.vllm.plugin import requested
 from drafttree.vllm.runner import TreeModelRunner
+from drafttree.vllm.table_runner import TableRunner
 
 
 class TreeCPUWorker(CPUWorker):
@@ -28,9 +29,9 @@ class TreeCPUWorker(CPUWorker):
         assert request is not None
         name, options = request
         method = find_method(name)
-        runner: type[TreeModelRunner] = TreeModelRunner
+        runner: type[TreeModelRunner] = TableRunner
+        # The others rest on more of the engine than this one needs.
         if method.draft_model:
-            # It rests on more of the engine than the others need.
             from drafttree.vllm.draft_model_runner import DraftModelRunner
 
             runner = DraftModelRunner

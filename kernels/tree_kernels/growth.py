@@ -27,7 +27,7 @@ ORIGINS = (2 * LONGEST + 1) * PAIR_STATES * ROW_STATES
 """An origin is (copy x PAIR_STATES + pair) x ROW_STATES + row.
 
 copy: 0 where no suffix was found; its length if the candidate is the copy; that and LONGEST if
-another candidate is. pair: its rank from 1 on in the pair's row, 0 if it is not in there, TOP + 1 if
+another candidate is. pair: its rank from 1 on in the pair's row, 0 if it is not there, TOP + 1 if
 there is no such row. row: its rank from 1 on in the token's row, 0 if it is not in there."""
 
 _GROW = NativeFunction("growth.cpp", "grow_trees", "pipipippippp" + "iiii" + "pppp")

@@ -1,0 +1,179 @@
+"""The drafters draft what the target's logits last said of each token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttree.verify import verify_greedy
+from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, make_drafter
+from recycle_plugin.grown import expected_priors
+
+VOCAB = 37
+DRAFTERS: dict[str, dict[str, object]] = {
+    "grown": {"nodes": 40},
+    "paper": {"drafting": "paper", "nodes": 40},
+}
+
+
+def logits_for(*best: int) -> torch.Tensor:
+    """Logits whose most likely tokens are `best`, in this order."""
+    logits = torch.zeros(VOCAB)
+    for place, token in enumerate(best):
+        logits[token] = 10.0 - place
+    return logits
+
+
+def make(**options: object) -> GrownDrafter | StaticDrafter:
+    drafter = make_drafter(RecycleOptions.model_validate(options), VOCAB, torch.device("cpu"))
+    drafter.allot(4, 64)
+    return drafter
+
+
+def ids(*tokens: int) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int32)
+
+
+def slots(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
+
+
+def observe(drafter: GrownDrafter | StaticDrafter, **rows: tuple[int, ...]) -> list[int]:
+    """Rows by names as in `t5` or, with the token before, `t4_5`."""
+    named = [[int(part) for part in name[1:].split("_")] for name in rows]
+    return drafter.observe(
+        ids(*(each[-1] for each in named)),
+        ids(*(each[0] if len(each) > 1 else -1 for each in named)),
+        torch.stack([logits_for(*best) for best in rows.values()]),
+    ).tolist()
+
+
+def paths(drafter: GrownDrafter | StaticDrafter, slot: int, root: int) -> list[list[int]]:
+    tree = drafter.propose(slots(slot), ids(root))
+    return [tree.path(0, column) for column in range(1, int(tree.num_nodes[0]))]
+
+
+def test_a_static_tree_follows_the_matrix_level_by_level() -> None:
+    drafter = make(tree="branch:2-1", k=2)
+    assert observe(drafter, t5=(6, 7), t6=(8, 1), t7=(9, 2)) == [6, 8, 9]
+    drafter.start(0, [5])
+    tree = drafter.propose(slots(0), ids(5))
+    assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2]]
+    assert tree.num_nodes.tolist() == [5]
+
+
+def test_a_static_tree_has_nothing_below_a_token_never_seen() -> None:
+    drafter = make(tree="branch:2-1", k=2)
+    observe(drafter, t5=(6, 7), t7=(9, 2))
+    tree = drafter.propose(slots(0, 1), ids(5, 11))
+    assert tree.num_nodes.tolist() == [4, 1]
+    assert tree.tokens[0].tolist()[:4] == [5, 6, 7, 9]
+    assert tree.parents[0].tolist()[:4] == [-1, 0, 0, 2]
+
+
+def test_a_grown_tree_follows_rows_and_goes_deep_where_that_is_likelier() -> None:
+    drafter = make(nodes=3)
+    observe(drafter, t5=(6, 7), t6=(8,), t8=(9,))
+    drafter.start(0, [1, 5])
+    # Of rank 0 three times 0.3 each; rank 1 has 0.083.
+    assert paths(drafter, 0, 5) == [[6], [7], [6, 8]]
+    assert [6, 8, 9] in paths(make_known(nodes=8), 0, 5)
+
+
+def make_known(**options: object) -> GrownDrafter | StaticDrafter:
+    drafter = make(**options)
+    observe(drafter, t5=(6, 7), t6=(8,), t8=(9,))
+    drafter.start(0, [1, 5])
+    return drafter
+
+
+def test_what_followed_two_tokens_is_tried_before_what_followed_one() -> None:
+    drafter = make(nodes=1)
+    observe(drafter, t4_5=(6,), t3_5=(7,))
+    for slot, text, expected in ((0, [4, 5], 6), (1, [3, 5], 7), (2, [2, 5], 7)):
+        drafter.start(slot, text)
+        assert paths(drafter, slot, 5) == [[expected]]
+
+
+def test_a_text_that_repeats_itself_goes_on_as_before() -> None:
+    drafter = make(nodes=4)
+    drafter.start(0, [20, 21, 22, 23, 24, 25, 1, 20, 21])
+    assert paths(drafter, 0, 21) == [[22], [22, 23], [22, 23, 24], [22, 23, 24, 25]]
+    # Another request's text is its own.
+    drafter.start(1, [20, 21])
+    assert paths(drafter, 1, 21) == []
+
+
+def test_what_is_emitted_joins_the_text() -> None:
+    drafter = make(nodes=4)
+    drafter.start(0, [20, 21, 22, 23])
+    drafter.extend(slots(0), ids(20)[None])
+    assert drafter.before(slots(0)).tolist() == [23]
+    trees = drafter.propose(slots(0), ids(20))
+    assert trees.tokens[0, 1:4].tolist() == [21, 22, 23]
+    target = torch.where(trees.tokens == 20, 21, torch.where(trees.tokens == 21, 30, 0))
+    drafter.accepted(slots(0), trees, verify_greedy(trees, target.int(), drafter.max_depth))
+    assert drafter.before(slots(0)).tolist() == [21]
+    drafter.extend(slots(0), ids(-1)[None])
+    assert drafter.before(slots(0)).tolist() == [21]
+    drafter.start(0, [9])
+    assert drafter.before(slots(0)).tolist() == [-1]
+
+
+def test_what_candidates_are_worth_is_measured() -> None:
+    """The second candidate of a row is always right, so in time it is drafted before the first."""
+    drafter = make(nodes=1)
+    observe(drafter, t5=(6, 7))
+    drafter.start(0, [1, 5])
+    seen = []
+    for _ in range(100):
+        trees = drafter.propose(slots(0), ids(5))
+        seen += trees.tokens[0, 1:].tolist()
+        target = torch.full_like(trees.tokens, 7)
+        drafter.accepted(slots(0), trees, verify_greedy(trees, target, drafter.max_depth))
+        drafter.start(0, [1, 5])
+    assert seen[0] == 6
+    assert seen[-1] == 7
+    assert seen == sorted(seen)
+    drafter.reset()
+    assert drafter.propose(slots(0), ids(5)).num_nodes.tolist() == [1]
+
+
+def test_candidates_of_two_sources_are_worth_more_and_all_are_probabilities() -> None:
+    priors = expected_priors().view(13, 10, 9)
+    assert float(priors.min()) >= 0
+    assert float(priors.max()) < 1
+    assert priors[0, 1, 1] > priors[0, 1, 0] > priors[0, 0, 1]
+    assert priors[3, 1, 1] > priors[3, 0, 0] > priors[9, 1, 1]
+
+
+@pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
+def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
+    options: dict[str, object],
+) -> None:
+    drafter = make(**options)
+    drafter.observe(
+        ids(5, 5, -1),
+        ids(-1, -1, 4),
+        torch.stack([logits_for(6), logits_for(7), logits_for(8)]),
+    )
+    drafter.start(0, [5])
+    assert paths(drafter, 0, 5)[0] == [7]
+    assert int((drafter.tables.matrix[:, 0] >= 0).sum()) == 1
+    assert int((drafter.tables.pairs[:, 0] >= 0).sum()) == 0
+
+
+@pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize("hot", [True, False])
+def test_a_hot_start_keeps_the_tables_and_a_cold_one_empties_them(
+    options: dict[str, object], hot: bool
+) -> None:
+    drafter = make(**options, hot_start=hot)
+    drafter.start(0, [5])
+    observe(drafter, t5=(6,))
+    drafter.start(1, [5])
+    assert paths(drafter, 1, 5)
+    drafter.release([0, 1])
+    drafter.start(0, [5])
+    assert bool(paths(drafter, 0, 5)) == hot
