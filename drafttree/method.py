@@ -32,6 +32,11 @@ class MethodOptions(BaseModel):
         """The greatest depth of a node."""
         raise NotImplementedError
 
+    @classmethod
+    def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
+        """The options as given, and what the host's own count of draft nodes says of them."""
+        return given
+
 
 @dataclass(frozen=True)
 class Method:
@@ -63,11 +68,6 @@ class Method:
     def takes_model(self) -> bool:
         """Whether it needs the option `model`."""
         return self.draft_model or self.hidden_states
-
-    @property
-    def sized_by_nodes(self) -> bool:
-        """Whether its option `nodes` counts all draft nodes, as the hosts' own options do."""
-        return "nodes" in self.options.model_fields and not self.hidden_states
 
     def parse(self, options: dict[str, Any]) -> MethodOptions:
         """Validate options.

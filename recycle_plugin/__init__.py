@@ -28,7 +28,7 @@ def make_drafter(
     grown = options.drafting == "grown"
     tables = Tables(vocab_size, options.k, device, pairs=grown, hot_start=options.hot_start)
     if grown:
-        return GrownDrafter(tables, options.num_nodes)
+        return GrownDrafter(tables, options.num_nodes, auto=options.nodes == "auto")
     return StaticDrafter(tables, options.topology)
 
 

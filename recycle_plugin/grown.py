@@ -6,7 +6,8 @@ text, and each is worth what candidates of its kind were worth so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts
@@ -24,6 +25,8 @@ from tree_kernels.growth import (
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified
+from recycle_plugin.pace import Pace, ladder_to, measured_costs
+from recycle_plugin.planner import Planner
 from recycle_plugin.tables import Tables
 
 DEPTH = 8
@@ -61,14 +64,16 @@ def width_for(nodes: int) -> int:
 
 
 class GrownDrafter:
-    """Grows trees of at most `nodes` nodes, the root not counted."""
+    """Grows trees of `nodes` nodes, the root not counted, or with `auto` of as many as pay."""
 
     max_depth = DEPTH
 
-    def __init__(self, tables: Tables, nodes: int) -> None:
+    def __init__(self, tables: Tables, nodes: int, *, auto: bool) -> None:
         self.tables = tables
         self._nodes = nodes
+        self._auto = auto
         self._width = width_for(nodes)
+        self._pace: Pace | None = None
         self.tally = Tally.of(expected_priors().to(tables.matrix.device))
 
     def allot(self, slots: int, length: int) -> None:
@@ -78,8 +83,16 @@ class GrownDrafter:
         self._contexts = Contexts.of(slots, length, cells, device)
         self._origins = torch.zeros(slots, self._nodes + 1, dtype=torch.int32, device=device)
 
+    def calibrate(self, forward: Callable[[int], float], most: int) -> None:
+        """With `auto`, time forwards of up to `most` tokens, and plan by them from now on."""
+        if self._auto:
+            costs = measured_costs(forward, min(most, self._nodes + 1))
+            self._pace = Pace(Planner(ladder_to(self._nodes), costs))
+
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request begins, or begins anew, with the tokens that are known of it."""
+        if self._pace is not None:
+            self._pace.interrupted()
         if self.tables.begin(slot):
             self.tally.reset()
         device = self.tables.matrix.device
@@ -98,7 +111,10 @@ class GrownDrafter:
         return torch.where(places < 0, -1, tokens)
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
-        """Grow a tree under each root (`int32 [B]`), its request's last token."""
+        """Grow a tree under each root (`int32 [B]`), its request's last token; -1 for none."""
+        pace, nodes = self._pace, self._nodes
+        if pace is not None and pace.rests(slots):
+            return DraftTree.of_roots(roots)
         grown = grow(
             self.tables.matrix,
             self.tables.pairs,
@@ -109,9 +125,14 @@ class GrownDrafter:
             self._width,
             DEPTH,
         )
-        tokens, parents, origins, num_nodes = best_nodes(grown, self._nodes)
-        self._origins[slots] = origins
-        return DraftTree(tokens, parents, num_nodes)
+        if pace is not None:
+            nodes = pace.choose(slots, grown.scores, int((roots >= 0).sum()))
+        tokens, parents, origins, num_nodes = best_nodes(grown, nodes)
+        self._origins[slots, : nodes + 1] = origins
+        trees = DraftTree(tokens, parents, num_nodes)
+        if pace is not None:
+            pace.proposed(trees)
+        return trees
 
     def observe(
         self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
@@ -121,6 +142,8 @@ class GrownDrafter:
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Learn what each kind of candidate is worth, and what the texts go on with."""
+        if self._pace is not None:
+            self._pace.verified(slots, trees, verified)
         count(self.tally, trees.tokens, trees.parents, self._origins[slots], verified.path)
         self.extend(slots, verified.emitted)
 
@@ -132,3 +155,7 @@ class GrownDrafter:
         """Forget everything learnt."""
         self.tables.reset()
         self.tally.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """With `auto`, what was foreseen of each number of nodes and what came of it."""
+        return [] if self._pace is None else list(self._pace.planner.explain())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tree_kernels.adjacency import recycle
@@ -30,6 +31,9 @@ class StaticDrafter:
 
     def allot(self, slots: int, length: int) -> None:
         """Requests have no state here."""
+
+    def calibrate(self, forward: Callable[[int], float], most: int) -> None:
+        """What forwards cost changes nothing here."""
 
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request begins."""
@@ -64,3 +68,7 @@ class StaticDrafter:
     def reset(self) -> None:
         """Forget everything learnt."""
         self.tables.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """There is nothing to explain."""
+        return []

@@ -18,7 +18,12 @@ from drafttree.bench.methods import check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, batches, run
-from drafttree.bench.table import category_table, comparison_table, figures_table
+from drafttree.bench.table import (
+    category_table,
+    comparison_table,
+    explained_table,
+    figures_table,
+)
 
 
 class Dtype(StrEnum):
@@ -79,6 +84,9 @@ def bench(
         list[str] | None,
         typer.Option(help="KEY=VALUE, given more than once: a run for each, and a comparison."),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show how the sizes of trees were chosen.")
+    ] = False,
     eager: Annotated[
         bool, typer.Option("--eager/--compiled", help="Start faster, or run faster.")
     ] = False,
@@ -127,4 +135,10 @@ def bench(
     else:
         console.print(category_table(reports[0]))
         console.print(figures_table(reports[0]))
+    if explain:
+        for report in reports:
+            if report["explained"]:
+                console.print(explained_table(report))
+            else:
+                console.print(f"{report['method']}: the sizes of its trees are fixed")
     console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)
