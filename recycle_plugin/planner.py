@@ -6,8 +6,9 @@ a second, holds the promises against what came of them, and stays with plain dec
 drafting does not clearly win. It is deterministic: time and outcomes come as arguments.
 
 What it spends on learning is bounded by two purses, filled by a small part of all time spent. One
-pays for trials and for looking in vain. The other pays for drafting that turned out slower than
-plain decoding, and what drafting saves flows into it: once it is empty, steps are plain.
+pays for trials and for looking in vain while at rest. The other pays for drafting that turned out
+slower than plain decoding, and what drafting saves flows into it: once it is empty, steps are
+plain.
 """
 
 from __future__ import annotations
@@ -258,7 +259,9 @@ class Planner:
         plain, spent = costs.seconds(batch, 0), costs.seconds(batch, plan.n)
         self._learning += ALLOWANCE * spent
         self._losses += ALLOWANCE * spent
-        if plan.n == IN_VAIN:
+        if plan.n == IN_VAIN and mode.worth > 0:
+            self._losses -= self._look(batch)  # one of many looks that pay together
+        elif plan.n == IN_VAIN:
             self._learning -= self._look(batch)
         elif plan.trial and plan.n == 0:
             self._learning -= self._plain_loss(mode, batch)

@@ -109,7 +109,8 @@ def run_sglang(
     """Serve the cases one after another with one engine.
 
     Args:
-        options: of the method.
+        options: of the method; trees of 80 nodes for Token Recycling, which would draft as many as
+            pay, and so none for a model as small as a test's.
         drafted: False for plain SGLang.
         method: as users name it.
         draft_model: RSD's, or Lyanna's drafter.
@@ -125,6 +126,8 @@ def run_sglang(
     """
     arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
     arguments.setdefault("log_level", "info")
+    if options is None and method == "token-recycling":
+        options = {"nodes": 80}
     if drafted:
         arguments["speculative_algorithm"] = method
         if draft_model is not None:
