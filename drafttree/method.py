@@ -48,6 +48,8 @@ class Method:
         check_model: `(target, model)`, for such a one: refuses a model that cannot serve the
             target.
         models: those that come with it, by the name of the target's recipe.
+        prepare: `(target's folder)`, for a method that makes something at its first use of a
+            target: makes it now and shows progress. Raises ValueError if it cannot.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Method:
     hidden_states: bool = False
     check_model: Callable[[str, str], None] | None = None
     models: Mapping[str, Path] = field(default_factory=dict)
+    prepare: Callable[[Path], None] | None = None
 
     @property
     def takes_model(self) -> bool:

@@ -89,7 +89,8 @@ def load_tables(
             missing = sorted(set(expected).difference(content.keys()))
             if missing:
                 raise TablesError(f"{file} lacks {', '.join(missing)}: delete it to begin anew")
-            tables = {name: content.get_tensor(name) for name in expected}
+            # Copies: its own tensors are the file's memory, and change or vanish with it.
+            tables = {name: content.get_tensor(name).clone() for name in expected}
     except (OSError, SafetensorError) as error:
         raise TablesError(
             f"{file} is damaged or cannot be read ({error}): delete it to begin anew"

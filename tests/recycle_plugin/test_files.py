@@ -43,6 +43,12 @@ def test_what_was_saved_is_loaded(file: Path) -> None:
     assert load_tables(file, {"tags": EXPECTED["tags"]}, {}).keys() == {"tags"}
 
 
+def test_what_is_loaded_outlives_the_file(file: Path) -> None:
+    loaded = load_tables(file, EXPECTED, IDENTITY)
+    os.truncate(file, 0)
+    assert torch.equal(loaded["tags"], make_tables()["tags"])
+
+
 def test_folders_are_made_and_strided_tables_saved(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "tables.safetensors"
     columns = torch.arange(4, dtype=torch.int32).reshape(2, 2).T
