@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_NODES, StaticTree
-from recycle_plugin.grown import DEPTH, ROW_PRIORS
+from recycle_plugin.priors import DEPTH, ROW_PRIORS
 
 PAPER_NODES = 80
 CANDIDATES = len(ROW_PRIORS)
@@ -30,8 +30,11 @@ class RecycleOptions(MethodOptions):
         max_nodes: of a tree with `nodes="auto"`; what the engine keeps room for.
         tree: a JSON file of rank paths, or branching factors as in `branch:4-2-1`.
         k: candidates kept for each token; fewer than 8 for static trees only.
-        hot_start: keep what was learnt from one request to the next. Off, the tables are emptied
-            whenever a request arrives and no other is running.
+        prime: begin with what the target says after each token alone, which is made once for a
+            model and kept in the user's cache.
+        hot_start: keep what was learnt from one request to the next. Off, all of it is forgotten
+            whenever a request arrives and no other is running. A file's name: load what was learnt
+            from it at start, if it is there, and save it there.
     """
 
     drafting: Literal["grown", "paper"] = "grown"
@@ -39,7 +42,8 @@ class RecycleOptions(MethodOptions):
     max_nodes: int = Field(default=PAPER_NODES, ge=1, le=MAX_NODES)
     tree: str | None = None
     k: int = Field(default=CANDIDATES, ge=1, le=CANDIDATES)
-    hot_start: bool = True
+    prime: bool = True
+    hot_start: bool | Path = True
 
     @classmethod
     def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:

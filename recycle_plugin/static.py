@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tree_kernels.adjacency import recycle
 from tree_kernels.gather import compact_tree, gather_tree
 
 from drafttree.drafter import DraftTree
@@ -48,6 +47,7 @@ class StaticDrafter:
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Read a tree off the matrix under each root (`int32 [B]`), level by level."""
+        self.tables.refresh()
         matrix = self.tables.matrix
         tokens = gather_tree(matrix, roots, self._parents, self._ranks, self._level_ends)
         return DraftTree(*compact_tree(tokens, self._parents))
@@ -56,7 +56,7 @@ class StaticDrafter:
         self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Write the top k of the logits into the tokens' rows; the last of equal tokens wins."""
-        return recycle(self.tables.matrix, tokens, logits)[:, 0]
+        return self.tables.learn(tokens, before, logits)
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """What was accepted shows in the rows."""

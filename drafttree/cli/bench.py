@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import check_engine, resolve_variants
+from drafttree.bench.methods import Method, check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, batches, run
@@ -59,6 +59,15 @@ def progress_bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
+
+
+def _prepare(method: Method, model: Path) -> None:
+    """Make beforehand what the engine would make while it is measured."""
+    assert method.prepare is not None
+    try:
+        method.prepare(model)
+    except ValueError as error:
+        raise InputError(f"{method.name} cannot be prepared for {model}: {error}") from error
 
 
 def bench(
@@ -115,6 +124,9 @@ def bench(
             eager=eager,
             verbose=verbose,
         )
+        for variant in variants:
+            if variant.prepare is not None:
+                _prepare(variant, model)
         with progress_bar(errors) as progress:
             total = 2 * repeat * len(batches(settings)) * len(variants)
             observer = ProgressObserver(progress, total)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import Drafter, DraftTree
+from drafttree.method import Method
 from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.worker import TreeWorker
 from drafttree.verify import Verified
+
+# Below SGLang's own logger, or nothing would print it.
+logger = logging.getLogger(f"sglang.{__name__}")
 
 _CONTEXT = 128
 """Cached tokens of the request whose forwards are timed."""
@@ -27,6 +32,16 @@ class TableWorker(TreeWorker):
         super().__init__(*args, **kwargs)
         self._slots: dict[str, int] = {}
         self._learn_from_prefill()
+
+    def _make_drafter(self, method: Method) -> Drafter:
+        drafter: Drafter = method.make_drafter(
+            self._options,
+            self._vocab_size,
+            self._device,
+            self._runner.server_args.model_path,
+            logger,
+        )
+        return drafter
 
     @property
     def draft_worker(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
 from drafttree.drafter import Drafter, DraftTree
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+# Below vLLM's own logger, or nothing would print it.
+logger = init_logger(f"vllm.{__name__}")
+
 _CONTEXT = 128
 """Cached tokens of the request whose forwards are timed."""
 
@@ -34,7 +38,11 @@ class TableRunner(TreeModelRunner):
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
         self._drafter: Drafter = method.make_drafter(
-            method.parse(options), self.model_config.get_vocab_size(), self.device
+            method.parse(options),
+            self.model_config.get_vocab_size(),
+            self.device,
+            self.model_config.model,
+            logger,
         )
         self._drafter.allot(self.max_num_reqs, self.max_model_len)
         self._slots = RequestSlots(self.max_num_reqs)

@@ -96,7 +96,7 @@ def test_smollm2_tokens_equal_plain_decoding(
     case = Case(prompts, GREEDY, rounds=2)
     (plain,), _ = run_vllm(smollm2, [case], max_num_seqs=seqs)
     (drafted,), _ = run_vllm(
-        smollm2, [case], speculative={"method": "token_recycling", "nodes": 80}, max_num_seqs=seqs
+        smollm2, [case], speculative={"method": "token_recycling"}, max_num_seqs=seqs
     )
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)

@@ -69,7 +69,7 @@ def answers(model: Path, drafting: bool) -> dict[str, Answer]:
     ]
     cases.append(Case(prompts(), mixed))
     served, _ = run_vllm(
-        model, cases, speculative={"method": "token_recycling", "nodes": 80} if drafting else None
+        model, cases, speculative={"method": "token_recycling"} if drafting else None
     )
     return dict(zip([*SETTINGS, "all in one batch"], served, strict=True))
 
@@ -119,7 +119,7 @@ def test_a_custom_processor_sees_the_path_to_each_node(
     engine = {"logits_processors": ["vllm_processors:NoParityTwice"]}
     (plain,), _ = run_vllm(tiny_llama, [case], **engine)
     (drafted,), _ = run_vllm(
-        tiny_llama, [case], speculative={"method": "token_recycling", "nodes": 80}, **engine
+        tiny_llama, [case], speculative={"method": "token_recycling"}, **engine
     )
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
@@ -147,7 +147,7 @@ def test_texts_end_and_avoid_words_as_without_trees(
     drafted, _ = run_vllm(
         smollm2,
         cases,
-        speculative={"method": "token_recycling", "nodes": 80},
+        speculative={"method": "token_recycling"},
         skip_tokenizer_init=False,
     )
     for without, with_trees in zip(plain, drafted, strict=True):
@@ -183,9 +183,7 @@ def test_a_thinking_budget_ends_inside_an_accepted_path(
     }
     case = Case([ask] * len(settings), settings, rounds=2)
     (plain,), _ = run_vllm(smollm2, [case], **engine)
-    (drafted,), _ = run_vllm(
-        smollm2, [case], speculative={"method": "token_recycling", "nodes": 80}, **engine
-    )
+    (drafted,), _ = run_vllm(smollm2, [case], speculative={"method": "token_recycling"}, **engine)
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
     ends = [_position(request[0], end) for request in drafted.tokens]

@@ -12,7 +12,7 @@ from tiny_models import make_tiny_adapter
 from vllm_runs import Answer, Case, run_vllm
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
-RECYCLE = {"method": "token_recycling", "nodes": 80}
+RECYCLE = {"method": "token_recycling"}
 
 
 def prompts(count: int, shortest: int, longest: int, seed: int = 9) -> list[list[int]]:

@@ -109,8 +109,8 @@ def run_sglang(
     """Serve the cases one after another with one engine.
 
     Args:
-        options: of the method; trees of 80 nodes for Token Recycling, which would draft as many as
-            pay, and so none for a model as small as a test's.
+        options: of the method; if they do not say other, Token Recycling is not primed and drafts
+            80 nodes, as those that pay would be none for a small model.
         drafted: False for plain SGLang.
         method: as users name it.
         draft_model: RSD's, or Lyanna's drafter.
@@ -126,8 +126,10 @@ def run_sglang(
     """
     arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
     arguments.setdefault("log_level", "info")
-    if options is None and method == "token-recycling":
-        options = {"nodes": 80}
+    if method == "token-recycling":
+        options = options or {}
+        sized = {"nodes", "tree"} & options.keys()
+        options = {"prime": False, **({} if sized else {"nodes": 80}), **options}
     if drafted:
         arguments["speculative_algorithm"] = method
         if draft_model is not None:
