@@ -9,7 +9,7 @@ import torch
 
 from drafttree.verify import verify_greedy
 from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, make_drafter
-from recycle_plugin.grown import expected_priors
+from recycle_plugin.priors import expected_priors
 
 VOCAB = 37
 LOGGER = logging.getLogger(__name__)
