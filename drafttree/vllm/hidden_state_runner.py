@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tree_kernels.adjacency import top_candidates
 from tree_kernels.mask import depths, tree_mask
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import get_forward_context, override_forward_context
@@ -218,7 +219,7 @@ class HiddenStateRunner(TreeModelRunner):
     ) -> tuple[SamplerOutput, DraftTree, Verified]:
         drafts = self._drawn if step.drafted else step.trees(self._row_tokens(step))
         greedy = is_plain_greedy(self.input_batch.sampling_metadata)
-        fixed = logits.argmax(-1).int() if greedy else None
+        fixed = top_candidates(logits, 1)[:, 0] if greedy else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
         self._verified = verified
         return output, drafts, verified
