@@ -261,11 +261,17 @@ class HiddenStateRunner(TreeModelRunner):
         at[nodes[own]] = along[own].to(at.dtype)
         if step.drafted:
             self._show_chain()
-        x = self._drafter.fuse(hidden[source], tokens)
+        # Rows of drafts that were rejected mean nothing; most of a tree is that.
+        read = torch.ones(len(tokens), dtype=torch.bool)
+        read[nodes[own]] = False
+        read[places[here]] = True
+        rows = read.nonzero()[:, 0]
+        x = self._drafter.fuse(hidden[source[rows]], tokens[rows])
+        attend = self._attend_at(rows, [], len(tokens)) if step.drafted else self._attend
         with override_forward_context(self._context), torch.inference_mode():
-            states = self._drafter.layer(x, at, self._attend)
+            states = self._drafter.layer(x, at[rows], attend)
         last = nodes[:, 0] + here.sum(1) - 1
-        self._first[slots] = states[last].to(self._first.dtype)
+        self._first[slots] = states[read.cumsum(0)[last] - 1].to(self._first.dtype)
         drafted = torch.from_numpy(step.sizes > 1)
         self._drafter.accepted(slots[drafted], (here.sum(1) - 1)[drafted])
         self._drafter.forget(slots[~drafted])
@@ -283,8 +289,8 @@ class HiddenStateRunner(TreeModelRunner):
     def _attend_at(self, rows: torch.Tensor, before: list[torch.Tensor], count: int) -> Attend:
         """The same for some of a step's `count` rows.
 
-        The others write KV that means nothing into slots that are written again, before they are
-        read, at the step's end.
+        The others write KV that means nothing into slots that are written again before they are
+        read.
 
         Args:
             before: keys and values of all rows, in which those of earlier steps stay; empty in the
