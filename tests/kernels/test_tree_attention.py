@@ -231,10 +231,11 @@ def test_a_chain_is_causal(interpreter):
 
 
 def test_bits_alone_say_what_a_node_sees(interpreter):
-    """Also nodes behind it, and only some of its ancestors."""
-    batch = make_batch([Request(20, parents=chain(3))], (1, 1), spare_rows=0)
-    batch.arguments[-1][:, 0] = torch.tensor([0b101, 0b010, 0b100])
-    views = [[*range(20), *nodes] for nodes in ([20, 22], [21], [22])]
+    """Also nodes behind it, of another program's rows, and only some of its ancestors."""
+    batch = make_batch([Request(20, parents=chain(6))], (16, 1), spare_rows=0)
+    nodes = [[0, 2, 5], [1], [5], [0, 1], [], [4, 5]]
+    batch.arguments[-1][:, 0] = torch.tensor([sum(1 << node for node in row) for row in nodes])
+    views = [[*range(20), *(20 + node for node in row)] for row in nodes]
     expected = torch.cat([attended(batch, 0, at, seen) for at, seen in enumerate(views)])
     assert_near(by_kernel(batch), expected)
     assert_near(by_reference(batch), expected)
