@@ -90,11 +90,12 @@ class Drafter(Protocol):
         """Draft one tree under each of `roots` (`int32 [B]`, the texts' last tokens)."""
 
     def observe(
-        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Learn from the target's raw logits.
 
         Args:
+            slots: `int64 [R]`, of the rows' requests.
             tokens: `int32 [R]`, the token whose next-token logits a row holds; -1 to skip it.
             before: `int32 [R]`, the token before it; -1 where it is not known.
             logits: `[R, V]`, before any penalty, mask or temperature.

@@ -53,10 +53,10 @@ class StaticDrafter:
         return DraftTree(*compact_tree(tokens, self._parents))
 
     def observe(
-        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Write the top k of the logits into the tokens' rows; the last of equal tokens wins."""
-        return self.tables.learn(tokens, before, logits)
+        return self.tables.learn(slots, tokens, before, logits)
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """What was accepted shows in the rows."""

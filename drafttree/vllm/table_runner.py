@@ -100,7 +100,7 @@ class TableRunner(TreeModelRunner):
         unfinished = torch.from_numpy(self.discard_request_mask.np[: len(slots)].astype(np.bool_))
         # The text of a prompt that is read in part goes beyond what was read.
         before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, FILLER))
-        target = self._observe(step, tokens, step.by_row(before), logits)
+        target = self._observe(step, slots, tokens, step.by_row(before), logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
         # What is drawn for such a prompt is thrown away.
@@ -109,13 +109,19 @@ class TableRunner(TreeModelRunner):
         return output, drafts, verified
 
     def _observe(
-        self, step: StepTrees, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self,
+        step: StepTrees,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        before: torch.Tensor,
+        logits: torch.Tensor,
     ) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
         if self._grammar_bound:
             masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
             tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
-        return self._drafter.observe(tokens, before, logits)
+        of_rows = slots.repeat_interleave(torch.from_numpy(step.counts))
+        return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
         return self._drafter.propose(self._batch_slots(), roots)

@@ -23,6 +23,8 @@ TOP = 8
 
 PAIR_STATES = TOP + 2
 ROW_STATES = TOP + 1
+ALONE = -2
+"""Stands before a token, in a table of pairs, where that holds a row of a request's own."""
 ORIGINS = (2 * LONGEST + 1) * PAIR_STATES * ROW_STATES
 """An origin is (copy x PAIR_STATES + pair) x ROW_STATES + row.
 
@@ -30,7 +32,7 @@ copy: 0 where no suffix was found; its length if the candidate is the copy; that
 another candidate is. pair: its rank from 1 on in the pair's row, 0 if it is not there, TOP + 1 if
 there is no such row. row: its rank from 1 on in the token's row, 0 if it is not in there."""
 
-_GROW = NativeFunction("growth.cpp", "grow_trees", "pipipippippp" + "iiii" + "pppp")
+_GROW = NativeFunction("growth.cpp", "grow_trees", "pipiipippippp" + "iiii" + "pppp")
 _BEST = NativeFunction("growth.cpp", "best_nodes", "ppppiiipppp")
 _TALLY = NativeFunction("growth.cpp", "count_trees", "ppppiiiippppi")
 
@@ -80,6 +82,15 @@ def _copied(contexts: Contexts, slots: Tensor, suffix: Tensor) -> tuple[Tensor, 
     return token, matched
 
 
+def _looked_up(
+    pairs: Tensor, slots: Tensor, before: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the slots' tables hold of two tokens, `[B, W, TOP]`, and whether it is theirs."""
+    table = slots[:, None] if len(pairs) > 1 else torch.zeros_like(slots)[:, None]
+    cell = pairs[table, pair_cells(before, tokens, pairs.shape[1])]
+    return cell[..., 2:], (cell[..., 0] == before) & (cell[..., 1] == tokens)
+
+
 def _rank(row: Tensor, tokens: Tensor) -> Tensor:
     """The rank from 1 on of `tokens [..., C]` in `row [..., TOP]`; 0 where they are not in it."""
     same = row[..., None, :] == tokens[..., :, None]
@@ -94,9 +105,12 @@ def _children(
     copy, matched = _copied(contexts, slots, suffix)
     known = (token >= 0) & (token < matrix.shape[0])
     row = matrix[token.clamp(0, matrix.shape[0] - 1)].masked_fill(~known[..., None], -1)
-    pair = pairs[pair_cells(suffix[..., -2], suffix[..., -1], pairs.shape[0])]
-    paired = (suffix[..., -2:] == pair[..., :2]).all(-1) & (suffix[..., -2] >= 0)
-    likely = pair[..., 2:].masked_fill(~paired[..., None], -1)
+    alone = torch.full_like(suffix[..., -1], ALONE)
+    own, is_own = _looked_up(pairs, slots, alone, suffix[..., -1])
+    row = torch.where((is_own & (token >= 0))[..., None], own, row)
+    likely, paired = _looked_up(pairs, slots, suffix[..., -2], suffix[..., -1])
+    paired &= suffix[..., -2] >= 0
+    likely = likely.masked_fill(~paired[..., None], -1)
     offered = torch.cat((copy[..., None], likely, row), -1)
     earlier = (offered[..., :, None] == offered[..., None, :]).tril(-1).any(-1)
     is_copy = offered == copy[..., None]
@@ -168,7 +182,9 @@ def grow(
 
     Args:
         matrix: int32 [V, 8], contiguous, what may follow a token; -1 for nothing.
-        pairs: int32 [S, 10], contiguous, S a power of two: two tokens, and what may follow them.
+        pairs: int32 [P, S, 10], contiguous, S a power of two: two tokens, and what may follow them;
+            a table for each slot, or with P = 1 one for all. After `ALONE` and a token stands what
+            a request knows of that token alone, in place of the matrix's row.
         contexts: the requests' texts, each of which ends with its root.
         priors: float32 [ORIGINS], in [0, 1].
         slots: int64 [B], the requests' places in `contexts`.
@@ -179,8 +195,9 @@ def grow(
     """
     if matrix.shape[1] != TOP or not matrix.is_contiguous():
         raise ValueError(f"matrix must be [V, {TOP}] and contiguous, not {[*matrix.shape]}")
-    if pairs.shape[1] != TOP + 2 or not pairs.is_contiguous() or len(pairs) & (len(pairs) - 1):
-        raise ValueError(f"pairs must be [2^n, {TOP + 2}] and contiguous, not {[*pairs.shape]}")
+    cells = pairs.shape[1]
+    if pairs.shape[2] != TOP + 2 or not pairs.is_contiguous() or cells & (cells - 1):
+        raise ValueError(f"pairs must be [P, 2^n, {TOP + 2}], contiguous, not {[*pairs.shape]}")
     if priors.shape != (ORIGINS,) or slots.shape != roots.shape:
         raise ValueError(f"priors {[*priors.shape]}, slots {[*slots.shape]}, {[*roots.shape]}")
     run = _GROW.on(matrix)
@@ -191,7 +208,8 @@ def grow(
     tokens, parents, origins = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
     scores = torch.empty(len(roots), columns)
     run(
-        *(matrix.data_ptr(), len(matrix), pairs.data_ptr(), len(pairs)),
+        *(matrix.data_ptr(), len(matrix), pairs.data_ptr(), cells),
+        pairs.stride(0) if len(pairs) > 1 else 0,
         *(contexts.history.data_ptr(), contexts.history.shape[1], contexts.lengths.data_ptr()),
         *(contexts.index.data_ptr(), contexts.index.shape[1], priors.data_ptr()),
         *(slots.data_ptr(), roots.data_ptr(), len(roots), width, depth, columns),

@@ -46,6 +46,7 @@ def observe(drafter: GrownDrafter | StaticDrafter, **rows: tuple[int, ...]) -> l
     """Rows by names as in `t5` or, with the token before, `t4_5`."""
     named = [[int(part) for part in name[1:].split("_")] for name in rows]
     return drafter.observe(
+        torch.zeros(len(rows), dtype=torch.int64),
         ids(*(each[-1] for each in named)),
         ids(*(each[0] if len(each) > 1 else -1 for each in named)),
         torch.stack([logits_for(*best) for best in rows.values()]),
@@ -158,6 +159,7 @@ def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
 ) -> None:
     drafter = make(**options)
     drafter.observe(
+        slots(0, 0, 1),
         ids(5, 5, -1),
         ids(-1, -1, 4),
         torch.stack([logits_for(6), logits_for(7), logits_for(8)]),
@@ -165,7 +167,7 @@ def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
     drafter.start(0, [5])
     assert paths(drafter, 0, 5)[0] == [7]
     assert int((drafter.tables.matrix[:, 0] >= 0).sum()) == 1
-    assert int((drafter.tables.pairs[:, 0] >= 0).sum()) == 0
+    assert int((drafter.tables.pairs[0, :, 0] >= 0).sum()) == 0
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
@@ -181,3 +183,16 @@ def test_a_hot_start_keeps_the_tables_and_a_cold_one_empties_them(
     drafter.release([0, 1])
     drafter.start(0, [5])
     assert bool(paths(drafter, 0, 5)) == hot
+
+
+def test_private_tables_are_seen_by_their_request_alone_and_end_with_it() -> None:
+    drafter = make(nodes=3, sharing="request")
+    drafter.tables.matrix[5] = torch.tensor([9, 8, 7, 6, 4, 3, 2, 1])
+    for slot in (0, 1):
+        drafter.start(slot, [1, 5])
+    observe(drafter, t5=(20, 21), t1_5=(22, 23))
+    assert paths(drafter, 0, 5) == [[22], [23], [20]]
+    assert paths(drafter, 1, 5) == [[9], [8], [7]]
+    drafter.start(0, [2, 5])
+    assert paths(drafter, 0, 5) == [[9], [8], [7]]
+    assert int(drafter.tables.tally.tried.sum()) == 0
