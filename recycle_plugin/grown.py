@@ -10,17 +10,10 @@ from collections.abc import Sequence
 
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts
-from tree_kernels.growth import (
-    ORIGINS,
-    PAIR_STATES,
-    ROW_STATES,
-    TOP,
-    Tally,
-    best_nodes,
-    columns_of,
-    count,
-    grow,
-)
+from tree_kernels.growth import columns_of, grow
+from tree_kernels.offers import ORIGINS, PAIR_STATES, ROW_STATES, TOP
+from tree_kernels.selection import best_nodes
+from tree_kernels.tally import Tally, count
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified

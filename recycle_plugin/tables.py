@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from tree_kernels.adjacency import recycle, update_adjacency
-from tree_kernels.growth import pair_cells
+from tree_kernels.offers import pair_cells
 
 EMPTY = -1
 
