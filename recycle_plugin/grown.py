@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts
-from tree_kernels.growth import TOP, best_nodes, columns_of, count, grow
+from tree_kernels.growth import columns_of, grow
+from tree_kernels.offers import TOP
+from tree_kernels.selection import best_nodes
+from tree_kernels.tally import count
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified

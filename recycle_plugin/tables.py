@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
-from tree_kernels.growth import ALONE, Tally, pair_cells
+from tree_kernels.offers import ALONE, pair_cells
+from tree_kernels.tally import Tally
 
 from recycle_plugin.priors import expected_priors
 
