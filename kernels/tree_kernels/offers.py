@@ -62,7 +62,7 @@ def node_offers(
 ) -> tuple[tl.tensor, tl.tensor]:
     """`offers` in a kernel: of one request's nodes, whose suffix is a tuple of columns [W].
 
-    pairs: the request's own table. lane: [1, L], L > 2 TOP, from 0 on. Tokens and origins are [W, L].
+    pairs: the request's own table. lane: [1, L], L > 2 TOP, from 0 on. Answers are [W, L].
     """
     before = suffix[LONGEST - 2]
     token = suffix[LONGEST - 1]
