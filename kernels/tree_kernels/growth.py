@@ -245,11 +245,14 @@ def best_nodes(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 class Tally:
     """What became of the candidates of each origin, and what they are worth after it.
 
+    There are O of them: `ORIGINS` for trees that are grown, for others as many as the caller tells
+    apart.
+
     Attributes:
-        expected: `float32 [ORIGINS]`, what they were thought to be worth before any was tried.
-        tried: `int32 [ORIGINS]`, those whose parent was accepted.
-        hit: `int32 [ORIGINS]`, those that were accepted too.
-        priors: `float32 [ORIGINS]`: `hit` of `tried`, and `expected` as if of `WEIGHT` more.
+        expected: `float32 [O]`, what they were thought to be worth before any was tried.
+        tried: `int32 [O]`, those whose parent was accepted.
+        hit: `int32 [O]`, those that were accepted too.
+        priors: `float32 [O]`: `hit` of `tried`, and `expected` as if of `WEIGHT` more.
     """
 
     expected: Tensor
@@ -262,7 +265,7 @@ class Tally:
     @classmethod
     def of(cls, expected: Tensor) -> Tally:
         """Nothing tried yet."""
-        tried = torch.zeros(ORIGINS, dtype=torch.int32, device=expected.device)
+        tried = torch.zeros_like(expected, dtype=torch.int32)
         return cls(expected, tried, tried.clone(), expected.clone())
 
     def reset(self) -> None:
