@@ -117,6 +117,17 @@ class Drafter(Protocol):
     def explain(self) -> list[dict[str, Any]]:
         """How it chose the sizes of its trees, a row for each case; ready for JSON."""
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what it drafted was accepted since it last forgot; ready for JSON.
+
+        `tried` counts drafted nodes whose parent was accepted, `hit` those that were accepted too.
+
+        Returns:
+            For a static tree `{"paths", "tried", "hit"}`, lists of one entry a node, the root not
+            among them. For others `{"sources": [{"source", "tried", "hit", "share"}]}`: rows by
+            where candidates came from, in words of the drafter's own. Nothing if it does not count.
+        """
+
 
 DraftForward = Callable[[DraftTree, int], torch.Tensor]
 """`(trees, first) -> float32 [B, N - first, V]`: what a draft model says may follow each node from

@@ -18,6 +18,7 @@ from tree_kernels.tally import count
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified
+from recycle_plugin.acceptance import by_source
 from recycle_plugin.pace import Pace, ladder_to, measured_costs
 from recycle_plugin.planner import Planner
 from recycle_plugin.priors import DEPTH
@@ -134,3 +135,7 @@ class GrownDrafter:
     def explain(self) -> list[dict[str, Any]]:
         """With `auto`, what was foreseen of each number of nodes and what came of it."""
         return [] if self._pace is None else list(self._pace.planner.explain())
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often candidates of each source were accepted; a cold start forgets it too."""
+        return {"sources": by_source(self.tables.tally)}

@@ -71,6 +71,10 @@ class TableWorker(TreeWorker):
         """How the drafter chose the sizes of its trees."""
         return self.drafter.explain()
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what the drafter drafted was accepted."""
+        return self.drafter.acceptance()
+
     def _learn_from_prefill(self) -> None:
         """Sampling writes into the logits, so the drafter must look at them right before.
 

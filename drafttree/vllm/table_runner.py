@@ -70,6 +70,10 @@ class TableRunner(TreeModelRunner):
         """How the drafter chose the sizes of its trees."""
         return self._drafter.explain()
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what the drafter drafted was accepted."""
+        return self._drafter.acceptance()
+
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Who is preempted is read again from the beginning.
         self._requests_ended(list(scheduler_output.preempted_req_ids or ()))
