@@ -121,10 +121,10 @@ def plot(found: dict[str, Runs], file: Path) -> None:
                 if name == setting
             )
             if points:
-                nodes, tokens, errors = zip(*points, strict=True)
+                counts, tokens, errors = zip(*points, strict=True)
                 whole = setting.removesuffix(" primed") in ("paper", "grown")
                 left.errorbar(
-                    *(nodes, tokens),
+                    *(counts, tokens),
                     yerr=errors if whole else None,
                     marker="o" if whole else ".",
                     linestyle="-" if whole else "--",
