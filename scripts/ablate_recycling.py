@@ -130,7 +130,12 @@ def decode(
         before = torch.cat((tokens.new_tensor([-1]), tokens))
         for start in range(0, len(prompt) - 1, _ROWS):
             rows = slice(start, min(start + _ROWS, len(prompt) - 1))
-            drafter.observe(tokens[rows], before[rows], target.logits(hidden[rows]))
+            drafter.observe(
+                slots.expand(len(tokens[rows])),
+                tokens[rows],
+                before[rows],
+                target.logits(hidden[rows]),
+            )
     if setting.bigrams:
         move_bigrams(drafter.tables, prompt)
     trees = DraftTree.of_roots(torch.tensor([prompt[-1]], dtype=torch.int32))
@@ -139,7 +144,8 @@ def decode(
     steps = nodes = 0
     while True:
         before = trees.before(drafter.before(slots))
-        likely = drafter.observe(trees.tokens[0], before[0], logits)
+        of_rows = slots.expand(trees.tokens.shape[1])
+        likely = drafter.observe(of_rows, trees.tokens[0], before[0], logits)
         verified = verify_greedy(trees, likely[None], drafter.max_depth)
         drafter.accepted(slots, trees, verified)
         for token in verified.emitted[0, : verified.num_emitted[0]].tolist():

@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,19 +18,17 @@ import torch
 from torch import Tensor
 from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
 from tree_kernels.context import LONGEST
-from tree_kernels.growth import TOP, pair_cells
-
-# What grown trees offer at a node has no public name.
-from tree_kernels.growth import _children as candidates_of
+from tree_kernels.offers import TOP, offers, pair_cells
 
 from drafttree.drafter import DraftTree
 from drafttree.tree import MAX_DEPTH, StaticTree
 from drafttree.verify import Verified
 from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, Tables, make_drafter
 from recycle_plugin.config import CANDIDATES
-from recycle_plugin.grown import ROW_PRIORS
+from recycle_plugin.priors import ROW_PRIORS
 
 CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 
 TableDrafter = GrownDrafter | StaticDrafter
 Order = Literal["file", "category", "shuffled"]
@@ -62,7 +61,7 @@ class Setting:
 class Rows(Tables):
     """Tables of rows alone: nothing is learnt of pairs."""
 
-    def learn(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    def learn(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
         return recycle(self.matrix, tokens, logits)[:, 0]
 
 
@@ -85,22 +84,20 @@ class FixedMask(GrownDrafter):
     """The candidates of grown trees, the best first, on the nodes of a static tree."""
 
     def __init__(self, tables: Tables, tree: StaticTree) -> None:
-        super().__init__(tables, tree.nodes)
+        super().__init__(tables, tree.nodes, auto=False, private=False)
         self.max_depth = tree.depth
         self._level_ends = tree.level_ends
         self._parents = torch.tensor(tree.parents)
         self._ranks = torch.tensor(tree.ranks)
 
     def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
-        contexts, priors = self._contexts, self.tally.priors
+        contexts, priors = self._contexts, self.tables.tally.priors
         places = contexts.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0)
         suffix = contexts.history[slots[:, None], places.clamp(min=0)]
         suffix = suffix.masked_fill(places < 0, -1)[:, None]
         tokens, origins, first = roots[:, None], torch.zeros(1, 1, dtype=torch.int32), 0
         for start, end in pairwise(self._level_ends):
-            offered, origin = candidates_of(
-                self.tables.matrix, self.tables.pairs, contexts, slots, suffix
-            )
+            offered, origin = offers(self.tables.matrix, self.tables.pairs, contexts, slots, suffix)
             score = priors[origin].masked_fill(offered < 0, -1)
             best = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
             above, rank = self._parents[start:end] - first, self._ranks[start:end]
@@ -118,8 +115,8 @@ class FixedMask(GrownDrafter):
 class FirstWins(StaticDrafter):
     """Of equal tokens of a tree the first writes the row (the paper's figure 3c)."""
 
-    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-        return super().observe(*(each.flip(0) for each in (tokens, before, logits))).flip(0)
+    def observe(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        return super().observe(*(each.flip(0) for each in (slots, tokens, before, logits))).flip(0)
 
 
 class Merged(StaticDrafter):
@@ -129,7 +126,7 @@ class Merged(StaticDrafter):
         super().__init__(tables, tree)
         self._generator = torch.Generator().manual_seed(0)
 
-    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    def observe(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
         matrix = self.tables.matrix
         likely = top_candidates(logits, matrix.shape[1])
         for rank in range(matrix.shape[1]):
@@ -142,8 +139,8 @@ class Merged(StaticDrafter):
 class AcceptedOnly:
     """Learns nothing at nodes that were not accepted."""
 
-    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-        self._seen = tokens, before, logits
+    def observe(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        self._seen = slots, tokens, before, logits
         return top_candidates(logits, 1)[:, 0]
 
     def accepted(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
@@ -181,8 +178,8 @@ def budget_tree(nodes: int, depth: int) -> StaticTree:
 
 
 def _options(drafting: str, vocab: int, nodes: int, **options: Any) -> TableDrafter:
-    given = {"drafting": drafting, "nodes": nodes, **options}
-    return make_drafter(RecycleOptions.model_validate(given), vocab, CPU)
+    given = {"drafting": drafting, "nodes": nodes, "prime": False, **options}
+    return make_drafter(RecycleOptions.model_validate(given), vocab, CPU, "", logger)
 
 
 def _tables(vocab: int, kind: type[Tables] = Tables, *, pairs: bool = True) -> Tables:
@@ -196,11 +193,12 @@ def _static(
 
 
 def _grown(kind: type[GrownDrafter], vocab: int, nodes: int) -> GrownDrafter:
-    return kind(_tables(vocab), nodes)
+    return kind(_tables(vocab), nodes, auto=False, private=False)
 
 
 def _rows_only(vocab: int, nodes: int) -> GrownDrafter:
-    return GrownDrafter(_tables(vocab, Rows, pairs=False), nodes)
+    tables = _tables(vocab, Rows, pairs=False)
+    return GrownDrafter(tables, nodes, auto=False, private=False)
 
 
 def _fixed_mask(vocab: int, nodes: int) -> FixedMask:
@@ -283,11 +281,12 @@ def move_bigrams(tables: Tables, text: Sequence[int]) -> None:
     the two before it where pairs are kept; the text's last bigrams win."""
     for token, after in pairwise(text):
         _to_front(tables.matrix[token], after)
-    if len(tables.pairs) > 1:
+    (pairs,) = tables.pairs
+    if len(pairs) > 1:
         known = torch.tensor(text)
-        cells = pair_cells(known[:-2], known[1:-1], len(tables.pairs))
+        cells = pair_cells(known[:-2], known[1:-1], len(pairs))
         for cell, pair, after in zip(cells, known.unfold(0, 2, 1), text[2:], strict=False):
-            row = tables.pairs[cell]
+            row = pairs[cell]
             if not torch.equal(row[:2].long(), pair):
                 row[:2], row[2:] = pair, -1
             _to_front(row[2:], after)

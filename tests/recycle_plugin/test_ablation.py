@@ -11,11 +11,11 @@ import torch
 from ablate_recycling import Answer, Target, decode
 from recycling_variants import SETTINGS, budget_tree, move_bigrams
 from tiny_models import make_tiny_llama
-from tree_kernels.growth import pair_cells
+from tree_kernels.offers import pair_cells
 
 from drafttree.tree import StaticTree
 from recycle_plugin import Tables
-from recycle_plugin.grown import ROW_PRIORS
+from recycle_plugin.priors import ROW_PRIORS
 
 NODES = 15
 MOST = 24
@@ -104,7 +104,7 @@ def test_parts_that_are_taken_away_learn_nothing(target: Target, prompts: list[l
         for prompt in prompts:
             decode(target, drafter, setting, prompt, MOST)
         pairs = int((drafter.tables.pairs >= 0).sum())
-        changed[name] = (pairs > 0, int(drafter.tally.tried.sum()) > 0)
+        changed[name] = (pairs > 0, int(drafter.tables.tally.tried.sum()) > 0)
     assert changed == {
         "grown": (True, True),
         "grown without pairs": (False, True),
@@ -128,7 +128,7 @@ def test_bigrams_come_first_and_the_last_of_them_wins() -> None:
     assert tables.matrix[5].tolist() == [12, 20, 10, 11, 13, 14, 15, 16]
     assert tables.matrix[12].tolist()[:3] == [6, 5, -1]
     pair = torch.tensor([5, 12])
-    row = tables.pairs[pair_cells(*pair, len(tables.pairs))]
+    row = tables.pairs[0][pair_cells(*pair, tables.pairs.shape[1])]
     assert row.tolist()[:5] == [5, 12, 6, 5, -1]
 
 
