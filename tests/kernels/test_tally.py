@@ -92,7 +92,7 @@ def test_priors_go_from_what_was_expected_to_what_is(cpu_path):
     better, worse = zip(*seen, strict=True)
     assert list(better) == sorted(set(better))
     assert list(worse) == sorted(set(worse), reverse=True)
-    assert (better[-1], worse[-1]) == (336 / 352, pytest.approx(16 / 352))
+    assert (better[-1], worse[-1]) == pytest.approx((336 / 352, 16 / 352))
     assert tally.priors[0] == 0.5
     tally.reset()
     assert lists(tally) == [[0] * ORIGINS, [0] * ORIGINS, [0.5] * ORIGINS]
