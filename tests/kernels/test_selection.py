@@ -94,6 +94,7 @@ def test_what_stays_is_a_tree_breadth_first_with_siblings_together(cpu_path, see
 def test_more_nodes_only_add_to_fewer(cpu_path):
     grown = grow(*world(6).tensors(), 16, 4)
     few, many = best_nodes(grown, 6), best_nodes(grown, 20)
+    assert many[3].sum() > few[3].sum() > 3
     for line in range(3):
         paths = []
         for tokens, parents, _, counts in (few, many):
@@ -101,7 +102,7 @@ def test_more_nodes_only_add_to_fewer(cpu_path):
             for node in range(1, counts[line]):
                 found.append((*found[parents[line, node]], tokens[line, node].item()))
             paths.append(set(found))
-        assert paths[0] < paths[1]
+        assert paths[0] <= paths[1]
 
 
 def test_no_trees_keep_no_nodes(cpu_path, interpreter):

@@ -35,6 +35,17 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
+def test_tables_that_rest_are_saved_without_being_asked(tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    keeper = Keeper(file, Counter(), IDENTITY, every=3600)
+    keeper.touch()
+    deadline = time.monotonic() + 60
+    while not file.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    keeper.close()
+
+
 def test_what_was_saved_is_loaded(file: Path) -> None:
     loaded = load_tables(file, EXPECTED, IDENTITY)
     assert loaded.keys() == EXPECTED.keys()
