@@ -37,21 +37,13 @@ def lists(found):
 @given(
     st.integers(0, 99),
     SHAPES,
-<<<<<<< HEAD
+    st.sampled_from([4, 12]),
     st.sampled_from([1, 8, 64]),
     st.sampled_from([2, 32, 1024]),
     st.booleans(),
 )
-def test_trees_grow_best_first(cpu_path, seed, shape, pairs, cells, own):
-    case = world(seed, pair_cells=pairs, cells=cells, own=own)
-=======
-    st.sampled_from([4, 12]),
-    st.sampled_from([1, 8, 64]),
-    st.sampled_from([2, 32, 1024]),
-)
-def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells):
-    case = world(seed, vocab=vocab, pair_cells=pairs, cells=cells)
->>>>>>> 0c4613da9d45fe6361bec309a1e66a301409f1f8
+def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells, own):
+    case = world(seed, vocab=vocab, pair_cells=pairs, cells=cells, own=own)
     found = grow(*case.tensors(), *shape)
     assert found.tokens.shape == (3, columns_of(*shape))
     assert found.scores.dtype == torch.float32
