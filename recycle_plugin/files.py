@@ -149,8 +149,8 @@ class Keeper:
     """Keeps a file up to date with tables that change while an engine serves.
 
     A thread saves them now and then, and when they have not changed for a second; they are saved a
-    last time by `close`, at the latest when the process ends by itself (a killed one loses what came
-    after the last save).
+    last time by `close`, at the latest when the process ends by itself. A killed one loses
+    what came after the last save.
 
     `snapshot` is called in that thread, while the tables may be written to. So a saved row may be
     torn, half of before and half of after a step. That can make a draft worse, never an answer:
