@@ -93,6 +93,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         pair.warm_up()
         repetitions: list[Repetition] = []
         counters: dict[str, int] = {}
+        acceptance: dict[str, Any] = {}
         draft_model: dict[str, float] = {}
         for number in range(settings.repeat):
             which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
@@ -102,6 +103,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
             if number == 0 and drafts_trees:
                 counters = pair.method.counters()
                 check_counters(repetitions[0], counters)
+                acceptance = pair.method.acceptance()
                 draft_model = draft_model_figures(
                     repetitions[0], settings.method, settings.model, pair.draft_seconds() - before
                 )
@@ -113,13 +115,16 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
             )
         ]
         costs: dict[str, float | int] = {}
-        if settings.method.tree_nodes is not None:
+        explained: list[dict[str, Any]] = []
+        if drafts_trees:
+            explained = pair.method.explain()
             observer.status("timing forwards")
+            drafted = counters["draft_tokens"] / max(counters["drafted_steps"], 1)
             costs = verification_cost(
                 processes[0],
                 processes[1],
                 requests=settings.batch_size,
-                tokens=settings.method.tree_nodes + 1,
+                tokens=1 + max(round(drafted), 1),
                 context=mean_context(repetitions[0].plain),
             )
     return {
@@ -138,6 +143,8 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "repeat": settings.repeat,
         "cut_prompts": len(pair.cut),
         "counters": counters,
+        "explained": explained,
+        "acceptance": acceptance,
         **draft_model,
         **report(settings.prompts, repetitions, verdicts, costs),
     }

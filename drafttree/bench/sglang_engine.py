@@ -96,7 +96,7 @@ class SglangEngine:
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Time forwards of a made-up batch; cached prefixes are lost."""
-        from drafttree.bench.sglang_forward import forward_seconds
+        from drafttree.sglang.forward import forward_seconds
 
         self._idle()
         self._scheduler.flush_cache()
@@ -112,6 +112,16 @@ class SglangEngine:
     def counters(self, _: None) -> dict[str, int]:
         """The tree worker's counts."""
         counts: dict[str, int] = self._scheduler.draft_worker.counters.as_dict()
+        return counts
+
+    def explain(self, _: None) -> list[dict[str, Any]]:
+        """How the method chose the sizes of its trees."""
+        rows: list[dict[str, Any]] = self._scheduler.draft_worker.explain()
+        return rows
+
+    def acceptance(self, _: None) -> dict[str, Any]:
+        """How often what the method drafted was accepted."""
+        counts: dict[str, Any] = self._scheduler.draft_worker.acceptance()
         return counts
 
     def draft_seconds(self, _: None) -> float:

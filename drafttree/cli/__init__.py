@@ -6,7 +6,9 @@ from drafttree.cli.bench import bench
 from drafttree.cli.demo import demo
 from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
+from drafttree.cli.prepare import prepare
 from drafttree.cli.train import train
+from drafttree.cli.tree import tree
 
 app = typer.Typer(
     name="drafttree",
@@ -17,6 +19,8 @@ app = typer.Typer(
 )
 app.command()(model)
 app.command()(doctor)
+app.command()(prepare)
 app.command()(bench)
 app.command()(demo)
+app.command()(tree)
 app.add_typer(train, name="train")

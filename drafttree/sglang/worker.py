@@ -92,6 +92,14 @@ class TreeWorker(BaseSpecWorker):
     def _requests_ended(self, names: list[str]) -> None:
         """Requests left."""
 
+    def explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen, where they are chosen."""
+        return []
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often what was drafted was accepted, where that is counted by node or by source."""
+        return {}
+
     def _forget(self) -> None:
         """What was learnt, if anything is, is of no use any more."""
 

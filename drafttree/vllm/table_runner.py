@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
 from drafttree.verify import Verified
+from drafttree.vllm.forward import forward_seconds
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+# Below vLLM's own logger, or nothing would print it.
+logger = init_logger(f"vllm.{__name__}")
+
+_CONTEXT = 128
+"""Cached tokens of the request whose forwards are timed."""
+
+
 class TableRunner(TreeModelRunner):
     """Drafts with a `Drafter`, which sees all of the target's logits."""
 
@@ -29,15 +38,41 @@ class TableRunner(TreeModelRunner):
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
         self._drafter: Drafter = method.make_drafter(
-            method.parse(options), self.model_config.get_vocab_size(), self.device
+            method.parse(options),
+            self.model_config.get_vocab_size(),
+            self.device,
+            self.model_config.model,
+            logger,
         )
         self._drafter.allot(self.max_num_reqs, self.max_model_len)
         self._slots = RequestSlots(self.max_num_reqs)
         super()._set_up(method, options, logits_processors)
 
+    def calibrate(self) -> None:
+        """Let the drafter time forwards of the model as it will run; its cache is empty still."""
+        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        # The engine keeps a block for itself.
+        room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
+
+        def forward(tokens: int) -> float:
+            context = min(_CONTEXT, room - tokens)
+            tree = tokens > 1
+            return forward_seconds(self, 1, tokens, context, tree=tree, repeat=1)[0]
+
+        most = min(room, self.num_spec_tokens + 1)
+        self._drafter.calibrate(forward, most)
+
     def forget(self) -> None:
         """Forget what was learnt."""
         self._drafter.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How the drafter chose the sizes of its trees."""
+        return self._drafter.explain()
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often what the drafter drafted was accepted."""
+        return self._drafter.acceptance()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Who is preempted is read again from the beginning.
@@ -69,7 +104,7 @@ class TableRunner(TreeModelRunner):
         unfinished = torch.from_numpy(self.discard_request_mask.np[: len(slots)].astype(np.bool_))
         # The text of a prompt that is read in part goes beyond what was read.
         before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, FILLER))
-        target = self._observe(step, tokens, step.by_row(before), logits)
+        target = self._observe(step, slots, tokens, step.by_row(before), logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
         # What is drawn for such a prompt is thrown away.
@@ -78,13 +113,19 @@ class TableRunner(TreeModelRunner):
         return output, drafts, verified
 
     def _observe(
-        self, step: StepTrees, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self,
+        step: StepTrees,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        before: torch.Tensor,
+        logits: torch.Tensor,
     ) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
         if self._grammar_bound:
             masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
             tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
-        return self._drafter.observe(tokens, before, logits)
+        of_rows = slots.repeat_interleave(torch.from_numpy(step.counts))
+        return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
         return self._drafter.propose(self._batch_slots(), roots)

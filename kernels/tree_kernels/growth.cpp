@@ -9,13 +9,14 @@
 
 constexpr int64_t kTop = 8;                 // candidates of a row, and children kept of a node
 constexpr int64_t kOffered = 2 * kTop + 1;  // a copy, a pair's row, a token's row
+constexpr int32_t kAlone = -2;  // stands before a token whose row is a request's own
 constexpr int64_t kPairStates = kTop + 2, kRowStates = kTop + 1;
 
 struct Tables {
   const int32_t* matrix;
   int64_t vocab;
   const int32_t* pairs;
-  int64_t pair_cells;
+  int64_t pair_cells, pair_stride;  // cells of a slot's table; integers from one to the next, or 0
   const int32_t* history;
   int64_t length;
   const int32_t* lengths;
@@ -46,6 +47,14 @@ static int32_t copied(const Tables& tables, int64_t slot, const int32_t* suffix,
   return -1;
 }
 
+// What a slot's table holds of two tokens; nothing if it does not know them.
+static const int32_t* looked_up(const Tables& tables, int64_t slot, int32_t before, int32_t token) {
+  const int32_t key[2] = {before, token};
+  const int32_t* cell = tables.pairs + slot * tables.pair_stride +
+                        cell_of(key, 2, tables.pair_cells) * (kTop + 2);
+  return cell[0] == before && cell[1] == token ? cell + 2 : nullptr;
+}
+
 static int64_t rank_in(const int32_t* row, int32_t token) {
   for (int64_t rank = 0; rank < kTop; ++rank)
     if (row[rank] == token) return rank + 1;
@@ -59,13 +68,13 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
   int64_t matched;
   int32_t offered[kOffered];
   offered[0] = copied(tables, slot, node.suffix, &matched);
+  const int32_t before = node.suffix[kLongest - 2];
+  const int32_t* own = node.token < 0 ? nullptr : looked_up(tables, slot, kAlone, node.token);
   const bool known = node.token >= 0 && node.token < tables.vocab;
-  const int32_t* row = known ? tables.matrix + node.token * kTop : kNothing;
-  const int32_t* pair = tables.pairs + cell_of(node.suffix + kLongest - 2, 2, tables.pair_cells) *
-                                           (kTop + 2);
-  const bool paired = node.suffix[kLongest - 2] >= 0 && pair[0] == node.suffix[kLongest - 2] &&
-                      pair[1] == node.token;
-  const int32_t* likely = paired ? pair + 2 : kNothing;
+  const int32_t* row = own != nullptr ? own : known ? tables.matrix + node.token * kTop : kNothing;
+  const int32_t* pair = before < 0 ? nullptr : looked_up(tables, slot, before, node.token);
+  const bool paired = pair != nullptr;
+  const int32_t* likely = paired ? pair : kNothing;
   std::memcpy(offered + 1, likely, kTop * sizeof(int32_t));
   std::memcpy(offered + 1 + kTop, row, kTop * sizeof(int32_t));
   int64_t count = 0;
@@ -95,12 +104,13 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
 
 // Level after level; out arrays are [B, columns], whose columns beyond the last node are filled.
 extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* pairs,
-                           int64_t pair_cells, const int32_t* history, int64_t length,
+                           int64_t pair_cells,
+                           int64_t pair_stride, const int32_t* history, int64_t length,
                            const int32_t* lengths, const int32_t* index, int64_t cells,
                            const float* priors, const int64_t* slots, const int32_t* roots,
                            int64_t requests, int64_t width, int64_t depth, int64_t columns,
                            int32_t* tokens, int32_t* parents, int32_t* origins, float* scores) {
-  const Tables tables{matrix, vocab, pairs, pair_cells, history, length, lengths, index, cells,
+  const Tables tables{matrix, vocab, pairs, pair_cells, pair_stride, history, length, lengths, index, cells,
                       priors};
   std::vector<Node> level, next;
   std::vector<int64_t> order;

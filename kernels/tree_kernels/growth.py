@@ -19,9 +19,9 @@ from tree_kernels._native import NativeFunction
 from tree_kernels._ranking import best_of_rows, count_better
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 from tree_kernels.context import GRAMS, LONGEST, Contexts
-from tree_kernels.offers import ORIGINS, TOP, node_offers, offers
+from tree_kernels.offers import ALONE, ORIGINS, TOP, node_offers, offers
 
-_GROW = NativeFunction("growth.cpp", "grow_trees", "pipipippippp" + "iiii" + "pppp")
+_GROW = NativeFunction("growth.cpp", "grow_trees", "pipiipippippp" + "iiii" + "pppp")
 _LANES = next_power_of_2(2 * TOP + 1)
 
 
@@ -48,6 +48,10 @@ def columns_of(width: int, depth: int) -> int:
     return 1 + min(TOP, width) + (depth - 1) * width
 
 
+def _slot_stride(pairs: Tensor) -> int:
+    return pairs.stride(0) if len(pairs) > 1 else 0
+
+
 @jit
 def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
     """The token at a place of the text, -1 before its beginning, at the first node alone."""
@@ -70,6 +74,7 @@ def _grow_kernel(
     scores: tl.tensor,
     vocab: tl.tensor,
     pair_cells: tl.tensor,
+    pair_stride: tl.tensor,
     length: tl.tensor,
     cells: tl.tensor,
     columns: tl.tensor,
@@ -77,6 +82,7 @@ def _grow_kernel(
     LONGEST: tl.constexpr,
     GRAMS: tl.constexpr,
     TOP: tl.constexpr,
+    ALONE: tl.constexpr,
     LANES: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -109,7 +115,7 @@ def _grow_kernel(
     for _ in range(depth):
         offered, origin = node_offers(
             matrix,
-            pairs,
+            pairs + slot * pair_stride,
             text,
             index + slot * cells,
             vocab,
@@ -120,6 +126,7 @@ def _grow_kernel(
             LONGEST,
             GRAMS,
             TOP,
+            ALONE,
         )
         prior = tl.load(priors + origin, mask=offered >= 0, other=0.0)
         offered, origin, value = best_of_rows(offered, origin, score[:, None] * prior, lane, W, TOP)
@@ -182,7 +189,8 @@ def _grow_triton(
             origins,
             scores,
             len(matrix),
-            len(pairs),
+            pairs.shape[1],
+            _slot_stride(pairs),
             contexts.history.shape[1],
             contexts.index.shape[1],
             columns,
@@ -190,6 +198,7 @@ def _grow_triton(
             LONGEST=LONGEST,
             GRAMS=GRAMS,
             TOP=TOP,
+            ALONE=ALONE,
             LANES=_LANES,
             FIRST=min(TOP, width),
             WIDTH=width,
@@ -260,7 +269,9 @@ def grow(
 
     Args:
         matrix: int32 [V, 8], contiguous, what may follow a token; -1 for nothing.
-        pairs: int32 [S, 10], contiguous, S a power of two: two tokens, and what may follow them.
+        pairs: int32 [P, S, 10], contiguous, S a power of two: two tokens, and what may follow them;
+            a table for each slot, or with P = 1 one for all. After `ALONE` and a token stands what
+            a request knows of that token alone, in place of the matrix's row.
         contexts: the requests' texts, each of which ends with its root.
         priors: float32 [ORIGINS], in [0, 1].
         slots: int64 [B], the requests' places in `contexts`.
@@ -271,9 +282,10 @@ def grow(
     """
     if matrix.shape[1] != TOP or not matrix.is_contiguous():
         raise ValueError(f"matrix must be [V, {TOP}] and contiguous, not {[*matrix.shape]}")
-    power = len(pairs) > 0 and len(pairs) & (len(pairs) - 1) == 0
-    if pairs.shape[1] != TOP + 2 or not pairs.is_contiguous() or not power:
-        raise ValueError(f"pairs must be [2^n, {TOP + 2}] and contiguous, not {[*pairs.shape]}")
+    cells = pairs.shape[1]
+    power = cells > 0 and cells & (cells - 1) == 0
+    if pairs.shape[2] != TOP + 2 or not pairs.is_contiguous() or not power:
+        raise ValueError(f"pairs must be [P, 2^n, {TOP + 2}], contiguous, not {[*pairs.shape]}")
     if priors.shape != (ORIGINS,) or slots.shape != roots.shape:
         raise ValueError(f"priors {[*priors.shape]}, slots {[*slots.shape]}, {[*roots.shape]}")
     slots, roots = slots.long().contiguous(), roots.int().contiguous()
@@ -286,7 +298,7 @@ def grow(
     tokens, parents, origins = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
     scores = torch.empty(len(roots), columns)
     run(
-        *(matrix.data_ptr(), len(matrix), pairs.data_ptr(), len(pairs)),
+        *(matrix.data_ptr(), len(matrix), pairs.data_ptr(), cells, _slot_stride(pairs)),
         *(contexts.history.data_ptr(), contexts.history.shape[1], contexts.lengths.data_ptr()),
         *(contexts.index.data_ptr(), contexts.index.shape[1], priors.data_ptr()),
         *(slots.data_ptr(), roots.data_ptr(), len(roots), width, depth, columns),

@@ -18,6 +18,9 @@ TOP = 8
 
 PAIR_STATES = TOP + 2
 ROW_STATES = TOP + 1
+ALONE = -2
+"""Stands before a token, in a table of pairs, where that holds a row of a request's own."""
+
 ORIGINS = (2 * LONGEST + 1) * PAIR_STATES * ROW_STATES
 """An origin is (copy x PAIR_STATES + pair) x ROW_STATES + row.
 
@@ -29,6 +32,16 @@ there is no such row. row: its rank from 1 on in the token's row, 0 if it is not
 def pair_cells(before: Tensor, tokens: Tensor, cells: int) -> Tensor:
     """Where pairs of tokens stand in a table of `cells` rows, int64 like `tokens`."""
     return ngram_cells(torch.stack((before, tokens), -1), cells)
+
+
+@jit
+def _find_pair(
+    pairs: tl.tensor, cells: tl.tensor, before: tl.tensor, token: tl.tensor, TOP: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The cells of pairs of tokens `[W]`, and whether they are theirs."""
+    hashed = mixed(mixed(tl.full(token.shape, 2, tl.uint32), before), token)
+    cell = pairs + (hashed.to(tl.int64) & (cells - 1)) * (TOP + 2)
+    return cell, (tl.load(cell) == before) & (tl.load(cell + 1) == token)
 
 
 @jit
@@ -45,19 +58,20 @@ def node_offers(
     LONGEST: tl.constexpr,
     GRAMS: tl.constexpr,
     TOP: tl.constexpr,
+    ALONE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """`offers` in a kernel: of one request's nodes, whose suffix is a tuple of columns [W].
 
-    lane: [1, L], L > 2 TOP, from 0 on. Tokens and origins are [W, L].
+    pairs: the request's own table. lane: [1, L], L > 2 TOP, from 0 on. Answers are [W, L].
     """
     before = suffix[LONGEST - 2]
     token = suffix[LONGEST - 1]
     copy, matched = find_copies(text, index, cells, suffix, LONGEST, GRAMS)
-    hashed = mixed(mixed(tl.full(token.shape, 2, tl.uint32), before), token)
-    pair = pairs + (hashed.to(tl.int64) & (pair_cells - 1)) * (TOP + 2)
-    paired = (before >= 0) & (tl.load(pair) == before) & (tl.load(pair + 1) == token)
-    row = matrix + token.to(tl.int64) * TOP
-    known = (token >= 0) & (token < vocab)
+    pair, paired = _find_pair(pairs, pair_cells, before, token, TOP)
+    paired &= before >= 0
+    row, known = _find_pair(pairs, pair_cells, tl.full(token.shape, ALONE, tl.int32), token, TOP)
+    row = tl.where(known, row + 2, matrix + token.to(tl.int64) * TOP)
+    known = (token >= 0) & (known | (token < vocab))
     of_pair = (lane > 0) & (lane <= TOP)
     of_row = (lane > TOP) & (lane <= 2 * TOP)
     offered = tl.load(pair[:, None] + 1 + lane, mask=paired[:, None] & of_pair, other=-1)
@@ -82,6 +96,15 @@ def node_offers(
     return tl.where(first, offered, -1), origin
 
 
+def _looked_up(
+    pairs: Tensor, slots: Tensor, before: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the slots' tables hold of two tokens, `[B, W, TOP]`, and whether it is theirs."""
+    table = slots[:, None] if len(pairs) > 1 else torch.zeros_like(slots)[:, None]
+    cell = pairs[table, pair_cells(before, tokens, pairs.shape[1])]
+    return cell[..., 2:], (cell[..., 0] == before) & (cell[..., 1] == tokens)
+
+
 def _rank(row: Tensor, tokens: Tensor) -> Tensor:
     """The rank from 1 on of `tokens [..., C]` in `row [..., TOP]`; 0 where they are not in it."""
     same = row[..., None, :] == tokens[..., :, None]
@@ -100,9 +123,12 @@ def offers(
     copy, matched = copies(contexts, slots, suffix)
     known = (token >= 0) & (token < matrix.shape[0])
     row = matrix[token.clamp(0, matrix.shape[0] - 1)].masked_fill(~known[..., None], -1)
-    pair = pairs[pair_cells(suffix[..., -2], suffix[..., -1], pairs.shape[0])]
-    paired = (suffix[..., -2:] == pair[..., :2]).all(-1) & (suffix[..., -2] >= 0)
-    likely = pair[..., 2:].masked_fill(~paired[..., None], -1)
+    alone = torch.full_like(suffix[..., -1], ALONE)
+    own, is_own = _looked_up(pairs, slots, alone, suffix[..., -1])
+    row = torch.where((is_own & (token >= 0))[..., None], own, row)
+    likely, paired = _looked_up(pairs, slots, suffix[..., -2], suffix[..., -1])
+    paired &= suffix[..., -2] >= 0
+    likely = likely.masked_fill(~paired[..., None], -1)
     offered = torch.cat((copy[..., None], likely, row), -1)
     earlier = (offered[..., :, None] == offered[..., None, :]).tril(-1).any(-1)
     is_copy = offered == copy[..., None]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
-from tree_kernels.offers import ORIGINS
 
 _COUNT = NativeFunction("tally.cpp", "count_trees", "ppppiiiippppi")
 _BLOCK = 256
@@ -19,11 +18,14 @@ _BLOCK = 256
 class Tally:
     """What became of the candidates of each origin, and what they are worth after it.
 
+    There are O of them: `ORIGINS` for trees that are grown, for others as many as the caller tells
+    apart.
+
     Attributes:
-        expected: `float32 [ORIGINS]`, what they were thought to be worth before any was tried.
-        tried: `int32 [ORIGINS]`, those whose parent was accepted.
-        hit: `int32 [ORIGINS]`, those that were accepted too.
-        priors: `float32 [ORIGINS]`: `hit` of `tried`, and `expected` as if of `WEIGHT` more.
+        expected: `float32 [O]`, what they were thought to be worth before any was tried.
+        tried: `int32 [O]`, those whose parent was accepted.
+        hit: `int32 [O]`, those that were accepted too.
+        priors: `float32 [O]`: `hit` of `tried`, and `expected` as if of `WEIGHT` more.
     """
 
     expected: Tensor
@@ -36,7 +38,7 @@ class Tally:
     @classmethod
     def of(cls, expected: Tensor) -> Tally:
         """Nothing tried yet."""
-        tried = torch.zeros(ORIGINS, dtype=torch.int32, device=expected.device)
+        tried = torch.zeros_like(expected, dtype=torch.int32)
         return cls(expected, tried, tried.clone(), expected.clone())
 
     def reset(self) -> None:
@@ -44,6 +46,11 @@ class Tally:
         self.tried.zero_()
         self.hit.zero_()
         self.priors.copy_(self.expected)
+
+    def refresh(self) -> None:
+        """Set `priors` by what is counted."""
+        counted = self.expected * self.WEIGHT + self.hit
+        torch.div(counted, self.tried + self.WEIGHT, out=self.priors)
 
 
 @jit
@@ -112,12 +119,13 @@ def _count_triton(
         PAD=next_power_of_2(nodes),
         DEPTH_PAD=next_power_of_2(path.shape[1]),
     )
-    _priors_kernel[(-(-ORIGINS // _BLOCK),)](
+    origins_counted = len(tally.expected)
+    _priors_kernel[(-(-origins_counted // _BLOCK),)](
         tally.tried,
         tally.hit,
         tally.expected,
         tally.priors,
-        ORIGINS,
+        origins_counted,
         WEIGHT=tally.WEIGHT,
         BLOCK=_BLOCK,
     )
@@ -135,9 +143,7 @@ def _count_reference(
     where = origins[:, :nodes].flatten().long()
     tally.tried.scatter_add_(0, where, tried.flatten())
     tally.hit.scatter_add_(0, where, (tried * on[:, :nodes]).flatten())
-    torch.div(
-        tally.expected * tally.WEIGHT + tally.hit, tally.tried + tally.WEIGHT, out=tally.priors
-    )
+    tally.refresh()
 
 
 def count(tally: Tally, tokens: Tensor, parents: Tensor, origins: Tensor, path: Tensor) -> None:

@@ -84,6 +84,8 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert counters["accepted_tokens"] > 0
     assert counters["non_first_child_accepted"] > 0
     assert counters["kv_rows_moved"] > 0
+    sources = report["acceptance"]["sources"]
+    assert sum(row["hit"] for row in sources) == counters["accepted_tokens"]
     assert report["cost_tokens"] == 33
     assert report["cost_context"] > 24
     assert report["verify_cost"] > 0

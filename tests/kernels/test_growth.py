@@ -21,11 +21,10 @@ def int32(values):
 
 
 def expected(case, width, depth):
-    tables = case.matrix.tolist(), case.pairs.tolist()
     priors = case.priors.tolist()
     lines = [
-        grown(*tables, text, priors, root, width, depth)
-        for text, root in zip(case.texts, case.roots.tolist(), strict=True)
+        grown(*case.tables(row), text, priors, root, width, depth)
+        for row, (text, root) in enumerate(zip(case.texts, case.roots.tolist(), strict=True))
     ]
     return [[[node[part] for node in line] for line in lines] for part in range(4)]
 
@@ -41,9 +40,10 @@ def lists(found):
     st.sampled_from([4, 12]),
     st.sampled_from([1, 8, 64]),
     st.sampled_from([2, 32, 1024]),
+    st.booleans(),
 )
-def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells):
-    case = world(seed, vocab=vocab, pair_cells=pairs, cells=cells)
+def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells, own):
+    case = world(seed, vocab=vocab, pair_cells=pairs, cells=cells, own=own)
     found = grow(*case.tensors(), *shape)
     assert found.tokens.shape == (3, columns_of(*shape))
     assert found.scores.dtype == torch.float32
@@ -58,6 +58,7 @@ def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells):
         (1, (16, 3), {"vocab": 4}),
         (2, (5, 3), {"pair_cells": 1, "cells": 2}),
         (3, (17, 2), {"vocab": 5, "added": (0,)}),
+        (4, (16, 3), {"own": True}),
     ],
 )
 def test_kernel_grows_the_same_trees(interpreter, seed, shape, options):
@@ -80,7 +81,7 @@ def test_every_node_is_offered_by_its_parent_for_its_origin(cpu_path, seed, cell
                 path, at = [tokens[at], *path], parents[at]
             path = text.tokens[:-1] + path
             origin = found.origins[line, node].item()
-            offers = offered(case.matrix.tolist(), case.pairs.tolist(), text, path)
+            offers = offered(*case.tables(line), text, path)
             assert offers[tokens[node]] == origin
             matched = origin // (PAIR_STATES * ROW_STATES)
             if 1 <= matched <= LONGEST:
@@ -95,7 +96,7 @@ def texts_alone(text, cells=4096, room=100):
     """Empty tables, and one text."""
     contexts = Contexts.of(1, room, cells, CPU)
     extend_contexts(contexts, torch.tensor([0]), int32([text]))
-    empty = int32([[-1] * TOP] * 20), int32([[-1] * (TOP + 2)])
+    empty = int32([[-1] * TOP] * 20), int32([[[-1] * (TOP + 2)]])
     priors = torch.full((ORIGINS,), 0.5)
     return *empty, contexts, priors, torch.tensor([0]), int32(text[-1:])
 
@@ -136,7 +137,7 @@ def test_what_is_worth_nothing_is_not_drafted(cpu_path):
 
 def test_roots_outside_the_vocabulary_have_no_row(cpu_path, interpreter):
     matrix = int32([[1] * TOP, [0] * TOP])
-    pairs = int32([[-1] * (TOP + 2)])
+    pairs = int32([[[-1] * (TOP + 2)]])
     contexts = Contexts.of(3, 9, 16, CPU)
     slots = torch.tensor([0, 1, 2])
     extend_contexts(contexts, slots, int32([[1, 2], [1, 1 << 30], [-1, -1]]))
@@ -150,7 +151,7 @@ def test_roots_outside_the_vocabulary_have_no_row(cpu_path, interpreter):
 def test_of_equal_scores_the_first_offered_by_the_earlier_parent_stays(cpu_path, interpreter):
     rows = [[-1] * TOP for _ in range(9)]
     rows[0], rows[1], rows[2] = [2, 1, 3, 4, 5, 6, 7, 8], [3] * TOP, [4, 5] + [-1] * 6
-    pairs = int32([[-1] * (TOP + 2)])
+    pairs = int32([[[-1] * (TOP + 2)]])
     contexts = Contexts.of(1, 9, 16, CPU)
     extend_contexts(contexts, torch.tensor([0]), int32([[0]]))
     priors = torch.ones(ORIGINS)
@@ -170,9 +171,9 @@ def test_no_requests_grow_no_trees(cpu_path, interpreter):
 @CASES
 @given(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_pairs_stand_where_the_kernels_look(before, token):
-    pairs = torch.full((64, TOP + 2), -1, dtype=torch.int32)
+    pairs = torch.full((1, 64, TOP + 2), -1, dtype=torch.int32)
     place = pair_cells(int32([before]), int32([token]), 64)
-    pairs[place] = int32([before, token, *range(TOP)])
+    pairs[0, place] = int32([before, token, *range(TOP)])
     contexts = Contexts.of(1, 4, 8, CPU)
     extend_contexts(contexts, torch.tensor([0]), int32([[before, token]]))
     priors = torch.zeros(ORIGINS)
@@ -186,7 +187,7 @@ def test_shapes_that_do_not_fit_are_errors():
     matrix, pairs, contexts, priors, slots, roots = world(0).tensors()
     with pytest.raises(ValueError, match="matrix"):
         grow(matrix[:, :4], pairs, contexts, priors, slots, roots, 4, 2)
-    for wrong in (pairs[:3], pairs[:0], pairs[:, :4]):
+    for wrong in (pairs[:, :3], pairs[:, :0], pairs[..., :4]):
         with pytest.raises(ValueError, match="pairs"):
             grow(matrix, wrong, contexts, priors, slots, roots, 4, 2)
     with pytest.raises(ValueError, match="priors"):

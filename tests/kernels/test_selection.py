@@ -92,7 +92,7 @@ def test_what_stays_is_a_tree_breadth_first_with_siblings_together(cpu_path, see
 
 
 def test_more_nodes_only_add_to_fewer(cpu_path):
-    grown = grow(*world(7).tensors(), 16, 4)
+    grown = grow(*world(6).tensors(), 16, 4)
     few, many = best_nodes(grown, 6), best_nodes(grown, 20)
     assert many[3].sum() > few[3].sum() > 3
     for line in range(3):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from plain_texts import PlainText, cell
+from plain_texts import ALONE, PlainText, cell
 from tree_kernels.context import Contexts, extend_contexts
 from tree_kernels.offers import ORIGINS, TOP
 
@@ -21,6 +21,11 @@ class World:
     slots: torch.Tensor
     roots: torch.Tensor
     texts: list[PlainText]
+
+    def tables(self, row):
+        """The matrix and the pairs of a row of the batch, in lists."""
+        table = int(self.slots[row]) if len(self.pairs) > 1 else 0
+        return self.matrix.tolist(), self.pairs[table].tolist()
 
     def tensors(self):
         return self.matrix, self.pairs, self.contexts, self.priors, self.slots, self.roots
@@ -40,8 +45,13 @@ def added_tokens(generator, batch, columns, vocab):
     return tokens.masked_fill(torch.rand(batch, columns, generator=generator) < 1 / 6, -1)
 
 
-def world(seed, batch=3, vocab=12, pair_cells=64, length=60, cells=128, added=(50, 3, 9)):
-    """Tokens go two beyond the vocabulary, and rows may hold a token twice."""
+def world(
+    seed, batch=3, vocab=12, pair_cells=64, length=60, cells=128, added=(50, 3, 9), own=False
+):
+    """Tokens go two beyond the vocabulary, and rows may hold a token twice.
+
+    own: each slot has a table of pairs, which holds rows of single tokens too.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape):
@@ -49,10 +59,12 @@ def world(seed, batch=3, vocab=12, pair_cells=64, length=60, cells=128, added=(5
 
     matrix = drawn(vocab, TOP)
     matrix[torch.rand(vocab, generator=generator) < 0.3] = -1
-    pairs = torch.full((pair_cells, TOP + 2), -1, dtype=torch.int32)
-    for before, token in drawn(min(40, pair_cells - 1), 2).tolist():
-        row = torch.tensor((before, token), dtype=torch.int32)
-        pairs[cell([before, token], pair_cells)] = torch.cat((row, drawn(TOP)))
+    pairs = torch.full((SLOTS if own else 1, pair_cells, TOP + 2), -1, dtype=torch.int32)
+    for table in pairs:
+        for number, (before, token) in enumerate(drawn(min(40, pair_cells - 1), 2).tolist()):
+            key = [ALONE if own and number % 3 == 0 else before, token]
+            row = torch.tensor(key, dtype=torch.int32)
+            table[cell(key, pair_cells)] = torch.cat((row, drawn(TOP)))
     priors = (torch.rand(ORIGINS, generator=generator) * 8).round() / 8 * 0.95
     contexts = Contexts.of(SLOTS, length, cells, torch.device("cpu"))
     slots = torch.randperm(SLOTS, generator=generator)[:batch]

@@ -4,6 +4,7 @@ import numpy as np
 
 TOP = 8
 LONGEST = 6
+ALONE = -2
 
 
 def cell(tokens, cells):
@@ -45,6 +46,9 @@ def offered(matrix, pairs, text, path):
     """The tokens that may follow a path, in the order in which they are offered, with origins."""
     copy, matched = text.copy(path)
     row = matrix[path[-1]] if 0 <= path[-1] < len(matrix) else []
+    own = pairs[cell([ALONE, path[-1]], len(pairs))]
+    if own[:2] == [ALONE, path[-1]]:
+        row = own[2:]
     pair = pairs[cell(path[-2:], len(pairs))] if len(path) > 1 else [-1]
     paired = pair[:2] == path[-2:]
     likely = pair[2:] if paired else []

@@ -1,0 +1,298 @@
+"""Token Recycling without its parts, and in other ways: what `ablate_recycling.py` measures.
+
+All are the product's drafters, or these with one thing changed. They draft for one request at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from heapq import nsmallest
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
+from tree_kernels.context import LONGEST
+from tree_kernels.growth import TOP, pair_cells
+
+# What grown trees offer at a node has no public name.
+from tree_kernels.growth import _children as candidates_of
+
+from drafttree.drafter import DraftTree
+from drafttree.tree import MAX_DEPTH, StaticTree
+from drafttree.verify import Verified
+from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, Tables, make_drafter
+from recycle_plugin.config import CANDIDATES
+from recycle_plugin.grown import ROW_PRIORS
+
+CPU = torch.device("cpu")
+
+TableDrafter = GrownDrafter | StaticDrafter
+Order = Literal["file", "category", "shuffled"]
+Make = Callable[[int, int], TableDrafter]
+"""`(tokens in the vocabulary, nodes) -> drafter`."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of drafting.
+
+    Attributes:
+        cold: everything learnt is forgotten before each request.
+        bigrams: the prompt's bigrams move to the front of their rows.
+        prompt_logits: the target's logits at all of the prompt are observed, not only at its end.
+        order: of the prompts.
+        fits: whether there is such a tree of so many nodes.
+        primed: the matrix begins with what the target says after each token alone.
+    """
+
+    make: Make
+    cold: bool = False
+    bigrams: bool = False
+    prompt_logits: bool = False
+    order: Order = "file"
+    fits: Callable[[int], bool] = lambda nodes: True
+    primed: bool = False
+
+
+class Rows(Tables):
+    """Tables of rows alone: nothing is learnt of pairs."""
+
+    def learn(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        return recycle(self.matrix, tokens, logits)[:, 0]
+
+
+class WithoutCopies(GrownDrafter):
+    """Never finds what it looks for in the request's text."""
+
+    def extend(self, slots: Tensor, tokens: Tensor) -> None:
+        super().extend(slots, tokens)
+        self._contexts.index.fill_(-1)
+
+
+class FixedPriors(GrownDrafter):
+    """Learns nothing of what candidates are worth."""
+
+    def accepted(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
+        self.extend(slots, verified.emitted)
+
+
+class FixedMask(GrownDrafter):
+    """The candidates of grown trees, the best first, on the nodes of a static tree."""
+
+    def __init__(self, tables: Tables, tree: StaticTree) -> None:
+        super().__init__(tables, tree.nodes)
+        self.max_depth = tree.depth
+        self._level_ends = tree.level_ends
+        self._parents = torch.tensor(tree.parents)
+        self._ranks = torch.tensor(tree.ranks)
+
+    def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
+        contexts, priors = self._contexts, self.tally.priors
+        places = contexts.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0)
+        suffix = contexts.history[slots[:, None], places.clamp(min=0)]
+        suffix = suffix.masked_fill(places < 0, -1)[:, None]
+        tokens, origins, first = roots[:, None], torch.zeros(1, 1, dtype=torch.int32), 0
+        for start, end in pairwise(self._level_ends):
+            offered, origin = candidates_of(
+                self.tables.matrix, self.tables.pairs, contexts, slots, suffix
+            )
+            score = priors[origin].masked_fill(offered < 0, -1)
+            best = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
+            above, rank = self._parents[start:end] - first, self._ranks[start:end]
+            token = offered.gather(-1, best)[:, above, rank]
+            suffix = torch.cat((suffix[:, above, 1:], token[..., None]), -1)
+            suffix = suffix.masked_fill(token[..., None] < 0, -1)
+            tokens = torch.cat((tokens, token.int()), 1)
+            origins = torch.cat((origins, origin.gather(-1, best)[:, above, rank].int()), 1)
+            first = start
+        self._origins[slots] = origins
+        parents = self._parents.int()[None].masked_fill(tokens < 0, -1)
+        return DraftTree(tokens, parents, torch.tensor([tokens.shape[1]], dtype=torch.int32))
+
+
+class FirstWins(StaticDrafter):
+    """Of equal tokens of a tree the first writes the row (the paper's figure 3c)."""
+
+    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        return super().observe(*(each.flip(0) for each in (tokens, before, logits))).flip(0)
+
+
+class Merged(StaticDrafter):
+    """Of equal tokens any writes each place of the row, as the paper's race may leave it."""
+
+    def __init__(self, tables: Tables, tree: StaticTree) -> None:
+        super().__init__(tables, tree)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        matrix = self.tables.matrix
+        likely = top_candidates(logits, matrix.shape[1])
+        for rank in range(matrix.shape[1]):
+            order = torch.randperm(len(tokens), generator=self._generator)
+            place = slice(rank, rank + 1)
+            update_adjacency(matrix[:, place], tokens[order], likely[order, place])
+        return likely[:, 0]
+
+
+class AcceptedOnly:
+    """Learns nothing at nodes that were not accepted."""
+
+    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        self._seen = tokens, before, logits
+        return top_candidates(logits, 1)[:, 0]
+
+    def accepted(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
+        path = verified.path[0][verified.path[0] >= 0].long()
+        drafter: Any = super()
+        drafter.observe(*(each[path] for each in self._seen))
+        drafter.accepted(slots, trees, verified)
+
+
+class AcceptedOnlyStatic(AcceptedOnly, StaticDrafter):
+    """The paper's drafting without what was rejected."""
+
+
+class AcceptedOnlyGrown(AcceptedOnly, GrownDrafter):
+    """Grown trees without what was rejected."""
+
+
+def budget_tree(nodes: int, depth: int) -> StaticTree:
+    """The `nodes` nodes of highest path probability of those that are no deeper than `depth`."""
+    # Of equal scores the less deep come first, then those of lower ranks.
+    level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
+    paths = []
+    for _ in range(depth):
+        # No more than `nodes` of a level can be among the best of all.
+        level = nsmallest(
+            nodes,
+            (
+                (score * prior, deep + 1, (*path, rank))
+                for score, deep, path in level
+                for rank, prior in enumerate(ROW_PRIORS)
+            ),
+        )
+        paths += level
+    return StaticTree.from_paths(path for _, _, path in nsmallest(nodes, paths))
+
+
+def _options(drafting: str, vocab: int, nodes: int, **options: Any) -> TableDrafter:
+    given = {"drafting": drafting, "nodes": nodes, **options}
+    return make_drafter(RecycleOptions.model_validate(given), vocab, CPU)
+
+
+def _tables(vocab: int, kind: type[Tables] = Tables, *, pairs: bool = True) -> Tables:
+    return kind(vocab, CANDIDATES, CPU, pairs=pairs, hot_start=True)
+
+
+def _static(
+    kind: type[StaticDrafter], vocab: int, nodes: int, tree: Callable[[int], StaticTree]
+) -> StaticDrafter:
+    return kind(_tables(vocab, pairs=False), tree(nodes))
+
+
+def _grown(kind: type[GrownDrafter], vocab: int, nodes: int) -> GrownDrafter:
+    return kind(_tables(vocab), nodes)
+
+
+def _rows_only(vocab: int, nodes: int) -> GrownDrafter:
+    return GrownDrafter(_tables(vocab, Rows, pairs=False), nodes)
+
+
+def _fixed_mask(vocab: int, nodes: int) -> FixedMask:
+    return FixedMask(_tables(vocab), _paper_tree(nodes))
+
+
+def _paper_tree(nodes: int) -> StaticTree:
+    return RecycleOptions(drafting="paper", nodes=nodes).topology
+
+
+def _fits_rows_of(k: int, nodes: int) -> bool:
+    return k > 1 or nodes <= MAX_DEPTH
+
+
+def _fits_depth(depth: int, nodes: int) -> bool:
+    fullest = sum(CANDIDATES ** (level + 1) for level in range(depth))
+    return nodes <= fullest and budget_tree(nodes, depth).depth == depth
+
+
+BALANCED = {15: (3, 2, 1), 80: (5, 3, 2, 1)}
+"""Branching factors of trees in which all nodes of a level are alike, by nodes."""
+
+PAPER = Setting(partial(_options, "paper"))
+GROWN = Setting(partial(_options, "grown"))
+
+_FAMILIES = {"paper": PAPER, "grown": GROWN}
+
+_ORDERS: dict[str, Order] = {"by category": "category", "shuffled": "shuffled"}
+
+
+def _paper(kind: type[StaticDrafter], tree: Callable[[int], StaticTree] = _paper_tree) -> Setting:
+    return replace(PAPER, make=partial(_static, kind, tree=tree))
+
+
+def _of_depth(depth: int) -> Setting:
+    setting = _paper(StaticDrafter, partial(budget_tree, depth=depth))
+    return replace(setting, fits=partial(_fits_depth, depth))
+
+
+SETTINGS: dict[str, Setting] = {
+    **_FAMILIES,
+    **{f"{name} cold": replace(family, cold=True) for name, family in _FAMILIES.items()},
+    "grown without pairs": Setting(_rows_only),
+    "grown without copies": Setting(partial(_grown, WithoutCopies)),
+    "grown with fixed priors": Setting(partial(_grown, FixedPriors)),
+    "grown on a fixed mask": Setting(_fixed_mask),
+    **{
+        f"{name} with {' and '.join(what)}": replace(
+            family, bigrams="bigrams" in what, prompt_logits="prompt logits" in what
+        )
+        for name, family in _FAMILIES.items()
+        for what in (["bigrams"], ["prompt logits"], ["bigrams", "prompt logits"])
+    },
+    "paper accepted only": _paper(AcceptedOnlyStatic),
+    "grown accepted only": Setting(partial(_grown, AcceptedOnlyGrown)),
+    **{
+        f"paper k={k}": replace(
+            PAPER, make=partial(_options, "paper", k=k), fits=partial(_fits_rows_of, k)
+        )
+        for k in (1, 2, 4, 6)
+    },
+    "paper balanced": replace(
+        _paper(StaticDrafter, lambda nodes: StaticTree.from_branching(BALANCED[nodes])),
+        fits=BALANCED.__contains__,
+    ),
+    **{f"paper depth={depth}": _of_depth(depth) for depth in range(2, 9)},
+    "paper first wins": _paper(FirstWins),
+    "paper merged": _paper(Merged),
+    **{
+        f"{name} {words}": replace(family, order=order)
+        for name, family in _FAMILIES.items()
+        for words, order in _ORDERS.items()
+    },
+}
+SETTINGS |= {f"{name} primed": replace(each, primed=True) for name, each in SETTINGS.items()}
+
+
+def move_bigrams(tables: Tables, text: Sequence[int]) -> None:
+    """Let each token of a text come first in the row of the one before it, and in the pair's of
+    the two before it where pairs are kept; the text's last bigrams win."""
+    for token, after in pairwise(text):
+        _to_front(tables.matrix[token], after)
+    if len(tables.pairs) > 1:
+        known = torch.tensor(text)
+        cells = pair_cells(known[:-2], known[1:-1], len(tables.pairs))
+        for cell, pair, after in zip(cells, known.unfold(0, 2, 1), text[2:], strict=False):
+            row = tables.pairs[cell]
+            if not torch.equal(row[:2].long(), pair):
+                row[:2], row[2:] = pair, -1
+            _to_front(row[2:], after)
+
+
+def _to_front(row: Tensor, token: int) -> None:
+    others = row[row != token]
+    row.copy_(torch.cat((row.new_tensor([token]), others))[: len(row)])

@@ -1,0 +1,168 @@
+"""Sum up what `ablate_recycling.py` measured: tables for results/README.md, and a plot.
+
+    python scripts/report_recycling.py results/recycling_ablation.json \\
+        --plot results/recycling_ablation.png
+
+Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from report_lyanna import heading, row
+
+Run = dict[str, Any]
+Runs = dict[tuple[str, int], Run]
+"""Runs by setting and nodes, of one target and one set of prompts."""
+
+LINES = (
+    *("paper", "paper primed", "grown", "grown primed", "grown without pairs"),
+    *("grown without copies", "grown with fixed priors", "grown on a fixed mask"),
+    *("grown accepted only", "grown cold"),
+)
+"""The settings that the plot shows over nodes."""
+
+_DRAWS = 1000
+
+
+def groups(runs: list[Run]) -> dict[str, Runs]:
+    """The runs by what was asked of whom."""
+    found: dict[str, Runs] = {}
+    for run in runs:
+        name = (
+            f"{run['model']}, {run['prompts']}: {run['limit']} prompts, "
+            f"{run['max_new_tokens']} tokens a turn"
+        )
+        found.setdefault(name, {})[run["setting"], run["nodes"]] = run
+    return found
+
+
+def base_of(setting: str) -> str | None:
+    """What a setting is compared with: its family, which is compared with the plainer one."""
+    family, _, rest = setting.partition(" ")
+    primed = setting.endswith(" primed")
+    if rest in ("", "primed"):
+        return family if primed else {"grown": "paper"}.get(family)
+    return f"{family} primed" if primed else family
+
+
+def gain(run: Run, base: Run) -> tuple[float, float]:
+    """Tokens a step more than in the base's run, with the standard error by bootstrap over the
+    prompts, the same in both."""
+    counts = torch.tensor([run["by_prompt"], base["by_prompt"]]).double()
+    prompts = counts.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(prompts, (_DRAWS, prompts), generator=generator)
+    sums = counts[:, draws].sum(2)
+    rates = sums[..., 1] / sums[..., 0]
+    difference = run["mean_accepted_tokens"] - base["mean_accepted_tokens"]
+    return difference, float((rates[0] - rates[1]).std())
+
+
+def settings_table(runs: Runs) -> None:
+    """Tokens a step of every setting at every number of nodes; in brackets the gain."""
+    columns = sorted({nodes for _, nodes in runs})
+    heading("setting", *(f"{nodes} nodes" for nodes in columns))
+    for setting in dict.fromkeys(name for name, _ in runs):
+        cells = []
+        for nodes in columns:
+            run = runs.get((setting, nodes))
+            base = runs.get((base_of(setting) or "", nodes))
+            text = f"{run['mean_accepted_tokens']:.2f} ± {run['standard_error']:.2f}" if run else ""
+            if run and base:
+                more, error = gain(run, base)
+                text += f" ({more:+.2f} ± {error:.2f}, {more / base['mean_accepted_tokens']:+.0%})"
+            cells.append(text)
+        row(setting, *cells)
+
+
+def categories_table(runs: Runs) -> None:
+    """Tokens a step of the whole methods by category."""
+    chosen = [key for key in runs if key[0].removesuffix(" primed") in ("paper", "grown")]
+    names = list(dict.fromkeys(name for key in chosen for name in runs[key]["categories"]))
+    heading("category", *(f"{setting}, {nodes}" for setting, nodes in chosen))
+    for name in names:
+        row(name, *(f"{runs[key]['categories'][name]:.2f}" for key in chosen))
+
+
+def answers_note(runs: Runs) -> None:
+    """Whether all settings gave the same answers."""
+    answers = [run["answers_crc32"] for run in runs.values()]
+    usual = max(answers, key=answers.count)
+    others = [
+        f"{name}, {nodes}" for (name, nodes), run in runs.items() if run["answers_crc32"] != usual
+    ]
+    typer.echo("")
+    typer.echo(f"{answers.count(usual)} of {len(answers)} runs gave the same answers")
+    for name in others:
+        typer.echo(f"others: {name}")
+
+
+def plot(found: dict[str, Runs], file: Path) -> None:
+    """Tokens a step by nodes, and the paper's by the depth of its tree."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(found), 2, figsize=(12, 5 * len(found)), squeeze=False, width_ratios=(3, 2)
+    )
+    for (left, right), (title, runs) in zip(panels, found.items(), strict=True):
+        for setting in LINES:
+            points = sorted(
+                (nodes, run["mean_accepted_tokens"], run["standard_error"])
+                for (name, nodes), run in runs.items()
+                if name == setting
+            )
+            if points:
+                counts, tokens, errors = zip(*points, strict=True)
+                whole = setting.removesuffix(" primed") in ("paper", "grown")
+                left.errorbar(
+                    *(counts, tokens),
+                    yerr=errors if whole else None,
+                    marker="o" if whole else ".",
+                    linestyle="-" if whole else "--",
+                    capsize=3,
+                    label=setting,
+                )
+        left.set_title(title, fontsize=8)
+        left.set_xlabel("draft nodes")
+        left.set_ylabel("tokens a step")
+        left.legend(fontsize=7)
+        for nodes in sorted({nodes for name, nodes in runs if name.startswith("paper depth=")}):
+            depths = sorted(
+                (int(name.removeprefix("paper depth=")), run["mean_accepted_tokens"])
+                for (name, count), run in runs.items()
+                if count == nodes and name.startswith("paper depth=") and name[-1].isdigit()
+            )
+            right.plot(*zip(*depths, strict=True), marker="o", label=f"paper, {nodes} nodes")
+        right.set_xlabel("depth of the static tree")
+        right.set_ylabel("tokens a step")
+        if right.lines:
+            right.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main(
+    results: Path,
+    plot_file: Annotated[Path, typer.Option("--plot", help="PNG.")],
+) -> None:
+    """Print the tables, and plot."""
+    found = groups(json.loads(results.read_text()))
+    for title, runs in found.items():
+        typer.echo(f"\n{title}")
+        settings_table(runs)
+        categories_table(runs)
+        answers_note(runs)
+    plot(found, plot_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)
