@@ -12,6 +12,5 @@ WAYS: dict[str, dict[str, Any]] = {
     "grown, forgetful": {"nodes": 31, "hot_start": False},
     "grown, primed": {"nodes": 31, "prime": True},
     "grown, nothing shared": {"nodes": 31, "sharing": "request"},
-    "as many as pay": {"nodes": "auto"},
 }
 """The options of each."""
