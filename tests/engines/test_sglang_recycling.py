@@ -51,7 +51,7 @@ def test_drafts_that_pay_are_tried(tiny_llama: Path) -> None:
         tiny_llama, [case], options={"nodes": "auto"}, max_running_requests=1
     )
     assert drafted.tokens == plain.tokens
-    assert drafted.counters["accepted_tokens"] > 100
+    assert drafted.counters["accepted_tokens"] > 10
     assert drafted.counters["steps"] > drafted.counters["drafted_steps"] > 0
 
 

@@ -56,7 +56,7 @@ def test_drafts_that_pay_are_tried(tiny_llama: Path) -> None:
         max_num_seqs=1,
     )
     assert drafted.tokens == plain.tokens
-    assert drafted.counters["accepted_tokens"] > 100
+    assert drafted.counters["accepted_tokens"] > 10
     assert drafted.counters["steps"] > drafted.counters["drafted_steps"] > 0
 
 
