@@ -223,7 +223,7 @@ class Planner:
             age = DRAFT_AGE
         for i in others:
             n = self.ladder[i]
-            if tokens[i] <= MARGIN:
+            if tokens[i] <= MARGIN or not rates[i]:
                 continue  # not worth it at any price
             old = self.costs.age(batch, n) >= min(age, YOUNG * self.costs.count(batch, n))
             close = best == 0 and rates[i] >= CLOSE * rates[0] and self._is_rich(1 / rates[0])
