@@ -47,7 +47,6 @@ def make_drafter(
         tables.priming = Priming.begin(target, options.k, vocab_size, logger)
     if isinstance(options.hot_start, Path):
         tables.keeper = keep(tables, options.hot_start, target, logger)
-    tables.refresh()
     if grown:
         return GrownDrafter(
             tables,

@@ -61,7 +61,7 @@ class Priming:
         logger: logging.Logger | None = None,
         look_every: float = _LOOK_EVERY,
     ) -> Self | None:
-        """Take the finished matrix if it is there, else begin to make it in the background.
+        """Take the finished matrix if it is there, else make it in the background, once polled.
 
         Where that is not possible, one warning says why and None is returned: serving goes on
         unprimed. The same holds for what goes wrong later on.
@@ -113,7 +113,6 @@ class Priming:
         self._thread = threading.Thread(target=self._run, name="priming", daemon=True)
         # Unlike atexit, this also runs in processes that multiprocessing forked.
         self._finalizer = Finalize(None, self._stop, exitpriority=10)
-        self._thread.start()
 
     @property
     def finished(self) -> bool:
@@ -121,13 +120,18 @@ class Priming:
         return self._taken == self._vocab_size
 
     def poll(self) -> Rows | None:
-        """New rows, if there are any; cheap enough for every step."""
+        """New rows, if there are any; cheap enough for every step.
+
+        The first call begins the work: an engine that starts has settled its memory by then.
+        """
+        if self._thread is not None and self._thread.ident is None:
+            self._thread.start()
         return self._new.popleft() if self._new else None
 
     @property
     def running(self) -> bool:
         """Whether more rows may come than `poll` holds now."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and (self._thread.ident is None or self._thread.is_alive())
 
     def close(self) -> None:
         """End the background process, if there is one. What it has made is not lost."""
@@ -137,7 +141,8 @@ class Priming:
     def _stop(self) -> None:
         assert self._thread is not None
         self._closing.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts
-from tree_kernels.growth import columns_of, grow
+from tree_kernels.growth import Grown, columns_of, grow
 from tree_kernels.offers import TOP
 from tree_kernels.selection import best_nodes
 from tree_kernels.tally import count
@@ -25,6 +25,9 @@ from recycle_plugin.priors import DEPTH
 from recycle_plugin.tables import Tables
 
 MOST_CELLS = 1 << 16
+
+UNTIMED_NODES = 7
+"""What `auto` drafts on a CPU whose forwards could not be timed."""
 
 
 def width_for(nodes: int) -> int:
@@ -56,6 +59,28 @@ class GrownDrafter:
         cells = min(MOST_CELLS, 1 << (LONGEST * length - 1).bit_length())
         self._contexts = Contexts.of(slots, length, cells, device)
         self._origins = torch.zeros(slots, self._nodes + 1, dtype=torch.int32, device=device)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Have the kernels compiled before the first request, on a text without tokens."""
+        slots = torch.zeros(1, dtype=torch.int64, device=self._origins.device)
+        none = torch.full((1, 1), -1, dtype=torch.int32, device=self._origins.device)
+        self.extend(slots, none)
+        tokens, parents, origins, _ = best_nodes(self._grow(slots, none[0]), 0)
+        count(self.tables.tally, tokens, parents, origins, none)
+
+    def _grow(self, slots: torch.Tensor, roots: torch.Tensor) -> Grown:
+        tables = self.tables
+        return grow(
+            tables.matrix,
+            tables.pairs,
+            self._contexts,
+            tables.tally.priors,
+            slots,
+            roots,
+            self._width,
+            DEPTH,
+        )
 
     def calibrate(self, forward: Callable[[int], float], most: int) -> None:
         """With `auto`, time forwards of up to `most` tokens, and plan by them from now on."""
@@ -87,20 +112,16 @@ class GrownDrafter:
         """Grow a tree under each root (`int32 [B]`), its request's last token; -1 for none."""
         self.tables.refresh()
         pace, nodes = self._pace, self._nodes
+        if self._auto and pace is None and roots.device.type == "cpu":
+            nodes = min(nodes, UNTIMED_NODES)
+        if pace is not None and not bool((roots >= 0).any()):
+            pace.interrupted()  # prompts alone are read
+            return DraftTree.of_roots(roots)
         if pace is not None and pace.rests(slots):
             return DraftTree.of_roots(roots)
-        grown = grow(
-            self.tables.matrix,
-            self.tables.pairs,
-            self._contexts,
-            self.tables.tally.priors,
-            slots,
-            roots,
-            self._width,
-            DEPTH,
-        )
+        grown = self._grow(slots, roots)
         if pace is not None:
-            nodes = pace.choose(slots, grown.scores, int((roots >= 0).sum()))
+            nodes = pace.choose(slots, grown.scores)
         tokens, parents, origins, num_nodes = best_nodes(grown, nodes)
         self._origins[slots, : nodes + 1] = origins
         trees = DraftTree(tokens, parents, num_nodes)

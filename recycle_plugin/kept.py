@@ -29,7 +29,12 @@ def keep(tables: Tables, file: Path, target: str, logger: logging.Logger) -> Kee
         "tried": tables.tally.tried,
         "hit": tables.tally.hit,
     }
-    if file.exists():
+    try:
+        there = file.exists()
+    except OSError as error:
+        logger.warning("Token Recycling begins with nothing learnt, and saves nothing: %s", error)
+        return None
+    if there:
         counts = ("tried", "hit")
         expected = {
             name: Table(tuple(table.shape), vocab_size=None if name in counts else vocab_size)

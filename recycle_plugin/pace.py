@@ -55,6 +55,7 @@ class _Step:
         rows: nodes that it is to verify, roots included.
         began: when it was proposed.
         emitted: tokens, once it is verified.
+        whole: whether all of it was verified; the host cuts trees near a request's end, say.
     """
 
     slots: torch.Tensor
@@ -62,6 +63,7 @@ class _Step:
     rows: int
     began: float
     emitted: int = 0
+    whole: bool = True
 
 
 class Pace:
@@ -80,17 +82,16 @@ class Pace:
             self._step = _Step(slots, 0, len(slots), self._began)
         return rests
 
-    def choose(self, slots: torch.Tensor, scores: torch.Tensor, running: int) -> int:
+    def choose(self, slots: torch.Tensor, scores: torch.Tensor) -> int:
         """The nodes of the next step, by what the best are worth.
 
         Args:
             scores: `float32 [B, F]`, of a tree's nodes, the root's first.
-            running: the requests among them that have a root.
         """
         worth = scores[:, 1:].sort(1, descending=True).values.sum(0).cumsum(0)
         gains = [1.0] * len(self.planner.ladder)
         for place, rung in enumerate(self.planner.ladder[1:], 1):
-            gains[place] += float(worth[min(rung, len(worth)) - 1]) / max(running, 1)
+            gains[place] += float(worth[min(rung, len(worth)) - 1]) / len(slots)
         nodes = self.planner.choose(len(slots), gains)
         self._step = _Step(slots, nodes, 0, self._began)
         return nodes
@@ -106,12 +107,11 @@ class Pace:
         if step is None:
             return
         emitted = (verified.emitted >= 0).sum(1)
-        whole = int((trees.tokens >= 0).sum()) == step.rows
-        same = torch.equal(slots, step.slots)
-        if step.emitted or not same or not whole or not bool((emitted > 0).all()):
+        if step.emitted or not torch.equal(slots, step.slots) or not bool((emitted > 0).all()):
             self._step = None
             return
         step.emitted = int(emitted.sum())
+        step.whole = int((trees.tokens >= 0).sum()) == step.rows
 
     def interrupted(self) -> None:
         """A prompt is read, say: the time until the next step is not this one's."""
@@ -120,5 +120,10 @@ class Pace:
     def _book(self, slots: torch.Tensor) -> None:
         step, self._began = self._step, self._clock()
         self._step = None
-        if step is not None and step.emitted and torch.equal(slots, step.slots):
-            self.planner.finished(len(slots), step.nodes, self._began - step.began, step.emitted)
+        if step is None or not step.emitted or not torch.equal(slots, step.slots):
+            return
+        seconds = self._began - step.began
+        if step.whole:
+            self.planner.finished(len(slots), step.nodes, seconds, step.emitted)
+        else:
+            self.planner.cut(len(slots), seconds, step.emitted)

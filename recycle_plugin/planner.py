@@ -171,6 +171,15 @@ class Planner:
             in_vain=plan.n == IN_VAIN,
         )
 
+    def cut(self, batch: int, seconds: float, emitted: int) -> None:
+        """Pay for a step of fewer nodes than were chosen, which teaches nothing about any rung."""
+        self._mode(batch)
+        self._plan = None
+        self.costs.clock += 1
+        plain = self.costs.seconds(batch, 0)
+        self._losses += ALLOWANCE * seconds + emitted / batch * plain - seconds
+        self._bound(plain)
+
     def explain(self) -> list[dict[str, float]]:
         """What was foreseen and what came of it, a row for each bucket and rung; see `Row`."""
         return self._outcomes.explain()
@@ -274,5 +283,9 @@ class Planner:
                 mode.back_off()
         elif plan.n > 0:
             self._losses += emitted * plain - spent
+        self._bound(plain)
+
+    def _bound(self, plain: float) -> None:
+        """Keep the purses from overflowing, and from debts that no saving would ever pay."""
         self._learning = min(self._learning, MOST_LEARNING * plain)
-        self._losses = min(self._losses, MOST_LOSSES * plain)
+        self._losses = max(-MOST_LOSSES * plain, min(self._losses, MOST_LOSSES * plain))

@@ -44,10 +44,14 @@ class Tables:
         self, vocab_size: int, k: int, device: torch.device, *, pairs: bool, hot_start: bool
     ) -> None:
         if vocab_size < k:
-            raise ValueError(f"k={k} candidates do not fit a vocabulary of {vocab_size}: lower k")
+            raise ValueError(
+                f"k={k} candidates do not fit a vocabulary of {vocab_size}: lower k, with "
+                "drafting='paper'"
+            )
         self.matrix = torch.full((vocab_size, k), EMPTY, dtype=torch.int32, device=device)
         shape = 1, PAIR_CELLS if pairs else 1, 2 + k
         self.pairs = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+        self._pairs = pairs
         self._private = False
         self.tally = Tally.of(expected_priors().to(device))
         self.priming: Priming | None = None
@@ -87,6 +91,7 @@ class Tables:
         """Take over rows that were primed meanwhile, once a step; what was learnt stays."""
         if self.priming is None:
             return
+        running = self.priming.running
         while (rows := self.priming.poll()) is not None:
             if self._primed is self.matrix:
                 self._primed = torch.full_like(self.matrix, EMPTY)
@@ -94,7 +99,7 @@ class Tables:
             self._primed[part] = rows.candidates.to(self.matrix.device)
             unknown = self.matrix[part, :1] == EMPTY
             self.matrix[part] = torch.where(unknown, self._primed[part], self.matrix[part])
-        if not self.priming.running:
+        if not running:
             self.priming = None
 
     def learn(
@@ -116,7 +121,8 @@ class Tables:
             self._write(slots, tokens, torch.full_like(tokens, ALONE), candidates)
         else:
             candidates = recycle(self.matrix, tokens, logits)
-        self._write(slots, tokens, before.masked_fill(before < 0, EMPTY), candidates)
+        if self._pairs:
+            self._write(slots, tokens, before.masked_fill(before < 0, EMPTY), candidates)
         if self.keeper is not None:
             self.keeper.touch()
         return candidates[:, 0]

@@ -12,7 +12,7 @@ from drafttree.method import find_method, installed_methods
 
 
 def prepare(
-    method: Annotated[str, typer.Option(help="The draft method, such as token-recycling.")],
+    method: Annotated[str, typer.Option(help="An installed draft method.")],
     model: Annotated[Path, typer.Option(help="The folder of the model to be served.")],
 ) -> None:
     """Make now what a method would make at its first use of a model."""

@@ -65,7 +65,13 @@ class TableWorker(TreeWorker):
             tree = tokens > 1
             return forward_seconds(self._runner, 1, tokens, context, tree=tree, repeat=1)[0]
 
-        self.drafter.calibrate(forward, min(room, self._options.num_nodes + 1))
+        most = min(room, self._options.num_nodes + 1)
+        try:
+            if most >= 1:
+                self.drafter.calibrate(forward, most)
+        except Exception as error:
+            # Models differ, and the host must not fail for a want of figures.
+            logger.warning("The model's forwards cannot be timed: %s", error)
 
     def explain(self) -> list[dict[str, Any]]:
         """How the drafter chose the sizes of its trees."""
@@ -110,6 +116,8 @@ class TableWorker(TreeWorker):
         # them is there each time.
         self._requests_ended([request.rid for request in batch.reqs])
         for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True):
+            for name in [name for name, held in self._slots.items() if held == slot]:
+                del self._slots[name]  # it was retracted, and may never come back
             self._slots[request.rid] = slot
             self.drafter.start(slot, [*request.origin_input_ids, *request.output_ids])
         result = super()._forward_prompt(batch)
@@ -118,7 +126,10 @@ class TableWorker(TreeWorker):
 
     def _propose(self, batch: Any) -> DraftTree:
         slots = batch.req_pool_indices
-        return self.drafter.propose(slots, self._states.roots[slots])
+        roots = self._states.roots[slots]
+        trees = self.drafter.propose(slots, roots.masked_fill(~self._states.drafting[slots], -1))
+        trees.tokens[:, 0] = roots
+        return trees
 
     def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
         slots = batch.req_pool_indices

@@ -102,7 +102,7 @@ class HiddenStateRunner(TreeModelRunner):
 
     def _batch_slots(self) -> torch.Tensor:
         """The slots of the batch's requests, int64 `[B]`."""
-        slots, _ = self._slots.of(self.input_batch.req_ids)
+        slots, _, _ = self._slots.of(self.input_batch.req_ids)
         return torch.tensor(slots)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:

@@ -285,7 +285,13 @@ class TreeModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         """Draft the next step's trees; their nodes breadth-first, the root left out."""
         request_ids = self.input_batch.req_ids
-        roots = torch.tensor([ids[-1] if ids else -1 for ids in sampled_token_ids])
+        undrafted = self._drafts_off | self._grammar_bound
+        roots = torch.tensor(
+            [
+                ids[-1] if ids and name not in undrafted else -1
+                for name, ids in zip(request_ids, sampled_token_ids, strict=True)
+            ]
+        )
         trees = self._propose(roots.to(torch.int32))
         depth = depths(trees.parents, trees.num_nodes).numpy()
         tokens, parents = trees.tokens.numpy(), trees.parents.numpy()
@@ -297,9 +303,7 @@ class TreeModelRunner(CPUModelRunner):
         share = max(budget // len(request_ids), 1)
         drafts: list[list[int]] = []
         for row, request_id in enumerate(request_ids):
-            size = min(int(trees.num_nodes[row]), share) if sampled_token_ids[row] else 0
-            if request_id in self._drafts_off or request_id in self._grammar_bound:
-                size = 0
+            size = min(int(trees.num_nodes[row]), share) if int(roots[row]) >= 0 else 0
             # Nodes that could only emit tokens beyond the request's end are not worth verifying.
             size = int((depth[row, :size] < self._tokens_left(request_id)).sum())
             self._stored[request_id] = StoredTree(parents[row, :size], depth[row, :size])

@@ -59,8 +59,13 @@ class TableRunner(TreeModelRunner):
             tree = tokens > 1
             return forward_seconds(self, 1, tokens, context, tree=tree, repeat=1)[0]
 
-        most = min(room, self.num_spec_tokens + 1)
-        self._drafter.calibrate(forward, most)
+        most = min(room, self._token_budget, self.num_spec_tokens + 1)
+        try:
+            if most >= 1:
+                self._drafter.calibrate(forward, most)
+        except Exception as error:
+            # Models differ, and the host must not fail for a want of figures.
+            logger.warning("The model's forwards cannot be timed: %s", error)
 
     def forget(self) -> None:
         """Forget what was learnt."""
@@ -88,7 +93,8 @@ class TableRunner(TreeModelRunner):
     def _batch_slots(self) -> torch.Tensor:
         """The slots of the batch's requests, int64 `[B]`; those that are new begin."""
         batch = self.input_batch
-        slots, arrived = self._slots.of(batch.req_ids)
+        slots, arrived, lost = self._slots.of(batch.req_ids)
+        self._drafter.release(lost)
         for name in arrived:
             row = batch.req_id_to_index[name]
             text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]

@@ -20,6 +20,7 @@ class Heard(Planner):
         super().__init__((0, 3, 7), Costs.of_forwards({1: 1.0}))
         self.gains: list[list[float]] = []
         self.told: list[tuple[int, int, float, int]] = []
+        self.paid: list[tuple[int, float, int]] = []
         self.rest = False
 
     def rests(self, batch: int) -> bool:
@@ -28,6 +29,9 @@ class Heard(Planner):
     def choose(self, batch: int, gains: Sequence[float]) -> int:
         self.gains.append(list(gains))
         return 3
+
+    def cut(self, batch: int, seconds: float, emitted: int) -> None:
+        self.paid.append((batch, seconds, emitted))
 
     def finished(self, batch: int, n: int, seconds: float, emitted: int) -> None:
         self.told.append((batch, n, seconds, emitted))
@@ -47,7 +51,7 @@ class Steps:
         if self.pace.rests(self.slots):
             return
         scores = torch.tensor([[1.0, 0.5, 0.1, 0.25, 0.2, 0.0, 0.0]]).expand(batch, -1)
-        self.pace.choose(self.slots, scores, batch)
+        self.pace.choose(self.slots, scores)
         tokens = torch.arange(4, dtype=torch.int32).expand(batch, -1)
         parents = torch.tensor([-1, 0, 0, 1], dtype=torch.int32).expand(batch, -1)
         self.trees = DraftTree(tokens, parents, torch.full((batch,), 4, dtype=torch.int32))
@@ -108,12 +112,6 @@ def test_steps_that_were_not_as_planned_are_not_told() -> None:
         steps.verify(1, 1)
         steps.verify(1, 1)
 
-    def trees_cut(steps: Steps) -> None:
-        cut = DraftTree(
-            steps.trees.tokens[:, :2], steps.trees.parents[:, :2], steps.trees.num_nodes - 2
-        )
-        steps.verify(1, 1, trees=cut)
-
     def never_verified(steps: Steps) -> None:
         pass
 
@@ -122,7 +120,6 @@ def test_steps_that_were_not_as_planned_are_not_told() -> None:
         a_prompt_between,
         a_prompt_in_part,
         two_steps,
-        trees_cut,
         never_verified,
     ):
         steps = Steps()
@@ -132,6 +129,20 @@ def test_steps_that_were_not_as_planned_are_not_told() -> None:
         steps.now = 2.0
         steps.propose(4, 2)
         assert steps.planner.told == [], happens.__name__
+        assert steps.planner.paid == [], happens.__name__
+
+
+def test_steps_that_the_host_cut_are_paid_for() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    cut = DraftTree(
+        steps.trees.tokens[:, :2], steps.trees.parents[:, :2], steps.trees.num_nodes - 2
+    )
+    steps.verify(1, 2, trees=cut)
+    steps.now = 2.0
+    steps.propose(4, 2)
+    assert steps.planner.told == []
+    assert steps.planner.paid == [(2, 2.0, 3)]
 
 
 def test_costs_are_measured_up_to_the_largest_step() -> None:

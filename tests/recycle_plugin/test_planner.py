@@ -392,3 +392,16 @@ def test_nothing_is_drafted_where_there_is_nothing_to_draft() -> None:
             assert planner.choose(1, [1.0, 1.0, 1.0]) == 0
         planner.finished(1, 0, 2.0, 1)
     assert planner.choose(1, [1.0, 1.5, 1.5]) in (0, 3)
+
+
+def test_steps_that_are_always_cut_cannot_lose_for_long() -> None:
+    """Near their ends requests' trees are cut, so that no rung is ever seen."""
+    planner = Planner((0, 7), Costs.of_forwards({1: 1.0, 8: 1.0}))
+    lost = 0.0
+    for _ in range(2000):
+        if planner.rests(1) or planner.choose(1, [1.0, 3.0]) == 0:
+            planner.finished(1, 0, 1.0, 1)
+        else:
+            planner.cut(1, 3.0, 1)
+            lost += 2.0
+    assert 0 < lost < 0.02 * 2000
