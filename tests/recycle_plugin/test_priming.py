@@ -288,6 +288,7 @@ def test_an_engine_is_primed_in_the_background_and_at_once_the_next_time(
         first, second = begin(), begin()
         assert first is not None
         assert second is not None
+        assert first.poll() is second.poll() is None
         for primed in (first, second):
             assert agreement(collect(primed), expected) > 0.999
             assert primed.finished
@@ -398,6 +399,7 @@ def test_closing_ends_the_process_which_ran_at_the_lowest_priority(
     with caplog.at_level(logging.INFO):
         primed = begin()
         assert primed is not None
+        assert primed.poll() is None
         wait_until(lambda: child_in(caplog.text) is not None)
     child = child_in(caplog.text)
     assert child is not None
@@ -416,6 +418,7 @@ import logging, sys
 from recycle_plugin.background import Priming
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 primed = Priming.begin({str(model)!r}, {K}, {VOCAB})
+primed.poll()
 sys.stdin.read()
 """
     path = os.pathsep.join(filter(None, sys.path))
