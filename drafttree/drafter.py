@@ -68,6 +68,14 @@ class Drafter(Protocol):
         """Make room for the state of requests in `slots` slots, whose texts have at most `length`
         tokens; once, before all else."""
 
+    def calibrate(self, forward: Callable[[int], float], most: int) -> None:
+        """Hear what the target's forwards cost, before the first request; on a CPU only.
+
+        Args:
+            forward: runs one of so many tokens of one request; its seconds.
+            most: the most tokens that there is room for.
+        """
+
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request begins, or begins anew, with all tokens that are known of it."""
 
@@ -104,6 +112,9 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget everything learnt."""
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How it chose the sizes of its trees, a row for each case; ready for JSON."""
 
 
 DraftForward = Callable[[DraftTree, int], torch.Tensor]

@@ -32,6 +32,11 @@ class MethodOptions(BaseModel):
         """The greatest depth of a node."""
         raise NotImplementedError
 
+    @classmethod
+    def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
+        """The options as given, and what the host's own count of draft nodes says of them."""
+        return given
+
 
 @dataclass(frozen=True)
 class Method:
@@ -41,13 +46,17 @@ class Method:
         name: as users write it in vLLM's `speculative_config`.
         title: as people call it.
         options: the pydantic model that validates its options.
-        make_drafter: `(options, vocab_size, device) -> drafter`.
+        make_drafter: `(options, vocab_size, device) -> drafter`; for a `Drafter` there follow the
+            target's folder, or the name by which the engine found it, and the engine's logger.
         draft_model: whether its drafter is a `ModelDrafter`, which needs the option `model`.
         hidden_states: whether it is a `HiddenStateDrafter`, made of the options and `TargetParts`,
             which needs it too.
         check_model: `(target, model)`, for such a one: refuses a model that cannot serve the
             target.
         models: those that come with it, by the name of the target's recipe.
+        prepare: `(target's folder, options)`, for a method that makes something at its first use of
+            a target: makes it now, if it is not there, and shows progress. Raises ValueError if it
+            cannot.
     """
 
     name: str
@@ -58,16 +67,12 @@ class Method:
     hidden_states: bool = False
     check_model: Callable[[str, str], None] | None = None
     models: Mapping[str, Path] = field(default_factory=dict)
+    prepare: Callable[[Path, Any], None] | None = None
 
     @property
     def takes_model(self) -> bool:
         """Whether it needs the option `model`."""
         return self.draft_model or self.hidden_states
-
-    @property
-    def sized_by_nodes(self) -> bool:
-        """Whether its option `nodes` counts all draft nodes, as the hosts' own options do."""
-        return "nodes" in self.options.model_fields and not self.hidden_states
 
     def parse(self, options: dict[str, Any]) -> MethodOptions:
         """Validate options.

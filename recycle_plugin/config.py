@@ -7,11 +7,11 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_NODES, StaticTree
-from recycle_plugin.grown import DEPTH, ROW_PRIORS
+from recycle_plugin.priors import DEPTH, ROW_PRIORS
 
 PAPER_NODES = 80
 CANDIDATES = len(ROW_PRIORS)
@@ -23,20 +23,43 @@ class RecycleOptions(MethodOptions):
     Attributes:
         drafting: `grown` for a tree grown best first for each request in each step, `paper` for the
             paper's one static tree; `tree` asks for a static one too.
-        nodes: draft nodes a tree, the root not counted. At 80 the static tree is the paper's
-            (appendix, figure 5); at other sizes it is the one of highest path probability. With
-            `tree` it must agree with the tree or be left out.
+        nodes: draft nodes a tree, the root not counted; `auto` for as many as pay in each step, at
+            most `max_nodes`. At 80 the static tree is the paper's (appendix, figure 5); at other
+            sizes it is the one of highest path probability. With `tree` it must agree with the tree
+            or be left out. A static tree has 80 if nothing is said.
+        max_nodes: of a tree with `nodes="auto"`; what the engine keeps room for.
         tree: a JSON file of rank paths, or branching factors as in `branch:4-2-1`.
         k: candidates kept for each token; fewer than 8 for static trees only.
-        hot_start: keep what was learnt from one request to the next. Off, the tables are emptied
-            whenever a request arrives and no other is running.
+        prime: begin with what the target says after each token alone, which is made once for a
+            model and kept in the user's cache.
+        hot_start: keep what was learnt from one request to the next. Off, all of it is forgotten
+            whenever a request arrives and no other is running. A file's name: load what was learnt
+            from it at start, if it is there, and save it there.
     """
 
     drafting: Literal["grown", "paper"] = "grown"
-    nodes: int | None = Field(default=None, ge=1, le=MAX_NODES)
+    nodes: int | Literal["auto"] = "auto"
+    max_nodes: int = Field(default=PAPER_NODES, ge=1, le=MAX_NODES)
     tree: str | None = None
     k: int = Field(default=CANDIDATES, ge=1, le=CANDIDATES)
-    hot_start: bool = True
+    prime: bool = True
+    hot_start: bool | Path = True
+
+    @classmethod
+    def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
+        """The host's count bounds `auto`, and is the size of a static tree that has none."""
+        if given.get("tree") is not None:
+            return given
+        if given.get("drafting") == "paper":
+            return {"nodes": nodes, **given}
+        return {"max_nodes": nodes, **given} if given.get("nodes", "auto") == "auto" else given
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _count_or_auto(cls, given: Any) -> Any:
+        if given == "auto" or (type(given) is int and 1 <= given <= MAX_NODES):
+            return given
+        raise ValueError(f"use a number from 1 to {MAX_NODES}, or 'auto'")
 
     @model_validator(mode="before")
     @classmethod
@@ -52,13 +75,20 @@ class RecycleOptions(MethodOptions):
             if self.tree.startswith(BRANCHING):
                 return StaticTree.from_notation(self.tree)
             return StaticTree.from_file(Path(self.tree))
-        if self.nodes in (None, PAPER_NODES) and self.k == CANDIDATES:
+        nodes = PAPER_NODES if self.nodes == "auto" else self.nodes
+        if (nodes, self.k) == (PAPER_NODES, CANDIDATES):
             with as_file(files("recycle_plugin") / "token_recycling_80.json") as file:
                 return StaticTree.from_file(file)
-        return StaticTree.from_budget(self.nodes or PAPER_NODES, ROW_PRIORS[: self.k])
+        return StaticTree.from_budget(nodes, ROW_PRIORS[: self.k])
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if "max_nodes" in self.model_fields_set and (
+            self.nodes != "auto" or self.drafting == "paper"
+        ):
+            raise ValueError(
+                f"max_nodes={self.max_nodes} bounds nodes='auto' of grown trees: leave it out"
+            )
         if self.drafting == "grown":
             if self.tree is not None:
                 raise ValueError(
@@ -71,7 +101,7 @@ class RecycleOptions(MethodOptions):
                 )
             return self
         tree = self.topology
-        if self.nodes is not None and self.nodes != tree.nodes:
+        if self.nodes not in ("auto", tree.nodes):
             raise ValueError(
                 f"nodes={self.nodes} but tree={self.tree!r} has {tree.nodes} nodes: "
                 "leave one of them out"
@@ -85,10 +115,10 @@ class RecycleOptions(MethodOptions):
 
     @property
     def num_nodes(self) -> int:
-        """The number of draft nodes, the root not counted."""
-        if self.drafting == "grown":
-            return self.nodes or PAPER_NODES
-        return self.topology.nodes
+        """The most draft nodes of a tree, the root not counted."""
+        if self.drafting == "paper":
+            return self.topology.nodes
+        return self.max_nodes if self.nodes == "auto" else self.nodes
 
     @property
     def depth(self) -> int:

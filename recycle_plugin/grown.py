@@ -6,50 +6,21 @@ text, and each is worth what candidates of its kind were worth so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts
-from tree_kernels.growth import (
-    ORIGINS,
-    PAIR_STATES,
-    ROW_STATES,
-    TOP,
-    Tally,
-    best_nodes,
-    columns_of,
-    count,
-    grow,
-)
+from tree_kernels.growth import TOP, best_nodes, columns_of, count, grow
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified
+from recycle_plugin.pace import Pace, ladder_to, measured_costs
+from recycle_plugin.planner import Planner
+from recycle_plugin.priors import DEPTH
 from recycle_plugin.tables import Tables
 
-DEPTH = 8
-
-# How often candidates were the target's next token, measured on Spec-Bench prompts: those of a
-# token's row and of a pair's, by rank, and the copy after a suffix, by its length.
-ROW_PRIORS = (0.30, 0.083, 0.055, 0.037, 0.025, 0.02, 0.012, 0.009)
-PAIR_PRIORS = (0.487, 0.098, 0.045, 0.04, 0.023, 0.017, 0.011, 0.010)
-COPY_PRIORS = (0.15, 0.4, 0.6, 0.7, 0.75, 0.85)
-PAIR_WEIGHT = 0.85
-
 MOST_CELLS = 1 << 16
-
-
-def expected_priors() -> torch.Tensor:
-    """What candidates are worth before any was verified, `float32 [ORIGINS]`."""
-    row = torch.tensor((0.0, *ROW_PRIORS))
-    pair = torch.tensor((0.0, *PAIR_PRIORS))[:, None]
-    both = torch.cat((PAIR_WEIGHT * pair + (1 - PAIR_WEIGHT) * row, row[None]))
-    copy = torch.tensor((0.0, *COPY_PRIORS))[:, None, None]
-    # Others share what the copy leaves, and the copy may be one of theirs.
-    left = (1 - copy) * both
-    return torch.cat((copy + left, left[1:])).reshape(ORIGINS)
-
-
-assert (2 * LONGEST + 1, PAIR_STATES, ROW_STATES) == (13, TOP + 2, TOP + 1)
 
 
 def width_for(nodes: int) -> int:
@@ -61,15 +32,16 @@ def width_for(nodes: int) -> int:
 
 
 class GrownDrafter:
-    """Grows trees of at most `nodes` nodes, the root not counted."""
+    """Grows trees of `nodes` nodes, the root not counted, or with `auto` of as many as pay."""
 
     max_depth = DEPTH
 
-    def __init__(self, tables: Tables, nodes: int) -> None:
+    def __init__(self, tables: Tables, nodes: int, *, auto: bool) -> None:
         self.tables = tables
         self._nodes = nodes
+        self._auto = auto
         self._width = width_for(nodes)
-        self.tally = Tally.of(expected_priors().to(tables.matrix.device))
+        self._pace: Pace | None = None
 
     def allot(self, slots: int, length: int) -> None:
         """Make room for the texts of requests in `slots` slots, of at most `length` tokens."""
@@ -78,10 +50,17 @@ class GrownDrafter:
         self._contexts = Contexts.of(slots, length, cells, device)
         self._origins = torch.zeros(slots, self._nodes + 1, dtype=torch.int32, device=device)
 
+    def calibrate(self, forward: Callable[[int], float], most: int) -> None:
+        """With `auto`, time forwards of up to `most` tokens, and plan by them from now on."""
+        if self._auto:
+            costs = measured_costs(forward, min(most, self._nodes + 1))
+            self._pace = Pace(Planner(ladder_to(self._nodes), costs))
+
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request begins, or begins anew, with the tokens that are known of it."""
-        if self.tables.begin(slot):
-            self.tally.reset()
+        if self._pace is not None:
+            self._pace.interrupted()
+        self.tables.begin(slot)
         device = self.tables.matrix.device
         self._contexts.clear(slot)
         tokens = torch.as_tensor(text, dtype=torch.int32, device=device)
@@ -98,20 +77,29 @@ class GrownDrafter:
         return torch.where(places < 0, -1, tokens)
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
-        """Grow a tree under each root (`int32 [B]`), its request's last token."""
+        """Grow a tree under each root (`int32 [B]`), its request's last token; -1 for none."""
+        self.tables.refresh()
+        pace, nodes = self._pace, self._nodes
+        if pace is not None and pace.rests(slots):
+            return DraftTree.of_roots(roots)
         grown = grow(
             self.tables.matrix,
             self.tables.pairs,
             self._contexts,
-            self.tally.priors,
+            self.tables.tally.priors,
             slots,
             roots,
             self._width,
             DEPTH,
         )
-        tokens, parents, origins, num_nodes = best_nodes(grown, self._nodes)
-        self._origins[slots] = origins
-        return DraftTree(tokens, parents, num_nodes)
+        if pace is not None:
+            nodes = pace.choose(slots, grown.scores, int((roots >= 0).sum()))
+        tokens, parents, origins, num_nodes = best_nodes(grown, nodes)
+        self._origins[slots, : nodes + 1] = origins
+        trees = DraftTree(tokens, parents, num_nodes)
+        if pace is not None:
+            pace.proposed(trees)
+        return trees
 
     def observe(
         self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
@@ -121,7 +109,9 @@ class GrownDrafter:
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Learn what each kind of candidate is worth, and what the texts go on with."""
-        count(self.tally, trees.tokens, trees.parents, self._origins[slots], verified.path)
+        if self._pace is not None:
+            self._pace.verified(slots, trees, verified)
+        count(self.tables.tally, trees.tokens, trees.parents, self._origins[slots], verified.path)
         self.extend(slots, verified.emitted)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -131,4 +121,7 @@ class GrownDrafter:
     def reset(self) -> None:
         """Forget everything learnt."""
         self.tables.reset()
-        self.tally.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """With `auto`, what was foreseen of each number of nodes and what came of it."""
+        return [] if self._pace is None else list(self._pace.planner.explain())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from tree_kernels.adjacency import recycle
 from tree_kernels.gather import compact_tree, gather_tree
 
 from drafttree.drafter import DraftTree
@@ -31,6 +31,9 @@ class StaticDrafter:
     def allot(self, slots: int, length: int) -> None:
         """Requests have no state here."""
 
+    def calibrate(self, forward: Callable[[int], float], most: int) -> None:
+        """What forwards cost changes nothing here."""
+
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request begins."""
         self.tables.begin(slot)
@@ -44,6 +47,7 @@ class StaticDrafter:
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Read a tree off the matrix under each root (`int32 [B]`), level by level."""
+        self.tables.refresh()
         matrix = self.tables.matrix
         tokens = gather_tree(matrix, roots, self._parents, self._ranks, self._level_ends)
         return DraftTree(*compact_tree(tokens, self._parents))
@@ -52,7 +56,7 @@ class StaticDrafter:
         self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Write the top k of the logits into the tokens' rows; the last of equal tokens wins."""
-        return recycle(self.tables.matrix, tokens, logits)[:, 0]
+        return self.tables.learn(tokens, before, logits)
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """What was accepted shows in the rows."""
@@ -64,3 +68,7 @@ class StaticDrafter:
     def reset(self) -> None:
         """Forget everything learnt."""
         self.tables.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """There is nothing to explain."""
+        return []

@@ -8,10 +8,17 @@ as many pairs as it has cells; a pair takes the cell of another with the same ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from tree_kernels.adjacency import recycle, update_adjacency
-from tree_kernels.growth import pair_cells
+from tree_kernels.growth import Tally, pair_cells
+
+from recycle_plugin.priors import expected_priors
+
+if TYPE_CHECKING:
+    from recycle_plugin.background import Priming
+    from recycle_plugin.files import Keeper
 
 EMPTY = -1
 
@@ -22,9 +29,12 @@ class Tables:
     """The tables that all requests of an engine share.
 
     Attributes:
-        matrix: `int32 [V, k]`, most likely first; -1 in rows that were never written.
+        matrix: `int32 [V, k]`, most likely first; -1 in rows that are not known.
         pairs: `int32 [S, 2 + k]`: two tokens and what followed; -1 in free cells. S is 1 where
             pairs are not kept.
+        tally: what candidates turned out to be worth.
+        priming: what fills rows before they are learnt.
+        keeper: what saves the tables.
     """
 
     def __init__(
@@ -35,25 +45,45 @@ class Tables:
         cells = PAIR_CELLS if pairs else 1
         self.matrix = torch.full((vocab_size, k), EMPTY, dtype=torch.int32, device=device)
         self.pairs = torch.full((cells, 2 + k), EMPTY, dtype=torch.int32, device=device)
+        self.tally = Tally.of(expected_priors().to(device))
+        self.priming: Priming | None = None
+        self.keeper: Keeper | None = None
+        self._primed = self.matrix
         self._hot_start = hot_start
         self._running: set[int] = set()
 
-    def begin(self, slot: int) -> bool:
-        """A request begins; whether the tables were emptied for it."""
-        cold = not self._hot_start and not self._running
-        if cold:
+    def begin(self, slot: int) -> None:
+        """A request begins; with a cold start the first forgets what was learnt."""
+        if not self._hot_start and not self._running:
             self.reset()
         self._running.add(slot)
-        return cold
 
     def end(self, slots: Sequence[int]) -> None:
         """Requests ended."""
         self._running.difference_update(slots)
 
     def reset(self) -> None:
-        """Empty the tables."""
-        self.matrix.fill_(EMPTY)
+        """Forget what was learnt; what was primed stays."""
+        if self._primed is self.matrix:
+            self.matrix.fill_(EMPTY)
+        else:
+            self.matrix.copy_(self._primed)
         self.pairs.fill_(EMPTY)
+        self.tally.reset()
+
+    def refresh(self) -> None:
+        """Take over rows that were primed meanwhile, once a step; what was learnt stays."""
+        if self.priming is None:
+            return
+        while (rows := self.priming.poll()) is not None:
+            if self._primed is self.matrix:
+                self._primed = torch.full_like(self.matrix, EMPTY)
+            part = slice(rows.first, rows.first + len(rows.candidates))
+            self._primed[part] = rows.candidates.to(self.matrix.device)
+            unknown = self.matrix[part, :1] == EMPTY
+            self.matrix[part] = torch.where(unknown, self._primed[part], self.matrix[part])
+        if not self.priming.running:
+            self.priming = None
 
     def learn(
         self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
@@ -73,4 +103,6 @@ class Tables:
         cells = pair_cells(before, tokens, len(self.pairs))
         known = (tokens >= 0) & (before >= 0)
         update_adjacency(self.pairs, torch.where(known, cells, EMPTY).int(), rows)
+        if self.keeper is not None:
+            self.keeper.touch()
         return candidates[:, 0]

@@ -139,6 +139,8 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A setting; may be repeated.")] = None,
 ) -> None:
     """Measure drafters."""
+    if unknown := [name for name in only or () if name not in SETTINGS]:
+        raise typer.BadParameter(f"--only {unknown[0]!r} is not one of: {', '.join(SETTINGS)}")
     from transformers import AutoModelForCausalLM
 
     work.mkdir(parents=True, exist_ok=True)

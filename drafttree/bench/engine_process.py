@@ -88,6 +88,10 @@ class EngineProcess:
         """The tree worker's own counts since the last reset."""
         return cast(dict[str, int], self._call("counters", None))
 
+    def explain(self) -> list[dict[str, Any]]:
+        """How the method chose the sizes of its trees; nothing where they are fixed."""
+        return cast(list[dict[str, Any]], self._call("explain", None))
+
     def draft_seconds(self) -> float:
         """The time that a method with a draft model has spent drafting."""
         return cast(float, self._call("draft_seconds", None))

@@ -6,7 +6,7 @@ Methods that draft trees are found through the entry-point group `drafttree.meth
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Method:
         tree_depth: and their greatest depth.
         draft_model: the folder of the draft model, for a method that has one.
         timed: whether the engine tells the time spent drafting.
+        prepare: `(target's folder)`, for a method that makes something at its first use of one.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     tree_depth: int | None = None
     draft_model: str | None = None
     timed: bool = False
+    prepare: Callable[[Path], None] | None = None
 
 
 def model_free_names() -> list[str]:
@@ -70,6 +72,7 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
         parsed = tree_method.parse(options)
     except ValueError as error:
         raise InputError(str(error)) from error
+    prepare = tree_method.prepare
     return Method(
         name,
         options,
@@ -78,6 +81,7 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
         parsed.depth,
         str(options["model"]) if tree_method.draft_model else None,
         tree_method.takes_model,
+        None if prepare is None else lambda folder: prepare(folder, parsed),
     )
 
 

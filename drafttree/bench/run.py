@@ -113,13 +113,16 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
             )
         ]
         costs: dict[str, float | int] = {}
-        if settings.method.tree_nodes is not None:
+        explained: list[dict[str, Any]] = []
+        if drafts_trees:
+            explained = pair.method.explain()
             observer.status("timing forwards")
+            drafted = counters["draft_tokens"] / max(counters["drafted_steps"], 1)
             costs = verification_cost(
                 processes[0],
                 processes[1],
                 requests=settings.batch_size,
-                tokens=settings.method.tree_nodes + 1,
+                tokens=1 + max(round(drafted), 1),
                 context=mean_context(repetitions[0].plain),
             )
     return {
@@ -138,6 +141,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "repeat": settings.repeat,
         "cut_prompts": len(pair.cut),
         "counters": counters,
+        "explained": explained,
         **draft_model,
         **report(settings.prompts, repetitions, verdicts, costs),
     }

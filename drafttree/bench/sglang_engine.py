@@ -96,7 +96,7 @@ class SglangEngine:
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Time forwards of a made-up batch; cached prefixes are lost."""
-        from drafttree.bench.sglang_forward import forward_seconds
+        from drafttree.sglang.forward import forward_seconds
 
         self._idle()
         self._scheduler.flush_cache()
@@ -113,6 +113,11 @@ class SglangEngine:
         """The tree worker's counts."""
         counts: dict[str, int] = self._scheduler.draft_worker.counters.as_dict()
         return counts
+
+    def explain(self, _: None) -> list[dict[str, Any]]:
+        """How the method chose the sizes of its trees."""
+        rows: list[dict[str, Any]] = self._scheduler.draft_worker.explain()
+        return rows
 
     def draft_seconds(self, _: None) -> float:
         """The time spent drafting with a draft model."""

@@ -101,6 +101,17 @@ def category_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def explained_table(report: dict[str, Any]) -> Table:
+    """How a method chose the sizes of its trees."""
+    table = Table()
+    rows = report["explained"]
+    for heading in rows[0] if rows else ():
+        table.add_column(heading.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" for value in row.values()))
+    return table
+
+
 def _cell(figures: dict[str, Any], key: str | None, form: str) -> str:
     value = None if key is None else figures[key]
     return "" if value is None else format(value, form)

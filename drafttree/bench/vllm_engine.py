@@ -91,10 +91,8 @@ class VllmEngine:
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Time forwards of a made-up batch; cached prefixes are lost."""
-        from drafttree.bench.vllm_forward import forward_seconds
-
         self._llm.reset_prefix_cache()
-        times: list[float] = self._llm.collective_rpc(forward_seconds, args=astuple(shape))[0]
+        times: list[float] = self._llm.collective_rpc(_forward_seconds, args=astuple(shape))[0]
         return times
 
     def reset(self, tables: bool) -> None:
@@ -108,9 +106,20 @@ class VllmEngine:
         counts: dict[str, int] = self._llm.collective_rpc("drafttree_counters")[0]
         return counts
 
+    def explain(self, _: None) -> list[dict[str, Any]]:
+        """How the method chose the sizes of its trees."""
+        rows: list[dict[str, Any]] = self._llm.collective_rpc("drafttree_explain")[0]
+        return rows
+
     def draft_seconds(self, _: None) -> float:
         """The time spent drafting with a draft model."""
         return float(self._llm.collective_rpc("drafttree_draft_seconds")[0])
+
+
+def _forward_seconds(worker: Any, *shape: Any) -> list[float]:
+    from drafttree.vllm.forward import forward_seconds
+
+    return forward_seconds(worker.model_runner, *shape)
 
 
 if __name__ == "__main__":

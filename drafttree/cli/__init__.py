@@ -6,6 +6,7 @@ from drafttree.cli.bench import bench
 from drafttree.cli.demo import demo
 from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
+from drafttree.cli.prepare import prepare
 from drafttree.cli.train import train
 
 app = typer.Typer(
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(model)
 app.command()(doctor)
+app.command()(prepare)
 app.command()(bench)
 app.command()(demo)
 app.add_typer(train, name="train")

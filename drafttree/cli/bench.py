@@ -14,11 +14,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import check_engine, resolve_variants
+from drafttree.bench.methods import Method, check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import Settings, batches, run
-from drafttree.bench.table import category_table, comparison_table, figures_table
+from drafttree.bench.table import (
+    category_table,
+    comparison_table,
+    explained_table,
+    figures_table,
+)
 
 
 class Dtype(StrEnum):
@@ -56,6 +61,15 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
+def _prepare(method: Method, model: Path) -> None:
+    """Make beforehand what the engine would make while it is measured."""
+    assert method.prepare is not None
+    try:
+        method.prepare(model)
+    except ValueError as error:
+        raise InputError(f"{method.name} cannot be prepared for {model}: {error}") from error
+
+
 def bench(
     method: Annotated[str, typer.Option(help="none, ngram, or an installed tree method.")],
     model: Annotated[Path, typer.Option(help="The model's folder.")],
@@ -79,6 +93,9 @@ def bench(
         list[str] | None,
         typer.Option(help="KEY=VALUE, given more than once: a run for each, and a comparison."),
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show how the sizes of trees were chosen.")
+    ] = False,
     eager: Annotated[
         bool, typer.Option("--eager/--compiled", help="Start faster, or run faster.")
     ] = False,
@@ -107,6 +124,9 @@ def bench(
             eager=eager,
             verbose=verbose,
         )
+        for variant in variants:
+            if variant.prepare is not None:
+                _prepare(variant, model)
         with progress_bar(errors) as progress:
             total = 2 * repeat * len(batches(settings)) * len(variants)
             observer = ProgressObserver(progress, total)
@@ -127,4 +147,10 @@ def bench(
     else:
         console.print(category_table(reports[0]))
         console.print(figures_table(reports[0]))
+    if explain:
+        for report in reports:
+            if report["explained"]:
+                console.print(explained_table(report))
+            else:
+                console.print(f"{report['method']}: the sizes of its trees are fixed")
     console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)

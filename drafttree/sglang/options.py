@@ -75,9 +75,8 @@ def parse_options(
         )
     if draft_model is not None:
         given["model"] = draft_model
-    sizes_tree = method.sized_by_nodes and not {"nodes", "tree"} & given.keys()
-    if num_draft_tokens is not None and sizes_tree:
-        given["nodes"] = num_draft_tokens - 1
+    if num_draft_tokens is not None:
+        given = method.options.sized(given, num_draft_tokens - 1)
     options = method.parse(given)
     if num_draft_tokens not in (None, options.num_nodes + 1):
         raise ValueError(

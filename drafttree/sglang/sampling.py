@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from tree_kernels.adjacency import top_candidates
 
 from drafttree.drafter import DraftTree, Rule
 from drafttree.sglang.penalties import RequestPenalties
@@ -65,7 +66,7 @@ def verify_trees(
     requests, nodes = trees.tokens.shape
     if is_plain_greedy(batch):
         if argmax is None:
-            argmax = output.next_token_logits.argmax(-1).int().view(requests, nodes)
+            argmax = top_candidates(output.next_token_logits, 1).view(requests, nodes)
         return verify_greedy(trees, argmax, max_depth)
     logits = output.next_token_logits.view(requests, nodes, -1)
     draw = _Draw(runner, batch, logits, penalties, rule)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import Drafter, DraftTree
+from drafttree.method import Method
+from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.worker import TreeWorker
 from drafttree.verify import Verified
+
+# Below SGLang's own logger, or nothing would print it.
+logger = logging.getLogger(f"sglang.{__name__}")
+
+_CONTEXT = 128
+"""Cached tokens of the request whose forwards are timed."""
 
 
 class TableWorker(TreeWorker):
@@ -24,6 +33,16 @@ class TableWorker(TreeWorker):
         self._slots: dict[str, int] = {}
         self._learn_from_prefill()
 
+    def _make_drafter(self, method: Method) -> Drafter:
+        drafter: Drafter = method.make_drafter(
+            self._options,
+            self._vocab_size,
+            self._device,
+            self._runner.server_args.model_path,
+            logger,
+        )
+        return drafter
+
     @property
     def draft_worker(self) -> None:
         """There is no draft model."""
@@ -33,6 +52,24 @@ class TableWorker(TreeWorker):
         """Take the target's pools, and make room for as many requests' texts."""
         super().alloc_memory_pool(**pools)
         self.drafter.allot(*self.req_to_token_pool.req_to_token.shape)
+
+    def init_cuda_graphs(self) -> None:
+        """The host's last call before it serves: time forwards of the model as it will run."""
+        super().init_cuda_graphs()
+        if self._device.type != "cpu":
+            return
+        room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
+
+        def forward(tokens: int) -> float:
+            context = min(_CONTEXT, room - tokens)
+            tree = tokens > 1
+            return forward_seconds(self._runner, 1, tokens, context, tree=tree, repeat=1)[0]
+
+        self.drafter.calibrate(forward, min(room, self._options.num_nodes + 1))
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How the drafter chose the sizes of its trees."""
+        return self.drafter.explain()
 
     def _learn_from_prefill(self) -> None:
         """Sampling writes into the logits, so the drafter must look at them right before.

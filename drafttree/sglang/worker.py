@@ -92,6 +92,10 @@ class TreeWorker(BaseSpecWorker):
     def _requests_ended(self, names: list[str]) -> None:
         """Requests left."""
 
+    def explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen, where they are chosen."""
+        return []
+
     def _forget(self) -> None:
         """What was learnt, if anything is, is of no use any more."""
 

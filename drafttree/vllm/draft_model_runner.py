@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from tree_kernels.adjacency import top_candidates
 from tree_kernels.mask import tree_mask
 from vllm.compilation.backends import set_model_tag
 from vllm.config import ModelConfig
@@ -189,7 +190,7 @@ class DraftModelRunner(TreeModelRunner):
         assert self._drawn is not None
         drafts, rule = self._drawn
         greedy = is_plain_greedy(self.input_batch.sampling_metadata)
-        fixed = logits.argmax(-1).int() if greedy else None
+        fixed = top_candidates(logits, 1)[:, 0] if greedy else None
         self._drawn = None
         output, verified = sample_trees(
             self, step, drafts, logits, fixed, (self._rule_sampler, rule)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tree_kernels.adjacency import top_candidates
 from tree_kernels.mask import depths, tree_mask
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import get_forward_context, override_forward_context
@@ -205,7 +206,7 @@ class HiddenStateRunner(TreeModelRunner):
     ) -> tuple[SamplerOutput, DraftTree, Verified]:
         drafts = self._drawn if step.drafted else step.trees(self._row_tokens(step))
         greedy = is_plain_greedy(self.input_batch.sampling_metadata)
-        fixed = logits.argmax(-1).int() if greedy else None
+        fixed = top_candidates(logits, 1)[:, 0] if greedy else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
         self._verified = verified
         return output, drafts, verified
@@ -247,11 +248,17 @@ class HiddenStateRunner(TreeModelRunner):
         at[nodes[own]] = along[own].to(at.dtype)
         if step.drafted:
             self._show_chain()
-        x = self._drafter.fuse(hidden[source], tokens)
+        # Rows of drafts that were rejected mean nothing; most of a tree is that.
+        read = torch.ones(len(tokens), dtype=torch.bool)
+        read[nodes[own]] = False
+        read[places[here]] = True
+        rows = read.nonzero()[:, 0]
+        x = self._drafter.fuse(hidden[source[rows]], tokens[rows])
+        attend = self._attend_at(rows, [], len(tokens)) if step.drafted else self._attend
         with override_forward_context(self._context), torch.inference_mode():
-            states = self._drafter.layer(x, at, self._attend)
+            states = self._drafter.layer(x, at[rows], attend)
         last = nodes[:, 0] + here.sum(1) - 1
-        self._first[slots] = states[last].to(self._first.dtype)
+        self._first[slots] = states[read.cumsum(0)[last] - 1].to(self._first.dtype)
         drafted = torch.from_numpy(step.sizes > 1)
         self._drafter.accepted(slots[drafted], (here.sum(1) - 1)[drafted])
         self._drafter.forget(slots[~drafted])
@@ -269,8 +276,8 @@ class HiddenStateRunner(TreeModelRunner):
     def _attend_at(self, rows: torch.Tensor, before: list[torch.Tensor], count: int) -> Attend:
         """The same for some of a step's `count` rows.
 
-        The others write KV that means nothing into slots that are written again, before they are
-        read, at the step's end.
+        The others write KV that means nothing into slots that are written again before they are
+        read.
 
         Args:
             before: keys and values of all rows, in which those of earlier steps stay; empty in the

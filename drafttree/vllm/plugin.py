@@ -142,9 +142,8 @@ def _parse(
         )
     host_nodes = given.pop("num_speculative_tokens", spec_tokens)
     options = {key.replace("-", "_"): value for key, value in given.items()}
-    sizes_tree = method.sized_by_nodes and not {"nodes", "tree"} & options.keys()
-    if host_nodes is not None and sizes_tree:
-        options["nodes"] = host_nodes
+    if host_nodes is not None:
+        options = method.options.sized(options, host_nodes)
     nodes = method.parse(options).num_nodes
     if host_nodes not in (None, nodes):
         raise ValueError(

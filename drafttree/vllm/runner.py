@@ -125,6 +125,13 @@ class TreeModelRunner(CPUModelRunner):
     def forget(self) -> None:
         """Forget what was learnt, if anything is: the weights have changed, say."""
 
+    def calibrate(self) -> None:
+        """The model is ready to run, and no request has come yet."""
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen, where they are chosen."""
+        return []
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the caches, and what will move rows in them: a mover for keys, one for values."""
         super().initialize_kv_cache(*args, **kwargs)

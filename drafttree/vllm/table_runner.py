@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
 from drafttree.verify import Verified
+from drafttree.vllm.forward import forward_seconds
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+# Below vLLM's own logger, or nothing would print it.
+logger = init_logger(f"vllm.{__name__}")
+
+_CONTEXT = 128
+"""Cached tokens of the request whose forwards are timed."""
+
+
 class TableRunner(TreeModelRunner):
     """Drafts with a `Drafter`, which sees all of the target's logits."""
 
@@ -29,15 +38,37 @@ class TableRunner(TreeModelRunner):
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
         self._drafter: Drafter = method.make_drafter(
-            method.parse(options), self.model_config.get_vocab_size(), self.device
+            method.parse(options),
+            self.model_config.get_vocab_size(),
+            self.device,
+            self.model_config.model,
+            logger,
         )
         self._drafter.allot(self.max_num_reqs, self.max_model_len)
         self._slots = RequestSlots(self.max_num_reqs)
         super()._set_up(method, options, logits_processors)
 
+    def calibrate(self) -> None:
+        """Let the drafter time forwards of the model as it will run; its cache is empty still."""
+        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        # The engine keeps a block for itself.
+        room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
+
+        def forward(tokens: int) -> float:
+            context = min(_CONTEXT, room - tokens)
+            tree = tokens > 1
+            return forward_seconds(self, 1, tokens, context, tree=tree, repeat=1)[0]
+
+        most = min(room, self.num_spec_tokens + 1)
+        self._drafter.calibrate(forward, most)
+
     def forget(self) -> None:
         """Forget what was learnt."""
         self._drafter.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How the drafter chose the sizes of its trees."""
+        return self._drafter.explain()
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Who is preempted is read again from the beginning.

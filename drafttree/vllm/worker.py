@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from drafttree.method import find_method
@@ -45,6 +47,16 @@ class TreeCPUWorker(CPUWorker):
         """Load the model with attention layers that honour tree masks."""
         with tree_attention_backend():
             super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, and then let the drafter know what forwards cost."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.calibrate()
+        return times
+
+    def drafttree_explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen."""
+        return self.model_runner.explain()
 
     def drafttree_counters(self) -> dict[str, int]:
         """What was drafted and accepted since the start or the last reset."""

@@ -271,6 +271,11 @@ class Tally:
         self.hit.zero_()
         self.priors.copy_(self.expected)
 
+    def refresh(self) -> None:
+        """Set `priors` by what is counted."""
+        counted = self.expected * self.WEIGHT + self.hit
+        torch.div(counted, self.tried + self.WEIGHT, out=self.priors)
+
 
 def count(tally: Tally, tokens: Tensor, parents: Tensor, origins: Tensor, path: Tensor) -> None:
     """Count a verification in, in place.
@@ -298,6 +303,4 @@ def count(tally: Tally, tokens: Tensor, parents: Tensor, origins: Tensor, path: 
     where = origins[:, :nodes].flatten().long()
     tally.tried.scatter_add_(0, where, tried.flatten())
     tally.hit.scatter_add_(0, where, (tried * on[:, :nodes]).flatten())
-    torch.div(
-        tally.expected * tally.WEIGHT + tally.hit, tally.tried + tally.WEIGHT, out=tally.priors
-    )
+    tally.refresh()

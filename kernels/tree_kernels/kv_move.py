@@ -20,6 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @jit
 def _move_kernel(
     cache: tl.tensor,
+    addresses: tl.tensor,
     src: tl.tensor,
     dst: tl.tensor,
     moves: tl.tensor,
@@ -32,9 +33,13 @@ def _move_kernel(
     MOVES_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ) -> None:
-    """One program a request and head, which alone touches that request's rows of that head."""
+    """One program a request, head and cache, which alone touches these rows.
+
+    cache: any one, for the type of its elements.
+    """
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
+    start = tl.load(addresses + tl.program_id(2)).to(cache.dtype)
     steps = tl.arange(0, MOVES_PAD)
     dims = tl.arange(0, DIM_PAD)
     come = tl.load(src + request * moves + steps, mask=steps < moves, other=-1)
@@ -43,7 +48,7 @@ def _move_kernel(
     come = tl.where(valid, come, 0)
     go = tl.where(valid, go, 0)
     mask = valid[:, None] & (dims < head_dim)[None, :]
-    columns = cache + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
+    columns = start + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
     read = (come // block_size) * block_stride + (come % block_size) * offset_stride
     write = (go // block_size) * block_stride + (go % block_size) * offset_stride
     rows = tl.load(columns + read[:, None], mask=mask)
@@ -52,13 +57,15 @@ def _move_kernel(
     tl.store(columns + write[:, None], rows, mask=mask)
 
 
-def _move_triton(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+def _move_triton(cache: Tensor, addresses: Tensor, src: Tensor, dst: Tensor) -> None:
+    """addresses: int64 [L], those of all caches, on their device; cache: any one of them."""
     _, heads, block_size, head_dim = cache.shape
     requests, moves = src.shape
     if src.numel() == 0 or cache.numel() == 0:
         return
-    _move_kernel[(requests, heads)](
+    _move_kernel[(requests, heads, len(addresses))](
         cache.view(_BITS[cache.element_size()]),
+        addresses,
         src.contiguous(),
         dst.contiguous(),
         moves,
@@ -108,7 +115,8 @@ class KvMover:
             raise ValueError(f"caches must be alike and have four dimensions, not {shapes}")
         self._caches = list(caches)
         cache = self._caches[0]
-        self._addresses = torch.tensor([cache.data_ptr() for cache in self._caches])
+        addresses = [cache.data_ptr() for cache in self._caches]
+        self._addresses = torch.tensor(addresses, device=cache.device)
         self._layout = _Layout(*cache.shape[1:], *cache.stride())
 
     def __call__(self, src: Tensor, dst: Tensor) -> None:
@@ -123,8 +131,7 @@ class KvMover:
             raise ValueError(f"src {[*src.shape]} and dst {[*dst.shape]} must both be [B, P]")
         cache = self._caches[0]
         if use_triton(cache):
-            for cache in self._caches:
-                _move_triton(cache, src, dst)
+            _move_triton(cache, self._addresses, src, dst)
         elif (move := _MOVE[cache.element_size()].on(cache)) is not None:
             src, dst = src.contiguous(), dst.contiguous()
             move(

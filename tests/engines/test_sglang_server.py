@@ -29,14 +29,17 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(smollm2)),
-        *("--speculative-algorithm", "token-recycling", "--speculative-num-draft-tokens", "33"),
+        *("--speculative-algorithm", "token-recycling"),
         *("--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-total-tokens", "8192", "--context-length", "1024"),
         *("--max-running-requests", "4", "--enable-metrics", "--skip-server-warmup"),
     ]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env=os.environ | environment(), stdout=output, stderr=output
+            command,
+            env=os.environ | environment() | {"DRAFTTREE_OPTIONS": '{"nodes": 32}'},
+            stdout=output,
+            stderr=output,
         )
     address = f"http://127.0.0.1:{port}"
     try:

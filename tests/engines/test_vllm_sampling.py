@@ -145,7 +145,10 @@ def test_texts_end_and_avoid_words_as_without_trees(
     ]
     plain, _ = run_vllm(smollm2, cases, skip_tokenizer_init=False)
     drafted, _ = run_vllm(
-        smollm2, cases, speculative={"method": "token_recycling"}, skip_tokenizer_init=False
+        smollm2,
+        cases,
+        speculative={"method": "token_recycling"},
+        skip_tokenizer_init=False,
     )
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens

@@ -33,7 +33,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         *("--model", str(smollm2), "--served-model-name", "smollm2"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "1024", "--max-num-seqs", "4", "--max-num-batched-tokens", "1024"),
-        *("--speculative-config", json.dumps({"method": "token_recycling"})),
+        *("--speculative-config", json.dumps({"method": "token_recycling", "nodes": 80})),
     ]
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:

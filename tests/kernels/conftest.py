@@ -9,19 +9,23 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tree_kernels import (
+    _kv_shares,
     accept,
     adjacency,
     full_mask,
     gather,
     kv_move,
     mask,
+    mask_rows,
     merge,
     rejection,
     token_info,
+    tree_attention,
 )
 from tree_kernels._native import NativeFunction
 
@@ -39,20 +43,28 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Interprets every kernel; programs run one after another, in order or in a random order."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton import language
-    from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
+    from triton.runtime.interpreter import (
+        InterpretedFunction,
+        InterpreterBuilder,
+        TensorHandle,
+        interpreter_builder,
+    )
     from triton.runtime.jit import JITFunction
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     modules = (
+        _kv_shares,
         accept,
         adjacency,
         full_mask,
         gather,
         kv_move,
         mask,
+        mask_rows,
         merge,
         rejection,
         token_info,
+        tree_attention,
         language,
         language.standard,
     )
@@ -63,6 +75,20 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
                 # One object a function: the interpreter knows its fast reductions by identity.
                 new = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
                 monkeypatch.setattr(module, name, new)
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any
+    ) -> TensorHandle:
+        # The interpreter holds bfloat16 as its bits and would multiply these.
+        a, b = (
+            self.create_fp_ext(each, language.float32) if each.dtype.is_bf16() else each
+            for each in (a, b)
+        )
+        return multiply(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
     if request.param == "shuffled":
         order = random.Random(0)

@@ -26,6 +26,11 @@ def make_cache(blocks, heads, block_size, head_dim, dtype, layout):
 LAYOUTS = ["plain", "heads_last", "interleaved", "dims_first"]
 
 
+def move_by_kernel(caches, src, dst):
+    addresses = torch.tensor([cache.data_ptr() for cache in caches])
+    kv_move._move_triton(caches[0], addresses, src, dst)
+
+
 @st.composite
 def moves(draw):
     """Every request owns some slots; paths run within them, overlap and have holes."""
@@ -70,7 +75,8 @@ def test_rows_move_as_if_all_were_read_first(cpu_path, case):
 @given(moves())
 def test_kernel_moves_the_same_rows(interpreter, case):
     expected = moved(*case)
-    kv_move._move_triton(*case)
+    cache, src, dst = case
+    move_by_kernel([cache], src, dst)
     assert torch.equal(case[0].float(), expected)
 
 
@@ -80,15 +86,15 @@ def test_an_accepted_path_moves_to_the_front(cpu_path, interpreter):
     by_kernel = cache.clone()
     KvMover([cache])(src, dst)
     assert cache[0, 1, :, 0].tolist() == [0, 3, 10, 11, 4, 5, 6, 7]
-    kv_move._move_triton(by_kernel, src, dst)
+    move_by_kernel([by_kernel], src, dst)
     assert torch.equal(by_kernel, cache)
 
 
 def test_rows_move_bit_by_bit(cpu_path, interpreter):
     bits = torch.tensor([0x7FC1, -0x003F, -0x8000, 1], dtype=torch.int16)
-    for move in (lambda cache, *slots: KvMover([cache])(*slots), kv_move._move_triton):
+    for move in (lambda caches, *slots: KvMover(caches)(*slots), move_by_kernel):
         cache = bits.clone().view(torch.bfloat16).view(1, 1, 4, 1)
-        move(cache, torch.tensor([[0, 1]]), torch.tensor([[2, 3]]))
+        move([cache], torch.tensor([[0, 1]]), torch.tensor([[2, 3]]))
         assert cache.view(torch.int16).flatten().tolist() == bits[[0, 1, 0, 1]].tolist()
 
 
@@ -102,11 +108,36 @@ def test_shapes_that_do_not_fit_are_errors():
         KvMover([torch.zeros(2, 3, 4, 5)])(slots, slots[:1])
 
 
-def test_every_cache_of_a_group_moves(cpu_path):
-    caches = [torch.randn(2, 3, 8, 4) for _ in range(5)]
-    expected = [moved(cache, torch.tensor([[5]]), torch.tensor([[1]])) for cache in caches]
-    KvMover(caches)(torch.tensor([[5]]), torch.tensor([[1]]))
-    assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
+def engine_caches(layout):
+    """Five layers, as vLLM lays them out, keys beside values, and as SGLang does, slot by slot."""
+    if layout == "sglang":
+        return [torch.randn(16, 3, 4).unsqueeze(2) for _ in range(5)]
+    stored = [torch.randn(2, 8, 3, 8).transpose(1, 2) for _ in range(5)]
+    return [half for layer in stored for half in layer.split(4, dim=3)]
+
+
+@pytest.mark.parametrize("layout", ["vllm", "sglang"])
+def test_every_cache_of_a_group_moves(cpu_path, interpreter, layout):
+    src, dst = torch.tensor([[5, 6], [13, -1]]), torch.tensor([[4, 5], [12, 13]])
+    for move in (lambda caches, *slots: KvMover(caches)(*slots), move_by_kernel):
+        caches = engine_caches(layout)
+        expected = [moved(cache, src, dst) for cache in caches]
+        move(caches, src, dst)
+        assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
+
+
+def test_one_launch_moves_all_caches(monkeypatch):
+    grids = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(kv_move, "_move_kernel", Launched())
+    slots = torch.tensor([[5, 6], [13, -1]])
+    move_by_kernel(engine_caches("sglang"), slots, slots)
+    assert grids == [(2, 3, 5)]
 
 
 @pytest.mark.cuda
@@ -114,15 +145,15 @@ def test_every_cache_of_a_group_moves(cpu_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("requests", "head_dim"), [(1, 64), (8, 128), (64, 80)])
 def test_cuda_agrees_with_the_cpu(requests, head_dim, layout, dtype):
-    cache = make_cache(requests * 6, 8, 16, head_dim, dtype, layout)
+    caches = [make_cache(requests * 6, 8, 16, head_dim, dtype, layout) for _ in range(3)]
     first = torch.arange(requests)[:, None] * 96 + 10
     path = torch.stack([torch.randperm(80)[:7].sort().values + 1 for _ in range(requests)])
     src, dst = first + path, first + torch.arange(1, 8)
-    on_device = cache.cuda()
-    if layout != "plain":
-        on_device = torch.empty_strided(
-            cache.shape, cache.stride(), dtype=dtype, device="cuda"
-        ).copy_(cache)
-    KvMover([on_device])(src.cuda(), dst.cuda())
-    KvMover([cache])(src, dst)
-    assert torch.equal(on_device.cpu().float(), cache.float())
+    on_device = [
+        torch.empty_strided(each.shape, each.stride(), dtype=dtype, device="cuda").copy_(each)
+        for each in caches
+    ]
+    KvMover(on_device)(src.cuda(), dst.cuda())
+    KvMover(caches)(src, dst)
+    for found, each in zip(on_device, caches, strict=True):
+        assert torch.equal(found.cpu().float(), each.float())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from drafttree.verify import verify_greedy
 from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, make_drafter
-from recycle_plugin.grown import expected_priors
+from recycle_plugin.priors import expected_priors
 
 VOCAB = 37
+LOGGER = logging.getLogger(__name__)
 DRAFTERS: dict[str, dict[str, object]] = {
     "grown": {"nodes": 40},
     "paper": {"drafting": "paper", "nodes": 40},
@@ -25,7 +28,8 @@ def logits_for(*best: int) -> torch.Tensor:
 
 
 def make(**options: object) -> GrownDrafter | StaticDrafter:
-    drafter = make_drafter(RecycleOptions.model_validate(options), VOCAB, torch.device("cpu"))
+    parsed = RecycleOptions.model_validate({"prime": False, **options})
+    drafter = make_drafter(parsed, VOCAB, torch.device("cpu"), "target", LOGGER)
     drafter.allot(4, 64)
     return drafter
 

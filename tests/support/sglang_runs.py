@@ -109,7 +109,8 @@ def run_sglang(
     """Serve the cases one after another with one engine.
 
     Args:
-        options: of the method.
+        options: of the method; if they do not say other, Token Recycling is not primed and drafts
+            80 nodes, as those that pay would be none for a small model.
         drafted: False for plain SGLang.
         method: as users name it.
         draft_model: RSD's, or Lyanna's drafter.
@@ -125,6 +126,10 @@ def run_sglang(
     """
     arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
     arguments.setdefault("log_level", "info")
+    if method == "token-recycling":
+        options = options or {}
+        sized = {"nodes", "tree"} & options.keys()
+        options = {"prime": False, **({} if sized else {"nodes": 80}), **options}
     if drafted:
         arguments["speculative_algorithm"] = method
         if draft_model is not None:

@@ -14,11 +14,12 @@ from tree_kernels.mask import tree_mask
 
 
 def forward_seconds(
-    worker: Any, requests: int, tokens: int, context: int, tree: bool, repeat: int
+    runner: Any, requests: int, tokens: int, context: int, tree: bool, repeat: int
 ) -> list[float]:
-    """Time `repeat` forwards, logits of all tokens included; run in the worker, between requests.
+    """Time `repeat` forwards, logits of all tokens included; between requests.
 
     Args:
+        runner: the worker's model runner.
         tokens: per request, after `context` tokens whose KV is cached.
         tree: whether they are a draft tree, which needs a tree method's worker, or a causal chain.
 
@@ -27,11 +28,13 @@ def forward_seconds(
     """
     from vllm.forward_context import set_forward_context
 
-    runner = worker.model_runner
     total = requests * tokens
     positions = torch.arange(context, context + tokens).repeat(requests)
     ids = torch.zeros(total, dtype=torch.int32)
     metadata, slots = _attention_metadata(runner, requests, tokens, positions, tree)
+    if runner.lora_config:
+        # Its layers want to be told whose rows they see: nobody's.
+        runner._set_active_loras((0,) * total, (0,) * total, set())
     seconds = []
     with torch.inference_mode():
         for _ in range(repeat):

@@ -1,0 +1,89 @@
+"""The masks of a batch's trees as attention reads them: a row of the batch has one bit a node."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_BITS = 32
+
+
+@jit
+def _mask_rows_kernel(
+    masks: tl.tensor,
+    starts: tl.tensor,
+    nodes: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    words: tl.tensor,
+    out_stride: tl.tensor,
+    PAD: tl.constexpr,
+) -> None:
+    """One program a tree and node, which alone writes that node's row."""
+    tree = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1)
+    if node >= tl.load(nodes + tree):
+        return
+    word = tl.arange(0, PAD)
+    bit = tl.arange(0, 32)
+    column = word[:, None] * 32 + bit[None, :]
+    line = masks + (tree * width + node) * width
+    seen = tl.load(line + column, mask=column < width, other=0).to(tl.int32)
+    row = (tl.load(starts + tree) + node).to(tl.int64)
+    tl.store(out + row * out_stride + word, tl.sum(seen << bit[None, :], 1), mask=word < words)
+
+
+def _mask_rows_triton(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
+    trees, width, _ = masks.shape
+    words = out.shape[1]
+    if masks.numel() == 0:
+        return
+    _mask_rows_kernel[(trees, width)](
+        masks.contiguous().view(torch.int8),
+        *(starts.contiguous(), nodes.contiguous(), out, width, words, out.stride(0)),
+        PAD=next_power_of_2(words),
+    )
+
+
+def _mask_rows_reference(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
+    trees, width, _ = masks.shape
+    words = out.shape[1]
+    bits = masks.new_zeros(trees, width, words * _BITS, dtype=torch.int32)
+    bits[:, :, :width] = masks
+    lanes = torch.arange(_BITS, dtype=torch.int32, device=masks.device)
+    packed = (bits.view(trees, width, words, _BITS) << lanes).sum(3, dtype=torch.int32)
+    places = torch.arange(width, device=masks.device)
+    # Selecting by mask waits for the device; this path runs on the CPU, where nothing waits.
+    real = places < nodes[:, None]
+    out[(starts[:, None] + places)[real]] = packed[real]
+
+
+def mask_rows(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
+    """Write the rows of the trees' nodes in `out`, and no others.
+
+    Args:
+        masks: bool [B, N, N], node i sees node j.
+        starts: int [B], each tree's first row of the batch; its nodes are neighbours.
+        nodes: int [B], each tree's nodes, at most N.
+        out: int32 [T, W], W at least ceil(N / 32), which may be kept from step to step: bit
+            j % 32 of word j // 32 says that the row sees node j.
+
+    Raises:
+        ValueError: shapes, types or strides that do not fit.
+    """
+    if (
+        masks.dim() != 3
+        or masks.shape[1] != masks.shape[2]
+        or starts.shape != masks.shape[:1]
+        or nodes.shape != masks.shape[:1]
+        or out.dim() != 2
+        or out.shape[1] * _BITS < masks.shape[1]
+    ):
+        shapes = [[*tensor.shape] for tensor in (masks, starts, nodes, out)]
+        raise ValueError(f"expected [B, N, N], [B], [B] and [T, ceil(N / 32)], not {shapes}")
+    if masks.dtype != torch.bool or out.dtype != torch.int32 or out.stride(1) != 1:
+        raise ValueError("masks must be bool, out int32 with its rows contiguous")
+    fill = _mask_rows_triton if use_triton(masks) else _mask_rows_reference
+    fill(masks, starts, nodes, out)

@@ -1,0 +1,387 @@
+"""Attention over a paged KV cache for prompts, single rows and draft trees in one launch: a row of
+a tree sees the context before the tree, its ancestors and itself (tree attention, as in Token
+Recycling, arXiv 2408.08696, 3.3); every other row is causal."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tree_kernels._kv_shares import merge_shares, shares_of
+from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+
+_BITS = 32
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_LANES = 16  # what a matrix product on tensor cores takes
+_MOST_LANES = 64
+_QUERY_BYTES, _TILE_BYTES = (
+    32768,
+    16384,
+)  # of shared memory, for a block's queries and a tile's keys
+
+
+@jit
+def _request_of(
+    query_starts: tl.tensor, requests: tl.tensor, block: tl.tensor, BLOCK_ROWS: tl.constexpr
+) -> tl.tensor:
+    """The last request whose blocks begin at `block` or before, by bisection."""
+    low = block * 0
+    high = low + requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(query_starts + middle) // BLOCK_ROWS + middle
+        low = tl.where(begins <= block, middle, low)
+        high = tl.where(begins <= block, high, middle)
+    return low
+
+
+@jit
+def _attend_kernel(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    query_starts: tl.tensor,
+    lengths: tl.tensor,
+    tree_starts: tl.tensor,
+    masks: tl.tensor,
+    out: tl.tensor,
+    log_sums: tl.tensor,
+    requests: tl.tensor,
+    request_blocks: tl.tensor,
+    words: tl.tensor,
+    scale: tl.tensor,
+    query_stride: tl.tensor,
+    query_head_stride: tl.tensor,
+    key_page_stride: tl.tensor,
+    key_slot_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_page_stride: tl.tensor,
+    value_slot_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    table_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    out_share_stride: tl.tensor,
+    out_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    log_sums_share_stride: tl.tensor,
+    log_sums_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    SHARES: tl.constexpr,
+    SEARCH: tl.constexpr,
+) -> None:
+    """One program a block of rows, KV head and share of the KV; a lane is a row's query head."""
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    share = tl.program_id(2)
+    if SEARCH:
+        request = _request_of(query_starts, requests, block, BLOCK_ROWS)
+        block -= tl.load(query_starts + request) // BLOCK_ROWS + request
+    else:
+        request = block // request_blocks
+        block = block % request_blocks
+    start = tl.load(query_starts + request)
+    rows = tl.load(query_starts + request + 1) - start
+    if block * BLOCK_ROWS >= rows:
+        return
+    length = tl.load(lengths + request)
+    tree = tl.load(tree_starts + request)
+    context = length - rows
+    root = context + tree
+
+    lanes = tl.arange(0, LANES)
+    dims = tl.arange(0, HEAD_PAD)
+    row = block * BLOCK_ROWS + lanes // GROUP
+    there = (lanes < BLOCK_ROWS * GROUP) & (row < rows)
+    line = (start + row).to(tl.int64)
+    head = kv_head * GROUP + lanes % GROUP
+    cells = there[:, None] & (dims < HEAD_SIZE)[None, :]
+    queries = query + line * query_stride + head * query_head_stride
+    q = tl.load(queries[:, None] + dims[None, :], mask=cells, other=0.0)
+    position = context + row
+    in_tree = there & (row >= tree)
+
+    # Up to `clear` all rows of the block see everything, from `end` on none sees anything.
+    last = tl.minimum(block * BLOCK_ROWS + BLOCK_ROWS, rows) - 1
+    end = tl.where(last >= tree, length, context + last + 1)
+    clear = tl.maximum(tl.minimum(context + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
+    size = tl.cdiv(tl.cdiv(end, TILE), SHARES) * TILE
+    begin = share * size
+    end = tl.minimum(begin + size, end)
+    clear = tl.minimum(tl.maximum(clear, begin), end)
+
+    highest = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    weighted = tl.zeros([LANES, HEAD_PAD], tl.float32)
+    pages = table + request.to(tl.int64) * table_stride
+    key_head = keys + kv_head * key_head_stride
+    value_head = values + kv_head * value_head_stride
+    tree_lines = masks + line * mask_stride
+    for masked in tl.static_range(2):
+        for first in range(clear if masked else begin, end if masked else clear, TILE):
+            tokens = first + tl.arange(0, TILE)
+            inside = tokens < end
+            page = tl.load(pages + tokens // PAGE, mask=inside, other=0).to(tl.int64)
+            slot = tokens % PAGE
+            # What lies behind the last token may be anything, NaN too, and 0 * NaN is not 0.
+            loaded = inside[:, None] & (dims < HEAD_SIZE)[None, :]
+            at = key_head + page * key_page_stride + slot * key_slot_stride
+            key = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+            if masked:
+                node = tl.maximum(tokens - root, 0)
+                behind = (tokens >= root) & inside & (node // 32 < words)
+                word = tl.load(
+                    tree_lines[:, None] + (node // 32)[None, :],
+                    mask=in_tree[:, None] & behind[None, :],
+                    other=0,
+                )
+                named = (word >> (node % 32)[None, :]) & 1
+                seen = tl.where(
+                    in_tree[:, None],
+                    (tokens < root)[None, :] | (named != 0),
+                    tokens[None, :] <= position[:, None],
+                )
+                scores = tl.where(seen & inside[None, :], scores, float("-inf"))
+            risen = tl.maximum(highest, tl.max(scores, 1))
+            # A row that has seen nothing yet: infinity less infinity is no number.
+            base = tl.where(risen == float("-inf"), 0.0, risen)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(highest - base)
+            at = value_head + page * value_page_stride + slot * value_slot_stride
+            value = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
+            total = total * shrink + tl.sum(weights, 1)
+            weighted = tl.dot(
+                weights.to(value.dtype), value, weighted * shrink[:, None], input_precision="ieee"
+            )
+            highest = risen
+
+    # A row that sees nothing comes out as zero.
+    attended = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = out + share.to(tl.int64) * out_share_stride + line * out_stride + head * out_head_stride
+    tl.store(to[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=cells)
+    if SHARES > 1:
+        log_sum = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
+        to = share.to(tl.int64) * log_sums_share_stride + line * log_sums_stride + head
+        tl.store(log_sums + to, log_sum, mask=there)
+
+
+def _tree_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    tree_starts: Tensor,
+    masks: Tensor,
+    scale: float,
+    max_query: int,
+    out: Tensor,
+    shares: int | None = None,
+) -> None:
+    """shares: in how many the KV is read, a power of two; None chooses."""
+    tokens, heads, head_size = query.shape
+    requests, pages = block_table.shape
+    page, kv_heads = key_cache.shape[1:3]
+    if tokens == 0 or requests == 0:
+        return
+    group = heads // kv_heads
+    head_pad = max(next_power_of_2(head_size), _LEAST_LANES)
+    line_bytes = head_pad * query.element_size()
+    most_lanes = min(_MOST_LANES, _QUERY_BYTES // line_bytes)
+    lanes = max(
+        _LEAST_LANES,
+        next_power_of_2(group),
+        min(next_power_of_2(group * max_query), most_lanes),
+    )
+    block_rows = lanes // group
+    # Where all requests may have as many blocks there is nothing to search for.
+    request_blocks = -(-max_query // block_rows)
+    most_blocks = tokens // block_rows + requests
+    search = requests * request_blocks > most_blocks
+    blocks = most_blocks if search else requests * request_blocks
+    if shares is None:
+        shares = shares_of(blocks * kv_heads, pages * page)
+    parts = log_sums = out[None]
+    if shares > 1:
+        parts = query.new_empty(shares, *query.shape, dtype=torch.float32)
+        log_sums = query.new_empty(shares, tokens, heads, dtype=torch.float32)
+    _attend_kernel[(blocks, kv_heads, shares)](
+        *(query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks),
+        *(parts, log_sums, requests, request_blocks, masks.shape[1], scale * math.log2(math.e)),
+        *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
+        *(block_table.stride(0), masks.stride(0)),
+        *(*parts.stride()[:3], *log_sums.stride()[:2]),
+        GROUP=group,
+        PAGE=page,
+        HEAD_SIZE=head_size,
+        HEAD_PAD=head_pad,
+        BLOCK_ROWS=block_rows,
+        LANES=lanes,
+        TILE=max(_LEAST_LANES, min(_MOST_LANES, _TILE_BYTES // line_bytes)),
+        SHARES=shares,
+        SEARCH=search,
+        num_stages=2,
+    )
+    if shares > 1:
+        merge_shares(parts, log_sums, query_starts, out)
+
+
+def _in_view(rows: int, length: int, tree: int, masks: Tensor) -> Tensor:
+    """What each of a request's rows sees, bool [rows, length]; masks: int32 [rows, W], its own."""
+    row = torch.arange(rows, device=masks.device)[:, None]
+    token = torch.arange(length, device=masks.device)
+    node = token - (length - rows + tree)
+    # Beyond the words no node is named.
+    words = F.pad(masks, (0, 1))
+    at = node.clamp(0, masks.shape[1] * _BITS)
+    named = (words[:, at // _BITS] >> (at % _BITS).int()) & 1
+    return torch.where(row >= tree, (node < 0) | named.bool(), token <= length - rows + row)
+
+
+def _tree_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    tree_starts: Tensor,
+    masks: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    page, kv_heads = key_cache.shape[1:3]
+    group = query.shape[1] // kv_heads
+    # Lists wait for the device; this path runs on the CPU, where nothing waits.
+    for (start, stop), length, tree, pages in zip(
+        pairwise(query_starts.tolist()),
+        lengths.tolist(),
+        tree_starts.tolist(),
+        block_table.long(),
+        strict=True,
+    ):
+        used = pages[: -(-length // page)]
+        key, value = (
+            cache[used].flatten(0, 1)[:length].float().repeat_interleave(group, 1)
+            for cache in (key_cache, value_cache)
+        )
+        hidden = ~_in_view(stop - start, length, tree, masks[start:stop])
+        scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), key) * scale
+        # A row that sees nothing comes out as zero.
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(2).masked_fill(hidden, 0.0)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    tree_starts: Tensor,
+    masks: Tensor,
+    max_query: int,
+    out: Tensor,
+) -> None:
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype != query.dtype or query.dtype not in _DTYPES:
+            raise ValueError(
+                f"query is {query.dtype} and {name} {cache.dtype}: both must be the same of "
+                "float32, bfloat16 and float16; caches in FP8 are not supported"
+            )
+    requests = len(block_table)
+    if (
+        query.dim() != 3
+        or key_cache.dim() != 4
+        or key_cache.shape != value_cache.shape
+        or key_cache.shape[3] != query.shape[2]
+        or query.shape[1] % key_cache.shape[2]
+        or block_table.dim() != 2
+        or query_starts.shape != (requests + 1,)
+        or lengths.shape != (requests,)
+        or tree_starts.shape != (requests,)
+        or masks.dim() != 2
+        or len(masks) != len(query)
+        or out.shape != query.shape
+        or max_query < 1
+    ):
+        shapes = [
+            [*tensor.shape]
+            for tensor in (
+                *(query, key_cache, value_cache, block_table),
+                *(query_starts, lengths, tree_starts, masks, out),
+            )
+        ]
+        raise ValueError(
+            "expected [T, H, D], [C, S, K, D] twice, [B, P], [B + 1], [B], [B], [T, W] and "
+            f"[T, H, D], H a multiple of K, and rows, not {shapes} and {max_query} rows"
+        )
+    strided = (query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts)
+    if any(tensor.stride(-1) != 1 for tensor in (*strided, masks, out) if tensor.numel()):
+        raise ValueError("the last dimension of every tensor must be contiguous")
+
+
+def tree_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_starts: Tensor,
+    lengths: Tensor,
+    tree_starts: Tensor,
+    masks: Tensor,
+    scale: float,
+    max_query: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend for the rows of a batch, whose keys and values are in the cache already.
+
+    Nothing waits for the device, and what is launched depends on shapes and `max_query` alone, so
+    that a graph of it serves other lengths and trees.
+
+    Args:
+        query: float32, bfloat16 or float16 [T, H, D], the requests' rows one after another.
+        key_cache: [C, S, K, D] of the same type, C pages of S tokens; H is a multiple of K, and
+            consecutive query heads share a KV head.
+        value_cache: likewise; its strides may differ.
+        block_table: int32 [B, P], each request's pages in the order of its tokens.
+        query_starts: int32 [B + 1], each request's first row, and behind the last one's rows.
+        lengths: int32 [B], each request's tokens in the cache, those of this step included: its
+            rows are the last of them.
+        tree_starts: int32 [B], which of a request's rows is its tree's root; the count of its
+            rows if there is no tree. All rows from there on are nodes.
+        masks: int32 [T, W]: bit j % 32 of word j // 32 says that the row sees node j of its
+            request's tree, itself included. Rows before a tree are not read.
+        scale: multiplies the scores.
+        max_query: what no request has more rows than.
+        out: [T, H, D], written and returned; None makes one. Rows behind the last request's are
+            left as they are.
+
+    Returns:
+        [T, H, D] of the query's type, sums in float32; zero for a row that sees nothing.
+
+    Raises:
+        ValueError: shapes, types or strides that do not fit, and caches in FP8.
+    """
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    paged = (key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks)
+    _check(query, *paged, max_query, out)
+    if use_triton(query):
+        _tree_attention_triton(query, *paged, scale, max_query, out)
+    else:
+        _tree_attention_reference(query, *paged, scale, out)
+    return out

@@ -1,0 +1,279 @@
+"""How many draft nodes a request pay at the current batch size.
+
+A tree grown best-first knows the tokens that each further node is worth; `Costs` knows what the
+node costs. The planner takes the rung of a short ladder of node counts that promises most tokens
+a second, holds the promises against what came of them, and stays with plain decoding where
+drafting does not clearly win. It is deterministic: time and outcomes come as arguments.
+
+What it spends on learning is bounded by two purses, filled by a small part of all time spent. One
+pays for trials and for looking in vain while at rest. The other pays for drafting that turned out
+slower than plain decoding, and what drafting saves flows into it: once it is empty, steps are
+plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from recycle_plugin.costs import IN_VAIN, LOOK, Costs, bucket_of
+from recycle_plugin.outcomes import Calibration, Outcomes
+
+# Drafting must beat plain decoding by this factor, and a new choice the present one by the other.
+MARGIN, HYSTERESIS = 1.02, 1.015
+# The part of all time that each purse gets, and what it holds at first and at most, in plain steps.
+ALLOWANCE = 0.005
+LEARNING, MOST_LEARNING = 4.0, 8.0
+LOSSES, MOST_LOSSES = 6.0, 20.0
+# Steps without a look after one in vain: at first, and at most.
+SHORT_REST, LONG_REST = 8, 256
+# Steps after which plain decoding, a neighbouring rung and drafting at all are tried again.
+PLAIN_AGE, NEIGHBOUR_AGE, DRAFT_AGE = 128, 256, 128
+# A rung seen less often than steps ago by this factor is tried again sooner.
+YOUNG = 16
+# Drafting that falls short of plain decoding by no more than this is tried for as long as the
+# first purse is half full: bad luck with a few drafts looks the same.
+CLOSE = 0.8
+# The weight of the last look in what looks are worth.
+LOOK_RATE = 1 / 8
+
+
+@dataclass
+class _Mode:
+    """What goes on in one bucket.
+
+    Attributes:
+        n: the rung chosen last, trials aside.
+        gain: the corrected tokens a request that were expected of it.
+        worth: what a look saves on average, as part of a plain step.
+        rest: steps without a look after the next one in vain.
+        wait: steps without a look from now on.
+    """
+
+    n: int = 0
+    gain: float = 1.0
+    worth: float = 0.0
+    rest: int = SHORT_REST
+    wait: int = 0
+
+    def back_off(self) -> None:
+        self.wait, self.rest = self.rest, min(LONG_REST, 2 * self.rest)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step on its way: `n` as `Costs` counts it, tokens a request as promised and corrected."""
+
+    n: int
+    promised: float = 1.0
+    gain: float = 1.0
+    trial: bool = False
+
+
+class Planner:
+    """Chooses a rung for each decode step.
+
+    Before each step ask `rests`. If it says no, look for drafts and ask `choose`. After the step,
+    and before the next is asked about, tell `finished`; a step left out is only not learnt from.
+    """
+
+    def __init__(self, ladder: Sequence[int], costs: Costs) -> None:
+        """Plan for node counts `ladder`, rising from 0.
+
+        Raises:
+            ValueError: the ladder does not start at 0 or does not rise.
+        """
+        if list(ladder[:1]) != [0] or any(a >= b for a, b in pairwise(ladder)):
+            raise ValueError(f"ladder={list(ladder)}: node counts must rise, from 0")
+        self.ladder = tuple(ladder)
+        self.costs = costs
+        self._calibration = Calibration()
+        self._outcomes = Outcomes()
+        self._modes: dict[int, _Mode] = {}
+        self._bucket = 0
+        self._plan: _Plan | None = None
+        self._learning = self._losses = 0.0
+
+    def rests(self, batch: int) -> bool:
+        """Whether the next step is plain and drafts need not even be looked for."""
+        mode = self._mode(batch)
+        if not self._rests(mode, batch):
+            return False
+        trial = mode.n > 0 and mode.wait == 0
+        self._plan = _Plan(0, trial=trial)
+        mode.wait = max(0, mode.wait - 1)
+        return True
+
+    def choose(self, batch: int, gains: Sequence[float]) -> int:
+        """The rung for the next step.
+
+        Args:
+            batch: requests in the step.
+            gains: for each rung the tokens that a request is expected to emit, the mean over the
+                batch: 1 plus the probabilities of the rung's nodes.
+
+        Raises:
+            ValueError: there are not as many gains as rungs.
+        """
+        if len(gains) != len(self.ladder):
+            raise ValueError(f"{len(gains)} gains for a ladder of {len(self.ladder)} rungs")
+        mode, costs = self._mode(batch), self.costs
+        plain = costs.seconds(batch, 0)
+        ratios = self._calibration.ratios(bucket_of(batch), self.ladder, costs.clock)
+        tokens = [1 + ratio * (gain - 1) for ratio, gain in zip(ratios, gains, strict=True)]
+        tokens[0] = 1.0
+        rates = [
+            gain / costs.seconds(batch, n) for gain, n in zip(tokens, self.ladder, strict=True)
+        ]
+        best = self._best(mode, rates)
+        trial = self._trial(batch, best, tokens, rates)
+        if trial is not None:
+            self._plan = _Plan(self.ladder[trial], gains[trial], tokens[trial], trial=True)
+            return self.ladder[trial]
+
+        mode.n, mode.gain = self.ladder[best], tokens[best]
+        if best:
+            saved = tokens[best] - rates[0] * costs.seconds(batch, mode.n)
+            mode.rest = SHORT_REST
+        else:
+            saved = -self._look(batch) / plain
+        mode.worth += LOOK_RATE * (saved - mode.worth)
+        if best == 0 and mode.worth <= 0:
+            mode.back_off()
+        self._plan = _Plan(mode.n or IN_VAIN, gains[best], tokens[best])
+        return mode.n
+
+    def finished(self, batch: int, n: int, seconds: float, emitted: int) -> None:
+        """Book a step: its whole time and the tokens that its batch emitted."""
+        mode, costs = self._mode(batch), self.costs
+        bucket, plan = bucket_of(batch), self._plan
+        self._plan = None
+        if plan is None or max(plan.n, 0) != n:
+            plan = _Plan(n, promised=emitted / batch, gain=emitted / batch)
+        predicted = costs.seconds(batch, plan.n)
+        costs.observe(batch, plan.n, seconds)
+        if n > 0:
+            self._calibration.book(bucket, n, plan.promised - 1, emitted / batch - 1, costs.clock)
+        self._settle(mode, batch, plan, emitted / batch)
+        self._outcomes.book(
+            bucket,
+            n,
+            batch,
+            predicted=predicted,
+            seconds=seconds,
+            promised=batch * plan.gain,
+            emitted=emitted,
+            trial=plan.trial,
+            in_vain=plan.n == IN_VAIN,
+        )
+
+    def explain(self) -> list[dict[str, float]]:
+        """What was foreseen and what came of it, a row for each bucket and rung; see `Row`."""
+        return self._outcomes.explain()
+
+    def texts(self) -> list[str]:
+        """The same in a line for each bucket."""
+        return self._outcomes.texts()
+
+    def _mode(self, batch: int) -> _Mode:
+        bucket = bucket_of(batch)
+        mode = self._modes.setdefault(bucket, _Mode())
+        if bucket != self._bucket:
+            if not self._bucket:
+                plain = self.costs.seconds(batch, 0)
+                self._learning, self._losses = LEARNING * plain, LOSSES * plain
+            self._bucket = bucket
+            mode.worth, mode.rest, mode.wait = 0.0, SHORT_REST, 0
+        return mode
+
+    def _rests(self, mode: _Mode, batch: int) -> bool:
+        if mode.wait > 0:
+            return True
+        if self._losses < 0:
+            mode.n = 0
+            mode.back_off()
+            return True
+        if mode.n > 0:
+            loss = self._plain_loss(mode, batch)
+            if self.costs.unsure(batch, 0):
+                # On credit: drafting may just have become dear, which costs more each step.
+                return self._learning + MOST_LEARNING * self.costs.seconds(batch, 0) >= loss
+            return self.costs.age(batch, 0) >= PLAIN_AGE and self._learning >= loss
+        return mode.worth <= 0 and self._learning < self._look(batch)
+
+    def _best(self, mode: _Mode, rates: list[float]) -> int:
+        """The index of the rung to take, by tokens a second."""
+        best = max(range(1, len(rates)), key=rates.__getitem__, default=0)
+        margin = MARGIN
+        if mode.n == 0:
+            margin *= HYSTERESIS
+        else:
+            present = self.ladder.index(mode.n)
+            if rates[best] < HYSTERESIS * rates[present]:
+                best = present
+        return best if rates[best] > margin * rates[0] else 0
+
+    def _trial(self, batch: int, best: int, tokens: list[float], rates: list[float]) -> int | None:
+        """The index of a rung to try for once in place of the best one, if it can be paid."""
+        if best:
+            others = [i for i in (best - 1, best + 1) if 0 < i < len(rates)]
+            age = NEIGHBOUR_AGE
+        else:
+            others = sorted(range(1, len(rates)), key=rates.__getitem__)[-1:]
+            age = DRAFT_AGE
+        for i in others:
+            n = self.ladder[i]
+            if tokens[i] <= MARGIN:
+                continue  # not worth it at any price
+            old = self.costs.age(batch, n) >= min(age, YOUNG * self.costs.count(batch, n))
+            close = best == 0 and rates[i] >= CLOSE * rates[0] and self._is_rich(1 / rates[0])
+            if old or close or self.costs.unsure(batch, n):
+                loss = self.costs.latest(batch, n) - tokens[i] / rates[best]
+                if self._learning >= loss:
+                    return i
+        return None
+
+    def _is_rich(self, plain: float) -> bool:
+        return self._learning >= MOST_LEARNING / 2 * plain
+
+    def _look(self, batch: int) -> float:
+        """Seconds that looking for drafts in vain adds to a plain step."""
+        plain = self.costs.seconds(batch, 0)
+        if self.costs.unsure(batch, IN_VAIN) or self.costs.age(batch, IN_VAIN) > 2 * LONG_REST:
+            return LOOK * plain
+        return max(0.0, self.costs.seconds(batch, IN_VAIN) - plain)
+
+    def _plain_loss(self, mode: _Mode, batch: int) -> float:
+        """Seconds that a plain step loses where the mode's rung is in use."""
+        instead = self.costs.seconds(batch, mode.n) / mode.gain if mode.n else 0.0
+        return max(0.0, self.costs.latest(batch, 0) - instead)
+
+    def _settle(self, mode: _Mode, batch: int, plan: _Plan, emitted: float) -> None:
+        """Fill the purses by their part of the step's time and pay for the step.
+
+        Times are the estimates with this step taken in, not the step's own, as an outlier would
+        have hit a plain step too.
+        """
+        costs = self.costs
+        plain, spent = costs.seconds(batch, 0), costs.seconds(batch, plan.n)
+        self._learning += ALLOWANCE * spent
+        self._losses += ALLOWANCE * spent
+        if plan.n == IN_VAIN and mode.worth > 0:
+            self._losses -= self._look(batch)  # one of many looks that pay together
+        elif plan.n == IN_VAIN:
+            self._learning -= self._look(batch)
+        elif plan.trial and plan.n == 0:
+            self._learning -= self._plain_loss(mode, batch)
+        elif plan.trial:
+            best = costs.seconds(batch, mode.n) / mode.gain
+            spent = min(spent, costs.latest(batch, plan.n))
+            self._learning -= max(0.0, spent - plan.gain * min(plain, best))
+            # Where drafting may pay after all the next look comes at once.
+            close = spent <= plan.gain * plain / (CLOSE if self._is_rich(plain) else MARGIN)
+            if mode.n == 0 and not close:
+                mode.back_off()
+        elif plan.n > 0:
+            self._losses += emitted * plain - spent
+        self._learning = min(self._learning, MOST_LEARNING * plain)
+        self._losses = min(self._losses, MOST_LOSSES * plain)

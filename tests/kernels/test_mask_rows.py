@@ -1,0 +1,77 @@
+"""Each row's bits say what the mask says, and rows of no tree are left alone."""
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tree_kernels.mask_rows import _mask_rows_triton, mask_rows
+
+UNTOUCHED = 0x5A5A5A5A
+
+
+@st.composite
+def batches(draw):
+    """Trees between rows of other requests, in rows of as many words as needed or more."""
+    torch.manual_seed(draw(st.integers(0, 99)))
+    width = draw(st.sampled_from([1, 5, 31, 32, 33, 64, 81]))
+    nodes = draw(st.lists(st.integers(1, width), min_size=1, max_size=4))
+    gaps = [draw(st.integers(0, 2)) for _ in nodes]
+    starts = [sum(nodes[:at]) + sum(gaps[: at + 1]) for at in range(len(nodes))]
+    rows, words = sum(nodes) + sum(gaps) + 1, -(-width // 32) + draw(st.integers(0, 1))
+    masks = torch.rand(len(nodes), width, width) < 0.5
+    # The last bit of a word is the sign.
+    masks[:, :, 31::32] |= torch.rand(len(nodes), width, 1) < 0.5
+    out = torch.full((rows, words), UNTOUCHED, dtype=torch.int32)
+    integers = draw(st.sampled_from([torch.int32, torch.int64]))
+    return masks, torch.tensor(starts, dtype=integers), torch.tensor(nodes, dtype=integers), out
+
+
+def unpacked(row, width):
+    joined = sum((word & 0xFFFFFFFF) << (32 * at) for at, word in enumerate(row))
+    assert joined >> width == 0
+    return [bool(joined >> column & 1) for column in range(width)]
+
+
+def check(masks, starts, nodes, out):
+    width, free = masks.shape[1], set(range(len(out)))
+    for tree, start, count in zip(masks, starts.tolist(), nodes.tolist(), strict=True):
+        for node in range(count):
+            assert unpacked(out[start + node].tolist(), width) == tree[node].tolist()
+            free.remove(start + node)
+    assert free
+    assert all(out[row].eq(UNTOUCHED).all() for row in free)
+
+
+@CASES
+@given(batches())
+def test_bits_say_what_the_mask_says(batch):
+    mask_rows(*batch)
+    check(*batch)
+
+
+@settings(CASES, max_examples=8)
+@given(batches())
+def test_kernel_writes_the_same_rows(interpreter, batch):
+    _mask_rows_triton(*batch)
+    check(*batch)
+
+
+def test_what_does_not_fit_is_an_error():
+    masks, one = torch.ones(1, 33, 33, dtype=torch.bool), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected"):
+        mask_rows(masks, one, one, torch.zeros(9, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="bool"):
+        mask_rows(masks.int(), one, one, torch.zeros(9, 2, dtype=torch.int32))
+
+
+@pytest.mark.cuda
+def test_cuda_agrees_with_the_cpu():
+    torch.manual_seed(0)
+    masks, nodes = torch.rand(16, 81, 81) < 0.3, torch.randint(1, 82, (16,))
+    starts = nodes.cumsum(0) - nodes + 3
+    out = torch.full((16 * 81 + 3, 3), UNTOUCHED, dtype=torch.int32)
+    on_device = out.cuda()
+    mask_rows(masks.cuda(), starts.cuda(), nodes.cuda(), on_device)
+    mask_rows(masks, starts, nodes, out)
+    assert torch.equal(on_device.cpu(), out)

@@ -1,0 +1,325 @@
+"""Attention over paged KV for prompts, single rows and trees at once, against the definition."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cases import CASES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tree_kernels._kv_shares import shares_of
+from tree_kernels.mask import ancestor_bitmask
+from tree_kernels.tree_attention import _tree_attention_triton, tree_attention
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+UNTOUCHED = 7.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A context, rows behind it that are causal, and the parents of a tree behind these."""
+
+    context: int
+    chunk: int = 0
+    parents: tuple[int, ...] = ()
+
+
+def chain(nodes):
+    return tuple(range(-1, nodes - 1))
+
+
+def star(nodes):
+    return (-1,) + (0,) * (nodes - 1)
+
+
+def bush(nodes, seed=0):
+    """Breadth-first, of any shape."""
+    draws = torch.Generator().manual_seed(seed)
+    steps = torch.randint(1, 6, (nodes,), generator=draws)
+    above = (torch.arange(nodes) - steps).clamp(min=0).cummax(0).values
+    return (-1, *above[1:].tolist())
+
+
+@dataclass(frozen=True)
+class Batch:
+    requests: tuple[Request, ...]
+    arguments: tuple[torch.Tensor, ...]
+    max_query: int
+    scale: float = 0.3
+
+
+def make_batch(
+    requests,
+    heads=(4, 2),
+    head_size=64,
+    dtype=torch.float32,
+    page=16,
+    layout="apart",
+    spare_words=0,
+    spare_rows=2,
+    seed=0,
+):
+    """Scattered pages in a cache in which all that belongs to no token is NaN."""
+    torch.manual_seed(seed)
+    rows = [request.chunk + len(request.parents) for request in requests]
+    lengths = [request.context + count for request, count in zip(requests, rows, strict=True)]
+    pages = [-(-length // page) for length in lengths]
+    order = torch.randperm(sum(pages) + 3).int()
+    table = order[-1].repeat(len(requests), max(pages) + 2)
+    shape = len(order), page, heads[1]
+    if layout == "side_by_side":
+        cache = torch.full((*shape, 2 * head_size), torch.nan, dtype=dtype)
+        keys, values = cache[..., :head_size], cache[..., head_size:]
+    elif layout == "heads_first":
+        cache = torch.full((2, shape[0], shape[2], page, head_size), torch.nan, dtype=dtype)
+        keys, values = (each.transpose(1, 2) for each in cache)
+    else:
+        keys, values = torch.full((2, *shape, head_size), torch.nan, dtype=dtype)
+    most = max(len(request.parents) for request in requests)
+    total = sum(rows) + spare_rows
+    # What stands in the masks of causal rows must not matter.
+    masks = torch.full((total, -(-most // 32) + spare_words), -1, dtype=torch.int32)
+    starts = [sum(rows[:at]) for at in range(len(rows) + 1)]
+    for at, request in enumerate(requests):
+        table[at, : pages[at]] = order[sum(pages[:at]) :][: pages[at]]
+        token = torch.arange(lengths[at])
+        where = table[at, token // page].long(), token % page
+        keys[where] = torch.randn(lengths[at], heads[1], head_size).to(dtype)
+        values[where] = torch.randn(lengths[at], heads[1], head_size).to(dtype)
+        if request.parents:
+            parents = torch.tensor([request.parents], dtype=torch.int32)
+            bits = ancestor_bitmask(parents, torch.tensor([len(request.parents)]))[0]
+            masks[starts[at] + request.chunk : starts[at + 1]] = 0
+            masks[starts[at] + request.chunk : starts[at + 1], : bits.shape[1]] = bits
+    query = (2 * torch.randn(total, heads[0], head_size)).to(dtype)
+    integers = (starts, lengths, [request.chunk for request in requests])
+    arguments = (query, keys, values, table, *(torch.tensor(x).int() for x in integers), masks)
+    return Batch(tuple(requests), arguments, max(rows))
+
+
+def by_kernel(batch, shares=None):
+    out = torch.full_like(batch.arguments[0], UNTOUCHED)
+    _tree_attention_triton(*batch.arguments, batch.scale, batch.max_query, out, shares)
+    return out
+
+
+def by_reference(batch):
+    out = torch.full_like(batch.arguments[0], UNTOUCHED)
+    assert tree_attention(*batch.arguments, batch.scale, batch.max_query, out) is out
+    return out
+
+
+def attended(batch, at, line, view):
+    """What a row of the request `at` gets from the tokens that it sees, in float64."""
+    query, keys, values, table, *_ = batch.arguments
+    token, page = torch.tensor(view), keys.shape[1]
+    seen = table[at, token // page].long(), token % page
+    group = query.shape[1] // keys.shape[2]
+    key, value = (x[seen].double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("hd,thd->ht", query[line].double(), key) * batch.scale
+    return torch.einsum("ht,thd->hd", scores.softmax(1), value)[None].to(query.dtype)
+
+
+def defined(batch):
+    """Row by row: causal before the tree; in it the context, the ancestors and the row itself."""
+    out = torch.full_like(batch.arguments[0], UNTOUCHED)
+    line = 0
+    for at, request in enumerate(batch.requests):
+        root = request.context + request.chunk
+        views = [range(position + 1) for position in range(request.context, root)]
+        for node in range(len(request.parents)):
+            view = set(range(root))
+            while node >= 0:
+                view.add(root + node)
+                node = request.parents[node]
+            views.append(sorted(view))
+        for view in views:
+            out[line] = attended(batch, at, line, view)
+            line += 1
+    return out
+
+
+def assert_near(found, expected):
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+MIXED = (
+    Request(30, chunk=21),
+    Request(47, chunk=1),
+    Request(57, parents=bush(9)),
+    Request(0, chunk=18),
+    Request(16, parents=chain(1)),
+    Request(79, parents=star(6)),
+    Request(40, chunk=3, parents=bush(5)),
+    Request(0, parents=chain(4)),
+)
+
+
+@pytest.mark.parametrize(("heads", "shares"), [((2, 2), 2), ((3, 1), 1), ((8, 2), 1)])
+def test_prompts_single_rows_and_trees_in_one_launch(interpreter, heads, shares):
+    batch = make_batch(MIXED, heads)
+    expected = defined(batch)
+    assert_near(by_kernel(batch, shares), expected)
+    assert_near(by_reference(batch), expected)
+
+
+@st.composite
+def batches(draw):
+    def request():
+        context, chunk = draw(st.integers(0, 90)), draw(st.sampled_from([0, 0, 1, 2, 17]))
+        nodes = draw(st.integers(0 if chunk else 1, 40))
+        shapes = st.sampled_from([chain, star, bush])
+        return Request(context, chunk, draw(shapes)(nodes) if nodes else ())
+
+    return make_batch(
+        [request() for _ in range(draw(st.integers(1, 3)))],
+        heads=draw(st.sampled_from([(1, 1), (3, 1), (4, 2)])),
+        dtype=draw(st.sampled_from(list(TOLERANCE))),
+        page=draw(st.sampled_from([8, 16, 48])),
+        layout=draw(st.sampled_from(["apart", "side_by_side", "heads_first"])),
+        spare_words=draw(st.integers(0, 1)),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@settings(CASES, max_examples=5)
+@given(batch=batches(), shares=st.sampled_from([None, 1, 2, 4]))
+def test_any_batch_in_any_layout(interpreter, batch, shares):
+    expected = defined(batch)
+    assert_near(by_kernel(batch, shares), expected)
+    assert_near(by_reference(batch), expected)
+
+
+@pytest.mark.parametrize("context", [63, 64, 80])
+def test_a_tree_of_three_words_around_the_end_of_a_tile(interpreter, context):
+    batch = make_batch([Request(5, chunk=1), Request(context, parents=bush(81))], (4, 1))
+    expected = defined(batch)
+    assert_near(by_kernel(batch), expected)
+    assert_near(by_reference(batch), expected)
+
+
+@pytest.mark.parametrize("head_size", [80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_sizes(interpreter, head_size, dtype):
+    requests = [Request(33, parents=bush(7)), Request(20, chunk=1)]
+    batch = make_batch(requests, (3, 1), head_size, dtype)
+    expected = defined(batch)
+    assert_near(by_kernel(batch, 1), expected)
+    assert_near(by_kernel(batch, 2), expected)
+
+
+def test_a_prompt_as_long_as_a_tree_is_causal(interpreter):
+    both = [Request(24, chunk=9), Request(24, parents=star(9))]
+    batch = make_batch(both)
+    found = by_kernel(batch)
+    assert_near(found, defined(batch))
+    as_tree = replace(batch, requests=(Request(24, parents=star(9)), both[1]))
+    assert not torch.allclose(found[:9], defined(as_tree)[:9], atol=1e-2)
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_a_root_alone_is_a_plain_row(interpreter, shares):
+    plain = make_batch([Request(37, chunk=1), Request(64, chunk=1)])
+    root = make_batch([Request(37, parents=chain(1)), Request(64, parents=chain(1))])
+    assert torch.equal(by_kernel(plain, shares), by_kernel(root, shares))
+
+
+def test_a_chain_is_causal(interpreter):
+    causal, tree = make_batch([Request(50, chunk=20)]), make_batch([Request(50, parents=chain(20))])
+    assert torch.equal(by_kernel(causal), by_kernel(tree))
+
+
+def test_bits_alone_say_what_a_node_sees(interpreter):
+    """Also nodes behind it, of another program's rows, and only some of its ancestors."""
+    batch = make_batch([Request(20, parents=chain(6))], (16, 1), spare_rows=0)
+    nodes = [[0, 2, 5], [1], [5], [0, 1], [], [4, 5]]
+    batch.arguments[-1][:, 0] = torch.tensor([sum(1 << node for node in row) for row in nodes])
+    views = [[*range(20), *(20 + node for node in row)] for row in nodes]
+    expected = torch.cat([attended(batch, 0, at, seen) for at, seen in enumerate(views)])
+    assert_near(by_kernel(batch), expected)
+    assert_near(by_reference(batch), expected)
+
+
+@pytest.mark.parametrize("shares", [1, 4])
+def test_scores_may_be_large_and_far_apart(interpreter, shares):
+    batch = replace(make_batch([Request(150, parents=bush(5))]), scale=30.0)
+    torch.testing.assert_close(by_kernel(batch, shares), defined(batch), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_requests_without_rows_or_tokens_do_no_harm(interpreter, shares):
+    """A graph's batch is padded: with requests of no rows, or of one row and no tokens."""
+    batch = make_batch([Request(30, chunk=1), Request(20, parents=star(3)), Request(10, chunk=1)])
+    query, keys, values, table, starts, lengths, trees, masks = batch.arguments
+    expected = by_kernel(batch, shares)
+    lengths[2] = 0
+    expected[4] = 0.0
+    padded = (
+        *(query, keys, values, torch.cat([table, table[:2]])),
+        torch.cat([starts, starts[-1:].repeat(2)]),
+        *(torch.cat([lengths, lengths.new_zeros(2)]), torch.cat([trees, trees.new_zeros(2)])),
+        masks,
+    )
+    padded_batch = replace(batch, arguments=padded)
+    assert_near(by_kernel(padded_batch, shares), expected)
+    assert_near(by_reference(padded_batch), expected)
+
+
+def test_few_programs_over_long_caches_share_the_reading():
+    assert shares_of(8, 131072) == 32
+    assert shares_of(48, 131072) == 4
+    assert shares_of(8, 2048) == 8
+    assert shares_of(8, 100) == 1
+    assert shares_of(1000, 131072) == 1
+
+
+def test_what_does_not_fit_is_an_error():
+    arguments = make_batch([Request(5, chunk=2)]).arguments
+    query, keys, values, table, *integers, masks = arguments
+    rest = (*integers, masks)
+    made = tree_attention(*arguments, 1.0, 2)
+    assert made.shape == query.shape
+    fp8 = keys.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="FP8"):
+        tree_attention(query, fp8, fp8, table, *rest, 1.0, 2)
+    with pytest.raises(ValueError, match="expected"):
+        tree_attention(query[:, :3], keys, values, table, *rest, 1.0, 2)
+    with pytest.raises(ValueError, match="expected"):
+        tree_attention(query, keys, values, table, *integers, masks[1:], 1.0, 2)
+    swapped = keys.transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(ValueError, match="contiguous"):
+        tree_attention(query, swapped, values, table, *rest, 1.0, 2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shares", [None, 1, 8])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+def test_cuda_agrees_with_the_definition(head_size, shares, dtype):
+    long = (Request(1900, parents=bush(81)), Request(2047, chunk=1), Request(3, chunk=300))
+    for requests in (MIXED, long, long[:1]):
+        batch = make_batch(requests, (8, 2), head_size, dtype)
+        expected = defined(batch)
+        on_device = replace(batch, arguments=tuple(each.cuda() for each in batch.arguments))
+        assert_near(by_kernel(on_device, shares).cpu(), expected)
+
+
+@pytest.mark.cuda
+def test_one_graph_serves_other_lengths_and_trees():
+    batches = [
+        make_batch([Request(context, parents=shape(81)) for context in contexts], seed=seed)
+        for seed, (shape, contexts) in enumerate([(bush, (100, 130)), (star, (143, 99))])
+    ]
+    # As many pages each, so that the second's tensors fit into the first's places.
+    static = tuple(each.cuda() for each in batches[0].arguments)
+    on_device = replace(batches[0], arguments=static)
+    by_kernel(on_device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = by_kernel(on_device)
+    for batch in batches:
+        for place, new in zip(static, batch.arguments, strict=True):
+            place.copy_(new)
+        graph.replay()
+        assert_near(out.cpu(), defined(batch))

@@ -1,0 +1,142 @@
+"""The pace of drafting: which steps are timed, and what the planner hears of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from drafttree.drafter import DraftTree
+from drafttree.verify import Verified
+from recycle_plugin.costs import Costs
+from recycle_plugin.pace import Pace, ladder_to, measured_costs
+from recycle_plugin.planner import Planner
+
+
+class Heard(Planner):
+    """A planner that always drafts 3 nodes, and remembers what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 3, 7), Costs.of_forwards({1: 1.0}))
+        self.gains: list[list[float]] = []
+        self.told: list[tuple[int, int, float, int]] = []
+
+    def rests(self, batch: int) -> bool:
+        return False
+
+    def choose(self, batch: int, gains: Sequence[float]) -> int:
+        self.gains.append(list(gains))
+        return 3
+
+    def finished(self, batch: int, n: int, seconds: float, emitted: int) -> None:
+        self.told.append((batch, n, seconds, emitted))
+
+
+class Steps:
+    """Two requests with trees of three nodes, decoding by a clock of our own."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.planner = Heard()
+        self.pace = Pace(self.planner, lambda: self.now)
+
+    def propose(self, *slots: int) -> None:
+        batch = len(slots)
+        self.slots = torch.tensor(slots)
+        assert not self.pace.rests(self.slots)
+        scores = torch.tensor([[1.0, 0.5, 0.1, 0.25, 0.2, 0.0, 0.0]]).expand(batch, -1)
+        self.pace.choose(self.slots, scores, batch)
+        tokens = torch.arange(4, dtype=torch.int32).expand(batch, -1)
+        parents = torch.tensor([-1, 0, 0, 1], dtype=torch.int32).expand(batch, -1)
+        self.trees = DraftTree(tokens, parents, torch.full((batch,), 4, dtype=torch.int32))
+        self.pace.proposed(self.trees)
+
+    def verify(self, *emitted: int, trees: DraftTree | None = None) -> None:
+        tokens = torch.full((len(emitted), 3), -1, dtype=torch.int32)
+        for row, count in enumerate(emitted):
+            tokens[row, :count] = 5
+        counts = torch.tensor(emitted, dtype=torch.int32)
+        self.pace.verified(self.slots, trees or self.trees, Verified(tokens, tokens, counts))
+
+
+def test_a_step_lasts_from_one_proposal_to_the_next() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    steps.now = 2.0
+    steps.verify(1, 3)
+    steps.now = 3.0
+    steps.propose(4, 2)
+    assert steps.planner.told == [(2, 3, 3.0, 4)]
+    steps.now = 3.5
+    steps.verify(2, 1)
+    steps.propose(4, 2)
+    assert steps.planner.told[1:] == [(2, 3, 0.5, 3)]
+
+
+def test_a_rung_is_worth_what_its_best_nodes_are() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    for found, expected in zip(steps.planner.gains[0], (1.0, 1.95, 2.05), strict=True):
+        assert abs(found - expected) < 1e-6
+
+
+def test_steps_that_were_not_as_planned_are_not_told() -> None:
+    def another_batch(steps: Steps) -> None:
+        steps.verify(1, 1)
+        steps.propose(4)
+
+    def a_prompt_between(steps: Steps) -> None:
+        steps.verify(1, 1)
+        steps.pace.interrupted()
+
+    def a_prompt_in_part(steps: Steps) -> None:
+        steps.verify(1, 0)
+
+    def two_steps(steps: Steps) -> None:
+        steps.verify(1, 1)
+        steps.verify(1, 1)
+
+    def trees_cut(steps: Steps) -> None:
+        cut = DraftTree(
+            steps.trees.tokens[:, :2], steps.trees.parents[:, :2], steps.trees.num_nodes - 2
+        )
+        steps.verify(1, 1, trees=cut)
+
+    def never_verified(steps: Steps) -> None:
+        pass
+
+    for happens in (
+        another_batch,
+        a_prompt_between,
+        a_prompt_in_part,
+        two_steps,
+        trees_cut,
+        never_verified,
+    ):
+        steps = Steps()
+        steps.propose(4, 2)
+        steps.now = 1.0
+        happens(steps)
+        steps.now = 2.0
+        steps.propose(4, 2)
+        assert steps.planner.told == [], happens.__name__
+
+
+def test_costs_are_measured_up_to_the_largest_step() -> None:
+    asked: list[int] = []
+
+    def forward(tokens: int) -> float:
+        asked.append(tokens)
+        return 1.0 + tokens
+
+    costs = measured_costs(forward, 17)
+    assert sorted(set(asked)) == [1, 2, 4, 8, 12, 16, 17]
+    assert costs.forward(17) == 18.0
+    assert costs.forward(14) == 15.0
+    assert measured_costs(forward, 1).forward(1) == 2.0
+
+
+def test_the_ladder_ends_with_the_most_nodes() -> None:
+    assert ladder_to(80)[-2:] == (63, 80)
+    assert ladder_to(10) == (0, 3, 7, 10)
+    assert ladder_to(1) == (0, 1)

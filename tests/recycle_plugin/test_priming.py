@@ -1,0 +1,441 @@
+"""Priming fills the matrix with what the model says after [BOS, t], however it is interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from tiny_models import make_tiny_llama
+from typer.testing import CliRunner
+
+from drafttree.cli import app
+from recycle_plugin import priming
+from recycle_plugin.background import Priming
+from recycle_plugin.primed_files import (
+    load_primed,
+    partial_file,
+    primed_file,
+    primed_identity,
+    rows_made,
+    save_primed,
+)
+from recycle_plugin.priming import CHUNK, prime
+
+VOCAB = 5 * CHUNK + 100
+K = 8
+SECONDS = 300.0  # more than any wait takes, at the lowest priority on a busy machine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose BOS is 3, with a tokenizer's file."""
+    folder = make_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, sharpness=1.0)
+    set_bos(folder, 3)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> torch.Tensor:
+    """The primed matrix as one forward of all `[BOS, t]` gives it."""
+    return direct(model, 3)
+
+
+def set_bos(folder: Path, bos: int | None) -> None:
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(config | {"bos_token_id": bos}))
+
+
+@torch.inference_mode()
+def direct(folder: Path, bos: int | None) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(VOCAB)[:, None]
+    if bos is not None:
+        tokens = torch.cat((torch.full_like(tokens, bos), tokens), 1)
+    return model(tokens).logits[:, -1].topk(K).indices.int()
+
+
+def load(file: Path, model: Path) -> torch.Tensor:
+    return load_primed(file, primed_identity(model, K), VOCAB)
+
+
+def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How much of two matrices is equal: equal logits may swap places in another batch."""
+    return (a == b).float().mean().item()
+
+
+def collect(primed: Priming) -> torch.Tensor:
+    """All rows that a priming gives until it ends, -1 where it gave none."""
+    matrix = torch.full((VOCAB, K), -1, dtype=torch.int32)
+    give_up = time.monotonic() + SECONDS
+    while True:
+        assert time.monotonic() < give_up
+        running = primed.running
+        rows = primed.poll()
+        if rows is not None:
+            assert rows_made(matrix) == rows.first
+            matrix[rows.first : rows.first + len(rows.candidates)] = rows.candidates
+        elif not running:
+            return matrix
+        else:
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def begin(model: Path) -> Iterator[Callable[..., Priming | None]]:
+    begun: list[Priming] = []
+
+    def begin(folder: Path | str = model, vocab_size: int = VOCAB) -> Priming | None:
+        primed = Priming.begin(folder, K, vocab_size, look_every=0.05)
+        if primed is not None:
+            begun.append(primed)
+        return primed
+
+    yield begin
+    for primed in begun:
+        primed.close()
+
+
+def test_rows_are_what_the_model_says_after_bos_and_the_token(
+    model: Path, expected: torch.Tensor, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+    prime(model, tmp_path / "out", K, report=lambda made, rows: seen.append(made))
+    made = load(tmp_path / "out", model)
+    assert agreement(made, expected) > 0.999
+    assert agreement(made, direct(model, None)) < 0.9
+    assert seen[0] == 0
+    assert seen[-1] == VOCAB
+    assert sorted(seen) == seen
+    assert not partial_file(tmp_path / "out").exists()
+
+
+def test_a_model_without_bos_is_primed_on_the_token_alone(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    set_bos(folder, None)
+    prime(folder, tmp_path / "out", K)
+    assert agreement(load(tmp_path / "out", folder), direct(folder, None)) > 0.999
+    assert primed_file(folder, K) != primed_file(model, K)
+
+
+def test_an_interrupted_priming_goes_on_and_ends_the_same(model: Path, tmp_path: Path) -> None:
+    prime(model, tmp_path / "whole", K)
+    out = tmp_path / "out"
+
+    def interrupt(made: int, rows: int) -> None:
+        if made >= 3 * CHUNK:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prime(model, out, K, report=interrupt)
+    partial = load(partial_file(out), model)
+    assert rows_made(partial) == 3 * CHUNK
+    assert (partial[3 * CHUNK :] == -1).all()
+    seen: list[int] = []
+    prime(model, out, K, report=lambda made, rows: seen.append(made))
+    assert seen[:3] == [0, 3 * CHUNK, 4 * CHUNK]
+    assert torch.equal(load(out, model), load(tmp_path / "whole", model))
+
+
+def test_what_is_made_is_not_made_again_unless_it_is_damaged(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prime(model, out, K)
+    whole, made = out.read_bytes(), load(out, model)
+    loads: list[str] = []
+    load_model = priming._load_model
+
+    def counted(folder: Path, device: str) -> Any:
+        loads.append(device)
+        return load_model(folder, device)
+
+    monkeypatch.setattr(priming, "_load_model", counted)
+    prime(model, out, K)
+    assert not loads
+    out.write_bytes(whole[:-100])
+    partial_file(out).write_bytes(whole[:100])
+    prime(model, out, K)
+    assert torch.equal(load(out, model), made)
+    assert len(loads) == 1
+
+
+def test_two_at_once_compute_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    load_model = priming._load_model
+    other_waits = threading.Event()
+
+    def counted(folder: Path, device: str) -> Any:
+        loads.append(device)
+        assert other_waits.wait(SECONDS)
+        return load_model(folder, device)
+
+    monkeypatch.setattr(priming, "_load_model", counted)
+    starts: list[int] = []
+
+    def report(made: int, rows: int) -> None:
+        if made == 0:
+            starts.append(made)
+        if len(starts) >= 3:  # both before they ask for the lock, and the one that has it
+            other_waits.set()
+
+    threads = [
+        threading.Thread(target=prime, args=(model, tmp_path / "out", K, "cpu", report))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loads) == 1
+    assert rows_made(load(tmp_path / "out", model)) == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "unheard_of"}, r"cannot read .*config\.json"),
+        ({"hidden_size": 64}, r"transformers cannot load the model in"),
+    ],
+)
+def test_models_that_do_not_load_are_refused(
+    model: Path, tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=words):
+        prime(folder, tmp_path / "out", K)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_fit_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priming, "_ROOM", 1e9)
+    with pytest.raises(ValueError, match=r"needs \d+\.\d GiB of memory on cpu, and \d+\.\d GiB"):
+        prime(model, tmp_path / "out", K)
+    with pytest.raises(ValueError, match=rf"a vocabulary of {VOCAB}, and 7 logits are served"):
+        prime(model, tmp_path / "out", K, vocab_size=7)
+    with pytest.raises(ValueError, match=r"k=9999 is not between 1 and"):
+        prime(model, tmp_path / "out", 9999)
+
+
+def test_an_engine_is_primed_in_the_background_and_at_once_the_next_time(
+    model: Path,
+    expected: torch.Tensor,
+    cache: Path,
+    begin: Callable[..., Priming | None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        first, second = begin(), begin()
+        assert first is not None
+        assert second is not None
+        for primed in (first, second):
+            assert agreement(collect(primed), expected) > 0.999
+            assert primed.finished
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert primed_file(model, K).is_relative_to(cache)
+    later = begin()
+    assert later is not None
+    assert later.finished
+    assert not later.running
+    assert agreement(collect(later), expected) > 0.999
+
+
+def test_what_was_begun_is_taken_over_and_what_is_damaged_made_anew(
+    model: Path, expected: torch.Tensor, cache: Path, begin: Callable[..., Priming | None]
+) -> None:
+    file = primed_file(model, K)
+    matrix = torch.full((VOCAB, K), -1, dtype=torch.int32)
+    matrix[:10] = 5
+    save_primed(partial_file(file), matrix, primed_identity(model, K))
+    file.write_bytes(b"damaged")
+    primed = begin()
+    assert primed is not None
+    made = collect(primed)
+    assert torch.equal(made[:10], matrix[:10])
+    assert agreement(made[10:], expected[10:]) > 0.999
+    assert torch.equal(load(file, model), made)
+
+
+def test_without_a_cache_a_temporary_folder_serves(
+    model: Path,
+    expected: torch.Tensor,
+    cache: Path,
+    begin: Callable[..., Priming | None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache.touch()  # no folder can be made there
+    primed = begin()
+    assert primed is not None
+    assert agreement(collect(primed), expected) > 0.999
+    (record,) = [r for r in caplog.records if r.levelno > logging.INFO]
+    assert "set DRAFTTREE_CACHE" in record.message
+    assert not primed._file.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [
+        ("org/model", "org/model is no local folder"),
+        ("empty", "empty has no .safetensors file"),
+    ],
+)
+def test_what_cannot_be_primed_is_one_warning(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, folder: str, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert Priming.begin(tmp_path / folder, K, VOCAB) is None
+    (record,) = caplog.records
+    assert words in record.message
+
+
+def test_what_goes_wrong_in_the_background_is_one_warning(
+    model: Path,
+    cache: Path,
+    begin: Callable[..., Priming | None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    primed = begin(vocab_size=7)
+    assert primed is not None
+    assert rows_made(collect(primed)) == 0
+    (record,) = [r for r in caplog.records if r.levelno > logging.INFO]
+    assert f"a vocabulary of {VOCAB}, and 7 logits are served" in record.message
+
+
+@pytest.fixture
+def busy(model: Path, cache: Path) -> Iterator[None]:
+    """Somebody else makes the file, for ever."""
+    lock = primed_file(model, K).with_suffix(".safetensors.lock")
+    lock.parent.mkdir(parents=True)
+    with lock.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def ended(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def child_in(text: str) -> int | None:
+    found = re.search(r"by process (\d+)", text)
+    return int(found[1]) if found else None
+
+
+@pytest.mark.usefixtures("busy")
+def test_closing_ends_the_process_which_ran_at_the_lowest_priority(
+    begin: Callable[..., Priming | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        primed = begin()
+        assert primed is not None
+        wait_until(lambda: child_in(caplog.text) is not None)
+    child = child_in(caplog.text)
+    assert child is not None
+    assert os.sched_getscheduler(child) == os.SCHED_IDLE or os.getpriority(0, child) == 19
+    assert not ended(child)
+    primed.close()
+    assert ended(child)
+    assert not primed.running
+    primed.close()
+
+
+@pytest.mark.usefixtures("busy")
+def test_the_process_ends_with_its_parent(model: Path) -> None:
+    program = f"""
+import logging, sys
+from recycle_plugin.background import Priming
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+primed = Priming.begin({str(model)!r}, {K}, {VOCAB})
+sys.stdin.read()
+"""
+    path = os.pathsep.join(filter(None, sys.path))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    child = next(filter(None, map(child_in, parent.stdout)))
+    assert not ended(child)
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: ended(child))
+
+
+def prepare(method: str, folder: Path) -> Result:
+    return CliRunner().invoke(app, ["prepare", "--method", method, "--model", str(folder)])
+
+
+def test_the_command_prepares_and_tells_of_every_tenth(
+    model: Path, expected: torch.Tensor, cache: Path
+) -> None:
+    result = prepare("token-recycling", model)
+    assert result.exit_code == 0, result.stderr
+    told = re.findall(rf"Priming Token Recycling: (\d+) of {VOCAB} tokens", result.stderr)
+    assert [int(made) for made in told] == [0, *range(CHUNK, VOCAB, CHUNK), VOCAB]
+    file = primed_file(model, K)
+    assert str(file) in result.stderr
+    assert agreement(load(file, model), expected) > 0.999
+
+
+def test_the_command_says_what_is_wrong(model: Path, cache: Path, tmp_path: Path) -> None:
+    for method, folder, words in (
+        ("nothing", model, "unknown method 'nothing'"),
+        ("rsd", model, "has nothing to prepare: it can be used at once. Methods that have: token_"),
+        ("token-recycling", tmp_path / "none", "is no folder"),
+        ("token-recycling", tmp_path, "has no .safetensors file"),
+    ):
+        result = prepare(method, folder)
+        assert result.exit_code == 2
+        assert words in result.stderr
+    cache.touch()
+    result = prepare("token-recycling", model)
+    assert result.exit_code == 1
+    assert str(cache) in result.stderr
