@@ -25,9 +25,9 @@ from tree_kernels.growth import _children as candidates_of
 from drafttree.drafter import DraftTree
 from drafttree.tree import MAX_DEPTH, StaticTree
 from drafttree.verify import Verified
-from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, Tables, make_drafter
+from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, Tables
 from recycle_plugin.config import CANDIDATES
-from recycle_plugin.grown import ROW_PRIORS
+from recycle_plugin.priors import ROW_PRIORS
 
 CPU = torch.device("cpu")
 
@@ -85,14 +85,14 @@ class FixedMask(GrownDrafter):
     """The candidates of grown trees, the best first, on the nodes of a static tree."""
 
     def __init__(self, tables: Tables, tree: StaticTree) -> None:
-        super().__init__(tables, tree.nodes)
+        super().__init__(tables, tree.nodes, auto=False)
         self.max_depth = tree.depth
         self._level_ends = tree.level_ends
         self._parents = torch.tensor(tree.parents)
         self._ranks = torch.tensor(tree.ranks)
 
     def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
-        contexts, priors = self._contexts, self.tally.priors
+        contexts, priors = self._contexts, self.tables.tally.priors
         places = contexts.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0)
         suffix = contexts.history[slots[:, None], places.clamp(min=0)]
         suffix = suffix.masked_fill(places < 0, -1)[:, None]
@@ -180,11 +180,6 @@ def budget_tree(nodes: int, depth: int) -> StaticTree:
     return StaticTree.from_paths(path for _, _, path in nsmallest(nodes, paths))
 
 
-def _options(drafting: str, vocab: int, nodes: int, **options: Any) -> TableDrafter:
-    given = {"drafting": drafting, "nodes": nodes, **options}
-    return make_drafter(RecycleOptions.model_validate(given), vocab, CPU)
-
-
 def _tables(vocab: int, kind: type[Tables] = Tables, *, pairs: bool = True) -> Tables:
     return kind(vocab, CANDIDATES, CPU, pairs=pairs, hot_start=True)
 
@@ -195,20 +190,25 @@ def _static(
     return kind(_tables(vocab, pairs=False), tree(nodes))
 
 
+def _of_rank(k: int, vocab: int, nodes: int) -> StaticDrafter:
+    tables = Tables(vocab, k, CPU, pairs=False, hot_start=True)
+    return StaticDrafter(tables, _paper_tree(nodes, k))
+
+
 def _grown(kind: type[GrownDrafter], vocab: int, nodes: int) -> GrownDrafter:
-    return kind(_tables(vocab), nodes)
+    return kind(_tables(vocab), nodes, auto=False)
 
 
 def _rows_only(vocab: int, nodes: int) -> GrownDrafter:
-    return GrownDrafter(_tables(vocab, Rows, pairs=False), nodes)
+    return GrownDrafter(_tables(vocab, Rows, pairs=False), nodes, auto=False)
 
 
 def _fixed_mask(vocab: int, nodes: int) -> FixedMask:
     return FixedMask(_tables(vocab), _paper_tree(nodes))
 
 
-def _paper_tree(nodes: int) -> StaticTree:
-    return RecycleOptions(drafting="paper", nodes=nodes).topology
+def _paper_tree(nodes: int, k: int = CANDIDATES) -> StaticTree:
+    return RecycleOptions(drafting="paper", nodes=nodes, k=k).topology
 
 
 def _fits_rows_of(k: int, nodes: int) -> bool:
@@ -223,8 +223,8 @@ def _fits_depth(depth: int, nodes: int) -> bool:
 BALANCED = {15: (3, 2, 1), 80: (5, 3, 2, 1)}
 """Branching factors of trees in which all nodes of a level are alike, by nodes."""
 
-PAPER = Setting(partial(_options, "paper"))
-GROWN = Setting(partial(_options, "grown"))
+PAPER = Setting(partial(_static, StaticDrafter, tree=_paper_tree))
+GROWN = Setting(partial(_grown, GrownDrafter))
 
 _FAMILIES = {"paper": PAPER, "grown": GROWN}
 
@@ -257,9 +257,7 @@ SETTINGS: dict[str, Setting] = {
     "paper accepted only": _paper(AcceptedOnlyStatic),
     "grown accepted only": Setting(partial(_grown, AcceptedOnlyGrown)),
     **{
-        f"paper k={k}": replace(
-            PAPER, make=partial(_options, "paper", k=k), fits=partial(_fits_rows_of, k)
-        )
+        f"paper k={k}": replace(PAPER, make=partial(_of_rank, k), fits=partial(_fits_rows_of, k))
         for k in (1, 2, 4, 6)
     },
     "paper balanced": replace(
