@@ -90,11 +90,12 @@ class Drafter(Protocol):
         """Draft one tree under each of `roots` (`int32 [B]`, the texts' last tokens)."""
 
     def observe(
-        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Learn from the target's raw logits.
 
         Args:
+            slots: `int64 [R]`, of the rows' requests.
             tokens: `int32 [R]`, the token whose next-token logits a row holds; -1 to skip it.
             before: `int32 [R]`, the token before it; -1 where it is not known.
             logits: `[R, V]`, before any penalty, mask or temperature.
@@ -115,6 +116,17 @@ class Drafter(Protocol):
 
     def explain(self) -> list[dict[str, Any]]:
         """How it chose the sizes of its trees, a row for each case; ready for JSON."""
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often what it drafted was accepted since it last forgot; ready for JSON.
+
+        `tried` counts drafted nodes whose parent was accepted, `hit` those that were accepted too.
+
+        Returns:
+            For a static tree `{"paths", "tried", "hit"}`, lists of one entry a node, the root not
+            among them. For others `{"sources": [{"source", "tried", "hit", "share"}]}`: rows by
+            where candidates came from, in words of the drafter's own. Nothing if it does not count.
+        """
 
 
 DraftForward = Callable[[DraftTree, int], torch.Tensor]

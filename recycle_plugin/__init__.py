@@ -49,7 +49,12 @@ def make_drafter(
         tables.keeper = keep(tables, options.hot_start, target, logger)
     tables.refresh()
     if grown:
-        return GrownDrafter(tables, options.num_nodes, auto=options.nodes == "auto")
+        return GrownDrafter(
+            tables,
+            options.num_nodes,
+            auto=options.nodes == "auto",
+            private=options.sharing == "request",
+        )
     return StaticDrafter(tables, options.topology)
 
 

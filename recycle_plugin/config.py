@@ -35,6 +35,8 @@ class RecycleOptions(MethodOptions):
         hot_start: keep what was learnt from one request to the next. Off, all of it is forgotten
             whenever a request arrives and no other is running. A file's name: load what was learnt
             from it at start, if it is there, and save it there.
+        sharing: `engine`: requests learn from one another. `request`: each learns for itself over
+            what was primed, so that no one's text shows in the time that another's answer takes.
     """
 
     drafting: Literal["grown", "paper"] = "grown"
@@ -44,6 +46,7 @@ class RecycleOptions(MethodOptions):
     k: int = Field(default=CANDIDATES, ge=1, le=CANDIDATES)
     prime: bool = True
     hot_start: bool | Path = True
+    sharing: Literal["engine", "request"] = "engine"
 
     @classmethod
     def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
@@ -88,6 +91,11 @@ class RecycleOptions(MethodOptions):
         ):
             raise ValueError(
                 f"max_nodes={self.max_nodes} bounds nodes='auto' of grown trees: leave it out"
+            )
+        if self.sharing == "request" and (self.drafting, self.hot_start) != ("grown", True):
+            raise ValueError(
+                "sharing='request' keeps nothing of a request and is for grown trees: leave "
+                "hot_start, tree and drafting out"
             )
         if self.drafting == "grown":
             if self.tree is not None:

@@ -24,6 +24,8 @@ from safetensors.torch import save
 FORMAT = "drafttree-token-recycling"
 VERSION = "1"
 
+# A keeper's tables rest when they have not changed for so many seconds.
+_REST = 1.0
 # What a killed writer left is removed after so many seconds.
 _STALE = 3600.0
 
@@ -146,8 +148,9 @@ def _remove_stale(file: Path) -> None:
 class Keeper:
     """Keeps a file up to date with tables that change while an engine serves.
 
-    A thread saves them now and then; they are saved a last time by `close`, at the latest when the
-    process ends by itself (a killed one loses what came after the last save).
+    A thread saves them now and then, and when they have not changed for a second; they are saved a
+    last time by `close`, at the latest when the process ends by itself. A killed one loses
+    what came after the last save.
 
     `snapshot` is called in that thread, while the tables may be written to. So a saved row may be
     torn, half of before and half of after a step. That can make a draft worse, never an answer:
@@ -163,7 +166,7 @@ class Keeper:
         every: float = 60.0,
         logger: logging.Logger | None = None,
     ) -> None:
-        """Begin to keep `file`, saved at most once in `every` seconds.
+        """Begin to keep `file`, saved once in `every` seconds while the tables change.
 
         Raises:
             ValueError: `every` is not positive.
@@ -176,6 +179,7 @@ class Keeper:
         self._every = every
         self._logger = logger or logging.getLogger(__name__)
         self._changed = False
+        self._touched = False
         self._failing = False
         self._saving = threading.Lock()
         self._closing = threading.Event()
@@ -186,7 +190,7 @@ class Keeper:
 
     def touch(self) -> None:
         """Hear that the tables have changed; cheap enough for every step."""
-        self._changed = True
+        self._changed = self._touched = True
 
     def save(self) -> bool:
         """Save now; whether it worked. A failure is logged, once until it works again."""
@@ -218,6 +222,10 @@ class Keeper:
             self.save()
 
     def _run(self) -> None:
-        while not self._closing.wait(self._every):
-            if self._changed:
+        # Some hosts kill their processes at the end: what was learnt is saved once they rest.
+        saved = time.monotonic()
+        while not self._closing.wait(min(self._every, _REST)):
+            resting, self._touched = not self._touched, False
+            if self._changed and (resting or time.monotonic() - saved >= self._every):
                 self.save()
+                saved = time.monotonic()

@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts
-from tree_kernels.growth import TOP, best_nodes, columns_of, count, grow
+from tree_kernels.growth import columns_of, grow
+from tree_kernels.offers import TOP
+from tree_kernels.selection import best_nodes
+from tree_kernels.tally import count
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified
+from recycle_plugin.acceptance import by_source
 from recycle_plugin.pace import Pace, ladder_to, measured_costs
 from recycle_plugin.planner import Planner
 from recycle_plugin.priors import DEPTH
@@ -36,8 +40,9 @@ class GrownDrafter:
 
     max_depth = DEPTH
 
-    def __init__(self, tables: Tables, nodes: int, *, auto: bool) -> None:
+    def __init__(self, tables: Tables, nodes: int, *, auto: bool, private: bool) -> None:
         self.tables = tables
+        self._private = private
         self._nodes = nodes
         self._auto = auto
         self._width = width_for(nodes)
@@ -46,6 +51,8 @@ class GrownDrafter:
     def allot(self, slots: int, length: int) -> None:
         """Make room for the texts of requests in `slots` slots, of at most `length` tokens."""
         device = self.tables.matrix.device
+        if self._private:
+            self.tables.part(slots)
         cells = min(MOST_CELLS, 1 << (LONGEST * length - 1).bit_length())
         self._contexts = Contexts.of(slots, length, cells, device)
         self._origins = torch.zeros(slots, self._nodes + 1, dtype=torch.int32, device=device)
@@ -102,16 +109,19 @@ class GrownDrafter:
         return trees
 
     def observe(
-        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Write the top k of the logits into the rows of the tokens and of the pairs."""
-        return self.tables.learn(tokens, before, logits)
+        return self.tables.learn(slots, tokens, before, logits)
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Learn what each kind of candidate is worth, and what the texts go on with."""
         if self._pace is not None:
             self._pace.verified(slots, trees, verified)
-        count(self.tables.tally, trees.tokens, trees.parents, self._origins[slots], verified.path)
+        if not self._private:
+            count(
+                self.tables.tally, trees.tokens, trees.parents, self._origins[slots], verified.path
+            )
         self.extend(slots, verified.emitted)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -125,3 +135,7 @@ class GrownDrafter:
     def explain(self) -> list[dict[str, Any]]:
         """With `auto`, what was foreseen of each number of nodes and what came of it."""
         return [] if self._pace is None else list(self._pace.planner.explain())
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often candidates of each source were accepted; a cold start forgets it too."""
+        return {"sources": by_source(self.tables.tally)}

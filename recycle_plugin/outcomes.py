@@ -155,19 +155,3 @@ class Outcomes:
     def explain(self) -> list[dict[str, float]]:
         """The rows, ready for JSON."""
         return [asdict(row) for row in self.rows()]
-
-    def texts(self) -> list[str]:
-        """One line for each bucket: where its steps went, most used first."""
-        rows = self.rows()
-        lines = []
-        for bucket in sorted({row.batch for row in rows}):
-            parts = [
-                f"{row.share:.0%} {'plain' if not row.nodes else f'at {row.nodes} nodes'} "
-                f"({row.realised_tokens:.2f} tokens of {row.expected_tokens:.2f} expected in "
-                f"{row.observed_ms:.1f} ms of {row.predicted_ms:.1f}, "
-                f"{row.tokens_per_second:.0f} tokens/s)"
-                for row in sorted(rows, key=lambda row: -row.steps)
-                if row.batch == bucket
-            ]
-            lines.append(f"batch {bucket}: " + "; ".join(parts))
-        return lines

@@ -47,11 +47,19 @@ def measured_costs(forward: Callable[[int], float], most: int) -> Costs:
 
 @dataclass
 class _Step:
-    """A step on its way: its requests, its nodes, when it began and what it has emitted."""
+    """A step on its way.
+
+    Attributes:
+        slots: of its requests.
+        nodes: that were chosen for each.
+        rows: nodes that it is to verify, roots included.
+        began: when it was proposed.
+        emitted: tokens, once it is verified.
+    """
 
     slots: torch.Tensor
     nodes: int
-    drafted: int
+    rows: int
     began: float
     emitted: int = 0
 
@@ -69,7 +77,7 @@ class Pace:
         self._book(slots)
         rests = self.planner.rests(len(slots))
         if rests:
-            self._step = _Step(slots, 0, 0, self._began)
+            self._step = _Step(slots, 0, len(slots), self._began)
         return rests
 
     def choose(self, slots: torch.Tensor, scores: torch.Tensor, running: int) -> int:
@@ -90,7 +98,7 @@ class Pace:
     def proposed(self, trees: DraftTree) -> None:
         """What was chosen came to these trees."""
         if self._step is not None:
-            self._step.drafted = int(trees.num_nodes.sum())
+            self._step.rows = int(trees.num_nodes.sum())
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """The step has come to its end, or to another than was proposed."""
@@ -98,7 +106,7 @@ class Pace:
         if step is None:
             return
         emitted = (verified.emitted >= 0).sum(1)
-        whole = int((trees.tokens >= 0).sum()) == step.drafted
+        whole = int((trees.tokens >= 0).sum()) == step.rows
         same = torch.equal(slots, step.slots)
         if step.emitted or not same or not whole or not bool((emitted > 0).all()):
             self._step = None

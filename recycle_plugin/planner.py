@@ -126,6 +126,9 @@ class Planner:
         rates = [
             gain / costs.seconds(batch, n) for gain, n in zip(tokens, self.ladder, strict=True)
         ]
+        # More nodes than there are drafts for are no choice, whatever noise says of their cost.
+        for rung, (fewer, gain) in enumerate(pairwise(gains), 1):
+            rates[rung] = rates[rung] if gain > fewer else 0.0
         best = self._best(mode, rates)
         trial = self._trial(batch, best, tokens, rates)
         if trial is not None:
@@ -171,10 +174,6 @@ class Planner:
     def explain(self) -> list[dict[str, float]]:
         """What was foreseen and what came of it, a row for each bucket and rung; see `Row`."""
         return self._outcomes.explain()
-
-    def texts(self) -> list[str]:
-        """The same in a line for each bucket."""
-        return self._outcomes.texts()
 
     def _mode(self, batch: int) -> _Mode:
         bucket = bucket_of(batch)
@@ -224,7 +223,7 @@ class Planner:
             age = DRAFT_AGE
         for i in others:
             n = self.ladder[i]
-            if tokens[i] <= MARGIN:
+            if tokens[i] <= MARGIN or not rates[i]:
                 continue  # not worth it at any price
             old = self.costs.age(batch, n) >= min(age, YOUNG * self.costs.count(batch, n))
             close = best == 0 and rates[i] >= CLOSE * rates[0] and self._is_rich(1 / rates[0])

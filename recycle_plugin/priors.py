@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tree_kernels.context import LONGEST
-from tree_kernels.growth import ORIGINS, PAIR_STATES, ROW_STATES, TOP
+from tree_kernels.offers import ORIGINS, PAIR_STATES, ROW_STATES, TOP
 
 DEPTH = 8
 """Of grown trees."""

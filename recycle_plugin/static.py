@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tree_kernels.gather import compact_tree, gather_tree
+from tree_kernels.tally import Tally, count
 
 from drafttree.drafter import DraftTree
 from drafttree.tree import StaticTree
@@ -26,10 +27,14 @@ class StaticDrafter:
         self._parents = torch.tensor(tree.parents, dtype=torch.int32, device=device)
         self._ranks = torch.tensor(tree.ranks, dtype=torch.int32, device=device)
         self._level_ends = tree.level_ends
+        self._paths = tree.paths
+        # Here a candidate's origin is its node.
+        self._tally = Tally.of(torch.zeros(1 + tree.nodes, device=device))
         self.max_depth = tree.depth
 
     def allot(self, slots: int, length: int) -> None:
-        """Requests have no state here."""
+        """Make room for which nodes the requests' last trees had, in `slots` slots."""
+        self._drafted = self._parents.new_zeros(slots, len(self._parents))
 
     def calibrate(self, forward: Callable[[int], float], most: int) -> None:
         """What forwards cost changes nothing here."""
@@ -50,25 +55,38 @@ class StaticDrafter:
         self.tables.refresh()
         matrix = self.tables.matrix
         tokens = gather_tree(matrix, roots, self._parents, self._ranks, self._level_ends)
+        # Which node each column is once those without a token are gone.
+        self._drafted[slots] = (tokens < 0).int().sort(dim=1, stable=True).indices.int()
         return DraftTree(*compact_tree(tokens, self._parents))
 
     def observe(
-        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Write the top k of the logits into the tokens' rows; the last of equal tokens wins."""
-        return self.tables.learn(tokens, before, logits)
+        return self.tables.learn(slots, tokens, before, logits)
 
     def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
-        """What was accepted shows in the rows."""
+        """Count which nodes were accepted; what was accepted shows in the rows."""
+        count(self._tally, trees.tokens, trees.parents, self._drafted[slots], verified.path)
 
     def release(self, slots: Sequence[int]) -> None:
         """Requests ended; the matrix is shared and stays."""
         self.tables.end(slots)
 
     def reset(self) -> None:
-        """Forget everything learnt."""
+        """Forget everything learnt, and all counts."""
         self.tables.reset()
+        self._tally.reset()
 
     def explain(self) -> list[dict[str, Any]]:
         """There is nothing to explain."""
         return []
+
+    def acceptance(self) -> dict[str, Any]:
+        """Each node's rank path, how often its parent was accepted while it was drafted, and how
+        often it was accepted too."""
+        return {
+            "paths": [list(path) for path in self._paths],
+            "tried": self._tally.tried[1:].tolist(),
+            "hit": self._tally.hit[1:].tolist(),
+        }

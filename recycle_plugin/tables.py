@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from tree_kernels.adjacency import recycle, update_adjacency
-from tree_kernels.growth import Tally, pair_cells
+from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
+from tree_kernels.offers import ALONE, pair_cells
+from tree_kernels.tally import Tally
 
 from recycle_plugin.priors import expected_priors
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 EMPTY = -1
 
 PAIR_CELLS = 1 << 16
+PRIVATE_CELLS = 1 << 12
 
 
 class Tables:
@@ -30,8 +32,9 @@ class Tables:
 
     Attributes:
         matrix: `int32 [V, k]`, most likely first; -1 in rows that are not known.
-        pairs: `int32 [S, 2 + k]`: two tokens and what followed; -1 in free cells. S is 1 where
-            pairs are not kept.
+        pairs: `int32 [P, S, 2 + k]`: two tokens and what followed; -1 in free cells. S is 1 where
+            pairs are not kept; P is 1 where requests share what is learnt. Else each has a table of
+            its own, which holds single tokens too, and the matrix keeps what was primed.
         tally: what candidates turned out to be worth.
         priming: what fills rows before they are learnt.
         keeper: what saves the tables.
@@ -42,9 +45,10 @@ class Tables:
     ) -> None:
         if vocab_size < k:
             raise ValueError(f"k={k} candidates do not fit a vocabulary of {vocab_size}: lower k")
-        cells = PAIR_CELLS if pairs else 1
         self.matrix = torch.full((vocab_size, k), EMPTY, dtype=torch.int32, device=device)
-        self.pairs = torch.full((cells, 2 + k), EMPTY, dtype=torch.int32, device=device)
+        shape = 1, PAIR_CELLS if pairs else 1, 2 + k
+        self.pairs = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+        self._private = False
         self.tally = Tally.of(expected_priors().to(device))
         self.priming: Priming | None = None
         self.keeper: Keeper | None = None
@@ -52,9 +56,17 @@ class Tables:
         self._hot_start = hot_start
         self._running: set[int] = set()
 
+    def part(self, slots: int) -> None:
+        """From now on, nothing that is learnt of one of the requests in `slots` reaches another."""
+        self._private = True
+        shape = slots, PRIVATE_CELLS, self.pairs.shape[2]
+        self.pairs = torch.full(shape, EMPTY, dtype=torch.int32, device=self.matrix.device)
+
     def begin(self, slot: int) -> None:
         """A request begins; with a cold start the first forgets what was learnt."""
-        if not self._hot_start and not self._running:
+        if self._private:
+            self.pairs[slot] = EMPTY
+        elif not self._hot_start and not self._running:
             self.reset()
         self._running.add(slot)
 
@@ -86,11 +98,12 @@ class Tables:
             self.priming = None
 
     def learn(
-        self, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Write the top k of the target's logits after each token into its row and its pair's.
 
         Args:
+            slots: `int64 [R]`, of the requests.
             tokens: `int32 [R]`; -1 to skip one. The last of equal tokens wins.
             before: `int32 [R]`, the token before each; -1 where it is not known.
             logits: `[R, V]`.
@@ -98,11 +111,27 @@ class Tables:
         Returns:
             `int32 [R]`: the most likely next token after each.
         """
-        candidates = recycle(self.matrix, tokens, logits)
-        rows = torch.cat((before[:, None], tokens[:, None], candidates), 1)
-        cells = pair_cells(before, tokens, len(self.pairs))
-        known = (tokens >= 0) & (before >= 0)
-        update_adjacency(self.pairs, torch.where(known, cells, EMPTY).int(), rows)
+        if self._private:
+            candidates = top_candidates(logits, self.matrix.shape[1])
+            self._write(slots, tokens, torch.full_like(tokens, ALONE), candidates)
+        else:
+            candidates = recycle(self.matrix, tokens, logits)
+        self._write(slots, tokens, before.masked_fill(before < 0, EMPTY), candidates)
         if self.keeper is not None:
             self.keeper.touch()
         return candidates[:, 0]
+
+    def _write(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        before: torch.Tensor,
+        candidates: torch.Tensor,
+    ) -> None:
+        size = self.pairs.shape[1]
+        cells = pair_cells(before, tokens, size)
+        if self._private:
+            cells += slots * size
+        known = (tokens >= 0) & (before != EMPTY)
+        rows = torch.cat((before[:, None], tokens[:, None], candidates), 1)
+        update_adjacency(self.pairs.flatten(0, 1), torch.where(known, cells, EMPTY).int(), rows)

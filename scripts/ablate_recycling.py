@@ -50,7 +50,8 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
         before = torch.cat((tokens.new_tensor([-1]), tokens))
         for start in range(0, len(tokens) - 1, _ROWS):
             rows = slice(start, min(start + _ROWS, len(tokens) - 1))
-            drafter.observe(tokens[rows], before[rows], as_logits(known.prompt_tops[rows], vocab))
+            logits = as_logits(known.prompt_tops[rows], vocab)
+            drafter.observe(slots.expand(len(logits)), tokens[rows], before[rows], logits)
     if setting.bigrams:
         move_bigrams(drafter.tables, known.prompt)
     trees = DraftTree.of_roots(torch.tensor([known.prompt[-1]], dtype=torch.int32))
@@ -61,7 +62,7 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
         tops = [known.tops[node] if node >= 0 else [-1] * TOP for node in nodes]
         before = trees.before(drafter.before(slots))
         logits = as_logits(torch.tensor(tops), vocab)
-        likely = drafter.observe(trees.tokens[0], before[0], logits)
+        likely = drafter.observe(slots.expand(len(nodes)), trees.tokens[0], before[0], logits)
         verified = verify_greedy(trees, likely[None], drafter.max_depth)
         drafter.accepted(slots, trees, verified)
         emitted = verified.emitted[0, : verified.num_emitted[0]].tolist()

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
 from tree_kernels.context import LONGEST
-from tree_kernels.growth import TOP, pair_cells
-
-# What grown trees offer at a node has no public name.
-from tree_kernels.growth import _children as candidates_of
+from tree_kernels.offers import TOP, offers, pair_cells
 
 from drafttree.drafter import DraftTree
 from drafttree.tree import MAX_DEPTH, StaticTree
@@ -62,7 +59,7 @@ class Setting:
 class Rows(Tables):
     """Tables of rows alone: nothing is learnt of pairs."""
 
-    def learn(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    def learn(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
         return recycle(self.matrix, tokens, logits)[:, 0]
 
 
@@ -85,7 +82,7 @@ class FixedMask(GrownDrafter):
     """The candidates of grown trees, the best first, on the nodes of a static tree."""
 
     def __init__(self, tables: Tables, tree: StaticTree) -> None:
-        super().__init__(tables, tree.nodes, auto=False)
+        super().__init__(tables, tree.nodes, auto=False, private=False)
         self.max_depth = tree.depth
         self._level_ends = tree.level_ends
         self._parents = torch.tensor(tree.parents)
@@ -98,9 +95,7 @@ class FixedMask(GrownDrafter):
         suffix = suffix.masked_fill(places < 0, -1)[:, None]
         tokens, origins, first = roots[:, None], torch.zeros(1, 1, dtype=torch.int32), 0
         for start, end in pairwise(self._level_ends):
-            offered, origin = candidates_of(
-                self.tables.matrix, self.tables.pairs, contexts, slots, suffix
-            )
+            offered, origin = offers(self.tables.matrix, self.tables.pairs, contexts, slots, suffix)
             score = priors[origin].masked_fill(offered < 0, -1)
             best = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
             above, rank = self._parents[start:end] - first, self._ranks[start:end]
@@ -118,8 +113,8 @@ class FixedMask(GrownDrafter):
 class FirstWins(StaticDrafter):
     """Of equal tokens of a tree the first writes the row (the paper's figure 3c)."""
 
-    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-        return super().observe(*(each.flip(0) for each in (tokens, before, logits))).flip(0)
+    def observe(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        return super().observe(*(each.flip(0) for each in (slots, tokens, before, logits))).flip(0)
 
 
 class Merged(StaticDrafter):
@@ -129,7 +124,7 @@ class Merged(StaticDrafter):
         super().__init__(tables, tree)
         self._generator = torch.Generator().manual_seed(0)
 
-    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    def observe(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
         matrix = self.tables.matrix
         likely = top_candidates(logits, matrix.shape[1])
         for rank in range(matrix.shape[1]):
@@ -142,8 +137,8 @@ class Merged(StaticDrafter):
 class AcceptedOnly:
     """Learns nothing at nodes that were not accepted."""
 
-    def observe(self, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
-        self._seen = tokens, before, logits
+    def observe(self, slots: Tensor, tokens: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+        self._seen = slots, tokens, before, logits
         return top_candidates(logits, 1)[:, 0]
 
     def accepted(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
@@ -196,11 +191,16 @@ def _of_rank(k: int, vocab: int, nodes: int) -> StaticDrafter:
 
 
 def _grown(kind: type[GrownDrafter], vocab: int, nodes: int) -> GrownDrafter:
-    return kind(_tables(vocab), nodes, auto=False)
+    return kind(_tables(vocab), nodes, auto=False, private=False)
 
 
 def _rows_only(vocab: int, nodes: int) -> GrownDrafter:
-    return GrownDrafter(_tables(vocab, Rows, pairs=False), nodes, auto=False)
+    tables = _tables(vocab, Rows, pairs=False)
+    return GrownDrafter(tables, nodes, auto=False, private=False)
+
+
+def _private(vocab: int, nodes: int) -> GrownDrafter:
+    return GrownDrafter(_tables(vocab), nodes, auto=False, private=True)
 
 
 def _fixed_mask(vocab: int, nodes: int) -> FixedMask:
@@ -243,6 +243,7 @@ def _of_depth(depth: int) -> Setting:
 SETTINGS: dict[str, Setting] = {
     **_FAMILIES,
     **{f"{name} cold": replace(family, cold=True) for name, family in _FAMILIES.items()},
+    "grown private": Setting(_private),
     "grown without pairs": Setting(_rows_only),
     "grown without copies": Setting(partial(_grown, WithoutCopies)),
     "grown with fixed priors": Setting(partial(_grown, FixedPriors)),
@@ -281,11 +282,12 @@ def move_bigrams(tables: Tables, text: Sequence[int]) -> None:
     the two before it where pairs are kept; the text's last bigrams win."""
     for token, after in pairwise(text):
         _to_front(tables.matrix[token], after)
-    if len(tables.pairs) > 1:
+    (pairs,) = tables.pairs
+    if len(pairs) > 1:
         known = torch.tensor(text)
-        cells = pair_cells(known[:-2], known[1:-1], len(tables.pairs))
+        cells = pair_cells(known[:-2], known[1:-1], len(pairs))
         for cell, pair, after in zip(cells, known.unfold(0, 2, 1), text[2:], strict=False):
-            row = tables.pairs[cell]
+            row = pairs[cell]
             if not torch.equal(row[:2].long(), pair):
                 row[:2], row[2:] = pair, -1
             _to_front(row[2:], after)

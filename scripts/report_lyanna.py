@@ -1,7 +1,8 @@
 """Sum up what was measured of Lyanna: tables for results/README.md, and a plot.
 
     python scripts/report_lyanna.py results/lyanna_acceptance.json --variants VARIANTS.json \\
-        --times results/lyanna_draft_time.json --plot results/lyanna.png
+        --times results/lyanna_draft_time.json --speed results/lyanna_speed.json \\
+        --plot results/lyanna.png
 
 Needs matplotlib.
 """
@@ -9,6 +10,7 @@ Needs matplotlib.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -91,6 +93,35 @@ def times_table(report: Report) -> None:
             row(str(run["requests"]), str(run["depth"]), way, *times, lower)
 
 
+def speed_table(report: Report) -> None:
+    """What `drafttree bench` said of each run, and its decode speedup over the first run's in the
+    same engine: the mean over kinds of task, with its standard error."""
+    heading(
+        *("run", "tokens a step", "forward of a tree", "of a chain", "drafting"),
+        *("decode speedup", "with prefill", "over the first"),
+    )
+    firsts: dict[str, Report] = {}
+    for name, run in report["runs"].items():
+        first = firsts.setdefault(run["engine"], run)
+        single = [f"{one['decode_speedup']:.2f}" for one in run["repetitions"]]
+        costs = (
+            f"{run[cost]:.2f} ({run['cost_tokens']} tokens)" if cost in run else ""
+            for cost in ("verify_cost", "chain_cost")
+        )
+        share = f"{run['draft_time_share']:.0%}" if "draft_time_share" in run else ""
+        logs = [
+            math.log(found["decode_speedup"] / first["per_category"][category]["decode_speedup"])
+            for category, found in run["per_category"].items()
+        ]
+        mean, error = statistics.mean(logs), statistics.stdev(logs) / len(logs) ** 0.5
+        row(
+            *(name, f"{run['mean_accepted_tokens']:.2f}", *costs, share),
+            f"{run['decode_speedup']:.2f} ({', '.join(single)})",
+            f"{run['speedup']:.2f}",
+            "" if run is first else f"{math.exp(mean):.2f} ± {math.exp(mean) * error:.2f}",
+        )
+
+
 def plot(acceptance: Report, times: Report, file: Path) -> None:
     """Tokens a step by nodes, and draft time by part."""
     import matplotlib
@@ -131,13 +162,15 @@ def main(
     acceptance: Path,
     variants: Annotated[Path, typer.Option(help="What was measured of `train_variants.py`.")],
     times: Annotated[Path, typer.Option(help="What `time_drafting.py` wrote.")],
+    speed: Annotated[Path, typer.Option(help="Under `runs`, what `drafttree bench` wrote.")],
     plot_file: Annotated[Path, typer.Option("--plot", help="PNG.")],
 ) -> None:
     """Print the tables, and plot."""
-    reports = [json.loads(file.read_text()) for file in (acceptance, variants, times)]
+    reports = [json.loads(file.read_text()) for file in (acceptance, variants, times, speed)]
     acceptance_table(reports[0])
     variants_table(reports[1])
     times_table(reports[2])
+    speed_table(reports[3])
     plot(reports[0], reports[2], plot_file)
 
 

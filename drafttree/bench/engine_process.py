@@ -92,6 +92,13 @@ class EngineProcess:
         """How the method chose the sizes of its trees; nothing where they are fixed."""
         return cast(list[dict[str, Any]], self._call("explain", None))
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what the method drafted was accepted, by node or by source; `Drafter` says how.
+
+        Nothing where it is not counted.
+        """
+        return cast(dict[str, Any], self._call("acceptance", None))
+
     def draft_seconds(self) -> float:
         """The time that a method with a draft model has spent drafting."""
         return cast(float, self._call("draft_seconds", None))

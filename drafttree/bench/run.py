@@ -93,6 +93,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         pair.warm_up()
         repetitions: list[Repetition] = []
         counters: dict[str, int] = {}
+        acceptance: dict[str, Any] = {}
         draft_model: dict[str, float] = {}
         for number in range(settings.repeat):
             which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
@@ -102,6 +103,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
             if number == 0 and drafts_trees:
                 counters = pair.method.counters()
                 check_counters(repetitions[0], counters)
+                acceptance = pair.method.acceptance()
                 draft_model = draft_model_figures(
                     repetitions[0], settings.method, settings.model, pair.draft_seconds() - before
                 )
@@ -142,6 +144,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "cut_prompts": len(pair.cut),
         "counters": counters,
         "explained": explained,
+        "acceptance": acceptance,
         **draft_model,
         **report(settings.prompts, repetitions, verdicts, costs),
     }

@@ -119,6 +119,11 @@ class SglangEngine:
         rows: list[dict[str, Any]] = self._scheduler.draft_worker.explain()
         return rows
 
+    def acceptance(self, _: None) -> dict[str, Any]:
+        """How often what the method drafted was accepted."""
+        counts: dict[str, Any] = self._scheduler.draft_worker.acceptance()
+        return counts
+
     def draft_seconds(self, _: None) -> float:
         """The time spent drafting with a draft model."""
         return float(self._scheduler.draft_worker.draft_seconds)

@@ -111,6 +111,11 @@ class VllmEngine:
         rows: list[dict[str, Any]] = self._llm.collective_rpc("drafttree_explain")[0]
         return rows
 
+    def acceptance(self, _: None) -> dict[str, Any]:
+        """How often what the method drafted was accepted."""
+        counts: dict[str, Any] = self._llm.collective_rpc("drafttree_acceptance")[0]
+        return counts
+
     def draft_seconds(self, _: None) -> float:
         """The time spent drafting with a draft model."""
         return float(self._llm.collective_rpc("drafttree_draft_seconds")[0])

@@ -8,6 +8,7 @@ from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
 from drafttree.cli.prepare import prepare
 from drafttree.cli.train import train
+from drafttree.cli.tree import tree
 
 app = typer.Typer(
     name="drafttree",
@@ -21,4 +22,5 @@ app.command()(doctor)
 app.command()(prepare)
 app.command()(bench)
 app.command()(demo)
+app.command()(tree)
 app.add_typer(train, name="train")

@@ -71,6 +71,10 @@ class TableWorker(TreeWorker):
         """How the drafter chose the sizes of its trees."""
         return self.drafter.explain()
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what the drafter drafted was accepted."""
+        return self.drafter.acceptance()
+
     def _learn_from_prefill(self) -> None:
         """Sampling writes into the logits, so the drafter must look at them right before.
 
@@ -85,7 +89,12 @@ class TableWorker(TreeWorker):
                 last = lengths.cumsum(0) - 1
                 tokens = forward_batch.input_ids.int()
                 before = tokens[(last - 1).clamp(min=0)].masked_fill(lengths < 2, -1)
-                self.drafter.observe(tokens[last], before, logits_output.next_token_logits)
+                self.drafter.observe(
+                    forward_batch.req_pool_indices,
+                    tokens[last],
+                    before,
+                    logits_output.next_token_logits,
+                )
             return sample(logits_output, forward_batch)
 
         self._runner.sample = sample_after_learning
@@ -114,8 +123,9 @@ class TableWorker(TreeWorker):
     def _verify(self, batch: Any, trees: DraftTree, output: Any) -> Verified:
         slots = batch.req_pool_indices
         before = trees.before(self.drafter.before(slots))
+        of_rows = slots.repeat_interleave(trees.tokens.shape[1])
         best = self.drafter.observe(
-            trees.tokens.flatten(), before.flatten(), output.next_token_logits
+            of_rows, trees.tokens.flatten(), before.flatten(), output.next_token_logits
         )
         verified = verify_trees(
             self._runner,

@@ -96,6 +96,10 @@ class TreeWorker(BaseSpecWorker):
         """How the sizes of trees were chosen, where they are chosen."""
         return []
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what was drafted was accepted, where that is counted by node or by source."""
+        return {}
+
     def _forget(self) -> None:
         """What was learnt, if anything is, is of no use any more."""
 

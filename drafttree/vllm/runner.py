@@ -132,6 +132,10 @@ class TreeModelRunner(CPUModelRunner):
         """How the sizes of trees were chosen, where they are chosen."""
         return []
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what was drafted was accepted, where that is counted by node or by source."""
+        return {}
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the caches, and what will move rows in them: a mover for keys, one for values."""
         super().initialize_kv_cache(*args, **kwargs)

@@ -70,6 +70,10 @@ class TableRunner(TreeModelRunner):
         """How the drafter chose the sizes of its trees."""
         return self._drafter.explain()
 
+    def acceptance(self) -> dict[str, Any]:
+        """How often what the drafter drafted was accepted."""
+        return self._drafter.acceptance()
+
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         # Who is preempted is read again from the beginning.
         self._requests_ended(list(scheduler_output.preempted_req_ids or ()))
@@ -100,7 +104,7 @@ class TableRunner(TreeModelRunner):
         unfinished = torch.from_numpy(self.discard_request_mask.np[: len(slots)].astype(np.bool_))
         # The text of a prompt that is read in part goes beyond what was read.
         before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, FILLER))
-        target = self._observe(step, tokens, step.by_row(before), logits)
+        target = self._observe(step, slots, tokens, step.by_row(before), logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
         # What is drawn for such a prompt is thrown away.
@@ -109,13 +113,19 @@ class TableRunner(TreeModelRunner):
         return output, drafts, verified
 
     def _observe(
-        self, step: StepTrees, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self,
+        step: StepTrees,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        before: torch.Tensor,
+        logits: torch.Tensor,
     ) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
         if self._grammar_bound:
             masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
             tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
-        return self._drafter.observe(tokens, before, logits)
+        of_rows = slots.repeat_interleave(torch.from_numpy(step.counts))
+        return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
         return self._drafter.propose(self._batch_slots(), roots)

@@ -58,6 +58,10 @@ class TreeCPUWorker(CPUWorker):
         """How the sizes of trees were chosen."""
         return self.model_runner.explain()
 
+    def drafttree_acceptance(self) -> dict[str, Any]:
+        """How often what was drafted was accepted since the start or the last reset."""
+        return self.model_runner.acceptance()
+
     def drafttree_counters(self) -> dict[str, int]:
         """What was drafted and accepted since the start or the last reset."""
         return self.model_runner.counters.as_dict()

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
+from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
 LONGEST = 6
 """Tokens of the longest n-gram that is looked for."""
 
+GRAMS = next_power_of_2(LONGEST + 1)
+"""Lanes for n-grams of each length in a kernel; lane 0 is for none."""
+
 _EXTEND = NativeFunction("context.cpp", "extend", "pippipipi")
+_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,141 @@ def ngram_cells(tokens: Tensor, cells: int) -> Tensor:
     return hashed & (cells - 1)
 
 
+@jit
+def mixed(hashed: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """`mix` in a kernel: of uint32 hashes and int32 tokens."""
+    hashed = (hashed ^ token.to(tl.uint32, bitcast=True)) * 0x9E3779B1
+    return hashed ^ (hashed >> 15)
+
+
+@jit
+def _extend_kernel(
+    history: tl.tensor,
+    lengths: tl.tensor,
+    index: tl.tensor,
+    slots: tl.tensor,
+    tokens: tl.tensor,
+    length: tl.tensor,
+    cells: tl.tensor,
+    columns: tl.tensor,
+    LONGEST: tl.constexpr,
+    GRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITE: tl.constexpr,
+    INDEX: tl.constexpr,
+) -> None:
+    """One program a request and block of columns; it ends the text if it does all its work."""
+    slot = tl.load(slots + tl.program_id(0))
+    line = tokens + tl.program_id(0).to(tl.int64) * columns
+    text = history + slot * length
+    lanes = tl.arange(0, BLOCK)
+    start = tl.program_id(1) * BLOCK
+    end = tl.load(lengths + slot)
+    for earlier in range(0, start, BLOCK):
+        end += tl.sum((tl.load(line + earlier + lanes) >= 0).to(tl.int32), 0)
+    token = tl.load(line + start + lanes, mask=start + lanes < columns, other=-1)
+    added = (token >= 0).to(tl.int32)
+    place = end + tl.cumsum(added, 0) - 1
+    fits = (token >= 0) & (place < length)
+    if WRITE:
+        tl.store(text + place, token, mask=fits)
+    if WRITE and INDEX:
+        # What other threads of the program wrote is read below.
+        tl.debug_barrier()
+        tl.store(lengths + slot, tl.minimum(end + tl.sum(added, 0), length))
+    if INDEX:
+        n = tl.arange(0, GRAMS)[None, :]
+        hashed = n.to(tl.uint32)
+        for i in tl.static_range(LONGEST):
+            back = LONGEST - i
+            token = tl.load(text + place - back, mask=fits & (place >= back), other=0)
+            hashed = tl.where(n >= back, mixed(hashed, token[:, None]), hashed)
+        whole = fits[:, None] & (n > 0) & (n <= LONGEST) & (n <= place[:, None])
+        cell = index + slot * cells + (hashed.to(tl.int64) & (cells - 1))
+        # Of equal cells the last stays: later places are larger.
+        tl.atomic_max(cell, place[:, None] + tl.zeros_like(n), mask=whole, sem="relaxed")
+
+
+@jit
+def find_copies(
+    text: tl.tensor,
+    index: tl.tensor,
+    cells: tl.tensor,
+    suffix: tl.tuple,
+    LONGEST: tl.constexpr,
+    GRAMS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`copies` in a kernel: of one request's text and index, and a tuple of suffix columns [W]."""
+    n = tl.arange(0, GRAMS)[None, :]
+    hashed = n.to(tl.uint32)
+    whole = (n > 0) & (n <= LONGEST)
+    for i in tl.static_range(LONGEST):
+        token = suffix[i][:, None]
+        hashed = tl.where(n >= LONGEST - i, mixed(hashed, token), hashed)
+        whole = whole & ((token >= 0) | (n != LONGEST - i))
+    place = tl.load(index + (hashed.to(tl.int64) & (cells - 1)), mask=whole, other=-1)
+    same = (place >= n) & whole
+    for i in tl.static_range(LONGEST):
+        inside = (place >= n) & (n >= LONGEST - i)
+        stood = tl.load(text + place - LONGEST + i, mask=inside, other=-1)
+        same = same & ((stood == suffix[i][:, None]) | (n < LONGEST - i))
+    matched = tl.max(tl.where(same, n, 0), 1)
+    place = tl.sum(tl.where(same & (n == matched[:, None]), place, 0), 1)
+    return tl.load(text + place, mask=matched > 0, other=-1), matched
+
+
+def _extend_triton(contexts: Contexts, slots: Tensor, tokens: Tensor) -> None:
+    history, lengths, index = contexts.history, contexts.lengths, contexts.index
+    requests, columns = tokens.shape
+    if tokens.numel() == 0:
+        return
+    slots, tokens = slots.long().contiguous(), tokens.int().contiguous()
+    block = min(_BLOCK, max(16, next_power_of_2(columns)))
+    blocks = -(-columns // block)
+    # N-grams reach back into earlier blocks, so they wait for all that is written.
+    launches = [(True, True)] if blocks == 1 else [(True, False), (False, True)]
+    for write, to_index in launches:
+        _extend_kernel[(requests, blocks)](
+            history,
+            lengths,
+            index,
+            slots,
+            tokens,
+            history.shape[1],
+            index.shape[1],
+            columns,
+            LONGEST=LONGEST,
+            GRAMS=GRAMS,
+            BLOCK=block,
+            WRITE=write,
+            INDEX=to_index,
+        )
+    if blocks > 1:
+        ends = lengths[slots] + (tokens >= 0).sum(1)
+        lengths[slots] = ends.clamp(max=history.shape[1]).int()
+
+
+def copies(contexts: Contexts, slots: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens after the longest suffixes that stood in the texts before, -1 for none, and the
+    suffixes' lengths, 0 for none: int32 `[B, W]` both. On a CPU.
+
+    slots: int64 [B]; suffix: integers [B, W, LONGEST], -1 before a text's beginning.
+    """
+    token = torch.full(suffix.shape[:2], -1, dtype=torch.int32)
+    matched = torch.zeros_like(token)
+    texts = slots[:, None].expand(suffix.shape[:2])
+    for n in range(LONGEST, 0, -1):
+        gram = suffix[..., LONGEST - n :]
+        cell = ngram_cells(gram, contexts.index.shape[1])
+        place = contexts.index[texts, cell].long()
+        before = (place[..., None] + torch.arange(-n, 0)).clamp(min=0)
+        same = (contexts.history[texts[..., None], before] == gram).all(-1)
+        found = (matched == 0) & (gram[..., 0] >= 0) & (place >= n) & same
+        token = torch.where(found, contexts.history[texts, place.clamp(min=0)], token)
+        matched = torch.where(found, n, matched)
+    return token, matched
+
+
 def _extend_reference(contexts: Contexts, slots: Tensor, tokens: Tensor) -> None:
     history, lengths, index = contexts.history, contexts.lengths, contexts.index
     room, cells = history.shape[1], index.shape[1]
@@ -97,6 +237,9 @@ def extend_contexts(contexts: Contexts, slots: Tensor, tokens: Tensor) -> None:
     """
     if tokens.dim() != 2 or slots.shape != tokens.shape[:1]:
         raise ValueError(f"slots {[*slots.shape]} do not fit tokens {[*tokens.shape]}")
+    if use_triton(contexts.history):
+        _extend_triton(contexts, slots, tokens)
+        return
     extend = _EXTEND.on(contexts.history)
     if extend is None:
         _extend_reference(contexts, slots, tokens)

@@ -7,15 +7,16 @@
 
 #include "ngrams.h"
 
-constexpr int64_t kTop = 8;               // candidates of a row, and children kept of a node
+constexpr int64_t kTop = 8;                 // candidates of a row, and children kept of a node
 constexpr int64_t kOffered = 2 * kTop + 1;  // a copy, a pair's row, a token's row
+constexpr int32_t kAlone = -2;  // stands before a token whose row is a request's own
 constexpr int64_t kPairStates = kTop + 2, kRowStates = kTop + 1;
 
 struct Tables {
   const int32_t* matrix;
   int64_t vocab;
   const int32_t* pairs;
-  int64_t pair_cells;
+  int64_t pair_cells, pair_stride;  // cells of a slot's table; integers from one to the next, or 0
   const int32_t* history;
   int64_t length;
   const int32_t* lengths;
@@ -46,6 +47,14 @@ static int32_t copied(const Tables& tables, int64_t slot, const int32_t* suffix,
   return -1;
 }
 
+// What a slot's table holds of two tokens; nothing if it does not know them.
+static const int32_t* looked_up(const Tables& tables, int64_t slot, int32_t before, int32_t token) {
+  const int32_t key[2] = {before, token};
+  const int32_t* cell = tables.pairs + slot * tables.pair_stride +
+                        cell_of(key, 2, tables.pair_cells) * (kTop + 2);
+  return cell[0] == before && cell[1] == token ? cell + 2 : nullptr;
+}
+
 static int64_t rank_in(const int32_t* row, int32_t token) {
   for (int64_t rank = 0; rank < kTop; ++rank)
     if (row[rank] == token) return rank + 1;
@@ -59,13 +68,13 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
   int64_t matched;
   int32_t offered[kOffered];
   offered[0] = copied(tables, slot, node.suffix, &matched);
+  const int32_t before = node.suffix[kLongest - 2];
+  const int32_t* own = node.token < 0 ? nullptr : looked_up(tables, slot, kAlone, node.token);
   const bool known = node.token >= 0 && node.token < tables.vocab;
-  const int32_t* row = known ? tables.matrix + node.token * kTop : kNothing;
-  const int32_t* pair = tables.pairs + cell_of(node.suffix + kLongest - 2, 2, tables.pair_cells) *
-                                           (kTop + 2);
-  const bool paired = node.suffix[kLongest - 2] >= 0 && pair[0] == node.suffix[kLongest - 2] &&
-                      pair[1] == node.token;
-  const int32_t* likely = paired ? pair + 2 : kNothing;
+  const int32_t* row = own != nullptr ? own : known ? tables.matrix + node.token * kTop : kNothing;
+  const int32_t* pair = before < 0 ? nullptr : looked_up(tables, slot, before, node.token);
+  const bool paired = pair != nullptr;
+  const int32_t* likely = paired ? pair : kNothing;
   std::memcpy(offered + 1, likely, kTop * sizeof(int32_t));
   std::memcpy(offered + 1 + kTop, row, kTop * sizeof(int32_t));
   int64_t count = 0;
@@ -94,13 +103,14 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
 }
 
 // Level after level; out arrays are [B, columns], whose columns beyond the last node are filled.
-extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* pairs, int64_t pair_cells,
-                     const int32_t* history, int64_t length, const int32_t* lengths,
-                     const int32_t* index, int64_t cells, const float* priors,
-                     const int64_t* slots, const int32_t* roots, int64_t requests, int64_t width,
-                     int64_t depth, int64_t columns, int32_t* tokens, int32_t* parents,
-                     int32_t* origins, float* scores) {
-  const Tables tables{matrix, vocab, pairs, pair_cells, history, length, lengths, index, cells,
+extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* pairs,
+                           int64_t pair_cells,
+                           int64_t pair_stride, const int32_t* history, int64_t length,
+                           const int32_t* lengths, const int32_t* index, int64_t cells,
+                           const float* priors, const int64_t* slots, const int32_t* roots,
+                           int64_t requests, int64_t width, int64_t depth, int64_t columns,
+                           int32_t* tokens, int32_t* parents, int32_t* origins, float* scores) {
+  const Tables tables{matrix, vocab, pairs, pair_cells, pair_stride, history, length, lengths, index, cells,
                       priors};
   std::vector<Node> level, next;
   std::vector<int64_t> order;
@@ -150,66 +160,4 @@ extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* 
       level.swap(next);
     }
   }
-}
-
-// The best `nodes` of each tree's nodes, besides its root, in their order.
-extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const int32_t* origins,
-                       const float* scores, int64_t requests, int64_t columns, int64_t nodes,
-                       int32_t* out_tokens, int32_t* out_parents, int32_t* out_origins,
-                       int32_t* counts) {
-  std::vector<int64_t> order(columns);
-  std::vector<int32_t> places(columns);
-  for (int64_t request = 0; request < requests; ++request) {
-    const int64_t line = request * columns, out = request * (nodes + 1);
-    int64_t found = 0;
-    for (int64_t column = 0; column < columns; ++column)
-      if (column == 0 || scores[line + column] > 0.0f) order[found++] = column;
-    if (found > nodes + 1) {
-      // The root stays whatever it scores.
-      std::stable_sort(order.begin() + 1, order.begin() + found, [&](int64_t a, int64_t b) {
-        return scores[line + a] > scores[line + b];
-      });
-      found = nodes + 1;
-      std::sort(order.begin() + 1, order.begin() + found);
-    }
-    for (int64_t place = 0; place <= nodes; ++place) {
-      const bool node = place < found;
-      const int64_t column = node ? order[place] : 0;
-      if (node) places[column] = static_cast<int32_t>(place);
-      out_tokens[out + place] = node ? tokens[line + column] : -1;
-      out_parents[out + place] = node && column > 0 ? places[parents[line + column]] : -1;
-      out_origins[out + place] = node ? origins[line + column] : 0;
-    }
-    counts[request] = static_cast<int32_t>(found);
-  }
-}
-
-// Count, for each origin, the nodes whose parent was accepted and those that were accepted.
-extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const int32_t* origins,
-                      const int32_t* path, int64_t requests, int64_t nodes, int64_t depth,
-                      int64_t tree_stride, int32_t* tried, int32_t* hit, const float* expected,
-                      float* priors, int64_t weight) {
-  std::vector<char> on(nodes);
-  for (int64_t request = 0; request < requests; ++request) {
-    std::fill(on.begin(), on.end(), 0);
-    for (int64_t i = 0; i < depth; ++i) {
-      const int32_t node = path[request * depth + i];
-      if (node >= 0 && node < nodes) on[node] = 1;
-    }
-    for (int64_t node = 1; node < nodes; ++node) {
-      const int64_t at = request * nodes + node;
-      if (tokens[at] < 0 || !on[parents[at]]) continue;
-      const int32_t origin = origins[request * tree_stride + node];
-      ++tried[origin];
-      hit[origin] += on[node];
-    }
-  }
-  // What was never tried stays as expected.
-  for (int64_t request = 0; request < requests; ++request)
-    for (int64_t node = 1; node < nodes; ++node) {
-      const int32_t origin = origins[request * tree_stride + node];
-      const float prior = expected[origin] * static_cast<float>(weight);
-      priors[origin] = (prior + static_cast<float>(hit[origin])) /
-                       static_cast<float>(weight + tried[origin]);
-    }
 }

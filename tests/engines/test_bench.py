@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
+from drafttree.acceptance import MeasuredTree
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.methods import model_free_names, resolve_method
 from drafttree.bench.prompts import Prompt
@@ -21,6 +22,7 @@ from drafttree.bench.protocol import EngineSpec, Generation, Request
 from drafttree.bench.run import Settings, _Run
 from drafttree.cli import app
 from drafttree.models import ensure
+from drafttree.tree import StaticTree
 
 PROMPTS = (
     {"question_id": 1, "category": "qa", "turns": ["Count from one to ten.", "Once more."]},
@@ -84,12 +86,35 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert counters["accepted_tokens"] > 0
     assert counters["non_first_child_accepted"] > 0
     assert counters["kv_rows_moved"] > 0
+    sources = report["acceptance"]["sources"]
+    assert sum(row["hit"] for row in sources) == counters["accepted_tokens"]
     assert report["cost_tokens"] == 33
     assert report["cost_context"] > 24
     assert report["verify_cost"] > 0
     assert report["chain_cost"] > 0
     accepted = report["mean_accepted_tokens"]
     assert report["possible_decode_speedup"] == pytest.approx(accepted / report["verify_cost"])
+
+
+def test_a_static_trees_acceptance_is_counted_by_node(tmp_path: Path, model: Path) -> None:
+    options = {"tree": "branch:3-2-2-1", "prime": False}
+    config = {"method": "token_recycling", **options}
+    folder = make_tiny_llama(tmp_path / "model")
+    for path in model.glob("token*"):
+        shutil.copy(path, folder)
+    spec = EngineSpec(
+        str(folder), batch_size=2, max_model_len=256, eager=True, speculative_config=config
+    )
+    with EngineProcess("vllm", "static", spec) as engine:
+        engine.wait_until_ready()
+        engine.generate([Request([5, 6, 7], 48), Request([9, 8], 33)])
+        counters, acceptance = engine.counters(), engine.acceptance()
+        measured = MeasuredTree.from_counts(acceptance, counters["steps"])
+        assert measured.tree == StaticTree.from_notation("branch:3-2-2-1")
+        assert counters["accepted_tokens"] > 0
+        assert sum(acceptance["hit"]) == counters["accepted_tokens"]
+        engine.reset(tables=True)
+        assert not any(engine.acceptance()["tried"])
 
 
 class FixedChat:

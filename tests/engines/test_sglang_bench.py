@@ -44,6 +44,8 @@ def test_a_tree_method(smollm2: Path, tmp_path: Path) -> None:
     assert counters["steps"] == report["steps"]
     assert counters["non_first_child_accepted"] > 0
     assert counters["kv_rows_moved"] > 0
+    sources = report["acceptance"]["sources"]
+    assert sum(row["hit"] for row in sources) == counters["accepted_tokens"]
     assert report["cost_tokens"] == 33
     assert report["verify_cost"] > 0
     assert report["chain_cost"] > 0

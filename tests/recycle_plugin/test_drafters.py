@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
+from tree_kernels.tally import Tally
 
+from drafttree.drafter import DraftTree
 from drafttree.verify import verify_greedy
 from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, make_drafter
+from recycle_plugin.acceptance import by_source
 from recycle_plugin.priors import expected_priors
 
 VOCAB = 37
@@ -46,6 +50,7 @@ def observe(drafter: GrownDrafter | StaticDrafter, **rows: tuple[int, ...]) -> l
     """Rows by names as in `t5` or, with the token before, `t4_5`."""
     named = [[int(part) for part in name[1:].split("_")] for name in rows]
     return drafter.observe(
+        torch.zeros(len(rows), dtype=torch.int64),
         ids(*(each[-1] for each in named)),
         ids(*(each[0] if len(each) > 1 else -1 for each in named)),
         torch.stack([logits_for(*best) for best in rows.values()]),
@@ -74,6 +79,45 @@ def test_a_static_tree_has_nothing_below_a_token_never_seen() -> None:
     assert tree.num_nodes.tolist() == [4, 1]
     assert tree.tokens[0].tolist()[:4] == [5, 6, 7, 9]
     assert tree.parents[0].tolist()[:4] == [-1, 0, 0, 2]
+
+
+def test_a_static_tree_counts_each_nodes_acceptance() -> None:
+    """Whole, without a node for which there was no candidate, and cut as hosts cut."""
+    drafter = make(tree="branch:2-2", k=2)
+    nodes = [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
+
+    def counts() -> tuple[list[int], list[int]]:
+        acceptance = json.loads(json.dumps(drafter.acceptance()))
+        assert acceptance["paths"] == nodes
+        return acceptance["tried"], acceptance["hit"]
+
+    def step(roots: tuple[int, ...], after: dict[int, int], width: int = 7) -> None:
+        """Requests in slots 3, 1 draft and are verified; `after` is the target."""
+        requests = slots(3, 1)[: len(roots)]
+        trees = drafter.propose(requests, ids(*roots))
+        cut = DraftTree(
+            trees.tokens[:, :width], trees.parents[:, :width], trees.num_nodes.clamp(max=width)
+        )
+        target = torch.tensor(
+            [[after.get(token, 0) for token in row] for row in cut.tokens.tolist()]
+        )
+        verified = verify_greedy(cut, target.int(), drafter.max_depth)
+        drafter.accepted(requests, cut, verified)
+
+    # Below 5: 6 and 7; 6 has no row, so the columns are 5, 6, 7, 9, 2. Below 15: all six.
+    observe(drafter, t5=(6, 7), t7=(9, 2), t15=(16, 17), t16=(18, 19), t17=(20, 21))
+    step((5,), {5: 7, 7: 2})
+    assert counts() == ([1, 1, 0, 0, 1, 1], [0, 1, 0, 0, 0, 1])
+    step((15, 5), {15: 16, 16: 19, 5: 6})
+    assert counts() == ([3, 3, 1, 1, 1, 1], [2, 1, 0, 1, 0, 1])
+    # Cut after 18, the fourth column; 19 would have been accepted.
+    step((15,), {15: 16, 16: 19}, width=4)
+    assert counts() == ([4, 4, 2, 1, 1, 1], [3, 1, 0, 1, 0, 1])
+    # A root alone tries nothing.
+    step((15,), {15: 16}, width=1)
+    assert counts() == ([4, 4, 2, 1, 1, 1], [3, 1, 0, 1, 0, 1])
+    drafter.reset()
+    assert counts() == ([0] * 6, [0] * 6)
 
 
 def test_a_grown_tree_follows_rows_and_goes_deep_where_that_is_likelier() -> None:
@@ -144,6 +188,46 @@ def test_what_candidates_are_worth_is_measured() -> None:
     assert drafter.propose(slots(0), ids(5)).num_nodes.tolist() == [1]
 
 
+def test_grown_trees_count_acceptance_by_source() -> None:
+    drafter = make(nodes=3)
+    observe(drafter, t5=(6, 7), t4_5=(8,))
+    drafter.start(0, [4, 5])
+    assert drafter.acceptance() == {"sources": []}
+    trees = drafter.propose(slots(0), ids(5))
+    assert trees.tokens.tolist() == [[5, 8, 0, 1]]
+    target = torch.full_like(trees.tokens, 8)
+    drafter.accepted(slots(0), trees, verify_greedy(trees, target, drafter.max_depth))
+    assert json.loads(json.dumps(drafter.acceptance()))["sources"] == [
+        {"source": "pair rank 1", "tried": 1, "hit": 1, "share": 1.0},
+        {"source": "pair rank 2", "tried": 1, "hit": 0, "share": 0.0},
+        {"source": "pair rank 3", "tried": 1, "hit": 0, "share": 0.0},
+    ]
+    drafter.reset()
+    assert drafter.acceptance() == {"sources": []}
+
+
+def test_each_origin_has_one_source() -> None:
+    tally = Tally.of(expected_priors())
+    states = {
+        (3, 1, 1): "copy of 3",  # whatever else offers it
+        (6, 0, 0): "copy of 6",
+        (0, 2, 1): "pair rank 2",
+        (9, 2, 0): "pair rank 2",  # another candidate is the copy
+        (0, 0, 4): "row rank 4",
+        (7, 9, 4): "row rank 4",  # the pair is not known
+    }
+    for number, (copy, pair, row) in enumerate(states):
+        origin = (copy * 10 + pair) * 9 + row
+        tally.tried[origin] = 10
+        tally.hit[origin] = number
+    assert by_source(tally) == [
+        {"source": "copy of 3", "tried": 10, "hit": 0, "share": 0.0},
+        {"source": "copy of 6", "tried": 10, "hit": 1, "share": 0.1},
+        {"source": "pair rank 2", "tried": 20, "hit": 5, "share": 0.25},
+        {"source": "row rank 4", "tried": 20, "hit": 9, "share": 0.45},
+    ]
+
+
 def test_candidates_of_two_sources_are_worth_more_and_all_are_probabilities() -> None:
     priors = expected_priors().view(13, 10, 9)
     assert float(priors.min()) >= 0
@@ -158,6 +242,7 @@ def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
 ) -> None:
     drafter = make(**options)
     drafter.observe(
+        slots(0, 0, 1),
         ids(5, 5, -1),
         ids(-1, -1, 4),
         torch.stack([logits_for(6), logits_for(7), logits_for(8)]),
@@ -165,7 +250,7 @@ def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
     drafter.start(0, [5])
     assert paths(drafter, 0, 5)[0] == [7]
     assert int((drafter.tables.matrix[:, 0] >= 0).sum()) == 1
-    assert int((drafter.tables.pairs[:, 0] >= 0).sum()) == 0
+    assert int((drafter.tables.pairs[0, :, 0] >= 0).sum()) == 0
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
@@ -181,3 +266,16 @@ def test_a_hot_start_keeps_the_tables_and_a_cold_one_empties_them(
     drafter.release([0, 1])
     drafter.start(0, [5])
     assert bool(paths(drafter, 0, 5)) == hot
+
+
+def test_private_tables_are_seen_by_their_request_alone_and_end_with_it() -> None:
+    drafter = make(nodes=2, sharing="request")
+    drafter.tables.matrix[5] = torch.tensor([9, 8, 7, 6, 4, 3, 2, 1])
+    for slot in (0, 1):
+        drafter.start(slot, [1, 5])
+    observe(drafter, t1_5=(22, 23))
+    assert paths(drafter, 0, 5) == [[22], [23]]
+    assert paths(drafter, 1, 5) == [[9], [8]]
+    drafter.start(0, [2, 5])
+    assert paths(drafter, 0, 5) == [[9], [8]]
+    assert int(drafter.tables.tally.tried.sum()) == 0

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def file(tmp_path: Path) -> Path:
     file = tmp_path / "tables.safetensors"
     save_tables(file, make_tables(), IDENTITY)
     return file
+
+
+def test_tables_that_rest_are_saved_without_being_asked(tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    keeper = Keeper(file, Counter(), IDENTITY, every=3600)
+    keeper.touch()
+    deadline = time.monotonic() + 60
+    while not file.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    keeper.close()
 
 
 def test_what_was_saved_is_loaded(file: Path) -> None:

@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from click.testing import Result
@@ -142,6 +144,29 @@ def test_a_model_without_bos_is_primed_on_the_token_alone(model: Path, tmp_path:
     prime(folder, tmp_path / "out", K)
     assert agreement(load(tmp_path / "out", folder), direct(folder, None)) > 0.999
     assert primed_file(folder, K) != primed_file(model, K)
+
+
+@pytest.mark.parametrize(
+    ("native", "free", "dtype"),
+    [(False, 1 << 40, torch.float32), (True, 1 << 40, torch.bfloat16), (False, 0, torch.bfloat16)],
+)
+def test_a_cpu_without_bfloat16_runs_in_float32_if_that_fits(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    native: bool,
+    free: int,
+    dtype: torch.dtype,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder)
+    stored = (folder / "model.safetensors").stat().st_size
+    memory = SimpleNamespace(available=free or int(1.5 * stored))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    assert priming._load_model(folder, "cpu").dtype == dtype
 
 
 def test_an_interrupted_priming_goes_on_and_ends_the_same(model: Path, tmp_path: Path) -> None:

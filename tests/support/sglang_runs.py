@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -161,7 +162,10 @@ def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]
     set_options(**options)
     engine = sglang.Engine(**arguments)
     try:
-        return [_answer(engine, case) for case in cases]
+        answers = [_answer(engine, case) for case in cases]
+        if isinstance(options.get("hot_start"), str):
+            time.sleep(4)  # tables are saved once they rest; the engine kills its processes
+        return answers
     finally:
         engine.shutdown()
 

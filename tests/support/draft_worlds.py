@@ -1,0 +1,79 @@
+"""Tables and texts full of equal tokens, equal scores and colliding cells, drawn from a seed."""
+
+from dataclasses import dataclass
+
+import torch
+from plain_texts import ALONE, PlainText, cell
+from tree_kernels.context import Contexts, extend_contexts
+from tree_kernels.offers import ORIGINS, TOP
+
+SLOTS = 4
+
+
+@dataclass
+class World:
+    """What `grow` takes, and the texts again in plain Python."""
+
+    matrix: torch.Tensor
+    pairs: torch.Tensor
+    contexts: Contexts
+    priors: torch.Tensor
+    slots: torch.Tensor
+    roots: torch.Tensor
+    texts: list[PlainText]
+
+    def tables(self, row):
+        """The matrix and the pairs of a row of the batch, in lists."""
+        table = int(self.slots[row]) if len(self.pairs) > 1 else 0
+        return self.matrix.tolist(), self.pairs[table].tolist()
+
+    def tensors(self):
+        return self.matrix, self.pairs, self.contexts, self.priors, self.slots, self.roots
+
+    def on(self, device):
+        """The tensors on a device."""
+        contexts = self.contexts
+        moved = Contexts(
+            *(t.to(device) for t in (contexts.history, contexts.lengths)), contexts.index.to(device)
+        )
+        return [moved if each is contexts else each.to(device) for each in self.tensors()]
+
+
+def added_tokens(generator, batch, columns, vocab):
+    """Tokens of which about one in six is missing."""
+    tokens = torch.randint(0, vocab, (batch, columns), dtype=torch.int32, generator=generator)
+    return tokens.masked_fill(torch.rand(batch, columns, generator=generator) < 1 / 6, -1)
+
+
+def world(
+    seed, batch=3, vocab=12, pair_cells=64, length=60, cells=128, added=(50, 3, 9), own=False
+):
+    """Tokens go two beyond the vocabulary, and rows may hold a token twice.
+
+    own: each slot has a table of pairs, which holds rows of single tokens too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape):
+        return torch.randint(0, vocab + 2, shape, dtype=torch.int32, generator=generator)
+
+    matrix = drawn(vocab, TOP)
+    matrix[torch.rand(vocab, generator=generator) < 0.3] = -1
+    pairs = torch.full((SLOTS if own else 1, pair_cells, TOP + 2), -1, dtype=torch.int32)
+    for table in pairs:
+        for number, (before, token) in enumerate(drawn(min(40, pair_cells - 1), 2).tolist()):
+            key = [ALONE if own and number % 3 == 0 else before, token]
+            row = torch.tensor(key, dtype=torch.int32)
+            table[cell(key, pair_cells)] = torch.cat((row, drawn(TOP)))
+    priors = (torch.rand(ORIGINS, generator=generator) * 8).round() / 8 * 0.95
+    contexts = Contexts.of(SLOTS, length, cells, torch.device("cpu"))
+    slots = torch.randperm(SLOTS, generator=generator)[:batch]
+    texts = [PlainText(length, cells) for _ in range(batch)]
+    for columns in added:
+        tokens = added_tokens(generator, batch, columns, vocab + 2)
+        extend_contexts(contexts, slots, tokens)
+        for text, line in zip(texts, tokens.tolist(), strict=True):
+            text.extend(line)
+    ends = [text.tokens[-1] if text.tokens else 0 for text in texts]
+    roots = torch.tensor(ends, dtype=torch.int32)
+    return World(matrix, pairs, contexts, priors, slots, roots, texts)
