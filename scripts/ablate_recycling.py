@@ -1,32 +1,32 @@
 """What each part of Token Recycling is worth in tokens a step, measured without an engine.
 
     python scripts/ablate_recycling.py MODEL --prompts spec_bench_dev.jsonl --limit 40 \\
-        --nodes 15 --nodes 80 --output results/recycling_ablation.json
+        --nodes 15 --nodes 80 --work WORK --output results/recycling_ablation.json
 
-Each setting answers all prompts, all turns, greedily in float32: the product's own drafters draft,
-the target reads each tree in one forward under the tree mask, and what is accepted is what it says
-there. `recycling_variants.py` has the settings by name; with `--primed` also as in `grown primed`.
-Every setting that is done is in the file; one that is there under the same conditions is not
-measured again. `report_recycling.py` draws what is in the file. Needs transformers.
+Each setting answers all prompts, all turns, greedily: the product's own drafters draft, and learn
+what the target, in float32, says at all nodes of their trees. `recycling_variants.py` has the
+settings by name; with `--primed` also as in `grown primed`. All settings go through the prompts
+side by side, and what the target said is kept in WORK: a run that was stopped soon comes to where
+it was, and a further setting asks only for what no other has. A setting that is in the output
+whole, under the same conditions, is not measured again. `report_recycling.py` draws what is there.
+Needs transformers.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import zlib
-from collections.abc import Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from known_target import TOP, Known, KnownTarget
 from measure_lyanna import figures
-from recycling_variants import SETTINGS, Setting, TableDrafter, move_bigrams
-from rich.progress import track
+from recycling_variants import SETTINGS, Order, Setting, TableDrafter, move_bigrams
 from torch import Tensor
-from tree_kernels.mask import depths, tree_mask
 
 from drafttree.bench.chat import Chat, model_context
 from drafttree.bench.machine import processor_name
@@ -35,230 +35,221 @@ from drafttree.drafter import DraftTree
 from drafttree.verify import verify_greedy
 from lyanna_plugin.replay import Replayed
 
-_PROMPTS_KEPT = 128
 _ROWS = 256
 
-
-@dataclass(frozen=True)
-class Answer:
-    """One turn's answer.
-
-    Attributes:
-        tokens: with the end of text, if it came.
-        steps: of decoding, the prompt's own forward not counted.
-        nodes: draft nodes that were verified.
-    """
-
-    tokens: list[int]
-    steps: int
-    nodes: int
+Decoding = Generator[list[int], None, Replayed]
+"""Yields the nodes of each tree, which must be known when it goes on; returns what became of it."""
 
 
-class Target:
-    """A causal LM in float32 that reads one text at a time, and trees at its end."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        end = model.generation_config.eos_token_id
-        self.ends = set(end) if isinstance(end, list) else {end}
-        self.vocab: int = model.config.vocab_size
-        self._model = model
-        self._read: dict[tuple[int, ...], tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
-
-    def read(self, prompt: Sequence[int]) -> Tensor:
-        """Begin a text; its hidden states, `[T, d]`. Prompts are remembered: all settings' are the
-        same."""
-        from transformers import DynamicCache
-
-        self._cache: Any = DynamicCache()
-        known = self._read.get(tuple(prompt))
-        if known is not None:
-            for layer, (keys, values) in enumerate(known[1]):
-                self._cache.update(keys, values, layer)
-            return known[0]
-        hidden = self._forward(torch.tensor([prompt]))
-        if len(self._read) < _PROMPTS_KEPT:
-            kept = [(layer.keys, layer.values) for layer in self._cache.layers]
-            self._read[tuple(prompt)] = hidden, kept
-        return hidden
-
-    def read_tree(self, trees: DraftTree) -> Tensor:
-        """The logits `[N, V]` at the nodes of one tree at the text's end."""
-        known = self._cache.get_seq_length()
-        seen = tree_mask(trees.parents, trees.num_nodes)
-        seen = torch.nn.functional.pad(seen, (known, 0), value=True)
-        hidden = self._forward(
-            trees.tokens.clamp(min=0).long(),
-            attention_mask=torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[:, None],
-            position_ids=known + depths(trees.parents, trees.num_nodes).long(),
-        )
-        return self.logits(hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[N, V]` of hidden states `[N, d]`."""
-        with torch.inference_mode():
-            logits: Tensor = self._model.get_output_embeddings()(hidden)
-        return logits
-
-    def keep(self, path: Tensor, nodes: int) -> None:
-        """Of the last tree of `nodes` nodes, let those on a path `int [D]` go on the text."""
-        known = self._cache.get_seq_length() - nodes
-        rows = torch.cat((torch.arange(known), known + path.long()))
-        for layer in self._cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, rows], layer.values[:, :, rows]
-
-    def _forward(self, tokens: Tensor, **given: Any) -> Tensor:
-        with torch.inference_mode():
-            result = self._model.base_model(
-                input_ids=tokens, past_key_values=self._cache, use_cache=True, **given
-            )
-        hidden: Tensor = result.last_hidden_state[0]
-        return hidden
-
-
-def decode(
-    target: Target, drafter: TableDrafter, setting: Setting, prompt: Sequence[int], most: int
-) -> Answer:
-    """Answer one prompt with at most `most` tokens; the drafter has room for one request."""
+def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) -> Decoding:
+    """Answer one prompt; the drafter has room for one request."""
     slots = torch.tensor([0])
-    hidden = target.read(prompt)
-    drafter.start(0, prompt)
+    drafter.start(0, known.prompt)
     if setting.prompt_logits:
-        tokens = torch.tensor(prompt, dtype=torch.int32)
+        tokens = torch.tensor(known.prompt, dtype=torch.int32)
         before = torch.cat((tokens.new_tensor([-1]), tokens))
-        for start in range(0, len(prompt) - 1, _ROWS):
-            rows = slice(start, min(start + _ROWS, len(prompt) - 1))
-            drafter.observe(
-                slots.expand(len(tokens[rows])),
-                tokens[rows],
-                before[rows],
-                target.logits(hidden[rows]),
-            )
+        for start in range(0, len(tokens) - 1, _ROWS):
+            rows = slice(start, min(start + _ROWS, len(tokens) - 1))
+            logits = as_logits(known.prompt_tops[rows], vocab)
+            drafter.observe(slots.expand(len(logits)), tokens[rows], before[rows], logits)
     if setting.bigrams:
-        move_bigrams(drafter.tables, prompt)
-    trees = DraftTree.of_roots(torch.tensor([prompt[-1]], dtype=torch.int32))
-    logits = target.logits(hidden[-1:])
-    answer: list[int] = []
-    steps = nodes = 0
+        move_bigrams(drafter.tables, known.prompt)
+    trees = DraftTree.of_roots(torch.tensor([known.prompt[-1]], dtype=torch.int32))
+    done = steps = drafts = 0
     while True:
+        nodes = _nodes_of(trees, known, done)
+        yield [node for node in nodes if node >= 0]
+        tops = [known.tops[node] if node >= 0 else [-1] * TOP for node in nodes]
         before = trees.before(drafter.before(slots))
-        of_rows = slots.expand(trees.tokens.shape[1])
-        likely = drafter.observe(of_rows, trees.tokens[0], before[0], logits)
+        logits = as_logits(torch.tensor(tops), vocab)
+        likely = drafter.observe(slots.expand(len(nodes)), trees.tokens[0], before[0], logits)
         verified = verify_greedy(trees, likely[None], drafter.max_depth)
         drafter.accepted(slots, trees, verified)
-        for token in verified.emitted[0, : verified.num_emitted[0]].tolist():
-            answer.append(token)
-            if token in target.ends or len(answer) == most:
-                drafter.release([0])
-                return Answer(answer, steps, nodes)
-        if steps:
-            path = verified.path[0]
-            target.keep(path[path >= 0], trees.tokens.shape[1])
-        trees = drafter.propose(slots, torch.tensor(answer[-1:], dtype=torch.int32))
-        logits = target.read_tree(trees)
+        emitted = verified.emitted[0, : verified.num_emitted[0]].tolist()
+        left = known.answer[done : done + len(emitted)]
+        assert emitted[: len(left)] == left
+        done += len(left)
+        if done == len(known.answer):
+            drafter.release([0])
+            # The first token is the prompt's own forward's.
+            return Replayed(steps, done - 1, drafts)
+        trees = drafter.propose(slots, torch.tensor(left[-1:], dtype=torch.int32))
         steps += 1
-        nodes += int((trees.tokens[0, 1:] >= 0).sum())
+        drafts += int((trees.tokens[0, 1:] >= 0).sum())
+
+
+def _nodes_of(trees: DraftTree, known: Known, root: int) -> list[int]:
+    """The nodes of one tree whose root is the node `root`; -1 for none."""
+    nodes = [root]
+    columns = zip(trees.tokens[0, 1:].tolist(), trees.parents[0, 1:].tolist(), strict=True)
+    for token, parent in columns:
+        nodes.append(known.child(nodes[parent], token) if token >= 0 else -1)
+    return nodes
+
+
+def as_logits(tops: Tensor, vocab: int) -> Tensor:
+    """Logits `[N, V]` whose most likely tokens are `tops`, int `[N, 8]`: drafters look at no more
+    than these. Rows of -1 are all the same."""
+    values = torch.arange(TOP, 0, -1.0).expand(tops.shape).masked_fill(tops < 0, 0)
+    return torch.zeros(len(tops), vocab).scatter(1, tops.clamp(min=0).long(), values)
+
+
+@dataclass
+class Measured:
+    """A setting while it is measured.
+
+    Attributes:
+        found: what became of each prompt, by its number.
+    """
+
+    name: str
+    nodes: int
+    setting: Setting
+    drafter: TableDrafter
+    found: dict[int, list[Replayed]]
 
 
 class Bench:
-    """Answers all prompts in any setting."""
+    """Has all prompts answered in any setting."""
 
-    def __init__(self, model: Path, prompts: list[Prompt], most: int) -> None:
-        self.target = Target(model)
+    def __init__(self, model: Path, prompts: list[Prompt], most: int, work: Path) -> None:
+        self.target = KnownTarget(model, work, most)
+        self.prompts = prompts
         self._chat = Chat(model)
         self._context = model_context(model)
-        self._prompts = prompts
         self._most = most
 
-    def run(self, setting: Setting, nodes: int, primed: Tensor | None) -> dict[str, Any]:
-        """The figures of a setting; by prompt in the file's order."""
-        drafter = setting.make(self.target.vocab, nodes)
+    def begin(self, name: str, nodes: int) -> Measured:
+        """Begin with a setting."""
+        drafter = SETTINGS[name].make(self.target.vocab, nodes)
         drafter.allot(1, self._context)
-        matrix = drafter.tables.matrix
-        answers: dict[int, list[Answer]] = {}
-        for index in track(self._order(setting), f"{nodes} nodes"):
-            turns: list[str] = []
-            answers[index] = []
-            for _ in self._prompts[index].turns:
-                if setting.cold or not any(answers.values()):
-                    drafter.reset()
-                    if primed is not None:
-                        matrix.copy_(primed[:, : matrix.shape[1]])
-                answer = decode(
-                    self.target, drafter, setting, self._render(index, turns), self._most
-                )
-                answers[index].append(answer)
-                turns.append(self._chat.decode(answer.tokens))
-        given = [answers[index] for index in range(len(self._prompts))]
-        counts = [_sum(turns) for turns in given]
-        text = [answer.tokens for turns in given for answer in turns]
-        categories = dict.fromkeys(prompt.category for prompt in self._prompts)
+        return Measured(name, nodes, SETTINGS[name], drafter, {})
+
+    def order(self, order: Order) -> list[int]:
+        """The prompts in an order."""
+        numbers = list(range(len(self.prompts)))
+        if order == "category":
+            names = list(dict.fromkeys(prompt.category for prompt in self.prompts))
+            numbers.sort(key=lambda number: names.index(self.prompts[number].category))
+        elif order == "shuffled":
+            random.Random(0).shuffle(numbers)
+        return numbers
+
+    def answer(self, number: int, settings: list[Measured], primed: Tensor | None) -> None:
+        """Have one prompt answered in all settings."""
+        prompt = self.prompts[number]
+        answers: list[str] = []
+        for turn in range(len(prompt.turns)):
+            # As `drafttree bench` asks: a chat too long for the context loses its beginning.
+            tokens = self._chat.render(prompt.turns[: turn + 1], answers)
+            known = self.target.begin(tokens[-(self._context - self._most) :])
+            self._settle(known, settings, number, primed)
+            self.target.finish(known)
+            answers.append(self._chat.decode(known.answer))
+
+    def _settle(
+        self, known: Known, settings: list[Measured], number: int, primed: Tensor | None
+    ) -> None:
+        running: list[tuple[Measured, Decoding]] = []
+        for each in settings:
+            if each.setting.cold or not each.found:
+                each.drafter.reset()
+                if each.setting.primed and primed is not None:
+                    matrix = each.drafter.tables.matrix
+                    matrix.copy_(primed[:, : matrix.shape[1]])
+            each.found.setdefault(number, [])
+            running.append((each, decode(each.drafter, each.setting, known, self.target.vocab)))
+        while running:
+            trees, going = [], []
+            for each, decoding in running:
+                try:
+                    trees.append(next(decoding))
+                    going.append((each, decoding))
+                except StopIteration as done:
+                    each.found[number].append(done.value)
+            self.target.learn(known, trees)
+            running = going
+
+    def figures(self, measured: Measured) -> dict[str, Any]:
+        """What became of the prompts so far."""
+        numbers = sorted(measured.found)
+        counts = {number: _sum(measured.found[number]) for number in numbers}
+        categories: dict[str, list[Replayed]] = {}
+        for number, count in counts.items():
+            categories.setdefault(self.prompts[number].category, []).append(count)
         return {
-            **figures(counts),
-            "tokens": sum(each.tokens for each in counts),
-            "answers_crc32": f"{zlib.crc32(json.dumps(text).encode()):08x}",
+            **figures(list(counts.values())),
+            "prompts_done": len(counts),
+            "tokens": sum(each.tokens for each in counts.values()),
             "categories": {
-                name: round(_tokens_a_step(self._of_category(counts, name)), 4)
-                for name in categories
+                name: round(sum(each.tokens for each in of) / sum(each.steps for each in of), 4)
+                for name, of in categories.items()
             },
-            "by_prompt": [[each.steps, each.tokens] for each in counts],
+            "by_prompt": [[each.steps, each.tokens] for each in counts.values()],
         }
 
-    def _order(self, setting: Setting) -> list[int]:
-        order = list(range(len(self._prompts)))
-        if setting.order == "category":
-            names = list(dict.fromkeys(prompt.category for prompt in self._prompts))
-            order.sort(key=lambda index: names.index(self._prompts[index].category))
-        elif setting.order == "shuffled":
-            random.Random(0).shuffle(order)
-        return order
 
-    def _render(self, index: int, answers: list[str]) -> list[int]:
-        """As `drafttree bench` asks: a chat too long for the context loses its beginning."""
-        tokens = self._chat.render(self._prompts[index].turns[: len(answers) + 1], answers)
-        return tokens[-(self._context - self._most) :]
-
-    def _of_category(self, counts: list[Replayed], name: str) -> list[Replayed]:
-        pairs = zip(self._prompts, counts, strict=True)
-        return [each for prompt, each in pairs if prompt.category == name]
-
-
-def _sum(turns: list[Answer]) -> Replayed:
-    """What a prompt took; the first token of each answer is the prompt's own forward's."""
+def _sum(counts: list[Replayed]) -> Replayed:
     return Replayed(
-        steps=sum(answer.steps for answer in turns),
-        tokens=sum(len(answer.tokens) - 1 for answer in turns),
-        nodes=sum(answer.nodes for answer in turns),
+        steps=sum(each.steps for each in counts),
+        tokens=sum(each.tokens for each in counts),
+        nodes=sum(each.nodes for each in counts),
     )
 
 
-def _tokens_a_step(counts: list[Replayed]) -> float:
-    return sum(each.tokens for each in counts) / max(1, sum(each.steps for each in counts))
-
-
 def read_primed(file: Path, vocab: int) -> Tensor:
-    """The matrix that a file begins with, int32 `[V, 8]`."""
+    """The matrix that a file begins with, int32 `[V, 8]`.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
     from safetensors.torch import load_file
 
     matrix = load_file(file)["matrix"]
-    if matrix.dtype != torch.int32 or matrix.dim() != 2 or len(matrix) != vocab:
-        raise ValueError(f"{file}: matrix is {matrix.dtype} {[*matrix.shape]}, not [{vocab}, 8]")
+    if matrix.dtype != torch.int32 or matrix.shape != (vocab, TOP):
+        raise ValueError(
+            f"{file}: matrix is {matrix.dtype} {[*matrix.shape]}, not int32 [{vocab}, {TOP}]"
+        )
     return matrix
 
 
-def write(file: Path, runs: list[dict[str, Any]]) -> None:
-    """One run a line."""
-    part = file.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
-    part.replace(file)
+CONDITIONS = (
+    *("setting", "nodes", "model", "dtype", "prompts", "limit", "max_new_tokens", "start"),
+    "primed",
+)
+"""What runs of one file differ in; all else is found."""
+
+
+class Results:
+    """The runs of a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        runs = json.loads(file.read_text()) if file.exists() else []
+        self._runs = {tuple(run[name] for name in CONDITIONS): run for run in runs}
+
+    def prompts_done(self, conditions: dict[str, Any]) -> int:
+        """How far the run under these conditions went."""
+        found = self._runs.get(tuple(conditions[name] for name in CONDITIONS), {})
+        return int(found.get("prompts_done", 0))
+
+    def put(self, conditions: dict[str, Any], found: dict[str, Any]) -> None:
+        """Add a run, or go on with it."""
+        self._runs[tuple(conditions[name] for name in CONDITIONS)] = {**conditions, **found}
+
+    def write(self) -> None:
+        """One run a line."""
+        part = self._file.with_suffix(".part")
+        lines = ",\n".join(json.dumps(run) for run in self._runs.values())
+        part.write_text(f"[\n{lines}\n]\n")
+        part.replace(self._file)
 
 
 def main(
     model: Path,
     prompts: Annotated[Path, typer.Option(help="In Spec-Bench's format; all turns are asked.")],
     output: Annotated[Path, typer.Option(help="JSON; continued if it is there.")],
+    work: Annotated[Path, typer.Option(help="For what the target says; shared by all settings.")],
     limit: int = 40,
     max_new_tokens: Annotated[int, typer.Option(help="A turn.")] = 96,
     nodes: Annotated[list[int] | None, typer.Option(help="May be repeated; else 15, 80.")] = None,
@@ -269,37 +260,51 @@ def main(
 ) -> None:
     """Measure settings."""
     names = only or [name for name, each in SETTINGS.items() if primed or not each.primed]
-    for name in names:
-        if name not in SETTINGS:
-            raise typer.BadParameter(f"no setting {name!r}: {', '.join(SETTINGS)}")
-        if SETTINGS[name].primed and primed is None:
-            raise typer.BadParameter(f"{name!r} needs --primed")
-    bench = Bench(model, load_prompts(prompts, limit), max_new_tokens)
+    if unknown := [name for name in names if name not in SETTINGS]:
+        raise typer.BadParameter(f"--only {unknown[0]!r} is not one of: {', '.join(SETTINGS)}")
+    if primed is None and (lost := [name for name in names if SETTINGS[name].primed]):
+        raise typer.BadParameter(f"--only {lost[0]!r} needs --primed")
+    bench = Bench(model, load_prompts(prompts, limit), max_new_tokens, work)
     matrix = read_primed(primed, bench.target.vocab) if primed else None
-    runs: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
-    for count in nodes or (15, 80):
-        for name in names:
-            setting = SETTINGS[name]
-            conditions = {
-                "setting": name,
-                "nodes": count,
-                "model": model.resolve().name,
-                "dtype": "float32",
-                "prompts": prompts.name,
-                "limit": limit,
-                "max_new_tokens": max_new_tokens,
-                "cold": setting.cold,
-                "primed": primed.name if primed and setting.primed else None,
-            }
-            if any(conditions.items() <= run.items() for run in runs) or not setting.fits(count):
-                continue
-            found = bench.run(setting, count, matrix if setting.primed else None)
-            runs.append({**conditions, "processor": processor_name(), **found})
-            write(output, runs)
+    results = Results(output)
+    common = {
+        "model": model.resolve().name,
+        "dtype": "float32",
+        "prompts": prompts.name,
+        "limit": limit,
+        "max_new_tokens": max_new_tokens,
+        "processor": processor_name(),
+    }
+
+    def conditions(name: str, count: int) -> dict[str, Any]:
+        return {
+            "setting": name,
+            "nodes": count,
+            **common,
+            "start": "cold" if SETTINGS[name].cold else "hot",
+            "primed": primed.name if primed and SETTINGS[name].primed else None,
+        }
+
+    chosen = [
+        (name, count)
+        for count in nodes or (15, 80)
+        for name in names
+        if SETTINGS[name].fits(count)
+        and results.prompts_done(conditions(name, count)) < len(bench.prompts)
+    ]
+    for order in dict.fromkeys(SETTINGS[name].order for name, _ in chosen):
+        settings = [bench.begin(*each) for each in chosen if SETTINGS[each[0]].order == order]
+        for done, number in enumerate(bench.order(order), 1):
+            bench.answer(number, settings, matrix)
+            for each in settings:
+                results.put(conditions(each.name, each.nodes), bench.figures(each))
+            results.write()
+            typer.echo(f"{done} of {len(bench.prompts)} prompts")
+        for each in settings:
+            found = bench.figures(each)
             typer.echo(
-                f"{name}, {count} nodes: {found['mean_accepted_tokens']:.3f} "
-                f"± {found['standard_error']:.3f} ({found['nodes_a_step']:.1f} nodes a step, "
-                f"{found['steps']} steps, answers {found['answers_crc32']})"
+                f"{each.name}, {each.nodes} nodes: {found['mean_accepted_tokens']:.3f} "
+                f"± {found['standard_error']:.3f} ({found['nodes_a_step']:.1f} drafts a step)"
             )
 
 

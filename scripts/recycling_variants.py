@@ -6,7 +6,6 @@ time.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,12 +22,11 @@ from tree_kernels.offers import TOP, offers, pair_cells
 from drafttree.drafter import DraftTree
 from drafttree.tree import MAX_DEPTH, StaticTree
 from drafttree.verify import Verified
-from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, Tables, make_drafter
+from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, Tables
 from recycle_plugin.config import CANDIDATES
 from recycle_plugin.priors import ROW_PRIORS
 
 CPU = torch.device("cpu")
-logger = logging.getLogger(__name__)
 
 TableDrafter = GrownDrafter | StaticDrafter
 Order = Literal["file", "category", "shuffled"]
@@ -177,11 +175,6 @@ def budget_tree(nodes: int, depth: int) -> StaticTree:
     return StaticTree.from_paths(path for _, _, path in nsmallest(nodes, paths))
 
 
-def _options(drafting: str, vocab: int, nodes: int, **options: Any) -> TableDrafter:
-    given = {"drafting": drafting, "nodes": nodes, "prime": False, **options}
-    return make_drafter(RecycleOptions.model_validate(given), vocab, CPU, "", logger)
-
-
 def _tables(vocab: int, kind: type[Tables] = Tables, *, pairs: bool = True) -> Tables:
     return kind(vocab, CANDIDATES, CPU, pairs=pairs, hot_start=True)
 
@@ -190,6 +183,11 @@ def _static(
     kind: type[StaticDrafter], vocab: int, nodes: int, tree: Callable[[int], StaticTree]
 ) -> StaticDrafter:
     return kind(_tables(vocab, pairs=False), tree(nodes))
+
+
+def _of_rank(k: int, vocab: int, nodes: int) -> StaticDrafter:
+    tables = Tables(vocab, k, CPU, pairs=False, hot_start=True)
+    return StaticDrafter(tables, _paper_tree(nodes, k))
 
 
 def _grown(kind: type[GrownDrafter], vocab: int, nodes: int) -> GrownDrafter:
@@ -201,12 +199,16 @@ def _rows_only(vocab: int, nodes: int) -> GrownDrafter:
     return GrownDrafter(tables, nodes, auto=False, private=False)
 
 
+def _private(vocab: int, nodes: int) -> GrownDrafter:
+    return GrownDrafter(_tables(vocab), nodes, auto=False, private=True)
+
+
 def _fixed_mask(vocab: int, nodes: int) -> FixedMask:
     return FixedMask(_tables(vocab), _paper_tree(nodes))
 
 
-def _paper_tree(nodes: int) -> StaticTree:
-    return RecycleOptions(drafting="paper", nodes=nodes).topology
+def _paper_tree(nodes: int, k: int = CANDIDATES) -> StaticTree:
+    return RecycleOptions(drafting="paper", nodes=nodes, k=k).topology
 
 
 def _fits_rows_of(k: int, nodes: int) -> bool:
@@ -221,8 +223,8 @@ def _fits_depth(depth: int, nodes: int) -> bool:
 BALANCED = {15: (3, 2, 1), 80: (5, 3, 2, 1)}
 """Branching factors of trees in which all nodes of a level are alike, by nodes."""
 
-PAPER = Setting(partial(_options, "paper"))
-GROWN = Setting(partial(_options, "grown"))
+PAPER = Setting(partial(_static, StaticDrafter, tree=_paper_tree))
+GROWN = Setting(partial(_grown, GrownDrafter))
 
 _FAMILIES = {"paper": PAPER, "grown": GROWN}
 
@@ -241,6 +243,7 @@ def _of_depth(depth: int) -> Setting:
 SETTINGS: dict[str, Setting] = {
     **_FAMILIES,
     **{f"{name} cold": replace(family, cold=True) for name, family in _FAMILIES.items()},
+    "grown private": Setting(_private),
     "grown without pairs": Setting(_rows_only),
     "grown without copies": Setting(partial(_grown, WithoutCopies)),
     "grown with fixed priors": Setting(partial(_grown, FixedPriors)),
@@ -255,9 +258,7 @@ SETTINGS: dict[str, Setting] = {
     "paper accepted only": _paper(AcceptedOnlyStatic),
     "grown accepted only": Setting(partial(_grown, AcceptedOnlyGrown)),
     **{
-        f"paper k={k}": replace(
-            PAPER, make=partial(_options, "paper", k=k), fits=partial(_fits_rows_of, k)
-        )
+        f"paper k={k}": replace(PAPER, make=partial(_of_rank, k), fits=partial(_fits_rows_of, k))
         for k in (1, 2, 4, 6)
     },
     "paper balanced": replace(

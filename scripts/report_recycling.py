@@ -31,9 +31,11 @@ _DRAWS = 1000
 
 
 def groups(runs: list[Run]) -> dict[str, Runs]:
-    """The runs by what was asked of whom."""
+    """The runs that were not stopped, by what was asked of whom."""
     found: dict[str, Runs] = {}
     for run in runs:
+        if run["prompts_done"] < run["limit"]:
+            continue
         name = (
             f"{run['model']}, {run['prompts']}: {run['limit']} prompts, "
             f"{run['max_new_tokens']} tokens a turn"
@@ -88,19 +90,6 @@ def categories_table(runs: Runs) -> None:
     heading("category", *(f"{setting}, {nodes}" for setting, nodes in chosen))
     for name in names:
         row(name, *(f"{runs[key]['categories'][name]:.2f}" for key in chosen))
-
-
-def answers_note(runs: Runs) -> None:
-    """Whether all settings gave the same answers."""
-    answers = [run["answers_crc32"] for run in runs.values()]
-    usual = max(answers, key=answers.count)
-    others = [
-        f"{name}, {nodes}" for (name, nodes), run in runs.items() if run["answers_crc32"] != usual
-    ]
-    typer.echo("")
-    typer.echo(f"{answers.count(usual)} of {len(answers)} runs gave the same answers")
-    for name in others:
-        typer.echo(f"others: {name}")
 
 
 def plot(found: dict[str, Runs], file: Path) -> None:
@@ -160,7 +149,6 @@ def main(
         typer.echo(f"\n{title}")
         settings_table(runs)
         categories_table(runs)
-        answers_note(runs)
     plot(found, plot_file)
 
 

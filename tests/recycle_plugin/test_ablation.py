@@ -1,4 +1,4 @@
-"""What `scripts/ablate_recycling.py` measures is plain greedy decoding, drafted in other ways."""
+"""What `scripts/ablate_recycling.py` measures is greedy decoding, drafted in other ways."""
 
 from __future__ import annotations
 
@@ -8,101 +8,178 @@ from typing import Any
 
 import pytest
 import torch
-from ablate_recycling import Answer, Target, decode
+from ablate_recycling import decode
+from known_target import KnownTarget
 from recycling_variants import SETTINGS, budget_tree, move_bigrams
 from tiny_models import make_tiny_llama
 from tree_kernels.offers import pair_cells
 
+from drafttree.drafter import DraftTree
 from drafttree.tree import StaticTree
+from drafttree.verify import verify_greedy
+from lyanna_plugin.replay import Replayed
 from recycle_plugin import Tables
 from recycle_plugin.priors import ROW_PRIORS
 
+VOCAB = 128
 NODES = 15
 MOST = 24
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=128)
-
-
-@pytest.fixture(scope="module")
-def target(folder: Path) -> Target:
-    return Target(folder)
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(2, 128, (n,), generator=generator).tolist() for n in (9, 40, 21)]
+    return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (9, 40, 21)]
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy answers, each token from a forward of the whole text."""
-    from transformers import AutoModelForCausalLM
+def target(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> KnownTarget:
+    return KnownTarget(folder, tmp_path_factory.mktemp("work"), MOST)
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    answers = []
-    for prompt in prompts:
+
+class Plain:
+    """The target, which reads a whole text for every token."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def logits(self, text: list[int]) -> torch.Tensor:
+        """After a text, `[V]`."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(input_ids=torch.tensor([text])).logits[0, -1]
+        return logits
+
+    def answer(self, prompt: list[int]) -> list[int]:
         answer: list[int] = []
         while len(answer) < MOST and answer[-1:] != [1]:
-            with torch.inference_mode():
-                logits = model(input_ids=torch.tensor([prompt + answer])).logits
-            answer.append(int(logits[0, -1].argmax()))
-        answers.append(answer)
-    return answers
+            answer.append(int(self.logits(prompt + answer).argmax()))
+        return answer
+
+    def steps(self, drafter: Any, prompt: list[int]) -> int:
+        """Decoding with a drafter, as a host does it but one node at a time."""
+        slots, answer, steps = torch.tensor([0]), [], 0
+        drafter.start(0, prompt)
+        trees = DraftTree.of_roots(torch.tensor(prompt[-1:], dtype=torch.int32))
+        while True:
+            text = prompt + answer
+            logits = torch.stack(
+                [
+                    self.logits(text + trees.path(0, column))
+                    for column in range(trees.tokens.shape[1])
+                ]
+            )
+            before = trees.before(drafter.before(slots))
+            likely = drafter.observe(slots.expand(len(logits)), trees.tokens[0], before[0], logits)
+            verified = verify_greedy(trees, likely[None], drafter.max_depth)
+            drafter.accepted(slots, trees, verified)
+            answer += verified.emitted[0, : verified.num_emitted[0]].tolist()
+            if 1 in answer or len(answer) >= MOST:
+                drafter.release([0])
+                return steps
+            trees = drafter.propose(slots, torch.tensor(answer[-1:], dtype=torch.int32))
+            steps += 1
 
 
-def answers_of(target: Target, name: str, prompts: list[list[int]]) -> list[Answer]:
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Plain:
+    return Plain(folder)
+
+
+def found_by(target: KnownTarget, name: str, prompts: list[list[int]]) -> list[Replayed]:
     setting = SETTINGS[name]
     drafter = setting.make(target.vocab, NODES)
     drafter.allot(1, 128)
-    found = []
+    found: list[Replayed] = []
     for prompt in prompts:
         if setting.cold:
             drafter.reset()
-        found.append(decode(target, drafter, setting, prompt, MOST))
+        known = target.begin(prompt)
+        decoding = decode(drafter, setting, known, target.vocab)
+        while len(found) < prompts.index(prompt) + 1:
+            try:
+                target.learn(known, [next(decoding)])
+            except StopIteration as done:
+                found.append(done.value)
+        target.finish(known)
     return found
+
+
+def test_the_target_is_known_by_what_it_says(
+    target: KnownTarget, plain: Plain, prompts: list[list[int]]
+) -> None:
+    known = target.begin(prompts[1])
+    assert known.answer == plain.answer(prompts[1])
+    away = [known.child(known.child(3, 7), 9), known.child(0, 5), len(known.answer) - 1]
+    target.learn(known, [away, [known.child(away[0], 2)]])
+    texts = [[*known.answer[:3], 7, 9], [5], known.answer[:-1], [*known.answer[:3], 7, 9, 2]]
+    for node, text in zip([*away, known.child(away[0], 2)], texts, strict=True):
+        expected = plain.logits(prompts[1] + text).topk(8).indices.tolist()
+        assert known.tops[node] == expected
+    assert known.prompt_tops[4].tolist() == plain.logits(prompts[1][:5]).topk(8).indices.tolist()
+    target.finish(known)
+    again = target.begin(prompts[1])
+    assert (again.tops, again.answer) == (known.tops, known.answer)
+    assert again.child(3, 7) == known.parents[away[0]]
+    # What was not asked before is read on top of what was kept.
+    node = again.child(1, 11)
+    target.learn(again, [[node]])
+    expected = plain.logits([*prompts[1], known.answer[0], 11]).topk(8).indices.tolist()
+    assert again.tops[node] == expected
+
+
+@pytest.mark.parametrize("name", ["paper", "grown"])
+def test_steps_are_those_of_plain_verification(
+    target: KnownTarget, plain: Plain, prompts: list[list[int]], name: str
+) -> None:
+    drafter = SETTINGS[name].make(target.vocab, NODES)
+    drafter.allot(1, 128)
+    steps = [plain.steps(drafter, prompt) for prompt in prompts[:2]]
+    assert [each.steps for each in found_by(target, name, prompts[:2])] == steps
+    assert sum(steps) < 2 * (MOST - 1)
 
 
 @pytest.mark.parametrize(
     "name", [name for name, each in SETTINGS.items() if each.fits(NODES) and not each.primed]
 )
-def test_every_setting_answers_as_plain_decoding_does(
-    target: Target, prompts: list[list[int]], plain: list[list[int]], name: str
+def test_every_setting_accepts_and_rejects(
+    target: KnownTarget, prompts: list[list[int]], name: str
 ) -> None:
-    found = answers_of(target, name, prompts)
-    assert [answer.tokens for answer in found] == plain
-    # Something was accepted, and not everything.
-    tokens = sum(len(answer.tokens) - 1 for answer in found)
-    steps = sum(answer.steps for answer in found)
+    found = found_by(target, name, prompts)
+    steps = sum(each.steps for each in found)
+    tokens = sum(each.tokens for each in found)
+    assert tokens == sum(len(target.begin(prompt).answer) - 1 for prompt in prompts)
     assert steps < tokens
-    assert sum(answer.nodes for answer in found) > tokens - steps
+    assert sum(each.nodes for each in found) > tokens - steps
 
 
-def test_a_prompt_is_remembered_as_it_was_read(target: Target, prompts: list[list[int]]) -> None:
-    first, again = (answers_of(target, "grown", prompts[:1])[0] for _ in range(2))
-    assert first == again
-
-
-def test_settings_differ_from_their_families(target: Target, prompts: list[list[int]]) -> None:
+def test_settings_differ_from_their_families(target: KnownTarget, prompts: list[list[int]]) -> None:
     steps = {
-        name: sum(answer.steps for answer in answers_of(target, name, prompts))
+        name: sum(each.steps for each in found_by(target, name, prompts))
         for name in ("paper", "paper accepted only", "paper cold", "paper with prompt logits")
     }
     assert steps["paper accepted only"] > steps["paper"] > steps["paper with prompt logits"]
     assert steps["paper cold"] > steps["paper"]
 
 
-def test_parts_that_are_taken_away_learn_nothing(target: Target, prompts: list[list[int]]) -> None:
+def test_parts_that_are_taken_away_learn_nothing(
+    target: KnownTarget, prompts: list[list[int]]
+) -> None:
     changed = {}
     for name in ("grown", "grown without pairs", "grown with fixed priors"):
         setting = SETTINGS[name]
         drafter: Any = setting.make(target.vocab, NODES)
         drafter.allot(1, 128)
         for prompt in prompts:
-            decode(target, drafter, setting, prompt, MOST)
+            known = target.begin(prompt)
+            for tree in decode(drafter, setting, known, target.vocab):
+                target.learn(known, [tree])
         pairs = int((drafter.tables.pairs >= 0).sum())
         changed[name] = (pairs > 0, int(drafter.tables.tally.tried.sum()) > 0)
     assert changed == {
