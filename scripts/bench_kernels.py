@@ -1,0 +1,272 @@
+"""Time every kernel of tree_kernels against its PyTorch reference and a floor.
+
+    .venv-vllm/bin/python scripts/bench_kernels.py --output kernels.csv --plot kernels.png
+
+On a GPU ours is the kernel in Triton, on a CPU the one in C++. The floor is what the kernel must
+move at least, each input and output once, over the copy bandwidth that is measured here: caches may
+beat it on a CPU, and below a launch's time, which is printed too, it says nothing. Before a size is
+timed, both sides must give the same result. The references are written for a CPU; on a GPU they
+make their indices there. `--plot` needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import kernel_cases
+import kernel_cases_target
+import torch
+import typer
+from kernel_cases import Case, Size, Work
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tree_kernels._native import compiler
+from tree_kernels._triton import triton
+
+from drafttree.bench.machine import processor_name
+
+KERNELS: dict[str, Case] = {**kernel_cases.CASES, **kernel_cases_target.CASES}
+
+OURS, REFERENCE = "ours", "reference"
+_LEAST_RUNS, _MOST_RUNS = 5, 500
+_COPIED = 1 << 28  # more than any cache holds
+_WIDTH = 140
+
+
+class MismatchError(RuntimeError):
+    """A kernel and its reference disagree."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the CSV: one way to do one size of a kernel. Times are medians."""
+
+    kernel: str
+    size: str
+    side: str
+    microseconds: float
+    floor_microseconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A device and how it is timed.
+
+    Attributes:
+        seconds: to spend on each way of each size, once it was done five times.
+    """
+
+    device: torch.device
+    seconds: float
+
+    def microseconds(self, call: Callable[[], object]) -> float:
+        """The median of a call that has been made before."""
+        if self.device.type == "cuda":
+            from triton.testing import do_bench
+
+            return 1e3 * float(do_bench(call, rep=int(1e3 * self.seconds), return_mode="median"))
+        times: list[float] = []
+        while len(times) < _LEAST_RUNS or (sum(times) < self.seconds and len(times) < _MOST_RUNS):
+            started = perf_counter()
+            call()
+            times.append(perf_counter() - started)
+        return 1e6 * statistics.median(times)
+
+    def bandwidth(self, size: int) -> float:
+        """Bytes a microsecond, read and written, in copying `size` bytes."""
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        target = source.clone()
+        return 2 * size / self.microseconds(lambda: target.copy_(source))
+
+    def launch(self) -> float:
+        """The microseconds of a call that does next to nothing."""
+        one = torch.zeros(1, device=self.device)
+        return self.microseconds(one.zero_)
+
+    def lines(self, name: str, case: Case, size: Size, bandwidth: float) -> list[Line]:
+        """All ways of one size.
+
+        Raises:
+            MismatchError: ours and the reference disagree.
+        """
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            work = case.make(**size)
+        written = " ".join(f"{key}={value}" for key, value in size.items())
+        reference = self._here(work.reference)
+        agree(f"{name} ({written})", work, reference, case.tolerance)
+        ways = {OURS: work.ours, REFERENCE: reference, **work.others}
+        floor = work.bytes / bandwidth
+        for other in work.others.values():
+            other()
+        return [
+            Line(name, written, side, self.microseconds(call), floor, work.bytes)
+            for side, call in ways.items()
+        ]
+
+    def _here(self, call: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
+        """The same, and what it makes is made on the device; that takes time, so not on a CPU."""
+        if self.device.type == "cpu":
+            return call
+
+        def called() -> Sequence[Tensor]:
+            with torch.device(self.device):
+                return call()
+
+        return called
+
+    def versions(self) -> dict[str, Any]:
+        """What the times depend on."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "triton": "" if triton is None else metadata.version("triton"),
+        }
+
+
+def agree(what: str, work: Work, reference: Callable[[], Sequence[Tensor]], limit: float) -> None:
+    """Compare both sides' results; NaN equals NaN.
+
+    Raises:
+        MismatchError: they differ by more than `limit`.
+    """
+    pairs = zip(work.ours(), reference(), strict=True)
+    for number, (ours, expected) in enumerate(pairs):
+        bounds = {"rtol": limit, "atol": limit} if ours.is_floating_point() else {}
+        try:
+            torch.testing.assert_close(ours, expected, equal_nan=True, **bounds)
+        except AssertionError as error:
+            raise MismatchError(
+                f"{what}: result {number} is not the reference's: {error}"
+            ) from error
+
+
+def table_of(lines: list[Line], title: str) -> Table:
+    """A row a size and way, and how many times as long as ours each way takes."""
+    table = Table(title=title)
+    for column in ("kernel", "size", "way"):
+        table.add_column(column)
+    for column in ("us", "of ours", "floor, us"):
+        table.add_column(column, justify="right", no_wrap=True)
+    ours = lines[0]
+    for line in lines:
+        if line.side == OURS:
+            ours = line
+            table.add_section()
+        table.add_row(
+            *((line.kernel, line.size) if line is ours else ("", "")),
+            *(line.side, f"{line.microseconds:.1f}"),
+            f"{line.microseconds / ours.microseconds:.2f}",
+            f"{line.floor_microseconds:.2f}" if line is ours else "",
+        )
+    return table
+
+
+def save(lines: list[Line], common: dict[str, Any], file: Path) -> None:
+    """Write the CSV: a line a size and way, each with the columns `common`."""
+    rows = [{**asdict(line), **common} for line in lines]
+    with file.open("w", newline="") as opened:
+        writer = csv.DictWriter(opened, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(lines: list[Line], title: str, file: Path) -> None:
+    """A panel a kernel: microseconds over bytes, both on log axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kernels = list(dict.fromkeys(line.kernel for line in lines))
+    columns = min(4, len(kernels))
+    rows = math.ceil(len(kernels) / columns)
+    figure, panels = pyplot.subplots(
+        rows, columns, figsize=(4.5 * columns, 3.5 * rows), squeeze=False
+    )
+    for spare in panels.flat[len(kernels) :]:
+        spare.set_visible(False)
+    for panel, kernel in zip(panels.flat, kernels, strict=False):
+        own = sorted((line for line in lines if line.kernel == kernel), key=lambda line: line.bytes)
+        for side in dict.fromkeys(line.side for line in own):
+            points = [(line.bytes, line.microseconds) for line in own if line.side == side]
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=side)
+        floor = [(line.bytes, line.floor_microseconds) for line in own]
+        panel.plot(*zip(*floor, strict=True), linestyle=":", color="black", label="floor")
+        panel.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds")
+        panel.set_title(kernel, fontsize=9)
+        panel.legend(fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def chosen(only: list[str], device: torch.device) -> dict[str, Case]:
+    """The kernels of these names, or all that there are on the device.
+
+    Raises:
+        typer.BadParameter: there is none of that name, or not on this device.
+    """
+    there = {name: case for name, case in KERNELS.items() if device.type in case.devices}
+    if unknown := [name for name in only if name not in there]:
+        raise typer.BadParameter(
+            f"--only {unknown[0]!r} is not one of those on {device.type}: {', '.join(there)}"
+        )
+    return {name: there[name] for name in only} or there
+
+
+def main(
+    output: Annotated[Path | None, typer.Option(help="CSV.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="PNG.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A kernel; may be repeated.")] = None,
+    quick: Annotated[bool, typer.Option(help="One small size of each, briefly.")] = False,
+    device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one.")] = "",
+) -> None:
+    """Time the kernels."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"--device {device!r} is not cuda or cpu")
+    if device == "cuda" and (triton is None or not torch.cuda.is_available()):
+        raise typer.BadParameter("--device cuda needs a CUDA device and Triton")
+    if device == "cpu" and compiler() is None:
+        raise typer.BadParameter("--device cpu needs a C++ compiler, such as g++")
+    bench = Bench(torch.device(device), 0.01 if quick else 0.3)
+    cases = chosen(only or [], bench.device)
+    with torch.inference_mode():
+        bandwidth, launch = bench.bandwidth(_COPIED // 8 if quick else _COPIED), bench.launch()
+        lines: list[Line] = []
+        for name, case in cases.items():
+            for size in [case.quick] if quick else case.sizes:
+                try:
+                    lines += bench.lines(name, case, size, bandwidth)
+                except MismatchError as error:
+                    typer.echo(str(error), err=True)
+                    raise typer.Exit(1) from error
+    versions = bench.versions()
+    common = {**versions, "copy_gb_a_second": bandwidth / 1e3, "launch_microseconds": launch}
+    speeds = f"copies at {bandwidth / 1e3:.0f} GB/s, a launch takes {launch:.1f} us"
+    title = f"{versions['device']}: {speeds}"
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(table_of(lines, title))
+    if output is not None:
+        save(lines, common, output)
+    if plot_file is not None:
+        plot(lines, title, plot_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,276 @@
+"""What `bench_kernels.py` times: each kernel of tree_kernels, on which sizes and against what.
+
+Inputs are made on PyTorch's default device. Where a kernel writes in place, each side has tensors
+of its own that begin alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tree_kernels import accept, adjacency, context, gather, growth, selection, tally
+from tree_kernels.context import LONGEST, Contexts
+from tree_kernels.offers import ORIGINS, TOP, pair_cells
+
+from drafttree.tree import StaticTree
+from recycle_plugin.grown import MOST_CELLS, width_for
+from recycle_plugin.priors import DEPTH, expected_priors
+from recycle_plugin.tables import PAIR_CELLS
+
+Size = dict[str, Any]
+
+PRIORS = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)
+VOCAB = 128256
+COMMON = 500
+"""Texts and tables hold so many different tokens, so that what is looked up is often found."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One size of a kernel.
+
+    Attributes:
+        ours, reference: each gives the tensors in which both must agree.
+        bytes: what has to be moved at least, each input and output once.
+        others: other ways to do about the same, by name; their results are not looked at.
+    """
+
+    ours: Callable[[], Sequence[Tensor]]
+    reference: Callable[[], Sequence[Tensor]]
+    bytes: int
+    others: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel.
+
+    Attributes:
+        make: takes a size's values by name.
+        quick: a size that takes no time.
+        devices: where there is a kernel; elsewhere the reference is all there is.
+        tolerance: of floating-point results, relative and absolute.
+    """
+
+    make: Callable[..., Work]
+    sizes: Sequence[Size]
+    quick: Size
+    devices: Sequence[str] = ("cuda", "cpu")
+    tolerance: float = 0.0
+
+
+def grid(**values: Sequence[Any]) -> list[Size]:
+    """All combinations."""
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def budget_tree(nodes: int) -> StaticTree:
+    """A static tree of `nodes` rows, the root's included."""
+    return StaticTree.from_budget(nodes - 1, PRIORS)
+
+
+def int32(values: Sequence[int]) -> Tensor:
+    """On the default device."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def parents_of(tree: StaticTree, requests: int) -> tuple[Tensor, Tensor]:
+    """The parents `[B, N]` of the same tree for all requests, and its nodes `[B]`."""
+    parents = int32(tree.parents).repeat(requests, 1)
+    return parents, int32([parents.shape[1]] * requests)
+
+
+def _recycle(rows: int, vocab: int, dtype: str) -> Work:
+    logits = torch.randn(rows, vocab, dtype=getattr(torch, dtype))
+    tokens = torch.randint(0, vocab, (rows,), dtype=torch.int32)
+    mine, other, third = torch.full((3, vocab, TOP), -1, dtype=torch.int32).unbind()
+
+    def reference() -> Sequence[Tensor]:
+        candidates = adjacency._top_candidates_reference(logits, TOP)
+        adjacency._update_reference(other, tokens, candidates)
+        return candidates, other
+
+    def plain() -> None:
+        third.index_put_((tokens.long(),), logits.topk(TOP).indices.int())
+
+    return Work(
+        lambda: (adjacency.recycle(mine, tokens, logits), mine),
+        reference,
+        logits.nbytes + tokens.nbytes + 2 * 4 * rows * TOP,
+        {"topk + index_put": plain},
+    )
+
+
+def _gather(requests: int, nodes: int) -> Work:
+    tree = budget_tree(nodes)
+    matrix = torch.randint(0, VOCAB, (VOCAB, TOP), dtype=torch.int32)
+    # Unknown rows, so that there is something to leave out.
+    matrix[torch.rand(VOCAB) < 0.2] = -1
+    roots = torch.randint(0, VOCAB, (requests,), dtype=torch.int32)
+    shape = int32(tree.parents), int32(tree.ranks), tree.level_ends
+
+    def ours() -> Sequence[Tensor]:
+        tokens = gather.gather_tree(matrix, roots, *shape)
+        return tokens, *gather.compact_tree(tokens, shape[0])
+
+    def reference() -> Sequence[Tensor]:
+        tokens = gather._gather_reference(matrix, roots, *shape)
+        return tokens, *gather._compact_reference(tokens, shape[0])
+
+    # Of each node its cell, its token written and read again, and both of the compact tree.
+    return Work(ours, reference, requests * (nodes * 4 * 5 + 8) + nodes * 8)
+
+
+def _texts(requests: int, length: int, room: int) -> tuple[Contexts, Tensor]:
+    cells = min(MOST_CELLS, 1 << (LONGEST * room - 1).bit_length())
+    contexts = Contexts.of(requests, room, cells, torch.get_default_device())
+    tokens = torch.randint(0, COMMON, (requests, length), dtype=torch.int32)
+    context.extend_contexts(contexts, torch.arange(requests), tokens)
+    return contexts, tokens
+
+
+def _growing(requests: int, length: int, nodes: int) -> tuple[Any, ...]:
+    """What `grow` takes."""
+    contexts, tokens = _texts(requests, length, 2 * length)
+    matrix = torch.randint(0, COMMON, (VOCAB, TOP), dtype=torch.int32)
+    pairs = torch.full((1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32)
+    before, after = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
+    rows = torch.randint(0, COMMON, (len(after), TOP), dtype=torch.int32)
+    pairs[0, pair_cells(before, after, PAIR_CELLS)] = torch.cat(
+        (before[:, None], after[:, None], rows), 1
+    )
+    priors = expected_priors().to(matrix.device)
+    slots, roots = torch.arange(requests), tokens[:, -1].contiguous()
+    return matrix, pairs, contexts, priors, slots, roots, width_for(nodes), DEPTH
+
+
+def _grow(requests: int, length: int, nodes: int) -> Work:
+    given = _growing(requests, length, nodes)
+    columns = growth.columns_of(width_for(nodes), DEPTH)
+    # A node that grows on reads a row, a pair and the cells of its suffixes.
+    grows_on = growth.columns_of(width_for(nodes), DEPTH - 1)
+    each = 4 * (grows_on * (TOP + TOP + 2 + LONGEST) + columns * 4)
+
+    def parts(grown: growth.Grown) -> Sequence[Tensor]:
+        return grown.tokens, grown.parents, grown.origins, grown.scores
+
+    return Work(
+        lambda: parts(growth.grow(*given)),
+        lambda: parts(growth._grow_reference(*given)),
+        requests * each,
+    )
+
+
+def _best_nodes(requests: int, length: int, nodes: int) -> Work:
+    grown = growth.grow(*_growing(requests, length, nodes))
+    return Work(
+        lambda: selection.best_nodes(grown, nodes),
+        lambda: selection._best_reference(grown, nodes),
+        4 * (4 * grown.tokens.numel() + requests * (3 * (nodes + 1) + 1)),
+    )
+
+
+def _followed(tokens: Tensor, parents: Tensor) -> Tensor:
+    """For each node a child's token, as the target's, so that a walk goes down to a leaf."""
+    requests, nodes = tokens.shape
+    above = torch.where(parents < 0, nodes, parents).long()
+    target = torch.full((requests, nodes + 1), -1, dtype=torch.int32)
+    return target.scatter_(1, above, tokens)[:, :nodes].contiguous()
+
+
+def _count(requests: int, length: int, nodes: int) -> Work:
+    grown = growth.grow(*_growing(requests, length, nodes))
+    tokens, parents, origins, counts = selection.best_nodes(grown, nodes)
+    path = accept.accept_walk(tokens, parents, counts, _followed(tokens, parents), DEPTH)[0]
+    priors = expected_priors().to(tokens.device)
+    mine, other = tally.Tally.of(priors), tally.Tally.of(priors)
+
+    def ours() -> Sequence[Tensor]:
+        tally.count(mine, tokens, parents, origins, path)
+        return mine.tried, mine.hit, mine.priors
+
+    def reference() -> Sequence[Tensor]:
+        tally._count_reference(other, tokens, parents, origins, path)
+        return other.tried, other.hit, other.priors
+
+    return Work(ours, reference, 4 * (3 * tokens.numel() + path.numel() + 4 * ORIGINS))
+
+
+def _extend(requests: int, tokens: int) -> Work:
+    length = 1024
+    mine, _ = _texts(requests, length, length + tokens)
+    other = replace(
+        mine, history=mine.history.clone(), lengths=mine.lengths.clone(), index=mine.index.clone()
+    )
+    added = torch.randint(0, COMMON, (requests, tokens), dtype=torch.int32)
+    slots = torch.arange(requests)
+
+    def extended(
+        texts: Contexts, extend: Callable[[Contexts, Tensor, Tensor], None]
+    ) -> Sequence[Tensor]:
+        # The same end of the text each time, or its room would be used up.
+        texts.lengths.fill_(length)
+        extend(texts, slots, added)
+        return texts.history, texts.lengths, texts.index
+
+    return Work(
+        lambda: extended(mine, context.extend_contexts),
+        lambda: extended(other, context._extend_reference),
+        4 * added.numel() * (2 + LONGEST) + requests * 16,
+    )
+
+
+def _accept_walk(requests: int, nodes: int) -> Work:
+    tree = budget_tree(nodes)
+    parents, counts = parents_of(tree, requests)
+    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
+    given = tokens, parents, counts, _followed(tokens, parents), tree.depth
+    return Work(
+        lambda: accept.accept_walk(*given),
+        lambda: accept._walk_reference(*given),
+        4 * requests * (3 * nodes + 2 * (tree.depth + 1) + 2),
+    )
+
+
+def _accept_step(requests: int, nodes: int) -> Work:
+    parents, counts = parents_of(budget_tree(nodes), requests)
+    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
+    roots = torch.zeros(requests, dtype=torch.int32)
+    given = tokens, parents, counts, roots, tokens[:, 1].contiguous()
+    return Work(
+        lambda: (accept.accept_step(*given),),
+        lambda: (accept._step_reference(*given),),
+        4 * requests * (2 * nodes + 4),
+    )
+
+
+_BATCHES = (1, 8, 64)
+_GROWN = grid(requests=_BATCHES, length=(1024,), nodes=(80,))
+_GROWN_QUICK = {"requests": 2, "length": 64, "nodes": 20}
+_TREES = grid(requests=_BATCHES, nodes=(81,))
+_TREES_QUICK = {"requests": 2, "nodes": 21}
+
+CASES: dict[str, Case] = {
+    "recycle": Case(
+        _recycle,
+        grid(
+            rows=(81, 324, 648, 2000), vocab=(49152, VOCAB, 262144), dtype=("bfloat16", "float32")
+        ),
+        {"rows": 9, "vocab": 5000, "dtype": "bfloat16"},
+    ),
+    "gather": Case(_gather, _TREES, _TREES_QUICK),
+    "grow": Case(_grow, _GROWN, _GROWN_QUICK),
+    "best_nodes": Case(_best_nodes, _GROWN, _GROWN_QUICK),
+    "count": Case(_count, _GROWN, _GROWN_QUICK),
+    "extend_contexts": Case(
+        _extend, grid(requests=_BATCHES, tokens=(7, 2048)), {"requests": 2, "tokens": 7}
+    ),
+    "accept_walk": Case(_accept_walk, _TREES, _TREES_QUICK),
+    "accept_step": Case(_accept_step, _TREES, _TREES_QUICK),
+}
+"""Drafting and accepting; the other kernels are in `kernel_cases_target`."""

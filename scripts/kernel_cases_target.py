@@ -1,0 +1,297 @@
+"""More of what `bench_kernels.py` times: masks, KV, trees out of distributions, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from kernel_cases import VOCAB, Case, Work, budget_tree, grid, int32, parents_of
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from tree_kernels import (
+    cpu_attention,
+    full_mask,
+    kv_move,
+    mask,
+    mask_rows,
+    merge,
+    rejection,
+    token_info,
+    tree_attention,
+)
+
+from drafttree.tree import StaticTree
+
+
+def _of_parents(
+    ours: Callable[[Tensor, Tensor], Tensor], reference: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Work]:
+    """A kernel that takes parents and nodes."""
+
+    def make(requests: int, nodes: int) -> Work:
+        given = parents_of(budget_tree(nodes), requests)
+        size = sum(tensor.nbytes for tensor in (*given, ours(*given)))
+        return Work(lambda: (ours(*given),), lambda: (reference(*given),), size)
+
+    return make
+
+
+def _full_mask(requests: int, nodes: int, context: int) -> Work:
+    masks = mask.tree_mask(*parents_of(budget_tree(nodes), requests))
+    contexts = torch.full((requests,), context) - torch.arange(requests)
+    size = masks.numel() + nodes * int(contexts.sum())
+    return Work(
+        lambda: (full_mask.full_mask(masks, contexts, size),),
+        lambda: (full_mask._full_mask_reference(masks, contexts, size),),
+        masks.nbytes + contexts.nbytes + size,
+    )
+
+
+def _mask_rows(requests: int, nodes: int) -> Work:
+    parents, counts = parents_of(budget_tree(nodes), requests)
+    masks, starts = mask.tree_mask(parents, counts), torch.arange(requests) * nodes
+    shape = 2, requests * nodes, -(-nodes // 32)
+    mine, other = torch.zeros(shape, dtype=torch.int32).unbind()
+
+    def ours() -> tuple[Tensor]:
+        mask_rows.mask_rows(masks, starts, counts, mine)
+        return (mine,)
+
+    def reference() -> tuple[Tensor]:
+        mask_rows._mask_rows_reference(masks, starts, counts, other)
+        return (other,)
+
+    return Work(ours, reference, masks.nbytes + starts.nbytes + counts.nbytes + mine.nbytes)
+
+
+def _token_info(requests: int, nodes: int, vocab: int, hot: int, k: int) -> Work:
+    logits = torch.randn(requests, vocab, dtype=torch.bfloat16)
+    table = torch.randn(hot, hot, dtype=torch.bfloat16)
+    hot_tokens = torch.randperm(vocab)[:hot].int()
+    row_of = torch.full((vocab,), -1, dtype=torch.int32)
+    row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    tokens = hot_tokens[torch.randint(0, hot, (requests, nodes))]
+    given = logits, tokens, table, row_of, hot_tokens, k
+    rows = tokens.numel()
+    moved = logits.nbytes + hot_tokens.nbytes + rows * (hot * table.element_size() + 8 + 8 * k)
+    return Work(
+        lambda: token_info.token_info_top(*given),
+        lambda: token_info._token_info_reference(*given),
+        moved,
+    )
+
+
+def _merge(requests: int, nodes: int) -> Work:
+    # Ranks serve as tokens: what has the same path in both trees is the same node.
+    trees = [budget_tree(nodes), StaticTree.from_budget(nodes - 1, (0.4, 0.3, 0.3))]
+    first, second = (
+        (int32(tree.ranks).repeat(requests, 1), *parents_of(tree, requests)) for tree in trees
+    )
+    depth = max(tree.depth for tree in trees)
+    return Work(
+        lambda: merge.merge_trees(first, second, depth),
+        lambda: merge._merge_reference(first, second, depth),
+        4 * requests * (2 * 2 * nodes + 2 * (2 * nodes - 1) + 3),
+    )
+
+
+def _reject(requests: int, vocab: int, children: int) -> Work:
+    def filtered(logits: Tensor) -> Tensor:
+        best, ids = logits.topk(50)
+        return torch.zeros_like(logits).scatter_(1, ids, best.softmax(1))
+
+    logits = 2 * torch.randn(requests, vocab)
+    target, draft = filtered(logits), filtered(logits + torch.randn_like(logits) / 2)
+    rows = torch.arange(requests)
+    drawn = torch.multinomial(draft, children).int()
+    given = target, draft, rows, rows, drawn, torch.rand(requests, children + 1)
+    return Work(
+        lambda: rejection.reject_step(*given),
+        lambda: rejection._reject_reference(*given),
+        target.nbytes + draft.nbytes + requests * (16 + 4 * (2 * children + 3)),
+    )
+
+
+def _dense(
+    requests: int, nodes: int, context: int, heads: tuple[int, int], size: int, dtype: torch.dtype
+) -> dict[str, Callable[[], object]]:
+    """The same attention of PyTorch, over keys and values that lie side by side."""
+    query_heads, kv_heads = heads
+    group, length = query_heads // kv_heads, context + nodes
+    query = torch.randn(requests, query_heads, nodes, size, dtype=dtype)
+    keys, values = torch.randn(2, requests, kv_heads, length, size, dtype=dtype).unbind()
+    # The query heads of a group become rows, so that KV is read once.
+    folded = query.view(requests, kv_heads, group * nodes, size)
+    sees = torch.ones(nodes, length, dtype=torch.bool)
+    sees[:, context:] = mask.tree_mask(*parents_of(budget_tree(nodes), 1))[0]
+    sees = sees.repeat(group, 1)
+    causal: Any = causal_lower_right(nodes, length)
+    return {
+        "dense sdpa with a mask": lambda: F.scaled_dot_product_attention(
+            folded, keys, values, sees
+        ),
+        "dense sdpa, causal": lambda: F.scaled_dot_product_attention(
+            query, keys, values, causal, enable_gqa=True
+        ),
+    }
+
+
+def _paged(requests: int, length: int, page: int) -> tuple[Tensor, int]:
+    """Scattered pages int32 `[B, P]`, and how many there are."""
+    pages = -(-length // page)
+    return torch.randperm(requests * pages).int().view(requests, pages), requests * pages
+
+
+def _attention(
+    requests: int, nodes: int, context: int, heads: int, kv_heads: int, head_size: int
+) -> Work:
+    page, dtype, length = 16, torch.bfloat16, context + nodes
+    table, pages = _paged(requests, length, page)
+    cache = torch.randn(2, pages, page, kv_heads, head_size, dtype=dtype)
+    query = torch.randn(requests * nodes, heads, head_size, dtype=dtype)
+    masks = mask.ancestor_bitmask(*parents_of(budget_tree(nodes), requests)).flatten(0, 1)
+    given = (
+        *(query, *cache.unbind(), table, nodes * torch.arange(requests + 1).int()),
+        *(int32([length] * requests), int32([0] * requests), masks),
+    )
+    scale, other = head_size**-0.5, torch.empty_like(query)
+
+    def reference() -> tuple[Tensor]:
+        tree_attention._tree_attention_reference(*given, scale, other)
+        return (other,)
+
+    kv = 2 * requests * length * kv_heads * head_size * dtype.itemsize
+    return Work(
+        lambda: (tree_attention.tree_attention(*given, scale, nodes),),
+        reference,
+        kv + 2 * query.nbytes + table.nbytes + masks.nbytes,
+        _dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
+    )
+
+
+def _cpu_attention(
+    requests: int, nodes: int, context: int, heads: int, kv_heads: int, head_size: int
+) -> Work:
+    page, dtype, length = 128, torch.float32, context + nodes
+    blocks, pages = _paged(requests, length, page)
+    trees = cpu_attention.PagedTrees(
+        starts=torch.arange(requests) * nodes,
+        nodes=torch.full((requests,), nodes),
+        lengths=torch.full((requests,), length),
+        blocks=blocks,
+        masks=mask.tree_mask(*parents_of(budget_tree(nodes), requests)),
+    )
+    keys = torch.randn(pages, kv_heads, head_size, page)
+    values = torch.randn(pages, kv_heads, page, head_size)
+    query = torch.randn(requests * nodes, heads, head_size)
+
+    def attended(native: bool) -> Callable[[], tuple[Tensor]]:
+        attend = cpu_attention.TreeAttention(heads, kv_heads, head_size, page, dtype, native)
+        output = torch.empty_like(query)
+
+        def call() -> tuple[Tensor]:
+            attend(trees, query, keys, values, output, head_size**-0.5)
+            return (output,)
+
+        return call
+
+    kv = 2 * requests * length * kv_heads * head_size * dtype.itemsize
+    return Work(
+        attended(True),
+        attended(False),
+        kv + 2 * query.nbytes + blocks.nbytes + trees.masks.nbytes,
+        _dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
+    )
+
+
+def _kv_move(requests: int, layers: int, heads: int, head_size: int, moves: int) -> Work:
+    nodes, page = 81, 16
+    pages = -(-nodes // page)
+    shape = requests * pages, heads, page, head_size
+    mine = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)]
+    other = [cache.clone() for cache in mine]
+    first = torch.arange(requests)[:, None] * pages * page
+    source = first + torch.rand(requests, nodes).argsort(1)[:, :moves].sort(1).values
+    target = first + torch.arange(moves)
+    mover = kv_move.KvMover(mine)
+
+    def ours() -> Sequence[Tensor]:
+        mover(source, target)
+        return mine
+
+    def reference() -> Sequence[Tensor]:
+        for cache in other:
+            kv_move._move_reference(cache, source, target)
+        return other
+
+    rows = layers * requests * moves * heads
+    return Work(ours, reference, 2 * rows * head_size * 2 + source.nbytes + target.nbytes)
+
+
+_BATCHES = (1, 8, 64)
+_TREES = grid(requests=_BATCHES, nodes=(81,))
+_QUICK = {"requests": 2, "nodes": 21}
+_GPU = ("cuda",)
+
+CASES: dict[str, Case] = {
+    "kv_move": Case(
+        _kv_move,
+        grid(requests=_BATCHES, layers=(32,), heads=(8,), head_size=(128,), moves=(7,)),
+        {"requests": 2, "layers": 2, "heads": 2, "head_size": 16, "moves": 3},
+    ),
+    "depths": Case(_of_parents(mask.depths, mask._depths_reference), _TREES, _QUICK),
+    "tree_mask": Case(_of_parents(mask.tree_mask, mask._tree_mask_reference), _TREES, _QUICK),
+    "ancestor_bitmask": Case(
+        _of_parents(mask.ancestor_bitmask, mask._bitmask_reference), _TREES, _QUICK, _GPU
+    ),
+    "full_mask": Case(
+        _full_mask,
+        grid(requests=_BATCHES, nodes=(81,), context=(256, 4096)),
+        {**_QUICK, "context": 64},
+        _GPU,
+    ),
+    "mask_rows": Case(_mask_rows, _TREES, _QUICK, _GPU),
+    "token_info": Case(
+        _token_info,
+        grid(requests=_BATCHES, nodes=(12,), vocab=(49152, VOCAB), hot=(8192,), k=(4,)),
+        {**_QUICK, "vocab": 1000, "hot": 64, "k": 4},
+        tolerance=1e-4,
+    ),
+    "merge": Case(_merge, grid(requests=_BATCHES, nodes=(13, 81)), _QUICK, _GPU),
+    "rejection": Case(
+        _reject,
+        grid(requests=_BATCHES, vocab=(49152, VOCAB), children=(4,)),
+        {"requests": 2, "vocab": 1000, "children": 3},
+        _GPU,
+    ),
+    "tree_attention": Case(
+        _attention,
+        grid(
+            requests=(1, 8),
+            nodes=(81,),
+            context=(256, 1024, 4096, 16384),
+            heads=(32,),
+            kv_heads=(8,),
+            head_size=(128,),
+        ),
+        {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64},
+        _GPU,
+        tolerance=2e-2,
+    ),
+    "cpu_attention": Case(
+        _cpu_attention,
+        grid(
+            requests=(1, 8),
+            nodes=(81,),
+            context=(256, 1024, 4096),
+            heads=(9,),
+            kv_heads=(3,),
+            head_size=(64,),
+        ),
+        {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64},
+        ("cpu",),
+        tolerance=1e-4,
+    ),
+}

@@ -1,0 +1,89 @@
+"""The script that times the kernels, on small sizes on a CPU."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import bench_kernels
+import pytest
+import torch
+import typer
+from click.testing import Result
+from tree_kernels._native import compiler
+from typer.testing import CliRunner
+
+native = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
+
+
+def bench(*options: str, device: str = "cpu") -> Result:
+    app = typer.Typer()
+    app.command()(bench_kernels.main)
+    arguments = ["--quick", "--device", device, *options]
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "500"})
+
+
+@native
+def test_both_sides_are_timed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    table, picture = tmp_path / "kernels.csv", tmp_path / "kernels.png"
+    only = ("--only", "recycle", "--only", "accept_walk")
+    result = bench(*only, "--output", str(table), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    with table.open(newline="") as opened:
+        lines = list(csv.DictReader(opened))
+    sides = [(line["kernel"], line["side"]) for line in lines]
+    assert sides == [
+        ("recycle", "ours"),
+        ("recycle", "reference"),
+        ("recycle", "topk + index_put"),
+        ("accept_walk", "ours"),
+        ("accept_walk", "reference"),
+    ]
+    for line in lines:
+        assert float(line["microseconds"]) > 0
+        assert float(line["floor_microseconds"]) > 0
+        assert line["torch"] == torch.__version__
+        assert line["device"]
+    # The logits alone: 9 rows of 5000 in bfloat16.
+    assert int(lines[0]["bytes"]) > 9 * 5000 * 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@native
+def test_a_kernel_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = bench_kernels.KERNELS["tree_mask"]
+
+    def make(**size: int) -> bench_kernels.Work:
+        work = case.make(**size)
+        return replace(work, ours=lambda: [~mask for mask in work.ours()])
+
+    monkeypatch.setitem(bench_kernels.KERNELS, "tree_mask", replace(case, make=make))
+    result = bench("--only", "tree_mask")
+    assert result.exit_code == 1
+    assert "tree_mask (requests=2 nodes=21): result 0 is not the reference's" in result.output
+
+
+@native
+def test_what_is_not_there_is_named() -> None:
+    result = bench("--only", "merge")
+    assert result.exit_code == 2
+    assert "--only 'merge' is not one of those on cpu: recycle, gather" in result.output
+
+
+@pytest.mark.parametrize("name", list(bench_kernels.KERNELS))
+def test_inputs_are_what_the_kernel_takes(name: str) -> None:
+    # Those of a GPU's kernels too, in place of which the references run here.
+    case = bench_kernels.KERNELS[name]
+    work = case.make(**case.quick)
+    bench_kernels.agree(name, work, work.reference, case.tolerance)
+    for other in work.others.values():
+        other()
+    assert work.bytes > 0
+
+
+@pytest.mark.cuda
+def test_all_kernels_agree_on_a_gpu() -> None:
+    result = bench(device="cuda")
+    assert result.exit_code == 0, result.output
