@@ -88,7 +88,9 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert counters["kv_rows_moved"] > 0
     sources = report["acceptance"]["sources"]
     assert sum(row["hit"] for row in sources) == counters["accepted_tokens"]
-    assert report["cost_tokens"] == 33
+    # Forwards are timed with as many nodes as were drafted.
+    drafted = report["counters"]["draft_tokens"] / report["counters"]["drafted_steps"]
+    assert report["cost_tokens"] == 1 + round(drafted) > 1
     assert report["cost_context"] > 24
     assert report["verify_cost"] > 0
     assert report["chain_cost"] > 0
