@@ -21,6 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from drafttree.fingerprint import tokenizer_fingerprint
+
 FORMAT = "drafttree-token-recycling"
 VERSION = "1"
 
@@ -35,6 +37,14 @@ Identity = Mapping[str, str]
 
 class TablesError(ValueError):
     """A file of tables is of no use here; the message names it, what is wrong and the mend."""
+
+
+def tokenizer_identity(folder: Path) -> str:
+    """What tells the tokenizer of a model's folder from others, as part of tables' identity."""
+    try:
+        return tokenizer_fingerprint(folder)
+    except ValueError:
+        return "none"  # a model can be served on token ids alone
 
 
 @dataclass(frozen=True)

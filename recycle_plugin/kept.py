@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from drafttree.fingerprint import tokenizer_fingerprint
-from recycle_plugin.files import Keeper, Table, TablesError, load_tables
+from recycle_plugin.files import Keeper, Table, TablesError, load_tables, tokenizer_identity
 from recycle_plugin.tables import Tables
 
 
@@ -18,37 +17,30 @@ def keep(tables: Tables, file: Path, target: str, logger: logging.Logger) -> Kee
     A file that is of no use is left alone: a warning says why, and nothing is saved in its place.
     """
     vocab_size, k = tables.matrix.shape
-    try:
-        tokenizer = tokenizer_fingerprint(Path(target))
-    except ValueError:
-        tokenizer = "none"  # a model can be served on token ids alone
-    identity = {"tokenizer": tokenizer, "k": str(k), "vocabulary": str(vocab_size)}
+    identity = {
+        "tokenizer": tokenizer_identity(Path(target)),
+        "k": str(k),
+        "vocabulary": str(vocab_size),
+    }
     learnt = {
         "matrix": tables.matrix,
         "pairs": tables.pairs,
         "tried": tables.tally.tried,
         "hit": tables.tally.hit,
     }
+    counts = ("tried", "hit")
+    expected = {
+        name: Table(tuple(table.shape), vocab_size=None if name in counts else vocab_size)
+        for name, table in learnt.items()
+    }
     try:
-        there = file.exists()
-    except OSError as error:
-        logger.warning("Token Recycling begins with nothing learnt, and saves nothing: %s", error)
-        return None
-    if there:
-        counts = ("tried", "hit")
-        expected = {
-            name: Table(tuple(table.shape), vocab_size=None if name in counts else vocab_size)
-            for name, table in learnt.items()
-        }
-        try:
+        if file.exists():
             for name, table in load_tables(file, expected, identity).items():
                 learnt[name].copy_(table)
-        except TablesError as error:
-            logger.warning(
-                "Token Recycling begins with nothing learnt, and saves nothing: %s", error
-            )
-            return None
-        tables.tally.refresh()
+            tables.tally.refresh()
+    except (OSError, TablesError) as error:
+        logger.warning("Token Recycling begins with nothing learnt, and saves nothing: %s", error)
+        return None
 
     def snapshot() -> dict[str, torch.Tensor]:
         return {name: table.to("cpu", copy=True) for name, table in learnt.items()}

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from drafttree.cache import cache_root
-from drafttree.fingerprint import tokenizer_fingerprint, weights_fingerprint
-from recycle_plugin.files import Table, load_tables, save_tables
+from drafttree.fingerprint import weights_fingerprint
+from recycle_plugin.files import Table, load_tables, save_tables, tokenizer_identity
 
 _MATRIX = "matrix"
 
@@ -20,11 +20,7 @@ def primed_identity(folder: Path, k: int) -> dict[str, str]:
         ValueError: it is no folder with a model's weights.
     """
     weights = weights_fingerprint(folder)
-    try:
-        tokenizer = tokenizer_fingerprint(folder)
-    except ValueError:
-        tokenizer = "none"  # a model can be served on token ids alone
-    return {"weights": weights, "tokenizer": tokenizer, "k": str(k)}
+    return {"weights": weights, "tokenizer": tokenizer_identity(folder), "k": str(k)}
 
 
 def primed_file(folder: Path, k: int) -> Path:

@@ -64,7 +64,7 @@ def main(
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    teacher = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     config = AutoConfig.from_pretrained(target)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):

@@ -88,6 +88,9 @@ def main(
     together: Annotated[int, typer.Option(help="Conversations written at once.")] = 256,
     seed: Annotated[int, typer.Option(help="Another one writes other text.")] = 0,
     seeds: Annotated[Path | None, typer.Option(help="Prompts in Spec-Bench's format.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="The engine's; float32 where the CPU has no AVX-512.")
+    ] = "bfloat16",
 ) -> None:
     """Write conversations."""
     import vllm
@@ -96,7 +99,7 @@ def main(
     begin_so = [message["content"] for chat in prompts for message in chat]
     done = whole_lines(output)
     llm = vllm.LLM(
-        str(model), dtype="bfloat16", max_num_seqs=together, max_model_len=1024, seed=seed + done
+        str(model), dtype=dtype, max_num_seqs=together, max_model_len=1024, seed=seed + done
     )
     tokenizer = llm.get_tokenizer()
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from drafttree.calibration import calibrate
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
 from drafttree.sglang.forward import forward_seconds
@@ -18,9 +19,6 @@ from drafttree.verify import Verified
 
 # Below SGLang's own logger, or nothing would print it.
 logger = logging.getLogger(f"sglang.{__name__}")
-
-_CONTEXT = 128
-"""Cached tokens of the request whose forwards are timed."""
 
 
 class TableWorker(TreeWorker):
@@ -60,18 +58,13 @@ class TableWorker(TreeWorker):
             return
         room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
 
-        def forward(tokens: int) -> float:
-            context = min(_CONTEXT, room - tokens)
-            tree = tokens > 1
-            return forward_seconds(self._runner, 1, tokens, context, tree=tree, repeat=1)[0]
-
-        most = min(room, self._options.num_nodes + 1)
-        try:
-            if most >= 1:
-                self.drafter.calibrate(forward, most)
-        except Exception as error:
-            # Models differ, and the host must not fail for a want of figures.
-            logger.warning("The model's forwards cannot be timed: %s", error)
+        calibrate(
+            self.drafter,
+            lambda *shape: forward_seconds(self._runner, *shape),
+            min(room, self._options.num_nodes + 1),
+            room,
+            logger,
+        )
 
     def explain(self) -> list[dict[str, Any]]:
         """How the drafter chose the sizes of its trees."""

@@ -32,7 +32,7 @@ from drafttree.vllm.attention import StepMasks
 from drafttree.vllm.rule_sampler import RuleSampler
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import FILLER, StepTrees
+from drafttree.vllm.step import NO_TOKEN, StepTrees
 
 PREFIX = "draft_model"
 """Of the draft model's layers in the engine's list of all layers."""
@@ -168,7 +168,7 @@ class DraftModelRunner(TreeModelRunner):
         kept = exists & (trees.tokens[:, :width] >= 0)
         kept[:, 0] = True
         cut = DraftTree(
-            tokens=trees.tokens[:, :width].masked_fill(~kept, FILLER),
+            tokens=trees.tokens[:, :width].masked_fill(~kept, NO_TOKEN),
             parents=trees.parents[:, :width].masked_fill(~kept, -1),
             num_nodes=torch.from_numpy(step.sizes).to(torch.int32),
         )

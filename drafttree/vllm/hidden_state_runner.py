@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +31,7 @@ from drafttree.vllm.attention import StepMasks
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import FILLER, StepTrees
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+from drafttree.vllm.step import NO_TOKEN, StepTrees
 
 LAYER = "draft_layer.0.attn"
 """The layer's name in the engine's list of all layers."""
@@ -87,15 +84,6 @@ class HiddenStateRunner(TreeModelRunner):
         self._first = torch.zeros(
             self.max_num_reqs, width, dtype=self.model_config.dtype, device=self.device
         )
-
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        # Who is preempted is read again from the beginning, and may find another slot then.
-        self._requests_ended(list(scheduler_output.preempted_req_ids or ()))
-        return super()._update_states(scheduler_output)
-
-    def _requests_began(self, names: list[str]) -> None:
-        # A streaming session that goes on begins anew under its old name.
-        self._requests_ended(names)
 
     def _requests_ended(self, names: list[str]) -> None:
         self._slots.free(names)
@@ -188,7 +176,7 @@ class HiddenStateRunner(TreeModelRunner):
         # Nodes beyond the request's end have no position.
         kept &= depth < left[:, None].clamp(min=1)
         kept[:, 0] = True
-        tokens, parents = tokens.masked_fill(~kept, FILLER), parents.masked_fill(~kept, -1)
+        tokens, parents = tokens.masked_fill(~kept, NO_TOKEN), parents.masked_fill(~kept, -1)
         own = kept.clone()
         own[:, 0] = False
         input_ids[nodes[own]] = tokens[own].to(input_ids.dtype)

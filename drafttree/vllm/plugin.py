@@ -84,6 +84,9 @@ def _wrap_create_speculative_config() -> None:
             "method": "custom_class",
             "model": "drafttree.vllm.runner.HostProposer",
             "num_speculative_tokens": nodes,
+            # As the engine then never fills a request that joins up to a whole tree with tokens
+            # that are none: it would verify them, and wait for a step with room for as many.
+            "num_speculative_tokens_per_batch_size": [[1, 1, nodes]],
         }
         self.spec_method = self.spec_tokens = self.spec_model = None
         try:

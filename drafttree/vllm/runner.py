@@ -24,7 +24,7 @@ from drafttree.metrics import Counters
 from drafttree.verify import Verified
 from drafttree.vllm.attention import StepMasks, TreeAttentionMetadataBuilder, kv_views
 from drafttree.vllm.sampling import build_logits_processors
-from drafttree.vllm.step import FILLER, StepTrees, StoredTree
+from drafttree.vllm.step import StepTrees, StoredTree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -155,14 +155,14 @@ class TreeModelRunner(CPUModelRunner):
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
         finished = list(scheduler_output.finished_req_ids)
-        self._requests_ended(finished)
+        arrived = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        # Who is preempted is read again from the beginning; a streaming session that goes on begins
+        # anew under its old name.
+        self._requests_ended([*finished, *(scheduler_output.preempted_req_ids or ()), *arrived])
         self._drafts_off.difference_update(finished)
         self._grammar_bound.difference_update(finished)
         for request_id in finished:
             self._stored.pop(request_id, None)
-        arrived = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-        if arrived:
-            self._requests_began(arrived)
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
             parameters = self.requests[request_id].sampling_params
@@ -175,11 +175,8 @@ class TreeModelRunner(CPUModelRunner):
                 (names.add if holds else names.discard)(request_id)
         return deferred
 
-    def _requests_began(self, names: list[str]) -> None:
-        """Requests joined; a streaming session that goes on joins again under its old name."""
-
     def _requests_ended(self, names: list[str]) -> None:
-        """Requests left."""
+        """Requests left, or begin anew: what was known of them goes."""
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
@@ -196,8 +193,6 @@ class TreeModelRunner(CPUModelRunner):
         )
         offsets = self._step.position_offsets
         self.positions[: len(offsets)] += torch.from_numpy(offsets).to(self.device)
-        if self._step.fillers is not None:
-            self.input_ids.gpu[: len(offsets)].clamp_(min=0)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,9 +209,8 @@ class TreeModelRunner(CPUModelRunner):
         return step.masks()
 
     def _row_tokens(self, step: StepTrees) -> torch.Tensor:
-        """The input tokens of the rows that have logits, `int32 [R]`; -1 for fillers."""
-        tokens = self.input_ids.gpu[step.rows]
-        return tokens if step.fillers is None else tokens.masked_fill(step.fillers, FILLER)
+        """The input tokens of the rows that have logits, `int32 [R]`."""
+        return self.input_ids.gpu[step.rows]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""

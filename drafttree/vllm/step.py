@@ -29,7 +29,7 @@ class StoredTree:
     depths: IntArray
 
 
-FILLER = -1
+NO_TOKEN = -1
 ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
 
 
@@ -45,8 +45,6 @@ class StepTrees:
         starts: `int64 [B]`, each request's root among the R rows.
         sizes: `int64 [B]`, each request's nodes, root included.
         decoding: `bool [B]`: the step reads nothing of the request but these nodes.
-        counts: `int64 [B]`, each request's rows, fillers included.
-        fillers: `bool [R]`: rows that stand for no token; None if there are none.
         parents: `int32 [B, N]`, padded with -1.
         position_offsets: `int64 [tokens]`, what to add to positions counted along a chain.
         max_depth: the greatest depth of a node.
@@ -55,9 +53,7 @@ class StepTrees:
     rows: torch.Tensor
     starts: np.ndarray[Any, np.dtype[np.int64]]
     sizes: np.ndarray[Any, np.dtype[np.int64]]
-    counts: np.ndarray[Any, np.dtype[np.int64]]
     decoding: np.ndarray[Any, np.dtype[np.bool_]]
-    fillers: torch.Tensor | None
     parents: IntArray
     position_offsets: np.ndarray[Any, np.dtype[np.int64]]
     max_depth: int
@@ -71,19 +67,8 @@ class StepTrees:
         num_scheduled_tokens: np.ndarray[Any, Any],
         rows: torch.Tensor,
     ) -> StepTrees:
-        """Cut the stored trees to what was scheduled of them: prefixes, so still trees.
-
-        A request that joins with one token left to read is filled up by the engine to the rows of
-        a whole draft, with tokens of -1. It has a root alone; what the fillers give is ignored.
-        """
-        counts = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
-        filled = np.array([FILLER in scheduled.get(name, ()) for name in request_ids])
-        sizes = np.where(filled, 1, counts)
-        starts = np.cumsum(counts) - counts
-        fillers = None
-        if filled.any():
-            fillers = torch.from_numpy(np.repeat(filled, counts))
-            fillers[starts] = False
+        """Cut the stored trees to what was scheduled of them: prefixes, so still trees."""
+        sizes = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
         parents = np.full((len(sizes), sizes.max()), -1, np.int32)
         offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
         ends = np.cumsum(num_scheduled_tokens)
@@ -96,11 +81,9 @@ class StepTrees:
             max_depth = max(max_depth, int(tree.depths[size - 1]))
         return cls(
             rows=rows,
-            starts=starts,
+            starts=np.cumsum(sizes) - sizes,
             sizes=sizes,
-            counts=counts,
-            decoding=num_scheduled_tokens == counts,
-            fillers=fillers,
+            decoding=num_scheduled_tokens == sizes,
             parents=parents,
             position_offsets=offsets,
             max_depth=max_depth,
@@ -117,11 +100,8 @@ class StepTrees:
         return torch.from_numpy(self.starts[:, None] + nodes)
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
-        """What was known of the nodes, `int32 [B, N]`, for the R rows; -1 for fillers."""
-        nodes = torch.arange(values.shape[1]) < torch.from_numpy(self.sizes)[:, None]
-        rows = values.new_full((len(self.rows),), FILLER)
-        rows[self.node_rows()[nodes]] = values[nodes]
-        return rows
+        """What is known of the nodes, `int32 [B, N]`, for the R rows."""
+        return values[torch.arange(values.shape[1]) < torch.from_numpy(self.sizes)[:, None]]
 
     def trees(self, tokens: torch.Tensor) -> DraftTree:
         """The batch's trees, given the R rows' input tokens (`int32 [R]`)."""

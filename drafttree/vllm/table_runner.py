@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
+from drafttree.calibration import calibrate
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
 from drafttree.verify import Verified
@@ -18,17 +19,10 @@ from drafttree.vllm.forward import forward_seconds
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import FILLER, StepTrees
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-
+from drafttree.vllm.step import NO_TOKEN, StepTrees
 
 # Below vLLM's own logger, or nothing would print it.
 logger = init_logger(f"vllm.{__name__}")
-
-_CONTEXT = 128
-"""Cached tokens of the request whose forwards are timed."""
 
 
 class TableRunner(TreeModelRunner):
@@ -54,18 +48,13 @@ class TableRunner(TreeModelRunner):
         # The engine keeps a block for itself.
         room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
 
-        def forward(tokens: int) -> float:
-            context = min(_CONTEXT, room - tokens)
-            tree = tokens > 1
-            return forward_seconds(self, 1, tokens, context, tree=tree, repeat=1)[0]
-
-        most = min(room, self._token_budget, self.num_spec_tokens + 1)
-        try:
-            if most >= 1:
-                self._drafter.calibrate(forward, most)
-        except Exception as error:
-            # Models differ, and the host must not fail for a want of figures.
-            logger.warning("The model's forwards cannot be timed: %s", error)
+        calibrate(
+            self._drafter,
+            lambda *shape: forward_seconds(self, *shape),
+            min(room, self._token_budget, self.num_spec_tokens + 1),
+            room,
+            logger,
+        )
 
     def forget(self) -> None:
         """Forget what was learnt."""
@@ -78,14 +67,6 @@ class TableRunner(TreeModelRunner):
     def acceptance(self) -> dict[str, Any]:
         """How often what the drafter drafted was accepted."""
         return self._drafter.acceptance()
-
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
-        # Who is preempted is read again from the beginning.
-        self._requests_ended(list(scheduler_output.preempted_req_ids or ()))
-        return super()._update_states(scheduler_output)
-
-    def _requests_began(self, names: list[str]) -> None:
-        self._requests_ended(names)
 
     def _requests_ended(self, names: list[str]) -> None:
         self._drafter.release(self._slots.free(names))
@@ -109,12 +90,12 @@ class TableRunner(TreeModelRunner):
         slots = self._batch_slots()
         unfinished = torch.from_numpy(self.discard_request_mask.np[: len(slots)].astype(np.bool_))
         # The text of a prompt that is read in part goes beyond what was read.
-        before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, FILLER))
+        before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, NO_TOKEN))
         target = self._observe(step, slots, tokens, step.by_row(before), logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
         # What is drawn for such a prompt is thrown away.
-        emitted = verified.emitted.masked_fill(unfinished[:, None], FILLER)
+        emitted = verified.emitted.masked_fill(unfinished[:, None], NO_TOKEN)
         self._drafter.accepted(slots, drafts, replace(verified, emitted=emitted))
         return output, drafts, verified
 
@@ -129,8 +110,8 @@ class TableRunner(TreeModelRunner):
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
         if self._grammar_bound:
             masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
-            tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.counts)), FILLER)
-        of_rows = slots.repeat_interleave(torch.from_numpy(step.counts))
+            tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.sizes)), NO_TOKEN)
+        of_rows = slots.repeat_interleave(torch.from_numpy(step.sizes))
         return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:

@@ -56,17 +56,19 @@ def test_seeded_requests_read_in_chunks(
     proves_drafting(drafted)
 
 
+@pytest.mark.parametrize("budget", [1024, 48])
 def test_requests_that_join_with_one_token_to_read(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+    budget: int, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """The engine fills such requests up to a whole draft with tokens that are none: prompts of
-    one token beside decoding ones, and prompts cached to the last token but one."""
+    """Prompts of one token beside decoding ones, and prompts cached to the last token but one. The
+    engine's own speculation fills such requests up to a whole draft, and where a step has fewer
+    tokens than that, they would never be read."""
     whole_blocks = prompts(3, 257, 257)
     settings: list[dict[str, Any]] = [GREEDY | {"max_tokens": 5 + row} for row in range(15)]
     mixed = [prompt for row in range(5) for prompt in ([row + 2], *prompts(2, 2, 40, seed=row))]
     again = [*whole_blocks, [7], [9]]
     cases = [Case(whole_blocks, GREEDY), Case(again, GREEDY), Case(mixed, settings)]
-    plain, drafted, _ = both(tiny_llama, cases, max_num_seqs=4)
+    plain, drafted, _ = both(tiny_llama, cases, max_num_seqs=4, max_num_batched_tokens=budget)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
