@@ -13,18 +13,34 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from drafttree.method import Method
+
 # Below vLLM's own logger, or nothing would print it.
 logger = init_logger(f"vllm.{__name__}")
 
 
-def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig) -> None:
+WORKERS = {
+    "cpu": "drafttree.vllm.cpu_worker.TreeCPUWorker",
+    "cuda": "drafttree.vllm.gpu_worker.TreeGPUWorker",
+}
+"""By the kind of device."""
+
+TRITON = "TRITON_ATTN"
+
+
+def check_engine(
+    method: Method, engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig
+) -> str:
     """Refuse an engine that cannot verify trees.
+
+    Returns:
+        The class of the worker that can.
 
     Raises:
         ValueError: naming the option, its value and the mend.
     """
     _check_version()
-    _check_platform()
+    device = _check_platform(method, engine)
     for option, value, served, mend in (
         ("worker_cls", parallel.worker_cls, "auto", "leave it out: draft trees bring their own"),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "set it to 1"),
@@ -45,6 +61,7 @@ def check_engine(engine: EngineArgs, model: ModelConfig, parallel: ParallelConfi
             "least one more than the nodes of a tree"
         )
     _check_model(model)
+    return WORKERS[device]
 
 
 def _check_version() -> None:
@@ -58,23 +75,43 @@ def _check_version() -> None:
         )
 
 
-def _check_platform() -> None:
+def _check_platform(method: Method, engine: EngineArgs) -> str:
     from vllm.platforms import CpuArchEnum, current_platform
 
-    if not current_platform.is_cpu():
+    device = "cuda" if current_platform.is_cuda() else str(current_platform.device_type)
+    if device not in WORKERS:
         raise ValueError(
-            f"draft trees work on vLLM's CPU backend only so far, not on "
-            f"device={current_platform.device_type!r}: leave the speculative method out"
+            f"draft trees work on x86 CPUs and CUDA GPUs, not on device={device!r}: leave the "
+            "speculative method out"
         )
-    if current_platform.get_cpu_architecture() != CpuArchEnum.X86:
+    if device == "cpu" and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ValueError(
             "draft trees know the KV layout of x86 CPUs only: leave the speculative method out"
         )
+    if device == "cuda":
+        _check_cuda(method, engine)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         raise ValueError(
             "VLLM_USE_V2_MODEL_RUNNER=1 forces a model runner without hooks for draft trees: "
             "unset it"
         )
+    return device
+
+
+def _check_cuda(method: Method, engine: EngineArgs) -> None:
+    if method.draft_model or method.hidden_states:
+        raise ValueError(
+            f"{method.title} works on vLLM's CPU backend only so far: use Token Recycling, or "
+            "leave the speculative method out"
+        )
+    backends = {engine.attention_backend, engine.attention_config.backend} - {None}
+    wrong = [each for each in backends if getattr(each, "name", each) != TRITON]
+    if wrong:
+        raise ValueError(
+            f"draft trees bring an attention backend that takes the place of {TRITON}, not of "
+            f"attention_backend={wrong[0]!s}: leave it out"
+        )
+    logger.warning("Draft trees on CUDA were tested away from GPUs only: expect surprises")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -28,11 +28,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from drafttree.drafter import DraftTree, ModelDrafter, Rule
 from drafttree.method import Method
 from drafttree.verify import Verified
-from drafttree.vllm.attention import StepMasks
 from drafttree.vllm.rule_sampler import RuleSampler
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepTrees
+from drafttree.vllm.step import NO_TOKEN, StepMasks, StepTrees
 
 PREFIX = "draft_model"
 """Of the draft model's layers in the engine's list of all layers."""

@@ -29,8 +29,9 @@ def forward_seconds(
     from vllm.forward_context import set_forward_context
 
     total = requests * tokens
-    positions = torch.arange(context, context + tokens).repeat(requests)
-    ids = torch.zeros(total, dtype=torch.int32)
+    device = runner.device
+    positions = torch.arange(context, context + tokens, device=device).repeat(requests)
+    ids = torch.zeros(total, dtype=torch.int32, device=device)
     metadata, slots = _attention_metadata(runner, requests, tokens, positions, tree)
     if runner.lora_config:
         # Its layers want to be told whose rows they see: nobody's.
@@ -49,6 +50,8 @@ def forward_seconds(
                     inputs_embeds=None,
                 )
                 runner.model.compute_logits(hidden)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             seconds.append(perf_counter() - started)
     return seconds
 
@@ -58,18 +61,19 @@ def _attention_metadata(
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from drafttree.vllm.attention import StepMasks
+    from drafttree.vllm.step import StepMasks
 
+    device = positions.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * tokens
     length = int(positions[-1]) + 1
     block_size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    blocks = 1 + torch.arange(requests * -(-length // block_size), dtype=torch.int32)
+    blocks = 1 + torch.arange(requests * -(-length // block_size), dtype=torch.int32, device=device)
     blocks = blocks.view(requests, -1)
     slots = blocks.gather(1, positions.view(requests, -1) // block_size).long() * block_size
     common = CommonAttentionMetadata(
-        query_start_loc=starts,
+        query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
-        seq_lens=torch.full((requests,), length, dtype=torch.int32),
+        seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
         num_reqs=requests,
         num_actual_tokens=requests * tokens,
         max_query_len=tokens,
@@ -80,9 +84,12 @@ def _attention_metadata(
     trees = None
     if tree:
         # Who sees whom changes nothing of the work: any tree of this size will do.
-        parents = ((torch.arange(tokens, dtype=torch.int32) - 1) >> 1).expand(requests, -1)
+        parents = ((torch.arange(tokens, dtype=torch.int32, device=device) - 1) >> 1).expand(
+            requests, -1
+        )
         nodes = torch.full((requests,), tokens)
-        trees = StepMasks(torch.arange(requests), nodes, tree_mask(parents, nodes.int()))
+        masks = tree_mask(parents, nodes.int().to(device))
+        trees = StepMasks(torch.arange(requests), nodes, masks)
     metadata = {}
     for group in runner.attn_groups[0]:
         builder = group.get_metadata_builder(0)

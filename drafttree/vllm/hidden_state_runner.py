@@ -27,11 +27,10 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from drafttree.drafter import Attend, DraftTree, HiddenStateDrafter, TargetParts
 from drafttree.method import Method
 from drafttree.verify import Verified
-from drafttree.vllm.attention import StepMasks
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepTrees
+from drafttree.vllm.step import NO_TOKEN, StepMasks, StepTrees
 
 LAYER = "draft_layer.0.attn"
 """The layer's name in the engine's list of all layers."""

@@ -66,9 +66,9 @@ def _wrap_create_speculative_config() -> None:
                 f"--spec-method={named[0]!r} and --speculative-config['method']={named[1]!r} are "
                 "mutually exclusive: leave one of them out"
             )
-        from drafttree.vllm.checks import check_engine
+        from drafttree.vllm.checks import TRITON, WORKERS, check_engine
 
-        check_engine(self, target_model_config, target_parallel_config)
+        worker = check_engine(method, self, target_model_config, target_parallel_config)
         given.pop("method", None)
         _take_model(method, given, self.spec_model)
         options, nodes = _parse(method, given, self.spec_tokens)
@@ -104,7 +104,10 @@ def _wrap_create_speculative_config() -> None:
             drop_last_block(config)
         # A plain attribute travels with the configuration to the engine's other processes.
         object.__setattr__(config, "drafttree", (method.name, options))
-        target_parallel_config.worker_cls = "drafttree.vllm.worker.TreeCPUWorker"
+        target_parallel_config.worker_cls = worker
+        if worker == WORKERS["cuda"] and self.attention_config.backend is None:
+            # Read after this; whoever makes a second configuration of these arguments finds it.
+            self.attention_backend = TRITON
         return config
 
     setattr(create_speculative_config, MARK, True)

@@ -17,14 +17,14 @@ from tree_kernels.mask import depths
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
 from drafttree.verify import Verified
-from drafttree.vllm.attention import StepMasks, TreeAttentionMetadataBuilder, kv_views
+from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.sampling import build_logits_processors
-from drafttree.vllm.step import StepTrees, StoredTree
+from drafttree.vllm.step import NO_TOKEN, StepMasks, StepTrees, StoredTree, on_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,28 +54,20 @@ class HostProposer:
         raise NotImplementedError("draft trees are proposed by TreeModelRunner")
 
 
-class TreeModelRunner(CPUModelRunner):
-    """Made from the stock runner by `adopt`. A subclass says how it drafts and verifies."""
+class TreeModelRunner(GPUModelRunner):
+    """Made from a stock runner by `adopt`, on a CPU from the one that derives from the GPU's. A
+    subclass says how it drafts and verifies."""
 
     @classmethod
     def adopt(
         cls,
-        runner: CPUModelRunner,
+        runner: GPUModelRunner,
         method: Method,
         options: dict[str, Any],
         logits_processors: Sequence[Any] | None,
     ) -> TreeModelRunner:
-        """Turn a stock runner that has not loaded its model into one that verifies trees.
-
-        Raises:
-            RuntimeError: the engine chose a runner that we do not know.
-        """
-        if type(runner) is not CPUModelRunner:
-            raise RuntimeError(
-                f"draft trees need vLLM's CPUModelRunner, not {type(runner).__name__}: unset "
-                "VLLM_USE_V2_MODEL_RUNNER"
-            )
-        runner.__class__ = cls
+        """Turn a stock runner that has not loaded its model into one that verifies trees."""
+        runner.__class__ = type(cls.__name__, (cls, type(runner)), {})
         tree_runner = cast(TreeModelRunner, runner)
         tree_runner._set_up(method, options, logits_processors)
         return tree_runner
@@ -147,9 +139,13 @@ class TreeModelRunner(CPUModelRunner):
         layers = self.compilation_config.static_forward_context
         self._movers: list[tuple[KvMover, KvMover]] = []
         for group in self.kv_cache_config.kv_cache_groups:
-            views = [kv_views(layers[name].kv_cache) for name in group.layer_names]
-            keys = [keys.transpose(2, 3) for keys, _ in views]
-            self._movers.append((KvMover(keys), KvMover([values for _, values in views])))
+            rows = []
+            for name in group.layer_names:
+                backend = layers[name].get_attn_backend()
+                assert issubclass(backend, TreeBackend)
+                rows.append(backend.kv_rows(layers[name].kv_cache))
+            keys, values = zip(*rows, strict=True)
+            self._movers.append((KvMover(keys), KvMover(values)))
 
     # One step, from top to bottom.
 
@@ -192,7 +188,7 @@ class TreeModelRunner(CPUModelRunner):
             rows=prepared[0],
         )
         offsets = self._step.position_offsets
-        self.positions[: len(offsets)] += torch.from_numpy(offsets).to(self.device)
+        self.positions[: len(offsets)] += on_device(offsets, self.device)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +197,7 @@ class TreeModelRunner(CPUModelRunner):
         for groups in self.attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(0)
-                assert isinstance(builder, TreeAttentionMetadataBuilder)
+                assert isinstance(builder, TreeMetadataBuilder)
                 builder.step_trees = trees
         return super()._build_attention_metadata(*args, **kwargs)
 
@@ -247,7 +243,7 @@ class TreeModelRunner(CPUModelRunner):
         nodes, places = verified.moves()
         if nodes.shape[1] == 0:
             return
-        first = torch.from_numpy(step.starts)[:, None]
+        first = on_device(step.starts, self.device)[:, None]
         tables = self.input_batch.block_table.block_tables
         for table, movers in zip(tables, self._movers, strict=True):
             slots = table.slot_mapping.gpu
@@ -264,7 +260,7 @@ class TreeModelRunner(CPUModelRunner):
         count = batch.num_reqs
         begun = batch.num_tokens_no_spec[:count] > batch.num_prompt_tokens[:count]
         unfinished = self.discard_request_mask.np[:count]
-        return torch.from_numpy(step.decoding & begun & ~unfinished)
+        return on_device(step.decoding & begun & ~unfinished, self.device)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The engine asks for the whole batch at once; drafts are cut request by request below.
@@ -280,15 +276,19 @@ class TreeModelRunner(CPUModelRunner):
         """Draft the next step's trees; their nodes breadth-first, the root left out."""
         request_ids = self.input_batch.req_ids
         undrafted = self._drafts_off | self._grammar_bound
-        roots = torch.tensor(
+        roots = np.array(
             [
-                ids[-1] if ids and name not in undrafted else -1
+                ids[-1] if ids and name not in undrafted else NO_TOKEN
                 for name, ids in zip(request_ids, sampled_token_ids, strict=True)
-            ]
+            ],
+            np.int32,
         )
-        trees = self._propose(roots.to(torch.int32))
-        depth = depths(trees.parents, trees.num_nodes).numpy()
-        tokens, parents = trees.tokens.numpy(), trees.parents.numpy()
+        # The scheduler counts drafts on the host, so here the host waits for the device.
+        trees = self._propose(on_device(roots, self.device))
+        known = torch.cat((trees.tokens, trees.parents, trees.num_nodes[:, None]), 1).cpu()
+        tokens, parents = known[:, :-1].chunk(2, 1)
+        num_nodes = known[:, -1]
+        depth = depths(parents.contiguous(), num_nodes.contiguous()).numpy()
         # A running request must never wait because others draft: each gets its share at most.
         # While more may join, a quarter of the budget is left for their prompts.
         budget = self._token_budget
@@ -297,10 +297,10 @@ class TreeModelRunner(CPUModelRunner):
         share = max(budget // len(request_ids), 1)
         drafts: list[list[int]] = []
         for row, request_id in enumerate(request_ids):
-            size = min(int(trees.num_nodes[row]), share) if int(roots[row]) >= 0 else 0
+            size = min(int(num_nodes[row]), share) if roots[row] >= 0 else 0
             # Nodes that could only emit tokens beyond the request's end are not worth verifying.
             size = int((depth[row, :size] < self._tokens_left(request_id)).sum())
-            self._stored[request_id] = StoredTree(parents[row, :size], depth[row, :size])
+            self._stored[request_id] = StoredTree(parents[row, :size].numpy(), depth[row, :size])
             drafts.append(tokens[row, 1:size].tolist())
         return drafts
 

@@ -26,6 +26,7 @@ from vllm.v1.sample.logits_processor import (
 
 from drafttree.drafter import DraftTree, Rule
 from drafttree.verify import Verified, verify_greedy, verify_sampled
+from drafttree.vllm.step import on_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -117,7 +118,7 @@ class _Draw:
         self._rule = rule
         self._metadata: SamplingMetadata = batch.sampling_metadata
         self._logits = logits
-        self._starts = torch.from_numpy(step.starts)
+        self._starts = on_device(step.starts, logits.device)
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
         self._budgets = _thinking_budgets(self._metadata)
         self._last: list[int] = []

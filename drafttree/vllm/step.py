@@ -11,7 +11,6 @@ import torch
 from tree_kernels.mask import tree_mask
 
 from drafttree.drafter import DraftTree
-from drafttree.vllm.attention import StepMasks
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -30,7 +29,32 @@ class StoredTree:
 
 
 NO_TOKEN = -1
+
+
+def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
+    """A tensor of what the host knows; the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """The trees of a step.
+
+    Attributes:
+        requests: `int64 [T]`, their rows in the batch; on the host.
+        nodes: `int64 [T]`, root included; they are the request's last tokens. On the host.
+        masks: `bool [T, N, N]`: node i sees node j. On the device.
+    """
+
+    requests: torch.Tensor
+    nodes: torch.Tensor
+    masks: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -44,6 +68,7 @@ class StepTrees:
         rows: `[R]`, each such row's place in the batch of tokens.
         starts: `int64 [B]`, each request's root among the R rows.
         sizes: `int64 [B]`, each request's nodes, root included.
+        requests: `int64 [R]`, whose each row is.
         decoding: `bool [B]`: the step reads nothing of the request but these nodes.
         parents: `int32 [B, N]`, padded with -1.
         position_offsets: `int64 [tokens]`, what to add to positions counted along a chain.
@@ -53,6 +78,7 @@ class StepTrees:
     rows: torch.Tensor
     starts: np.ndarray[Any, np.dtype[np.int64]]
     sizes: np.ndarray[Any, np.dtype[np.int64]]
+    requests: np.ndarray[Any, np.dtype[np.int64]]
     decoding: np.ndarray[Any, np.dtype[np.bool_]]
     parents: IntArray
     position_offsets: np.ndarray[Any, np.dtype[np.int64]]
@@ -83,6 +109,7 @@ class StepTrees:
             rows=rows,
             starts=np.cumsum(sizes) - sizes,
             sizes=sizes,
+            requests=np.repeat(np.arange(len(sizes)), sizes),
             decoding=num_scheduled_tokens == sizes,
             parents=parents,
             position_offsets=offsets,
@@ -97,25 +124,32 @@ class StepTrees:
     def node_rows(self) -> torch.Tensor:
         """`int64 [B, N]`: each node's row among the R; padding repeats the request's last."""
         nodes = np.minimum(np.arange(self.parents.shape[1]), self.sizes[:, None] - 1)
-        return torch.from_numpy(self.starts[:, None] + nodes)
+        return on_device(self.starts[:, None] + nodes, self.rows.device)
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
         """What is known of the nodes, `int32 [B, N]`, for the R rows."""
-        return values[torch.arange(values.shape[1]) < torch.from_numpy(self.sizes)[:, None]]
+        nodes = np.arange(len(self.requests)) - self.starts[self.requests]
+        return values.flatten()[
+            on_device(self.requests * values.shape[1] + nodes, self.rows.device)
+        ]
 
     def trees(self, tokens: torch.Tensor) -> DraftTree:
         """The batch's trees, given the R rows' input tokens (`int32 [R]`)."""
-        sizes = torch.from_numpy(self.sizes)
-        padding = torch.arange(self.parents.shape[1]) >= sizes[:, None]
+        device = self.rows.device
+        padding = np.arange(self.parents.shape[1]) >= self.sizes[:, None]
+        rows = tokens[self.node_rows()].to(torch.int32)
         return DraftTree(
-            tokens=tokens[self.node_rows()].to(torch.int32).masked_fill(padding, -1),
-            parents=torch.from_numpy(self.parents),
-            num_nodes=sizes.to(torch.int32),
+            tokens=rows.masked_fill(on_device(padding, device), NO_TOKEN),
+            parents=on_device(self.parents, device),
+            num_nodes=on_device(self.sizes.astype(np.int32), device),
         )
 
     def masks(self) -> StepMasks:
         """Who sees whom in the trees that have more than a root."""
-        requests = torch.from_numpy(np.flatnonzero(self.sizes > 1))
-        nodes = torch.from_numpy(self.sizes)[requests]
-        masks = tree_mask(torch.from_numpy(self.parents)[requests], nodes.to(torch.int32))
-        return StepMasks(requests, nodes, masks)
+        requests = np.flatnonzero(self.sizes > 1)
+        nodes = self.sizes[requests]
+        device = self.rows.device
+        masks = tree_mask(
+            on_device(self.parents[requests], device), on_device(nodes.astype(np.int32), device)
+        )
+        return StepMasks(torch.from_numpy(requests), torch.from_numpy(nodes), masks)

@@ -19,7 +19,7 @@ from drafttree.vllm.forward import forward_seconds
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepTrees
+from drafttree.vllm.step import NO_TOKEN, StepTrees, on_device
 
 # Below vLLM's own logger, or nothing would print it.
 logger = init_logger(f"vllm.{__name__}")
@@ -80,7 +80,7 @@ class TableRunner(TreeModelRunner):
             row = batch.req_id_to_index[name]
             text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
             self._drafter.start(slots[row], text)
-        return torch.tensor(slots)
+        return on_device(np.array(slots, np.int64), self.device)
 
     def _verify(
         self, step: StepTrees, logits: torch.Tensor
@@ -88,7 +88,9 @@ class TableRunner(TreeModelRunner):
         tokens = self._row_tokens(step)
         drafts = step.trees(tokens)
         slots = self._batch_slots()
-        unfinished = torch.from_numpy(self.discard_request_mask.np[: len(slots)].astype(np.bool_))
+        unfinished = on_device(
+            self.discard_request_mask.np[: len(slots)].astype(np.bool_), self.device
+        )
         # The text of a prompt that is read in part goes beyond what was read.
         before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, NO_TOKEN))
         target = self._observe(step, slots, tokens, step.by_row(before), logits)
@@ -109,9 +111,10 @@ class TableRunner(TreeModelRunner):
     ) -> torch.Tensor:
         """Let the drafter learn; grammar masks have already changed some requests' logits."""
         if self._grammar_bound:
-            masked = [name in self._grammar_bound for name in self.input_batch.req_ids]
-            tokens = tokens.masked_fill(torch.from_numpy(np.repeat(masked, step.sizes)), NO_TOKEN)
-        of_rows = slots.repeat_interleave(torch.from_numpy(step.sizes))
+            bound = np.array([name in self._grammar_bound for name in self.input_batch.req_ids])
+            masked = on_device(bound[step.requests], self.device)
+            tokens = tokens.masked_fill(masked, NO_TOKEN)
+        of_rows = slots[on_device(step.requests, self.device)]
         return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:

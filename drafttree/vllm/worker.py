@@ -1,32 +1,51 @@
-"""vLLM's CPU worker, with a model runner that verifies draft trees."""
+"""What vLLM's workers get in addition: a model runner that verifies draft trees."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from drafttree.method import find_method
-from drafttree.vllm.attention import tree_attention_backend
+from drafttree.vllm.backends import TreeBackend, stand_in
 from drafttree.vllm.plugin import requested
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.table_runner import TableRunner
 
 
-class TreeCPUWorker(CPUWorker):
-    """Chosen through `parallel_config.worker_cls` when a method of ours is asked for."""
+class TreeWorker:
+    """Stands before a stock worker among the bases of a class of ours, which is chosen through
+    `parallel_config.worker_cls` when a method of ours is asked for.
 
-    model_runner: TreeModelRunner
+    Attributes:
+        stock_runner: the runner that the engine must have chosen.
+        backend: the attention backend that it must choose for every layer.
+        ours: what stands in for it.
+    """
+
+    stock_runner: ClassVar[type]
+    backend: ClassVar[AttentionBackendEnum]
+    ours: ClassVar[type[TreeBackend]]
+
+    model_config: Any
+    model_runner: Any
+    vllm_config: Any
 
     def init_device(self) -> None:
         """Build the stock runner, then make it one that verifies trees."""
+        stock: Any = super()
         # The stock runner refuses custom logits processors under speculation; ours builds them.
         processors = self.model_config.logits_processors
         self.model_config.logits_processors = None
         try:
-            super().init_device()
+            stock.init_device()
         finally:
             self.model_config.logits_processors = processors
+        if type(self.model_runner) is not self.stock_runner:
+            raise RuntimeError(
+                f"draft trees need vLLM's {self.stock_runner.__name__}, not "
+                f"{type(self.model_runner).__name__}: unset VLLM_USE_V2_MODEL_RUNNER"
+            )
         request = requested(self.vllm_config.speculative_config)
         assert request is not None
         name, options = request
@@ -45,26 +64,31 @@ class TreeCPUWorker(CPUWorker):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model with attention layers that honour tree masks."""
-        with tree_attention_backend():
-            super().load_model(load_dummy_weights=load_dummy_weights)
+        stock: Any = super()
+        with stand_in(self.backend, self.ours):
+            stock.load_model(load_dummy_weights=load_dummy_weights)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, and then let the drafter know what forwards cost."""
-        times = super().compile_or_warm_up_model()
+        stock: Any = super()
+        times = stock.compile_or_warm_up_model()
         self.model_runner.calibrate()
         return times
 
     def drafttree_explain(self) -> list[dict[str, Any]]:
         """How the sizes of trees were chosen."""
-        return self.model_runner.explain()
+        explained: list[dict[str, Any]] = self.model_runner.explain()
+        return explained
 
     def drafttree_acceptance(self) -> dict[str, Any]:
         """How often what was drafted was accepted since the start or the last reset."""
-        return self.model_runner.acceptance()
+        accepted: dict[str, Any] = self.model_runner.acceptance()
+        return accepted
 
     def drafttree_counters(self) -> dict[str, int]:
         """What was drafted and accepted since the start or the last reset."""
-        return self.model_runner.counters.as_dict()
+        counted: dict[str, int] = self.model_runner.counters.as_dict()
+        return counted
 
     def drafttree_draft_seconds(self) -> float:
         """The host's time spent drafting with a draft model."""
@@ -76,5 +100,6 @@ class TreeCPUWorker(CPUWorker):
 
     def reload_weights(self, *args: object, **kwargs: object) -> None:
         """Reload the weights; what the drafter learnt of the old ones goes."""
-        super().reload_weights(*args, **kwargs)
+        stock: Any = super()
+        stock.reload_weights(*args, **kwargs)
         self.model_runner.forget()

@@ -6,15 +6,12 @@ knows causal masks only, so it serves prefill and undrafted rows, and trees are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from vllm import _custom_ops as ops
-from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -22,30 +19,16 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder, refuse
 
 ISA = "vec"
 """The KV layout that `kv_views` reads. The engine may prefer AMX tiles, whose packing it does not
 publish; the builder then falls back to this one."""
 
 
-@dataclass(frozen=True)
-class StepMasks:
-    """The trees of a step.
-
-    Attributes:
-        requests: `int64 [T]`, their rows in the batch.
-        nodes: `int64 [T]`, root included; they are the request's last tokens.
-        masks: `bool [T, N, N]`: node i sees node j.
-    """
-
-    requests: torch.Tensor
-    nodes: torch.Tensor
-    masks: torch.Tensor
-
-
 @dataclass
-class TreeAttentionMetadata(CPUAttentionMetadata):
+class CpuTreeMetadata(CPUAttentionMetadata):
     """The engine's metadata and the batch's trees.
 
     Attributes:
@@ -59,47 +42,27 @@ class TreeAttentionMetadata(CPUAttentionMetadata):
     only_trees: bool = False
 
 
-class TreeAttentionBackend(CPUAttentionBackend):
+class CpuTreeBackend(CPUAttentionBackend, TreeBackend):
     """Stands in for the CPU backend, under its name, while a model is loaded for our runner."""
 
     @staticmethod
-    def get_impl_cls() -> type[TreeAttentionImpl]:
+    def get_impl_cls() -> type[CpuTreeImpl]:
         """The layer's part."""
-        return TreeAttentionImpl
+        return CpuTreeImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
+    def get_builder_cls() -> type[CpuTreeMetadataBuilder]:
         """The step's part."""
-        return TreeAttentionMetadataBuilder
+        return CpuTreeMetadataBuilder
+
+    @staticmethod
+    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A block's keys lie before its values, transposed."""
+        keys, values = kv_views(kv_cache)
+        return keys.transpose(2, 3), values
 
 
-@contextmanager
-def tree_attention_backend() -> Iterator[None]:
-    """Let the attention layers that are built inside use `TreeAttentionBackend`.
-
-    The engine picks the CPU backend whatever is asked for, so the override stands under that
-    name, and only while the layers are built: other engines of the process keep the stock one.
-    """
-    backend = AttentionBackendEnum.CPU_ATTN
-    before = backend.get_path() if backend.is_overridden() else None
-    register_backend(backend, f"{__name__}.{TreeAttentionBackend.__name__}")
-    _forget_selected_backends()
-    try:
-        yield
-    finally:
-        backend.clear_override()
-        if before is not None:
-            register_backend(backend, before)
-        _forget_selected_backends()
-
-
-def _forget_selected_backends() -> None:
-    for function in vars(selector).values():
-        if hasattr(function, "cache_clear"):
-            function.cache_clear()
-
-
-class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     """Adds to the step's metadata the masks of its trees."""
 
     isa: str
@@ -113,20 +76,19 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         self._attend = TreeAttention(
             self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype
         )
-        self.step_trees: StepMasks | None = None
 
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> TreeAttentionMetadata:
+    ) -> CpuTreeMetadata:
         """Build the step's metadata; `step_trees` must be the step's."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.step_trees is None:
-            return TreeAttentionMetadata(**vars(stock))
+            return CpuTreeMetadata(**vars(stock))
         rows, nodes = self.step_trees.requests, self.step_trees.nodes
-        return TreeAttentionMetadata(
+        return CpuTreeMetadata(
             **vars(stock),
             trees=PagedTrees(
                 starts=common_attn_metadata.query_start_loc_cpu[rows + 1] - nodes,
@@ -140,23 +102,20 @@ class TreeAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class TreeAttentionImpl(CPUAttentionBackendImpl):
+class CpuTreeImpl(CPUAttentionBackendImpl):
     """The engine's kernel for causal rows, masked attention for tree rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for found, feature in (
-            (self.sliding_window != -1, f"sliding window ({self.sliding_window})"),
-            (self.alibi_slopes is not None, "ALiBi slopes"),
-            (self.logits_soft_cap != 0, f"logits soft cap ({self.logits_soft_cap})"),
-            (self.sinks is not None, "attention sinks"),
-            (self.kv_sharing_target_layer_name is not None, "KV shared between layers"),
-        ):
-            if found:
-                raise ValueError(
-                    f"draft trees do not work with this model's attention: {feature}. "
-                    "Leave the speculative method out."
-                )
+        refuse(
+            (
+                (self.sliding_window != -1, f"sliding window ({self.sliding_window})"),
+                (self.alibi_slopes is not None, "ALiBi slopes"),
+                (self.logits_soft_cap != 0, f"logits soft cap ({self.logits_soft_cap})"),
+                (self.sinks is not None, "attention sinks"),
+                (self.kv_sharing_target_layer_name is not None, "KV shared between layers"),
+            )
+        )
 
     def forward(
         self,
@@ -165,7 +124,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: TreeAttentionMetadata | None,
+        attn_metadata: CpuTreeMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,

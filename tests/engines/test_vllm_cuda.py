@@ -1,0 +1,35 @@
+"""Greedy decoding in float32 on CUDA gives, with draft trees, the tokens it gives without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_runs import Answer, Case, run_vllm
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
+ENGINE = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN"}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("drafting", ["grown", "paper"])
+def test_greedy_tokens_equal_plain_decoding(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None], drafting: str, eager: bool
+) -> None:
+    draw = random.Random(3)
+    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(24)]
+    cases = [Case(prompts, GREEDY), Case(prompts, GREEDY)]
+    method = {"method": "token_recycling", "nodes": 80, "drafting": drafting}
+    plain, _ = run_vllm(tiny_llama, cases, enforce_eager=eager, **ENGINE)
+    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=eager, **ENGINE)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)

@@ -1,0 +1,41 @@
+"""vLLM's attention for CUDA serves trees: on a CPU by Triton's interpreter, step by step in the real
+engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import triton_on_cpu
+from vllm_runs import Answer, Case, run_vllm
+
+NODES = 15
+LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 128}
+"""Of the longest prompt the first step reads 48 tokens and the second 16, as many as a tree has with
+its root: these must stay causal."""
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(2, 512) for _ in range(length)] for length in (64, 9, 1, 3)]
+
+
+def test_greedy_tokens_equal_plain_decoding(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    cases = [Case(prompts(), greedy), Case(prompts(), greedy)]
+    plain, _ = run_vllm(tiny_llama, cases, **LIMITS)
+    drafted, log = run_vllm(
+        tiny_llama,
+        cases,
+        speculative={"method": "token_recycling", "nodes": NODES},
+        environment=triton_on_cpu.ENVIRONMENT,
+        **LIMITS,
+    )
+    assert triton_on_cpu.SERVED in log
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+    proves_drafting(drafted[-1])
