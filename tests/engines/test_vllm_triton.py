@@ -1,5 +1,4 @@
-"""vLLM's attention for CUDA serves trees: on a CPU by Triton's interpreter, step by step in the real
-engine."""
+"""vLLM's attention for CUDA serves trees: in the real engine, on a CPU by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from vllm_runs import Answer, Case, run_vllm
 
 NODES = 15
 LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 128}
-"""Of the longest prompt the first step reads 48 tokens and the second 16, as many as a tree has with
-its root: these must stay causal."""
+"""Of the longest prompt the first step reads 48 tokens and the second 16, as many as a tree has
+with its root: these must stay causal."""
 
 
 def prompts() -> list[list[int]]:

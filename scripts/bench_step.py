@@ -1,0 +1,216 @@
+"""Where the time of a decode step goes: the target's forward, drafting, verifying, learning, moves
+of the KV, and what the engine does besides. Run it in the engine's environment; a setting is added
+to those in the file, `--nodes none` being the engine without speculation:
+
+    .venv-vllm/bin/python scripts/bench_step.py MODEL --engine vllm --output step.json
+
+Each part's time is without that of the parts inside it. On CUDA the device is waited for at the end
+of every part, so that its work counts where it was asked for; then parts are true and their sum is
+more than a step takes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from drafttree.bench.chat import Chat
+from drafttree.bench.machine import processor_name
+from drafttree.bench.prompts import default_prompts_path, load_prompts
+from drafttree.bench.protocol import EngineSpec, Request
+
+PARTS = ("forward", "draft", "verify", "learn", "move", "prepare", "engine")
+"""In the paper's order (figure 4), and what the engine does besides."""
+
+
+class StepClock:
+    """Seconds by part, step after step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] | None = None
+        self._inside: list[float] = []
+
+    def watch(self, owner: Any, name: str, part: str) -> None:
+        """Count every call of a method of `owner` for a part of the step that it is in."""
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._part(part):
+                return method(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def watch_steps(self, owner: Any, name: str) -> None:
+        """Every call of a method of `owner` is a step; what no part takes of it is the engine's."""
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._now = defaultdict(float)
+            with self._part("engine"):
+                result = method(*args, **kwargs)
+            self.steps.append(self._now)
+            self._now = None
+            return result
+
+        setattr(owner, name, call)
+
+    @contextmanager
+    def _part(self, part: str) -> Iterator[None]:
+        if self._now is None:
+            yield
+            return
+        self._inside.append(0.0)
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            took = perf_counter() - started
+            self._now[part] += took - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += took
+
+
+def watch_vllm(engine: Any, clock: StepClock) -> None:
+    """The parts of vLLM's steps; the engine must run in this process."""
+    core = engine._llm.llm_engine
+    runner = core.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    clock.watch_steps(core, "step")
+    for name, part in (
+        ("_model_forward", "forward"),
+        ("_prepare_inputs", "prepare"),
+        ("_build_attention_metadata", "prepare"),
+        ("_propose", "draft"),
+        ("_verify", "verify"),
+        ("_move_kv", "move"),
+    ):
+        if hasattr(runner, name):
+            clock.watch(runner, name, part)
+    clock.watch(runner.model, "compute_logits", "forward")
+    if hasattr(runner, "_drafter"):
+        clock.watch(runner._drafter, "observe", "learn")
+        clock.watch(runner._drafter, "accepted", "learn")
+
+
+def watch_sglang(engine: Any, clock: StepClock) -> None:
+    """The parts of SGLang's steps."""
+    scheduler = engine._scheduler
+    clock.watch_steps(engine, "_step")
+    clock.watch(scheduler.tp_worker, "forward_batch_generation", "forward")
+    worker = scheduler.draft_worker
+    if worker is not None:
+        for name, part in (
+            ("_propose", "draft"),
+            ("_prepare_verify", "prepare"),
+            ("_verify", "verify"),
+            ("_move_kv", "move"),
+        ):
+            clock.watch(worker, name, part)
+        clock.watch(worker.drafter, "observe", "learn")
+        clock.watch(worker.drafter, "accepted", "learn")
+
+
+def make(engine: str, spec: EngineSpec) -> Any:
+    """An engine of the bench, in this process."""
+    if engine == "vllm":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from drafttree.bench.vllm_engine import VllmEngine
+
+        return VllmEngine(spec)
+    if not torch.cuda.is_available():
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        }
+    from drafttree.bench.sglang_engine import SglangEngine
+
+    return SglangEngine(spec)
+
+
+def measured(name: str, engine: str, spec: EngineSpec, requests: list[Request]) -> dict[str, Any]:
+    """The medians of a setting's decode steps, in milliseconds."""
+    made = make(engine, spec)
+    made.generate(requests)
+    clock = StepClock()
+    (watch_vllm if engine == "vllm" else watch_sglang)(made, clock)
+    answers = made.generate(requests)
+    # The prompts' own steps come first.
+    steps = [step for step in clock.steps if step["forward"]]
+    steps = steps[len(steps) - max(answer.steps for answer in answers) :]
+    whole = median(sum(step.values()) for step in steps)
+    return {
+        "setting": name,
+        "steps": len(steps),
+        "tokens_a_step": sum(a.step_tokens for a in answers) / sum(a.steps for a in answers),
+        "step": 1000 * whole,
+        **{part: 1000 * median(step.get(part, 0.0) for step in steps) for part in PARTS},
+    }
+
+
+def main(
+    model: Path,
+    output: Annotated[Path, typer.Option(help="JSON; a setting is added to what is there.")],
+    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    nodes: Annotated[
+        str, typer.Option(help="Of Token Recycling's trees; none: no speculation.")
+    ] = "80",
+    batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
+    tokens: Annotated[int, typer.Option(help="To decode.")] = 128,
+    dtype: str = "float32",
+    eager: bool = False,
+) -> None:
+    """Measure one setting, and show all that are there."""
+    options: dict[str, Any] | None = None
+    if nodes != "none":
+        options = {"method": "token_recycling", "prime": False}
+        options["nodes"] = nodes if nodes == "auto" else int(nodes)
+    spec = EngineSpec(
+        str(model), dtype=dtype, eager=eager, batch_size=batch, speculative_config=options
+    )
+    chat = Chat(model)
+    prompts = [prompt.turns[0] for prompt in load_prompts(default_prompts_path())]
+    requests = [
+        Request(chat.render([prompts[row % len(prompts)]], []), tokens) for row in range(batch)
+    ]
+    done = json.loads(output.read_text()) if output.exists() else []
+    row = measured(f"{engine}, {nodes} nodes", engine, spec, requests)
+    done.append(
+        {
+            **row,
+            "batch": batch,
+            "model": model.name,
+            "dtype": dtype,
+            "eager": eager,
+            "cores": len(os.sched_getaffinity(0)),
+            "device": torch.cuda.get_device_name()
+            if torch.cuda.is_available()
+            else processor_name(),
+        }
+    )
+    output.write_text(json.dumps(done, indent=1) + "\n")
+    table = Table(title="Medians of decode steps, ms")
+    for column in ("setting", "batch", "step", *PARTS):
+        table.add_column(column)
+    for each in done:
+        figures = (f"{each[part]:.2f}" for part in ("step", *PARTS))
+        table.add_row(each["setting"], str(each["batch"]), *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
