@@ -41,10 +41,14 @@ def check_engine(
     """
     _check_version()
     device = _check_platform(method, engine)
+    ranks = parallel.tensor_parallel_size
+    if ranks != 1 and (method.draft_model or method.hidden_states):
+        raise ValueError(
+            f"{method.title} does not work with tensor_parallel_size={ranks!r}: set it to 1"
+        )
     for option, value, served, mend in (
         ("worker_cls", parallel.worker_cls, "auto", "leave it out: draft trees bring their own"),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "set it to 1"),
-        ("tensor_parallel_size", parallel.tensor_parallel_size, 1, "set it to 1"),
         ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
         ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),

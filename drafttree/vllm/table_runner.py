@@ -16,6 +16,7 @@ from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
 from drafttree.verify import Verified
 from drafttree.vllm.forward import forward_seconds
+from drafttree.vllm.ranks import Follower, drafts_here, shared
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
@@ -31,19 +32,24 @@ class TableRunner(TreeModelRunner):
     def _set_up(
         self, method: Method, options: dict[str, Any], logits_processors: Sequence[Any] | None
     ) -> None:
-        self._drafter: Drafter = method.make_drafter(
-            method.parse(options),
-            self.model_config.get_vocab_size(),
-            self.device,
-            self.model_config.model,
-            logger,
-        )
+        parsed = method.parse(options)
+        self._drafter: Drafter = Follower(parsed.depth)
+        if drafts_here():
+            self._drafter = method.make_drafter(
+                parsed,
+                self.model_config.get_vocab_size(),
+                self.device,
+                self.model_config.model,
+                logger,
+            )
         self._drafter.allot(self.max_num_reqs, self.max_model_len)
         self._slots = RequestSlots(self.max_num_reqs)
         super()._set_up(method, options, logits_processors)
 
     def calibrate(self) -> None:
         """Let the drafter time forwards of the model as it will run; its cache is empty still."""
+        if self.parallel_config.tensor_parallel_size > 1:
+            return  # one rank's forwards would wait for the others
         spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         # The engine keeps a block for itself.
         room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
@@ -118,4 +124,5 @@ class TableRunner(TreeModelRunner):
         return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:
-        return self._drafter.propose(self._batch_slots(), roots)
+        trees = self._drafter.propose(self._batch_slots(), roots)
+        return shared(trees, self.num_spec_tokens)

@@ -102,7 +102,6 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
     ("engine", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1"),
@@ -112,6 +111,12 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
 def test_engine_settings(tiny_llama: Path, engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tiny_llama, **engine)
+
+
+def test_tensor_parallelism_with_a_draft_model(tiny_llama: Path) -> None:
+    method = {"method": "rsd", "model": str(tiny_llama)}
+    with pytest.raises(ValueError, match="RSD does not work with tensor_parallel_size=2"):
+        configure(tiny_llama, method, tensor_parallel_size=2)
 
 
 def test_kv_connectors(tiny_llama: Path) -> None:
