@@ -43,6 +43,10 @@ def make_drafter(
     tables = Tables(
         vocab_size, options.k, device, pairs=grown, hot_start=options.hot_start is not False
     )
+    logger.info(
+        "Token Recycling's tables take %.1f MiB",
+        (tables.matrix.nbytes + tables.pairs.nbytes) / 2**20,
+    )
     if options.prime:
         tables.priming = Priming.begin(target, options.k, vocab_size, logger)
     if isinstance(options.hot_start, Path):

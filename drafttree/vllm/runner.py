@@ -109,6 +109,22 @@ class TreeModelRunner(GPUModelRunner):
             self.num_spec_tokens,
         )
 
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """Let the engine see what a step takes before it sizes its KV cache.
+
+        By itself it sees one row of logits a request, where trees have one for each node.
+        """
+        super().profile_run(*args, **kwargs)
+        rows = min(self._token_budget, self.max_num_reqs * (1 + self.num_spec_tokens))
+        vocab = self.model_config.get_vocab_size()
+        logits = torch.empty(rows, vocab, dtype=self.model_config.dtype, device=self.device)
+        logger.info(
+            "The logits of %d nodes, the most that max_num_batched_tokens and max_num_seqs let into "
+            "a step, take %.1f MiB",
+            rows,
+            logits.nbytes / 2**20,
+        )
+
     def reset_drafting(self) -> None:
         """Forget what was learnt, and all counts."""
         self.forget()
