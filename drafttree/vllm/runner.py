@@ -119,7 +119,7 @@ class TreeModelRunner(GPUModelRunner):
         vocab = self.model_config.get_vocab_size()
         logits = torch.empty(rows, vocab, dtype=self.model_config.dtype, device=self.device)
         logger.info(
-            "The logits of %d nodes, the most that max_num_batched_tokens and max_num_seqs let into "
+            "Logits of %d nodes, the most that max_num_batched_tokens and max_num_seqs let into "
             "a step, take %.1f MiB",
             rows,
             logits.nbytes / 2**20,
