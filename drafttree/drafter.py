@@ -38,6 +38,8 @@ class DraftTree:
 
         Where there is no node it is -1.
         """
+        if self.tokens.shape[1] == 1:
+            return roots[:, None]
         above = self.tokens.gather(1, self.parents.clamp(min=0).long())
         above = above.masked_fill(self.parents < 0, -1)
         above[:, 0] = roots

@@ -40,6 +40,9 @@ class Counters:
 
     def add_step(self, counted: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Add an engine step; `counted` are the requests that decode in it, `bool [B]`."""
+        if trees.tokens.shape[1] == 1:
+            self._sums[:2] += counted.sum()  # a step and a token each
+            return
         nodes, _ = verified.moves()
         drafted = (trees.tokens >= 0).sum(1) - 1
         by_request = torch.stack(

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
-from tree_kernels.offers import ALONE, pair_cells
+from tree_kernels.adjacency import recycle, top_candidates
+from tree_kernels.offers import ALONE
+from tree_kernels.pairs import update_pairs
 from tree_kernels.tally import Tally
 
 from recycle_plugin.priors import expected_priors
@@ -118,26 +119,12 @@ class Tables:
         """
         if self._private:
             candidates = top_candidates(logits, self.matrix.shape[1])
-            self._write(slots, tokens, torch.full_like(tokens, ALONE), candidates)
+            alone = torch.full_like(tokens, ALONE)
+            update_pairs(self.pairs, slots, tokens, alone, candidates)
         else:
             candidates = recycle(self.matrix, tokens, logits)
         if self._pairs:
-            self._write(slots, tokens, before.masked_fill(before < 0, EMPTY), candidates)
+            update_pairs(self.pairs, slots, tokens, before, candidates)
         if self.keeper is not None:
             self.keeper.touch()
         return candidates[:, 0]
-
-    def _write(
-        self,
-        slots: torch.Tensor,
-        tokens: torch.Tensor,
-        before: torch.Tensor,
-        candidates: torch.Tensor,
-    ) -> None:
-        size = self.pairs.shape[1]
-        cells = pair_cells(before, tokens, size)
-        if self._private:
-            cells += slots * size
-        known = (tokens >= 0) & (before != EMPTY)
-        rows = torch.cat((before[:, None], tokens[:, None], candidates), 1)
-        update_adjacency(self.pairs.flatten(0, 1), torch.where(known, cells, EMPTY).int(), rows)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from tree_kernels import accept, adjacency, context, gather, growth, selection, tally
 from tree_kernels.context import LONGEST, Contexts
-from tree_kernels.offers import ORIGINS, TOP, pair_cells
+from tree_kernels.offers import ORIGINS, TOP
+from tree_kernels.pairs import pair_cells
 
 from drafttree.tree import StaticTree
 from recycle_plugin.grown import MOST_CELLS, width_for

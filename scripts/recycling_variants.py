@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
 from tree_kernels.context import LONGEST
-from tree_kernels.offers import TOP, offers, pair_cells
+from tree_kernels.offers import TOP, offers
+from tree_kernels.pairs import pair_cells
 
 from drafttree.drafter import DraftTree
 from drafttree.tree import MAX_DEPTH, StaticTree

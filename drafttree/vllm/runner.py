@@ -256,9 +256,9 @@ class TreeModelRunner(GPUModelRunner):
 
     def _move_kv(self, step: StepTrees, verified: Verified) -> None:
         """Move the accepted path's KV to the slots right after the root's."""
-        nodes, places = verified.moves()
-        if nodes.shape[1] == 0:
+        if not step.drafted:
             return
+        nodes, places = verified.moves()
         first = on_device(step.starts, self.device)[:, None]
         tables = self.input_batch.block_table.block_tables
         for table, movers in zip(tables, self._movers, strict=True):

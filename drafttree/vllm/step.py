@@ -128,6 +128,8 @@ class StepTrees:
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
         """What is known of the nodes, `int32 [B, N]`, for the R rows."""
+        if not self.drafted:
+            return values[:, 0]
         nodes = np.arange(len(self.requests)) - self.starts[self.requests]
         return values.flatten()[
             on_device(self.requests * values.shape[1] + nodes, self.rows.device)
@@ -135,6 +137,8 @@ class StepTrees:
 
     def trees(self, tokens: torch.Tensor) -> DraftTree:
         """The batch's trees, given the R rows' input tokens (`int32 [R]`)."""
+        if not self.drafted:
+            return DraftTree.of_roots(tokens.to(torch.int32))
         device = self.rows.device
         padding = np.arange(self.parents.shape[1]) >= self.sizes[:, None]
         rows = tokens[self.node_rows()].to(torch.int32)

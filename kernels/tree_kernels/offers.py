@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tree_kernels._triton import jit, tl
-from tree_kernels.context import LONGEST, Contexts, copies, find_copies, mixed, ngram_cells
+from tree_kernels.context import LONGEST, Contexts, copies, find_copies
+from tree_kernels.pairs import pair_cells, pair_hash
 
 TOP = 8
 """Candidates of a row, and children that are kept of a node."""
@@ -29,18 +30,12 @@ another candidate is. pair: its rank from 1 on in the pair's row, 0 if it is not
 there is no such row. row: its rank from 1 on in the token's row, 0 if it is not in there."""
 
 
-def pair_cells(before: Tensor, tokens: Tensor, cells: int) -> Tensor:
-    """Where pairs of tokens stand in a table of `cells` rows, int64 like `tokens`."""
-    return ngram_cells(torch.stack((before, tokens), -1), cells)
-
-
 @jit
 def _find_pair(
     pairs: tl.tensor, cells: tl.tensor, before: tl.tensor, token: tl.tensor, TOP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """The cells of pairs of tokens `[W]`, and whether they are theirs."""
-    hashed = mixed(mixed(tl.full(token.shape, 2, tl.uint32), before), token)
-    cell = pairs + (hashed.to(tl.int64) & (cells - 1)) * (TOP + 2)
+    cell = pairs + (pair_hash(before, token).to(tl.int64) & (cells - 1)) * (TOP + 2)
     return cell, (tl.load(cell) == before) & (tl.load(cell + 1) == token)
 
 

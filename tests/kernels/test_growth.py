@@ -10,7 +10,8 @@ from plain_texts import grown, offered
 from tree_kernels import growth
 from tree_kernels.context import Contexts, extend_contexts
 from tree_kernels.growth import columns_of, grow
-from tree_kernels.offers import LONGEST, ORIGINS, PAIR_STATES, ROW_STATES, TOP, pair_cells
+from tree_kernels.offers import LONGEST, ORIGINS, PAIR_STATES, ROW_STATES, TOP
+from tree_kernels.pairs import pair_cells
 
 CPU = torch.device("cpu")
 SHAPES = st.sampled_from([(1, 4), (3, 3), (8, 2), (11, 3), (16, 4)])

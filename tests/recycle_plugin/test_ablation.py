@@ -12,7 +12,7 @@ from ablate_recycling import decode
 from known_target import KnownTarget
 from recycling_variants import SETTINGS, budget_tree, move_bigrams
 from tiny_models import make_tiny_llama
-from tree_kernels.offers import pair_cells
+from tree_kernels.pairs import pair_cells
 
 from drafttree.drafter import DraftTree
 from drafttree.tree import StaticTree
