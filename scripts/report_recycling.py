@@ -135,6 +135,7 @@ def plot(found: dict[str, Runs], file: Path) -> None:
         right.set_ylabel("tokens a step")
         if right.lines:
             right.legend(fontsize=7)
+        right.set_visible(bool(right.lines))
     figure.tight_layout()
     figure.savefig(file, dpi=120)
 
