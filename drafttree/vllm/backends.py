@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from vllm.v1.attention import selector
@@ -57,13 +58,23 @@ def _forget_selected_backends() -> None:
             function.cache_clear()
 
 
-def refuse(features: Iterable[tuple[bool, str]]) -> None:
-    """Refuse a model's attention, given what of it trees do not know and whether it is there.
+def refuse(layer: Any, *features: tuple[bool, str]) -> None:
+    """Refuse attention that does what trees do not know.
+
+    Args:
+        layer: a backend's part of a layer.
+        features: what else trees do not know, and whether the layer does it.
 
     Raises:
-        ValueError: naming what is there.
+        ValueError: naming what it does.
     """
-    for found, feature in features:
+    for found, feature in (
+        *features,
+        (layer.alibi_slopes is not None, "ALiBi slopes"),
+        (layer.logits_soft_cap != 0, f"logits soft cap ({layer.logits_soft_cap})"),
+        (layer.sinks is not None, "attention sinks"),
+        (layer.kv_sharing_target_layer_name is not None, "KV shared between layers"),
+    ):
         if found:
             raise ValueError(
                 f"draft trees do not work with this model's attention: {feature}. "

@@ -107,15 +107,7 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse(
-            (
-                (self.sliding_window != -1, f"sliding window ({self.sliding_window})"),
-                (self.alibi_slopes is not None, "ALiBi slopes"),
-                (self.logits_soft_cap != 0, f"logits soft cap ({self.logits_soft_cap})"),
-                (self.sinks is not None, "attention sinks"),
-                (self.kv_sharing_target_layer_name is not None, "KV shared between layers"),
-            )
-        )
+        refuse(self, (self.sliding_window != -1, f"sliding window ({self.sliding_window})"))
 
     def forward(
         self,

@@ -171,14 +171,9 @@ class TritonTreeImpl(TritonAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse(
-            (
-                (self.sliding_window != (-1, -1), f"sliding window ({self.sliding_window})"),
-                (self.alibi_slopes is not None, "ALiBi slopes"),
-                (self.logits_soft_cap != 0, f"logits soft cap ({self.logits_soft_cap})"),
-                (self.sinks is not None, "attention sinks"),
-                (self.kv_sharing_target_layer_name is not None, "KV shared between layers"),
-                (self.attn_type != AttentionType.DECODER, f"kind {self.attn_type}"),
-            )
+            self,
+            (self.sliding_window != (-1, -1), f"sliding window ({self.sliding_window})"),
+            (self.attn_type != AttentionType.DECODER, f"kind {self.attn_type}"),
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -202,12 +197,11 @@ class TritonTreeImpl(TritonAttentionImpl):
             return output.fill_(0)
         assert isinstance(attn_metadata, TritonTreeMetadata)
         rows = slice(attn_metadata.num_actual_tokens)
-        # [blocks, heads, block_size, 2 * head_size], the engine's name for any memory order.
-        keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+        keys, values = TritonTreeBackend.kv_rows(kv_cache)
         tree_attention(
             query[rows],
-            keys,
-            values,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             attn_metadata.block_table,
             attn_metadata.query_starts,
             attn_metadata.lengths,
