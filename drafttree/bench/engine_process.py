@@ -28,10 +28,6 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    # Two engines share the cores, one working at a time: idle threads must not spin.
-    "OMP_WAIT_POLICY": "passive",
-    "KMP_BLOCKTIME": "0",
-    "GOMP_SPINCOUNT": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 _LOG_TAIL_LINES = 40
