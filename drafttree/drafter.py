@@ -33,12 +33,17 @@ class DraftTree:
         tokens = roots[:, None]
         return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
 
+    @property
+    def drafted(self) -> bool:
+        """Whether there is room for more than roots."""
+        return self.tokens.shape[1] > 1
+
     def before(self, roots: torch.Tensor) -> torch.Tensor:
         """The token before each node, `int32 [B, N]`, given those before the roots, `int32 [B]`.
 
         Where there is no node it is -1.
         """
-        if self.tokens.shape[1] == 1:
+        if not self.drafted:
             return roots[:, None]
         above = self.tokens.gather(1, self.parents.clamp(min=0).long())
         above = above.masked_fill(self.parents < 0, -1)

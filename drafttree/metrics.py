@@ -40,8 +40,8 @@ class Counters:
 
     def add_step(self, counted: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Add an engine step; `counted` are the requests that decode in it, `bool [B]`."""
-        if trees.tokens.shape[1] == 1:
-            self._sums[:2] += counted.sum()  # a step and a token each
+        if not trees.drafted:
+            self._sums[:2].add_(counted.sum())  # a step and a token each
             return
         nodes, _ = verified.moves()
         drafted = (trees.tokens >= 0).sum(1) - 1

@@ -59,7 +59,7 @@ class Verified:
 
 def verify_greedy(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Verified:
     """Verify against one fixed target token a node: `target` is `int32 [B, N]`."""
-    if trees.tokens.shape[1] == 1:
+    if not trees.drafted:
         return Verified(torch.zeros_like(trees.tokens), target, torch.ones_like(trees.num_nodes))
     path, emitted, num_emitted = accept_walk(
         trees.tokens, trees.parents, trees.num_nodes, target, max_depth

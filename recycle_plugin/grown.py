@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tree_kernels.context import LONGEST, Contexts, extend_contexts
+from tree_kernels.context import LONGEST, Contexts, extend_contexts, last_but_one
 from tree_kernels.growth import Grown, columns_of, grow
 from tree_kernels.offers import TOP
 from tree_kernels.selection import best_nodes
@@ -104,9 +104,7 @@ class GrownDrafter:
 
     def before(self, slots: torch.Tensor) -> torch.Tensor:
         """The token before each text's last, `int32 [B]`; -1 for none."""
-        places = self._contexts.lengths[slots].long() - 2
-        tokens = self._contexts.history[slots, places.clamp(min=0)]
-        return torch.where(places < 0, -1, tokens)
+        return last_but_one(self._contexts, slots)
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Grow a tree under each root (`int32 [B]`), its request's last token; -1 for none."""
@@ -114,7 +112,7 @@ class GrownDrafter:
         pace, nodes = self._pace, self._nodes
         if self._auto and pace is None and roots.device.type == "cpu":
             nodes = min(nodes, UNTIMED_NODES)
-        if pace is not None and not bool((roots >= 0).any()):
+        if pace is not None and not (roots.numpy() >= 0).any():
             pace.interrupted()  # prompts alone are read
             return DraftTree.of_roots(roots)
         if pace is not None and pace.rests(slots):
@@ -122,6 +120,8 @@ class GrownDrafter:
         grown = self._grow(slots, roots)
         if pace is not None:
             nodes = pace.choose(slots, grown.scores)
+            if nodes == 0:
+                return DraftTree.of_roots(roots)
         tokens, parents, origins, num_nodes = best_nodes(grown, nodes)
         self._origins[slots, : nodes + 1] = origins
         trees = DraftTree(tokens, parents, num_nodes)
@@ -139,7 +139,7 @@ class GrownDrafter:
         """Learn what each kind of candidate is worth, and what the texts go on with."""
         if self._pace is not None:
             self._pace.verified(slots, trees, verified)
-        if not self._private:
+        if trees.drafted and not self._private:
             count(
                 self.tables.tally, trees.tokens, trees.parents, self._origins[slots], verified.path
             )

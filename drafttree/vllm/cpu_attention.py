@@ -108,6 +108,7 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse(self, (self.sliding_window != -1, f"sliding window ({self.sliding_window})"))
+        self._cache: torch.Tensor | None = None
 
     def forward(
         self,
@@ -137,7 +138,10 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
         if attn_metadata is None or attn_metadata.trees is None:
             return output
         assert attn_metadata.attend is not None
-        keys, values = kv_views(kv_cache)
+        if kv_cache is not self._cache:
+            # It stays the same one, and five views a layer would be a cost in every step.
+            self._cache, self._kv = kv_cache, kv_views(kv_cache)
+        keys, values = self._kv
         attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale)
         return output
 

@@ -203,8 +203,9 @@ class TreeModelRunner(GPUModelRunner):
             num_scheduled_tokens,
             rows=prepared[0],
         )
-        offsets = self._step.position_offsets
-        self.positions[: len(offsets)] += on_device(offsets, self.device)
+        if self._step.drafted:
+            offsets = self._step.position_offsets
+            self.positions[: len(offsets)] += on_device(offsets, self.device)
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +223,10 @@ class TreeModelRunner(GPUModelRunner):
 
     def _row_tokens(self, step: StepTrees) -> torch.Tensor:
         """The input tokens of the rows that have logits, `int32 [R]`."""
-        return self.input_ids.gpu[step.rows]
+        rows = len(step.rows)
+        # Where all of the batch's rows have logits they need no gathering.
+        every = rows == len(step.position_offsets)
+        return self.input_ids.gpu[:rows] if every else self.input_ids.gpu[step.rows]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""
@@ -301,6 +305,8 @@ class TreeModelRunner(GPUModelRunner):
         )
         # The scheduler counts drafts on the host, so here the host waits for the device.
         trees = self._propose(on_device(roots, self.device))
+        if not trees.drafted:
+            return [[] for _ in request_ids]
         known = torch.cat((trees.tokens, trees.parents, trees.num_nodes[:, None]), 1).cpu()
         tokens, parents = known[:, :-1].chunk(2, 1)
         num_nodes = known[:, -1]

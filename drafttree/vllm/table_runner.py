@@ -44,6 +44,7 @@ class TableRunner(TreeModelRunner):
             )
         self._drafter.allot(self.max_num_reqs, self.max_model_len)
         self._slots = RequestSlots(self.max_num_reqs)
+        self._of_batch: tuple[list[str], torch.Tensor] | None = None
         super()._set_up(method, options, logits_processors)
 
     def calibrate(self) -> None:
@@ -75,18 +76,24 @@ class TableRunner(TreeModelRunner):
         return self._drafter.acceptance()
 
     def _requests_ended(self, names: list[str]) -> None:
-        self._drafter.release(self._slots.free(names))
+        if names:
+            self._drafter.release(self._slots.free(names))
+            self._of_batch = None
 
     def _batch_slots(self) -> torch.Tensor:
         """The slots of the batch's requests, int64 `[B]`; those that are new begin."""
         batch = self.input_batch
+        if self._of_batch is not None and self._of_batch[0] == batch.req_ids:
+            return self._of_batch[1]
         slots, arrived, lost = self._slots.of(batch.req_ids)
         self._drafter.release(lost)
         for name in arrived:
             row = batch.req_id_to_index[name]
             text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
             self._drafter.start(slots[row], text)
-        return on_device(np.array(slots, np.int64), self.device)
+        tensor = on_device(np.array(slots, np.int64), self.device)
+        self._of_batch = list(batch.req_ids), tensor
+        return tensor
 
     def _verify(
         self, step: StepTrees, logits: torch.Tensor
@@ -94,17 +101,22 @@ class TableRunner(TreeModelRunner):
         tokens = self._row_tokens(step)
         drafts = step.trees(tokens)
         slots = self._batch_slots()
-        unfinished = on_device(
-            self.discard_request_mask.np[: len(slots)].astype(np.bool_), self.device
-        )
-        # The text of a prompt that is read in part goes beyond what was read.
-        before = drafts.before(self._drafter.before(slots).masked_fill(unfinished, NO_TOKEN))
-        target = self._observe(step, slots, tokens, step.by_row(before), logits)
+        roots_before = self._drafter.before(slots)
+        unfinished = self.discard_request_mask.np[: len(slots)].astype(np.bool_)
+        partly_read = on_device(unfinished, self.device) if unfinished.any() else None
+        if partly_read is not None:
+            # The text of a prompt that is read in part goes beyond what was read.
+            roots_before = roots_before.masked_fill(partly_read, NO_TOKEN)
+        before = step.by_row(drafts.before(roots_before))
+        target = self._observe(step, slots, tokens, before, logits)
         fixed = target if is_plain_greedy(self.input_batch.sampling_metadata) else None
         output, verified = sample_trees(self, step, drafts, logits, fixed)
-        # What is drawn for such a prompt is thrown away.
-        emitted = verified.emitted.masked_fill(unfinished[:, None], NO_TOKEN)
-        self._drafter.accepted(slots, drafts, replace(verified, emitted=emitted))
+        kept = verified
+        if partly_read is not None:
+            # What is drawn for such a prompt is thrown away.
+            emitted = verified.emitted.masked_fill(partly_read[:, None], NO_TOKEN)
+            kept = replace(verified, emitted=emitted)
+        self._drafter.accepted(slots, drafts, kept)
         return output, drafts, verified
 
     def _observe(
@@ -120,7 +132,7 @@ class TableRunner(TreeModelRunner):
             bound = np.array([name in self._grammar_bound for name in self.input_batch.req_ids])
             masked = on_device(bound[step.requests], self.device)
             tokens = tokens.masked_fill(masked, NO_TOKEN)
-        of_rows = slots[on_device(step.requests, self.device)]
+        of_rows = slots[on_device(step.requests, self.device)] if step.drafted else slots
         return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: torch.Tensor) -> DraftTree:

@@ -1,4 +1,4 @@
-// Appending to requests' texts, and indexing them by their n-grams, on a CPU.
+// Appending to requests' texts, indexing them by their n-grams, and reading them, on a CPU.
 
 #include <cstdint>
 
@@ -21,5 +21,13 @@ extern "C" void extend(int32_t* history, int64_t length, int32_t* lengths, int32
       ++end;
     }
     lengths[slot] = static_cast<int32_t>(end);
+  }
+}
+
+extern "C" void last_but_one(const int32_t* history, int64_t length, const int32_t* lengths,
+                             const int64_t* slots, int64_t requests, int32_t* tokens) {
+  for (int64_t request = 0; request < requests; ++request) {
+    const int64_t slot = slots[request], place = lengths[slot] - 2;
+    tokens[request] = place < 0 ? -1 : history[slot * length + place];
   }
 }

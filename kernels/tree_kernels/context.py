@@ -21,6 +21,7 @@ GRAMS = next_power_of_2(LONGEST + 1)
 """Lanes for n-grams of each length in a kernel; lane 0 is for none."""
 
 _EXTEND = NativeFunction("context.cpp", "extend", "pippipipi")
+_LAST_BUT_ONE = NativeFunction("context.cpp", "last_but_one", "pippip")
 _BLOCK = 512
 
 
@@ -251,3 +252,19 @@ def extend_contexts(contexts: Contexts, slots: Tensor, tokens: Tensor) -> None:
         *(index.data_ptr(), index.shape[1], slots.data_ptr(), len(slots)),
         *(tokens.data_ptr(), tokens.shape[1]),
     )
+
+
+def last_but_one(contexts: Contexts, slots: Tensor) -> Tensor:
+    """The token before each text's last, int32 `[B]`; -1 where there is none. slots: int64 [B]."""
+    history, lengths = contexts.history, contexts.lengths
+    read = _LAST_BUT_ONE.on(history)
+    if read is None:
+        places = lengths[slots].long() - 2
+        return history[slots, places.clamp(min=0)].masked_fill(places < 0, -1)
+    slots = slots.long().contiguous()
+    tokens = torch.empty(len(slots), dtype=torch.int32)
+    read(
+        *(history.data_ptr(), history.shape[1], lengths.data_ptr()),
+        *(slots.data_ptr(), len(slots), tokens.data_ptr()),
+    )
+    return tokens

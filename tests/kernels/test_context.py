@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import LONGEST, PlainText, cell
 from tree_kernels import context
-from tree_kernels.context import Contexts, copies, extend_contexts, ngram_cells
+from tree_kernels.context import (
+    Contexts,
+    copies,
+    extend_contexts,
+    last_but_one,
+    ngram_cells,
+)
 
 CPU = torch.device("cpu")
 
@@ -38,6 +44,8 @@ def check(contexts, plain):
         assert not contexts.history[slot, len(text.tokens) :].any()
         index = [text.index.get(place, -1) for place in range(text.cells)]
         assert contexts.index[slot].tolist() == index
+    before = [(-1, -1, *text.tokens)[-2] for text in plain]
+    assert last_but_one(contexts, torch.arange(len(plain))).tolist() == before
 
 
 @CASES

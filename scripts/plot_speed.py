@@ -1,0 +1,68 @@
+"""Draw how much faster than plain decoding a method was, by batch size.
+
+    python scripts/plot_speed.py results/vllm-cpu/float32-auto-batch-*.json \\
+        --plot results/recycling_speed.png
+
+Takes runs of `drafttree bench`: a line for each engine, method and number format, medians with all
+repetitions as points, prefill included. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def lines(runs: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """The runs by what was measured, then by batch size.
+
+    Raises:
+        ValueError: two runs are of the same batch size, all else alike.
+    """
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for run in runs:
+        options = ", ".join(f"{name} {value}" for name, value in run["options"].items())
+        words = (TITLES[run["engine"]], run["method"], options, run["dtype"], run["cpu"])
+        line = found.setdefault(", ".join(word for word in words if word), {})
+        if run["batch_size"] in line:
+            raise ValueError(f"two runs of batch size {run['batch_size']}: {' '.join(words)}")
+        line[run["batch_size"]] = run
+    return found
+
+
+def main(
+    runs: Annotated[list[Path], typer.Argument(help="JSON of `drafttree bench`.")],
+    plot: Annotated[Path, typer.Option(help="PNG.")],
+) -> None:
+    """Draw the runs."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    axes.axhline(1, color="grey", linewidth=0.8)
+    for title, line in lines([json.loads(file.read_text()) for file in runs]).items():
+        sizes = sorted(line)
+        (drawn,) = axes.plot(
+            sizes, [line[size]["speedup"] for size in sizes], marker="o", label=title
+        )
+        for size in sizes:
+            each = [repetition["speedup"] for repetition in line[size]["repetitions"]]
+            axes.plot([size] * len(each), each, "_", color=drawn.get_color())
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("tokens a second, times plain decoding's")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(plot, dpi=120)
+
+
+if __name__ == "__main__":
+    typer.run(main)
