@@ -37,11 +37,12 @@ def first_difference(
 def figures(
     repetitions: Sequence[Repetition], verdicts: Sequence[Verdict], chosen: Sequence[int]
 ) -> dict[str, Any]:
-    """The figures of the chosen prompts: counts of the first repetition, medians of the rates."""
+    """The figures of the chosen prompts: counts of the first repetition, medians of the rates
+    and of what each repetition gained."""
     first = repetitions[0]
     method, plain = Totals(first.method, chosen), Totals(first.plain, chosen)
-    rates: dict[str, float | None] = {
-        name: _median(rate(Totals(getattr(repetition, side), chosen)) for repetition in repetitions)
+    rates: dict[str, list[float | None]] = {
+        name: [rate(Totals(getattr(repetition, side), chosen)) for repetition in repetitions]
         for name, side, rate in (
             ("tokens_per_second", "method", Totals.tokens_per_second),
             ("baseline_tokens_per_second", "plain", Totals.tokens_per_second),
@@ -49,6 +50,11 @@ def figures(
             ("baseline_decode_tokens_per_second", "plain", Totals.decode_tokens_per_second),
         )
     }
+
+    def speedup(of: str) -> float | None:
+        """Both sides of a repetition saw the same machine, those of two may not have."""
+        return _median(map(_quotient, rates[of], rates[f"baseline_{of}"]))
+
     return {
         "prompts": len(chosen),
         "new_tokens": method.tokens,
@@ -57,11 +63,9 @@ def figures(
         "baseline_steps": plain.steps,
         "mean_accepted_tokens": _quotient(method.step_tokens, method.steps),
         "baseline_mean_accepted_tokens": _quotient(plain.step_tokens, plain.steps),
-        **rates,
-        "speedup": _quotient(rates["tokens_per_second"], rates["baseline_tokens_per_second"]),
-        "decode_speedup": _quotient(
-            rates["decode_tokens_per_second"], rates["baseline_decode_tokens_per_second"]
-        ),
+        **{name: _median(each) for name, each in rates.items()},
+        "speedup": speedup("tokens_per_second"),
+        "decode_speedup": speedup("decode_tokens_per_second"),
         "identical": sum(verdicts[i] == "identical" for i in chosen),
         "ties": sum(verdicts[i] == "tie" for i in chosen),
     }
