@@ -13,13 +13,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
+from drafttree.bench.engine_process import TITLES
 
 
 def lines(runs: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
@@ -44,6 +40,11 @@ def main(
     plot: Annotated[Path, typer.Option(help="PNG.")],
 ) -> None:
     """Draw the runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     axes.axhline(1, color="grey", linewidth=0.8)
     for title, line in lines([json.loads(file.read_text()) for file in runs]).items():

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import LONGEST, PlainText, cell
 from tree_kernels import context
-from tree_kernels.context import (
-    Contexts,
-    copies,
-    extend_contexts,
-    last_but_one,
-    ngram_cells,
-)
+from tree_kernels.context import Contexts, copies, extend_contexts, last_but_one, ngram_cells
 
 CPU = torch.device("cpu")
 
