@@ -140,7 +140,7 @@ class DraftModelRunner(TreeModelRunner):
             self._draft_model(input_ids=input_ids, positions=positions)
             rule = self.tree_drafter.verify_undrafted(roots, seeds, lengths)
             return DraftTree.of_roots(roots), rule
-        nodes = step.rows[step.node_rows()]
+        nodes = step.by_node(step.rows)
         width = nodes.shape[1]
         exists = torch.arange(width) < torch.from_numpy(step.sizes)[:, None]
         sampled = self._sampled(len(names))

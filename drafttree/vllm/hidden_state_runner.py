@@ -132,7 +132,7 @@ class HiddenStateRunner(TreeModelRunner):
         self, step: StepTrees, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> StepTrees:
         """Go on from the last hidden states, and build the step's trees."""
-        nodes = step.rows[step.node_rows()]
+        nodes = step.by_node(step.rows)
         sizes = torch.from_numpy(step.sizes)
         slots = self._batch_slots()
         most = self._drafter.max_depth
@@ -215,7 +215,7 @@ class HiddenStateRunner(TreeModelRunner):
         hidden, input_ids, positions = self._read
         batch = self.input_batch
         slots = self._batch_slots()
-        nodes = step.rows[step.node_rows()]
+        nodes = step.by_node(step.rows)
         path, emitted = verified.path.long(), verified.emitted
         here = path >= 0
         # A row and the one after it are neighbours, but for the accepted path.

@@ -93,7 +93,7 @@ def sample_trees(
         rule: chooses where the engine's sampler would draw, called by the sampler beside it.
     """
     if argmax is not None:
-        target = argmax[step.node_rows()] if step.drafted else argmax[:, None]
+        target = step.by_node(argmax)
         verified = verify_greedy(drafts, target, step.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(runner, step, logits, rule) as draw:

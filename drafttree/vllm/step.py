@@ -121,10 +121,12 @@ class StepTrees:
         """Whether any request has a draft in this step."""
         return self.parents.shape[1] > 1
 
-    def node_rows(self) -> torch.Tensor:
-        """`int64 [B, N]`: each node's row among the R; padding repeats the request's last."""
+    def by_node(self, values: torch.Tensor) -> torch.Tensor:
+        """What is known of the R rows, for the nodes: `[B, N]`; padding repeats the last one."""
+        if not self.drafted:
+            return values[:, None]
         nodes = np.minimum(np.arange(self.parents.shape[1]), self.sizes[:, None] - 1)
-        return on_device(self.starts[:, None] + nodes, self.rows.device)
+        return values[on_device(self.starts[:, None] + nodes, self.rows.device)]
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
         """What is known of the nodes, `int32 [B, N]`, for the R rows."""
@@ -141,7 +143,7 @@ class StepTrees:
             return DraftTree.of_roots(tokens.to(torch.int32))
         device = self.rows.device
         padding = np.arange(self.parents.shape[1]) >= self.sizes[:, None]
-        rows = tokens[self.node_rows()].to(torch.int32)
+        rows = self.by_node(tokens).to(torch.int32)
         return DraftTree(
             tokens=rows.masked_fill(on_device(padding, device), NO_TOKEN),
             parents=on_device(self.parents, device),
