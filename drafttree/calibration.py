@@ -14,19 +14,24 @@ Forwards = Callable[[int, int, int, bool, int], list[float]]
 """A host's `(requests, tokens of each, their context, tree, repeat) -> seconds of each forward`."""
 
 
-def calibrate(
-    drafter: Drafter, forwards: Forwards, most: int, room: int, logger: logging.Logger
-) -> None:
-    """Let the drafter time forwards of one request.
+def of_one_request(forwards: Forwards, room: int) -> Callable[[int], float]:
+    """Seconds of forwards of so many tokens of one request.
 
     Args:
-        most: the most tokens that a step may verify.
-        room: the most that the host's cache holds of a request.
+        room: the most tokens that the host's cache holds of a request.
     """
+    return lambda tokens: forwards(1, tokens, min(_CONTEXT, room - tokens), tokens > 1, 1)[0]
 
-    def forward(tokens: int) -> float:
-        return forwards(1, tokens, min(_CONTEXT, room - tokens), tokens > 1, 1)[0]
 
+def calibrate(
+    drafter: Drafter, forward: Callable[[int], float], most: int, logger: logging.Logger
+) -> None:
+    """Let the drafter time forwards.
+
+    Args:
+        forward: seconds of one of so many tokens.
+        most: the most tokens that a step may verify.
+    """
     try:
         if most >= 1:
             drafter.calibrate(forward, most)

@@ -76,10 +76,10 @@ class Drafter(Protocol):
         tokens; once, before all else."""
 
     def calibrate(self, forward: Callable[[int], float], most: int) -> None:
-        """Hear what the target's forwards cost, before the first request; on a CPU only.
+        """Hear what the target's forwards cost, before the first request.
 
         Args:
-            forward: runs one of so many tokens of one request; its seconds.
+            forward: runs one of so many tokens; its seconds.
             most: the most tokens that there is room for.
         """
 
@@ -94,7 +94,8 @@ class Drafter(Protocol):
         """The token before each text's last, `int32 [B]`; -1 where it is not known."""
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
-        """Draft one tree under each of `roots` (`int32 [B]`, the texts' last tokens)."""
+        """Draft one tree under each of `roots` (`int32 [B]`, the texts' last tokens; -1 for none,
+        but not -1 alone)."""
 
     def observe(
         self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor

@@ -67,8 +67,14 @@ def verify_greedy(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Ver
     return Verified(path, emitted, num_emitted)
 
 
-def verify_sampled(trees: DraftTree, draw: Draw, max_depth: int) -> Verified:
-    """Verify by drawing level by level, one draw for each emitted token and no more."""
+def verify_sampled(
+    trees: DraftTree, draw: Draw, max_depth: int, *, watched: bool = False
+) -> Verified:
+    """Verify by drawing level by level, one draw for each emitted token and no more.
+
+    Args:
+        watched: `draw` waits for the device at each level, so it costs nothing to stop early.
+    """
     batch = trees.tokens.shape[0]
     device = trees.tokens.device
     node = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -85,6 +91,6 @@ def verify_sampled(trees: DraftTree, draw: Draw, max_depth: int) -> Verified:
         alive = node >= 0
         node = node.clamp(min=0)
         # Looking at the result would stall a GPU; on a CPU it saves the draws of the levels left.
-        if device.type == "cpu" and not bool(alive.any()):
+        if (watched or device.type == "cpu") and not bool(alive.any()):
             break
     return Verified(path, emitted, (emitted >= 0).sum(1, dtype=torch.int32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tree_kernels.context import LONGEST, Contexts, extend_contexts, last_but_one
 from tree_kernels.growth import Grown, columns_of, grow
@@ -17,6 +18,7 @@ from tree_kernels.selection import best_nodes
 from tree_kernels.tally import count
 
 from drafttree.drafter import DraftTree
+from drafttree.transfer import on_device
 from drafttree.verify import Verified
 from recycle_plugin.acceptance import by_source
 from recycle_plugin.pace import Pace, ladder_to, measured_costs
@@ -85,8 +87,8 @@ class GrownDrafter:
     def calibrate(self, forward: Callable[[int], float], most: int) -> None:
         """With `auto`, time forwards of up to `most` tokens, and plan by them from now on."""
         if self._auto:
-            costs = measured_costs(forward, min(most, self._nodes + 1))
-            self._pace = Pace(Planner(ladder_to(self._nodes), costs))
+            ladder = ladder_to(self._nodes, self.tables.matrix.device)
+            self._pace = Pace(Planner(ladder, measured_costs(forward, most)))
 
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request begins, or begins anew, with the tokens that are known of it."""
@@ -95,8 +97,8 @@ class GrownDrafter:
         self.tables.begin(slot)
         device = self.tables.matrix.device
         self._contexts.clear(slot)
-        tokens = torch.as_tensor(text, dtype=torch.int32, device=device)
-        self.extend(torch.tensor([slot], device=device), tokens[None])
+        tokens = on_device(np.array(text, np.int32)[None], device)
+        self.extend(on_device(np.array([slot]), device), tokens)
 
     def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Tokens `int32 [B, E]` came after the requests' texts; -1 for none."""
@@ -112,9 +114,6 @@ class GrownDrafter:
         pace, nodes = self._pace, self._nodes
         if self._auto and pace is None and roots.device.type == "cpu":
             nodes = min(nodes, UNTIMED_NODES)
-        if pace is not None and not (roots.numpy() >= 0).any():
-            pace.interrupted()  # prompts alone are read
-            return DraftTree.of_roots(roots)
         if pace is not None and pace.rests(slots):
             return DraftTree.of_roots(roots)
         grown = self._grow(slots, roots)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+from dense_attention import dense
 from kernel_cases import VOCAB, Case, Work, budget_tree, grid, int32, parents_of
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 from tree_kernels import (
     cpu_attention,
     full_mask,
@@ -114,30 +112,6 @@ def _reject(requests: int, vocab: int, children: int) -> Work:
     )
 
 
-def _dense(
-    requests: int, nodes: int, context: int, heads: tuple[int, int], size: int, dtype: torch.dtype
-) -> dict[str, Callable[[], object]]:
-    """The same attention of PyTorch, over keys and values that lie side by side."""
-    query_heads, kv_heads = heads
-    group, length = query_heads // kv_heads, context + nodes
-    query = torch.randn(requests, query_heads, nodes, size, dtype=dtype)
-    keys, values = torch.randn(2, requests, kv_heads, length, size, dtype=dtype).unbind()
-    # The query heads of a group become rows, so that KV is read once.
-    folded = query.view(requests, kv_heads, group * nodes, size)
-    sees = torch.ones(nodes, length, dtype=torch.bool)
-    sees[:, context:] = mask.tree_mask(*parents_of(budget_tree(nodes), 1))[0]
-    sees = sees.repeat(group, 1)
-    causal: Any = causal_lower_right(nodes, length)
-    return {
-        "dense sdpa with a mask": lambda: F.scaled_dot_product_attention(
-            folded, keys, values, sees
-        ),
-        "dense sdpa, causal": lambda: F.scaled_dot_product_attention(
-            query, keys, values, causal, enable_gqa=True
-        ),
-    }
-
-
 def _paged(requests: int, length: int, page: int) -> tuple[Tensor, int]:
     """Scattered pages int32 `[B, P]`, and how many there are."""
     pages = -(-length // page)
@@ -167,7 +141,7 @@ def _attention(
         lambda: (tree_attention.tree_attention(*given, scale, nodes),),
         reference,
         kv + 2 * query.nbytes + table.nbytes + masks.nbytes,
-        _dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
+        dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
     )
 
 
@@ -202,7 +176,7 @@ def _cpu_attention(
         attended(True),
         attended(False),
         kv + 2 * query.nbytes + blocks.nbytes + trees.masks.nbytes,
-        _dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
+        dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
     )
 
 

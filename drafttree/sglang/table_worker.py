@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from drafttree.calibration import calibrate
+from drafttree.calibration import calibrate, of_one_request
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
 from drafttree.sglang.forward import forward_seconds
@@ -60,9 +60,8 @@ class TableWorker(TreeWorker):
 
         calibrate(
             self.drafter,
-            lambda *shape: forward_seconds(self._runner, *shape),
+            of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room),
             min(room, self._options.num_nodes + 1),
-            room,
             logger,
         )
 
@@ -119,8 +118,10 @@ class TableWorker(TreeWorker):
 
     def _propose(self, batch: Any) -> DraftTree:
         slots = batch.req_pool_indices
-        roots = self._states.roots[slots]
-        trees = self.drafter.propose(slots, roots.masked_fill(~self._states.drafting[slots], -1))
+        roots, drafting = self._states.roots[slots], self._states.drafting[slots]
+        if self._device.type == "cpu" and not drafting.any():
+            return DraftTree.of_roots(roots)
+        trees = self.drafter.propose(slots, roots.masked_fill(~drafting, -1))
         trees.tokens[:, 0] = roots
         return trees
 

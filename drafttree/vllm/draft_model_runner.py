@@ -31,7 +31,7 @@ from drafttree.verify import Verified
 from drafttree.vllm.rule_sampler import RuleSampler
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepMasks, StepTrees
+from drafttree.vllm.step import NO_TOKEN, IntArray, StepMasks, StepTrees
 
 PREFIX = "draft_model"
 """Of the draft model's layers in the engine's list of all layers."""
@@ -97,11 +97,11 @@ class DraftModelRunner(TreeModelRunner):
                     "together: use another draft model"
                 )
 
-    def _propose(self, roots: torch.Tensor) -> DraftTree:
+    def _propose(self, roots: IntArray) -> DraftTree:
         """Columns of a tree, by which the scheduler grants slots; it is drawn in the next step."""
         parents = torch.tensor(self.tree_drafter.columns, dtype=torch.int32)
         trees = parents.expand(len(roots), -1)
-        sizes = torch.full_like(roots, trees.shape[1])
+        sizes = torch.full((len(roots),), trees.shape[1], dtype=torch.int32)
         return DraftTree(torch.full_like(trees, PLACEHOLDER), trees.contiguous(), sizes)
 
     # One step: the engine calls these in this order.

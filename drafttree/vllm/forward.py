@@ -56,6 +56,22 @@ def forward_seconds(
     return seconds
 
 
+def step_seconds(runner: Any, tokens: int) -> float:
+    """Time one forward as the engine runs it in a step of so many tokens, logits included: from a
+    captured graph, where it has one. Whole trees are taken for such."""
+    with torch.inference_mode():
+        torch.accelerator.synchronize(runner.device)
+        started = perf_counter()
+        hidden, _ = runner._dummy_run(
+            tokens,
+            force_attention=True,
+            uniform_decode=tokens % runner.uniform_decode_query_len == 0,
+        )
+        runner.model.compute_logits(hidden[:tokens])
+        torch.accelerator.synchronize(runner.device)
+        return perf_counter() - started
+
+
 def _attention_metadata(
     runner: Any, requests: int, tokens: int, positions: torch.Tensor, tree: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -30,7 +30,7 @@ from drafttree.verify import Verified
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepMasks, StepTrees
+from drafttree.vllm.step import NO_TOKEN, IntArray, StepMasks, StepTrees
 
 LAYER = "draft_layer.0.attn"
 """The layer's name in the engine's list of all layers."""
@@ -92,7 +92,7 @@ class HiddenStateRunner(TreeModelRunner):
         slots, _, _ = self._slots.of(self.input_batch.req_ids)
         return torch.tensor(slots)
 
-    def _propose(self, roots: torch.Tensor) -> DraftTree:
+    def _propose(self, roots: IntArray) -> DraftTree:
         """Columns by which the scheduler grants slots; the tree is built in the next step."""
         sizes = 1 + self._drafter.most_nodes(self._batch_slots())
         tokens = torch.full((len(roots), int(sizes.max())), PLACEHOLDER, dtype=torch.int32)

@@ -105,9 +105,13 @@ def _wrap_create_speculative_config() -> None:
         # A plain attribute travels with the configuration to the engine's other processes.
         object.__setattr__(config, "drafttree", (method.name, options))
         target_parallel_config.worker_cls = worker
-        if worker == WORKERS["cuda"] and self.attention_config.backend is None:
-            # Read after this; whoever makes a second configuration of these arguments finds it.
-            self.attention_backend = TRITON
+        if worker == WORKERS["cuda"]:
+            from drafttree.vllm.graphs import capture_whole_trees
+
+            capture_whole_trees(self, config, nodes)
+            if self.attention_config.backend is None:
+                # Read after this; whoever makes a second configuration of these arguments finds it.
+                self.attention_backend = TRITON
         return config
 
     setattr(create_speculative_config, MARK, True)

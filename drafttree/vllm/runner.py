@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from tree_kernels.kv_move import KvMover
-from tree_kernels.mask import depths
 from vllm.logger import init_logger
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
+from drafttree.transfer import on_device
 from drafttree.verify import Verified
 from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder
+from drafttree.vllm.coming_trees import ComingTrees
 from drafttree.vllm.sampling import build_logits_processors
-from drafttree.vllm.step import NO_TOKEN, StepMasks, StepTrees, StoredTree, on_device
+from drafttree.vllm.step import NO_TOKEN, IntArray, StepMasks, StepTrees, StoredTree
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,6 +84,7 @@ class TreeModelRunner(GPUModelRunner):
         self.counters = Counters(self.device)
         self._stored: dict[str, StoredTree] = {}
         self._step: StepTrees | None = None
+        self._coming: ComingTrees | None = None
         self._drafts_off: set[str] = set()
         self._grammar_bound: set[str] = set()
 
@@ -293,7 +295,7 @@ class TreeModelRunner(GPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Draft the next step's trees; their nodes breadth-first, the root left out."""
+        """Draft the next step's trees; `take_draft_token_ids` has them."""
         request_ids = self.input_batch.req_ids
         undrafted = self._drafts_off | self._grammar_bound
         roots = np.array(
@@ -303,31 +305,30 @@ class TreeModelRunner(GPUModelRunner):
             ],
             np.int32,
         )
-        # The scheduler counts drafts on the host, so here the host waits for the device.
-        trees = self._propose(on_device(roots, self.device))
-        if not trees.drafted:
-            return [[] for _ in request_ids]
-        known = torch.cat((trees.tokens, trees.parents, trees.num_nodes[:, None]), 1).cpu()
-        tokens, parents = known[:, :-1].chunk(2, 1)
-        num_nodes = known[:, -1]
-        depth = depths(parents.contiguous(), num_nodes.contiguous()).numpy()
-        # A running request must never wait because others draft: each gets its share at most.
-        # While more may join, a quarter of the budget is left for their prompts.
-        budget = self._token_budget
-        if len(request_ids) < self.max_num_reqs:
-            budget -= budget // 4
-        share = max(budget // len(request_ids), 1)
-        drafts: list[list[int]] = []
-        for row, request_id in enumerate(request_ids):
-            size = min(int(num_nodes[row]), share) if roots[row] >= 0 else 0
-            # Nodes that could only emit tokens beyond the request's end are not worth verifying.
-            size = int((depth[row, :size] < self._tokens_left(request_id)).sum())
-            self._stored[request_id] = StoredTree(parents[row, :size].numpy(), depth[row, :size])
-            drafts.append(tokens[row, 1:size].tolist())
-        return drafts
+        trees = self._propose(roots)
+        if trees.drafted:
+            self._coming = ComingTrees.of(request_ids, roots >= 0, trees)
+        return [[] for _ in request_ids]
 
-    def _propose(self, roots: torch.Tensor) -> DraftTree:
-        """The next step's trees under `roots`, `int32 [B]`, before any is cut."""
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Hand the trees to the scheduler, which counts drafts on the host: here it waits for the
+        device, and not before."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            # A running request must never wait because others draft: each gets its share at most.
+            # While more may join, a quarter of the budget is left for their prompts.
+            budget = self._token_budget
+            if len(coming.request_ids) < self.max_num_reqs:
+                budget -= budget // 4
+            share = max(budget // len(coming.request_ids), 1)
+            left = np.array([*map(self._tokens_left, coming.request_ids)], np.int32)
+            self._draft_token_ids, trees = coming.cut(share, left)
+            self._stored.update(zip(coming.request_ids, trees, strict=True))
+        taken: DraftTokenIds | None = super().take_draft_token_ids()
+        return taken
+
+    def _propose(self, roots: IntArray) -> DraftTree:
+        """The next step's trees under `roots`, `int32 [B]`, before any is cut; -1 for none."""
         raise NotImplementedError
 
     def _tokens_left(self, request_id: str) -> int:

@@ -25,8 +25,8 @@ from vllm.v1.sample.logits_processor import (
 )
 
 from drafttree.drafter import DraftTree, Rule
+from drafttree.transfer import on_device
 from drafttree.verify import Verified, verify_greedy, verify_sampled
-from drafttree.vllm.step import on_device
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,6 +77,20 @@ def _is_active(processor: Any) -> bool:
     return type(processor) is not MinPLogitsProcessor
 
 
+def _follows_texts(metadata: SamplingMetadata) -> bool:
+    """Whether what is drawn at a level depends, on the host, on what was drawn above it."""
+    return bool(
+        metadata.generators
+        or not metadata.no_penalties
+        or metadata.bad_words_token_ids
+        or _thinking_budgets(metadata)
+        or any(
+            _is_active(each) and type(each) is not LogitBiasLogitsProcessor
+            for each in metadata.logitsprocs.all
+        )
+    )
+
+
 def sample_trees(
     runner: TreeModelRunner,
     step: StepTrees,
@@ -97,13 +111,18 @@ def sample_trees(
         verified = verify_greedy(drafts, target, step.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(runner, step, logits, rule) as draw:
-        verified = verify_sampled(drafts, draw, step.max_depth)
+        verified = verify_sampled(drafts, draw, step.max_depth, watched=draw.follows)
     emitted = verified.emitted[:, : draw.levels]
     return SamplerOutput(emitted, logprobs_tensors=draw.logprobs()), verified
 
 
 class _Draw:
-    """Draws one level after the other; `verify.Draw` says what it must give."""
+    """Draws one level after the other; `verify.Draw` says what it must give.
+
+    Attributes:
+        levels: drawn so far.
+        follows: whether the host must know of each level before the next is drawn.
+    """
 
     def __init__(
         self,
@@ -121,6 +140,7 @@ class _Draw:
         self._starts = on_device(step.starts, logits.device)
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
         self._budgets = _thinking_budgets(self._metadata)
+        self.follows = _follows_texts(self._metadata)
         self._last: list[int] = []
         self._logprobs: list[LogprobsTensors] = []
 
@@ -145,22 +165,17 @@ class _Draw:
             draw._show_budgets(draw._budgets)
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        active: list[bool] = alive.tolist()
-        if self.levels:
-            self._go_down(active)
-        # Whoever has left its tree must not be counted again.
-        self._show_budgets({row: each for row, each in self._budgets.items() if active[row]})
-        metadata = replace(
-            self._metadata,
-            # Only rejection sampling looks for the whole drafts.
-            spec_token_ids=[],
+        # Only rejection sampling looks for the whole drafts.
+        metadata = replace(self._metadata, spec_token_ids=[])
+        if self.follows:
+            active: list[bool] = alive.tolist()
+            if self.levels:
+                self._go_down(active)
+            # Whoever has left its tree must not be counted again.
+            self._show_budgets({row: each for row, each in self._budgets.items() if active[row]})
             # A generator moves on by one draw for each token that its request emits, no more.
-            generators={
-                row: generator
-                for row, generator in self._metadata.generators.items()
-                if active[row]
-            },
-        )
+            generators = self._metadata.generators.items()
+            metadata.generators = {row: each for row, each in generators if active[row]}
         whole = len(self._logits) == len(node)
         logits = self._logits if whole else self._logits[self._starts + node]
         if self._rule is not None:
@@ -170,7 +185,8 @@ class _Draw:
         if sampled.logprobs_tensors is not None:
             self._logprobs.append(sampled.logprobs_tensors)
         tokens = sampled.sampled_token_ids.view(-1)
-        self._last = tokens.tolist()
+        if self.follows:
+            self._last = tokens.tolist()
         self.levels += 1
         return tokens
 

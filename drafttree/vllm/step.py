@@ -11,6 +11,7 @@ import torch
 from tree_kernels.mask import tree_mask
 
 from drafttree.drafter import DraftTree
+from drafttree.transfer import on_device
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -29,15 +30,6 @@ class StoredTree:
 
 
 NO_TOKEN = -1
-
-
-def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A tensor of what the host knows; the host does not wait for the copy."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
-
 
 ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
 

@@ -11,16 +11,17 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
-from drafttree.calibration import calibrate
+from drafttree.calibration import calibrate, of_one_request
 from drafttree.drafter import Drafter, DraftTree
 from drafttree.method import Method
+from drafttree.transfer import on_device
 from drafttree.verify import Verified
-from drafttree.vllm.forward import forward_seconds
+from drafttree.vllm.forward import forward_seconds, step_seconds
 from drafttree.vllm.ranks import Follower, drafts_here, shared
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepTrees, on_device
+from drafttree.vllm.step import NO_TOKEN, IntArray, StepTrees
 
 # Below vLLM's own logger, or nothing would print it.
 logger = init_logger(f"vllm.{__name__}")
@@ -51,15 +52,17 @@ class TableRunner(TreeModelRunner):
         """Let the drafter time forwards of the model as it will run; its cache is empty still."""
         if self.parallel_config.tensor_parallel_size > 1:
             return  # one rank's forwards would wait for the others
+        if self.device.type != "cpu":
+            most = min(self._token_budget, self.max_num_reqs * (1 + self.num_spec_tokens))
+            calibrate(self._drafter, lambda tokens: step_seconds(self, tokens), most, logger)
+            return
         spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         # The engine keeps a block for itself.
         room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
-
         calibrate(
             self._drafter,
-            lambda *shape: forward_seconds(self, *shape),
+            of_one_request(lambda *shape: forward_seconds(self, *shape), room),
             min(room, self._token_budget, self.num_spec_tokens + 1),
-            room,
             logger,
         )
 
@@ -135,6 +138,8 @@ class TableRunner(TreeModelRunner):
         of_rows = slots[on_device(step.requests, self.device)] if step.drafted else slots
         return self._drafter.observe(of_rows, tokens, before, logits)
 
-    def _propose(self, roots: torch.Tensor) -> DraftTree:
-        trees = self._drafter.propose(self._batch_slots(), roots)
+    def _propose(self, roots: IntArray) -> DraftTree:
+        if (roots < 0).all():
+            return DraftTree.of_roots(on_device(roots, self.device))
+        trees = self._drafter.propose(self._batch_slots(), on_device(roots, self.device))
         return shared(trees, self.num_spec_tokens)

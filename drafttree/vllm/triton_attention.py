@@ -23,8 +23,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from drafttree.transfer import on_device
 from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder, refuse
-from drafttree.vllm.step import on_device
 
 _WORD = 32
 

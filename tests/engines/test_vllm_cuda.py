@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import no_waiting
 import pytest
 import torch
 from vllm_runs import Answer, Case, run_vllm
@@ -33,3 +34,20 @@ def test_greedy_tokens_equal_plain_decoding(
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
+
+
+def test_nothing_of_ours_waits_for_the_device(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    draw = random.Random(4)
+    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(8)]
+    drawn = {**GREEDY, "temperature": 0.8, "top_p": 0.9}
+    answers, _ = run_vllm(
+        tiny_llama,
+        [Case(prompts, GREEDY), Case(prompts, drawn)],
+        speculative={"method": "token_recycling"},
+        environment=no_waiting.ENVIRONMENT,
+        **ENGINE,
+    )
+    for answer in answers:
+        proves_drafting(answer)

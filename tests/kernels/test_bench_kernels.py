@@ -11,6 +11,7 @@ import pytest
 import torch
 import typer
 from click.testing import Result
+from dense_attention import dense
 from tree_kernels._native import compiler
 from typer.testing import CliRunner
 
@@ -22,6 +23,13 @@ def bench(*options: str, device: str = "cpu") -> Result:
     app.command()(bench_kernels.main)
     arguments = ["--quick", "--device", device, *options]
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "500"})
+
+
+def test_flash_beside_the_tree_is_attention_with_a_mask() -> None:
+    peers = dense(2, 9, 40, (4, 2), 16, torch.float32)
+    masked = peers["dense sdpa with a mask"]()
+    beside = peers["dense flash, the tree beside it"]()
+    torch.testing.assert_close(beside, masked)
 
 
 @native

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from drafttree.drafter import DraftTree
+from drafttree.transfer import Coming
 from drafttree.verify import Verified
 from recycle_plugin.costs import Costs
 from recycle_plugin.pace import Pace, ladder_to, measured_costs
@@ -160,6 +162,27 @@ def test_costs_are_measured_up_to_the_largest_step() -> None:
 
 
 def test_the_ladder_ends_with_the_most_nodes() -> None:
-    assert ladder_to(80)[-2:] == (63, 80)
-    assert ladder_to(10) == (0, 3, 7, 10)
-    assert ladder_to(1) == (0, 1)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert ladder_to(80, cpu)[-2:] == (63, 80)
+    assert ladder_to(10, cpu) == (0, 3, 7, 10)
+    assert ladder_to(1, cpu) == (0, 1)
+    assert ladder_to(80, cuda) == (0, 7, 15, 31, 80)
+    assert ladder_to(20, cuda) == (0, 7, 15, 20)
+
+
+def test_scores_that_a_device_is_still_at_are_looked_at_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def still_coming(tensor: torch.Tensor) -> Coming:
+        return Coming(tensor, torch.Event("cpu"))
+
+    monkeypatch.setattr(Coming, "of", still_coming)
+    monkeypatch.setattr(Coming, "wait", lambda coming: coming.values)
+    steps = Steps()
+    steps.propose(4, 2)
+    first = steps.planner.gains[0]
+    better = torch.tensor([[1.0, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]])
+    steps.pace.choose(torch.tensor([4]), better)
+    assert steps.planner.gains[1] == first
+    steps.pace.choose(torch.tensor([4]), better)
+    assert steps.planner.gains[2] == pytest.approx([1.0, 3.7, 6.4])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lyanna_states
+import no_waiting
 import triton_on_cpu
 from rsd_fault import leave_the_residual
 
@@ -230,6 +231,8 @@ if __name__ == "__main__":
         lyanna_states.keep_logits(file)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.serve_so()
+    if os.environ.get(no_waiting.VARIABLE):
+        no_waiting.forbid_waiting()
     if faulty == "residual":
         leave_the_residual()
     elif faulty:

@@ -1,0 +1,73 @@
+"""Take code for other GPUs out of a library, so that it packs small.
+
+A CUDA library holds fat binaries: containers of entries, each machine code (a cubin) or PTX for one
+architecture, of which the driver picks the one that fits. What it does not pick may as well be
+zeros, which take no room once compressed; nothing moves.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_CONTAINER = struct.Struct("<IHHQ")
+_MAGIC = 0xBA55ED50
+_ENTRY = struct.Struct("<HHIQ")
+_ARCHITECTURE = 28
+"""Where in an entry's header its architecture stands, 90 for Hopper."""
+_CUBIN = 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry's code.
+
+    Attributes:
+        code: its place in the file.
+        cubin: whether it is machine code.
+    """
+
+    code: slice
+    architecture: int
+    cubin: bool
+
+
+def containers(library: bytes | bytearray) -> Iterator[list[Entry]]:
+    """The entries of each fat binary in a library."""
+    at = -1
+    while (at := library.find(_MAGIC.to_bytes(4, "little"), at + 1)) >= 0:
+        if at + _CONTAINER.size > len(library):
+            return
+        _, version, header, size = _CONTAINER.unpack_from(library, at)
+        if version != 1 or header != _CONTAINER.size or at + header + size > len(library):
+            continue  # four bytes that look like one
+        entries = []
+        place, end = at + header, at + header + size
+        while place + _ENTRY.size <= end:
+            kind, _, entry_header, entry_size = _ENTRY.unpack_from(library, place)
+            if kind not in (1, _CUBIN) or place + entry_header + entry_size > end:
+                break
+            (architecture,) = struct.unpack_from("<I", library, place + _ARCHITECTURE)
+            code = slice(place + entry_header, place + entry_header + entry_size)
+            entries.append(Entry(code, architecture, kind == _CUBIN))
+            place = code.stop
+        yield entries
+
+
+def keep_architecture(library: bytes, architecture: int) -> bytes:
+    """Blank the code that a GPU of this architecture does not run.
+
+    A container without machine code for it keeps the newest PTX that it can be made from.
+    """
+    slimmed = bytearray(library)
+    for entries in containers(library):
+        kept = [each for each in entries if each.cubin and each.architecture == architecture]
+        if not kept:
+            sources = [each for each in entries if not each.cubin]
+            fitting = [each for each in sources if each.architecture <= architecture]
+            kept = sorted(fitting, key=lambda each: each.architecture)[-1:]
+        for each in entries:
+            if each not in kept:
+                slimmed[each.code] = bytes(each.code.stop - each.code.start)
+    return bytes(slimmed)

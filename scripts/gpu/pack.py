@@ -1,0 +1,115 @@
+"""Pack an engine for a GPU machine that reaches no package index.
+
+    python scripts/gpu/pack.py vllm PACK
+
+PACK gets the engine and what it needs beside the torch, Triton and transformers of that machine,
+in pieces small enough to be carried one by one; `unpack.sh` puts them together there. Of the
+engine's wheel only what serves a dense model is taken (`vllm.toml` says what, and for what
+versions), and of its CUDA code what one architecture runs. With `--cpu` the engine's CPU build
+takes the place of the CUDA one: it shows on any machine whether what was left out is missed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from fatbin import keep_architecture
+from rich import print as show
+
+from drafttree.cache import cache_root
+
+MIB = 1 << 20
+PLATFORM = "manylinux_2_28_x86_64"
+
+
+def download(wheel: str, python: str) -> Path:
+    """Fetch a wheel without what it needs, or take the one that was fetched before."""
+    folder = cache_root() / "gpu" / wheel
+    found = list(folder.glob("*.whl")) if folder.is_dir() else []
+    if not found:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", wheel]
+        only = ["--only-binary=:all:", "--python-version", python, "--platform", PLATFORM]
+        subprocess.run([*pip, *only, "--dest", str(folder)], check=True)
+        found = list(folder.glob("*.whl"))
+    return found[0]
+
+
+def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architecture: int) -> None:
+    """Unpack what matches `take` and not `leave`; libraries for one architecture alone."""
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.infolist():
+            name = member.filename
+            matches = [[fnmatch(name, each) for each in patterns] for patterns in (take, leave)]
+            if member.is_dir() or not any(matches[0]) or any(matches[1]):
+                continue
+            content = archive.read(member)
+            if ".so" in name:
+                content = keep_architecture(content, architecture)
+            target = site / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+
+
+def install(requirements: list[str], python: str, site: Path) -> None:
+    """Install exactly these, for the machine that they will run on."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+    only = ["--only-binary=:all:", "--python-version", python, "--platform", PLATFORM]
+    subprocess.run([*pip, *only, "--target", str(site), *requirements], check=True)
+
+
+def split(archive: Path, size: int) -> list[Path]:
+    """Cut a file into numbered pieces of at most `size` bytes, and remove it."""
+    pieces = []
+    with archive.open("rb") as whole:
+        while part := whole.read(size):
+            piece = archive.with_name(f"{archive.name}.{len(pieces):02}")
+            piece.write_bytes(part)
+            pieces.append(piece)
+    archive.unlink()
+    return pieces
+
+
+def main(
+    engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
+    pack: Annotated[Path, typer.Argument(help="The folder for the pieces.")],
+    python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
+    architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,
+    piece: Annotated[int, typer.Option(help="MiB of a piece, at most.")] = 40,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Take the engine's CPU build.")] = False,
+) -> None:
+    """Pack an engine for a GPU machine that reaches no package index."""
+    recipe_file = Path(__file__).with_name(f"{engine}.toml")
+    if not recipe_file.is_file():
+        raise typer.BadParameter(f"engine={engine!r}: there is no {recipe_file.name}")
+    recipe: dict[str, Any] = tomllib.loads(recipe_file.read_text())
+    wheels = recipe["cpu"] if cpu else recipe["cuda"]
+    site = pack / "site"
+    shutil.rmtree(pack, ignore_errors=True)
+    site.mkdir(parents=True)
+    for wheel in wheels:
+        file = download(wheel["wheel"], python)
+        unzip(file, wheel["take"], wheel.get("leave", []), site, architecture)
+    install(recipe["requirements"], python, site)
+    for name, text in recipe.get("stubs", {}).items():
+        target = site / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    archive = pack / f"{engine}.tar.xz"
+    with tarfile.open(archive, "w:xz", preset=6) as tar:
+        tar.add(site, "site")
+    shutil.rmtree(site)
+    for part in split(archive, piece * MIB):
+        show(f"{part}: {part.stat().st_size / MIB:.1f} MiB")
+
+
+if __name__ == "__main__":
+    typer.run(main)

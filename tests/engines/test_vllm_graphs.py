@@ -1,0 +1,53 @@
+"""On a GPU, vLLM is configured to run whole trees as graphs; nothing else of it changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import configured_for_cuda
+from vllm_runs import ENVIRONMENT
+
+OURS = {"method": "token_recycling", "prime": False}
+
+
+def configured(*arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, str(configured_for_cuda.__file__), json.dumps(arguments)],
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"mode"')]
+
+
+def test_whole_trees_are_captured(tiny_llama: Path) -> None:
+    model = {"model": str(tiny_llama), "max_model_len": 512}
+    few = {"nodes": 15}
+    trees, small, cramped, sized, off, plain = configured(
+        {**model, "speculative_config": OURS},
+        {**model, "speculative_config": OURS | few},
+        {**model, "speculative_config": OURS, "max_num_batched_tokens": 512},
+        {**model, "speculative_config": OURS | few, "cudagraph_capture_sizes": [16, 320]},
+        {**model, "speculative_config": OURS, "compilation_config": {"cudagraph_mode": "NONE"}},
+        model,
+    )
+    assert trees == {
+        "mode": "FULL_AND_PIECEWISE",
+        "sizes": [81 * requests for requests in range(1, 17)],
+        "backend": "TRITON_ATTN",
+        "worker": "drafttree.vllm.gpu_worker.TreeGPUWorker",
+    }
+    assert small["sizes"] == [16 * requests for requests in (*range(1, 17), 24, 32)]
+    assert cramped["sizes"] == [81 * requests for requests in range(1, 7)]
+    assert sized["sizes"] == [16, 320]
+    assert off["mode"] == "NONE"
+    assert plain["backend"] is None
+    assert plain["sizes"][:3] == [1, 2, 4]
+    assert not plain["worker"].startswith("drafttree")

@@ -1,0 +1,40 @@
+"""Fails an engine on a GPU whose host waits for the device in a place of ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VARIABLE = "TESTS_NO_WAITING"
+
+ENVIRONMENT = {VARIABLE: "1"}
+
+
+def forbid_waiting() -> None:
+    """Let what our runner adds to a step fail where it waits."""
+    from drafttree.vllm.table_runner import TableRunner
+    from drafttree.vllm.triton_attention import TritonTreeMetadataBuilder
+
+    for holder, names in (
+        (TableRunner, ("_step_masks", "_verify", "_move_kv", "_counted")),
+        (TableRunner, ("propose_draft_token_ids",)),
+        (TritonTreeMetadataBuilder, ("build",)),
+    ):
+        for name in names:
+            setattr(holder, name, _without_waiting(getattr(holder, name)))
+
+
+def _without_waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return run
