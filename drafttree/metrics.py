@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import torch
+from tree_kernels.step_counts import COUNTS, count_step
 
 from drafttree.drafter import DraftTree
 from drafttree.verify import Verified
-
-NAMES = (
-    "steps",
-    "emitted",
-    "drafted_steps",
-    "draft_tokens",
-    "accepted_tokens",
-    "non_first_child_accepted",
-    "kv_rows_moved",
-)
 
 
 class Counters:
@@ -36,28 +27,15 @@ class Counters:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(NAMES), dtype=torch.int64, device=device)
+        self._sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
 
     def add_step(self, counted: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Add an engine step; `counted` are the requests that decode in it, `bool [B]`."""
-        if not trees.drafted:
+        if trees.drafted:
+            count_step(self._sums, counted, trees.tokens, trees.parents, verified.path)
+        else:
             self._sums[:2].add_(counted.sum())  # a step and a token each
-            return
-        nodes, _ = verified.moves()
-        drafted = (trees.tokens >= 0).sum(1) - 1
-        by_request = torch.stack(
-            [
-                torch.ones_like(verified.num_emitted),
-                verified.num_emitted,
-                drafted > 0,
-                drafted,
-                verified.num_emitted - 1,
-                verified.non_first_children(trees).sum(1),
-                (nodes >= 0).sum(1),
-            ]
-        )
-        self._sums += (by_request * counted).sum(1)
 
     def as_dict(self) -> dict[str, int]:
         """The counts by name; waits for the device."""
-        return dict(zip(NAMES, self._sums.tolist(), strict=True))
+        return dict(zip(COUNTS, self._sums.tolist(), strict=True))

@@ -37,25 +37,6 @@ class Verified:
     emitted: torch.Tensor
     num_emitted: torch.Tensor
 
-    def moves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The nodes whose KV does not lie where it would without a tree.
-
-        Returns:
-            `int64 [B, D]` each: the node, and the node in whose place it belongs; -1 for no move.
-        """
-        node = self.path[:, 1:].long()
-        place = torch.arange(1, node.shape[1] + 1, device=node.device).expand_as(node)
-        stays = (node < 0) | (node == place)
-        return node.masked_fill(stays, -1), place.masked_fill(stays, -1)
-
-    def non_first_children(self, trees: DraftTree) -> torch.Tensor:
-        """`bool [B, D]`: which accepted nodes are not the first child of their parent."""
-        node = self.path[:, 1:].long()
-        # Breadth-first, a parent's children are neighbours: the first follows another's.
-        parents = trees.parents.gather(1, node.clamp(min=0))
-        earlier = trees.parents.gather(1, (node - 1).clamp(min=0))
-        return (node > 0) & (parents == earlier)
-
 
 def verify_greedy(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Verified:
     """Verify against one fixed target token a node: `target` is `int32 [B, N]`."""

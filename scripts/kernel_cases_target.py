@@ -8,6 +8,7 @@ import torch
 from dense_attention import dense
 from kernel_cases import VOCAB, Case, Work, budget_tree, grid, int32, parents_of
 from torch import Tensor
+from torch.nn import functional as F
 from tree_kernels import (
     cpu_attention,
     full_mask,
@@ -186,22 +187,22 @@ def _kv_move(requests: int, layers: int, heads: int, head_size: int, moves: int)
     shape = requests * pages, heads, page, head_size
     mine = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)]
     other = [cache.clone() for cache in mine]
-    first = torch.arange(requests)[:, None] * pages * page
-    source = first + torch.rand(requests, nodes).argsort(1)[:, :moves].sort(1).values
-    target = first + torch.arange(moves)
+    slots = torch.arange(requests)[:, None] * pages * page + torch.arange(nodes)
+    below = 1 + torch.rand(requests, nodes - 1).argsort(1)[:, :moves].sort(1).values
+    path = F.pad(below, (1, 0)).int()
     mover = kv_move.KvMover(mine)
 
     def ours() -> Sequence[Tensor]:
-        mover(source, target)
+        mover(slots, path)
         return mine
 
     def reference() -> Sequence[Tensor]:
         for cache in other:
-            kv_move._move_reference(cache, source, target)
+            kv_move._move_reference(cache, slots, path)
         return other
 
     rows = layers * requests * moves * heads
-    return Work(ours, reference, 2 * rows * head_size * 2 + source.nbytes + target.nbytes)
+    return Work(ours, reference, 2 * rows * head_size * 2 + slots.nbytes + path.nbytes)
 
 
 _BATCHES = (1, 8, 64)

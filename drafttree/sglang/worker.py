@@ -265,13 +265,9 @@ class TreeWorker(BaseSpecWorker):
 
     def _move_kv(self, batch: Any, verified: Verified) -> None:
         """Move the accepted path's KV to the slots right after the root's."""
-        nodes, places = verified.moves()
-        slots = batch.out_cache_loc.view(len(nodes), -1)
-        source, target = (
-            slots.gather(1, each.clamp(min=0)).masked_fill(each < 0, -1) for each in (nodes, places)
-        )
+        slots = batch.out_cache_loc.view(len(verified.path), -1)
         for move in self._movers:
-            move(source, target)
+            move(slots, verified.path)
 
     def _relay(self, roots: torch.Tensor, lengths: torch.Tensor) -> NgramVerifyInput:
         """What the host carries from step to step: the roots, as steps that accepted one token."""

@@ -264,17 +264,11 @@ class TreeModelRunner(GPUModelRunner):
         """Move the accepted path's KV to the slots right after the root's."""
         if not step.drafted:
             return
-        nodes, places = verified.moves()
-        first = on_device(step.starts, self.device)[:, None]
         tables = self.input_batch.block_table.block_tables
         for table, movers in zip(tables, self._movers, strict=True):
-            slots = table.slot_mapping.gpu
-            source, target = (
-                slots[step.rows[first + each.clamp(min=0)]].masked_fill(each < 0, -1)
-                for each in (nodes, places)
-            )
+            slots = step.by_node(table.slot_mapping.gpu[step.rows])
             for move in movers:
-                move(source, target)
+                move(slots, verified.path)
 
     def _counted(self, step: StepTrees) -> torch.Tensor:
         """The requests whose step is a decode step, `bool [B]`."""

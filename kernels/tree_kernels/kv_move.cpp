@@ -11,39 +11,42 @@ struct Layout {
 // Rows move as bits, whatever they hold: T is an unsigned integer of the elements' size.
 template <typename T>
 static void move(const int64_t* caches, int64_t num_caches, const Layout& layout,
-                 const int64_t* src, const int64_t* dst, int64_t requests, int64_t moves) {
+                 const int64_t* slots, const int32_t* path, int64_t requests, int64_t nodes,
+                 int64_t length) {
   static thread_local std::vector<T> rows;
-  rows.resize(moves * layout.head_dim);
+  rows.resize(length * layout.head_dim);
   for (int64_t c = 0; c < num_caches; ++c)
-    for (int64_t request = 0; request < requests; ++request)
+    for (int64_t request = 0; request < requests; ++request) {
+      const int64_t* slot_of = slots + request * nodes;
+      const int32_t* accepted = path + request * length;
       for (int64_t head = 0; head < layout.heads; ++head) {
         T* cache = reinterpret_cast<T*>(caches[c]) + head * layout.head_stride;
-        const auto row_of = [&](int64_t slot) {
-          return cache + slot / layout.block_size * layout.block_stride +
-                 slot % layout.block_size * layout.offset_stride;
+        const auto row_of = [&](int64_t node) {
+          return cache + slot_of[node] / layout.block_size * layout.block_stride +
+                 slot_of[node] % layout.block_size * layout.offset_stride;
         };
-        const int64_t* come = src + request * moves;
-        const int64_t* go = dst + request * moves;
         // The moves of a request overlap: all its rows are read before any is written.
-        for (int64_t m = 0; m < moves; ++m) {
-          if (come[m] < 0 || go[m] < 0) continue;
-          const T* from = row_of(come[m]);
-          for (int64_t d = 0; d < layout.head_dim; ++d)
-            rows[m * layout.head_dim + d] = from[d * layout.dim_stride];
+        for (int64_t d = 1; d < length; ++d) {
+          if (accepted[d] <= 0 || accepted[d] == d) continue;
+          const T* from = row_of(accepted[d]);
+          for (int64_t i = 0; i < layout.head_dim; ++i)
+            rows[d * layout.head_dim + i] = from[i * layout.dim_stride];
         }
-        for (int64_t m = 0; m < moves; ++m) {
-          if (come[m] < 0 || go[m] < 0) continue;
-          T* to = row_of(go[m]);
-          for (int64_t d = 0; d < layout.head_dim; ++d)
-            to[d * layout.dim_stride] = rows[m * layout.head_dim + d];
+        for (int64_t d = 1; d < length; ++d) {
+          if (accepted[d] <= 0 || accepted[d] == d) continue;
+          T* to = row_of(d);
+          for (int64_t i = 0; i < layout.head_dim; ++i)
+            to[i * layout.dim_stride] = rows[d * layout.head_dim + i];
         }
       }
+    }
 }
 
-#define EXPORT(NAME, TYPE)                                                                     \
-  extern "C" void NAME(const int64_t* caches, int64_t num_caches, const Layout* layout,        \
-                       const int64_t* src, const int64_t* dst, int64_t requests, int64_t moves) { \
-    move<TYPE>(caches, num_caches, *layout, src, dst, requests, moves);                        \
+#define EXPORT(NAME, TYPE)                                                                    \
+  extern "C" void NAME(const int64_t* caches, int64_t num_caches, const Layout* layout,       \
+                       const int64_t* slots, const int32_t* path, int64_t requests,           \
+                       int64_t nodes, int64_t length) {                                       \
+    move<TYPE>(caches, num_caches, *layout, slots, path, requests, nodes, length);            \
   }
 EXPORT(move_1, uint8_t)
 EXPORT(move_2, uint16_t)

@@ -13,7 +13,7 @@ from tree_kernels._native import NativeFunction
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
 # Rows move as bits: any element type, NaN included, comes out as it went in.
-_MOVE = {size: NativeFunction("kv_move.cpp", f"move_{size}", "pipppii") for size in (1, 2, 4, 8)}
+_MOVE = {size: NativeFunction("kv_move.cpp", f"move_{size}", "pipppiii") for size in (1, 2, 4, 8)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -21,16 +21,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _move_kernel(
     cache: tl.tensor,
     addresses: tl.tensor,
-    src: tl.tensor,
-    dst: tl.tensor,
-    moves: tl.tensor,
+    slots: tl.tensor,
+    path: tl.tensor,
+    nodes: tl.tensor,
+    length: tl.tensor,
     block_size: tl.tensor,
     head_dim: tl.tensor,
     block_stride: tl.tensor,
     head_stride: tl.tensor,
     offset_stride: tl.tensor,
     dim_stride: tl.tensor,
-    MOVES_PAD: tl.constexpr,
+    PATH_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ) -> None:
     """One program a request, head and cache, which alone touches these rows.
@@ -40,13 +41,12 @@ def _move_kernel(
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     start = tl.load(addresses + tl.program_id(2)).to(cache.dtype)
-    steps = tl.arange(0, MOVES_PAD)
+    steps = tl.arange(0, PATH_PAD)
     dims = tl.arange(0, DIM_PAD)
-    come = tl.load(src + request * moves + steps, mask=steps < moves, other=-1)
-    go = tl.load(dst + request * moves + steps, mask=steps < moves, other=-1)
-    valid = (come >= 0) & (go >= 0)
-    come = tl.where(valid, come, 0)
-    go = tl.where(valid, go, 0)
+    node = tl.load(path + request * length + steps, mask=steps < length, other=-1)
+    valid = (node > 0) & (node != steps)
+    come = tl.load(slots + request * nodes + node, mask=valid, other=0)
+    go = tl.load(slots + request * nodes + steps, mask=valid, other=0)
     mask = valid[:, None] & (dims < head_dim)[None, :]
     columns = start + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
     read = (come // block_size) * block_stride + (come % block_size) * offset_stride
@@ -57,34 +57,40 @@ def _move_kernel(
     tl.store(columns + write[:, None], rows, mask=mask)
 
 
-def _move_triton(cache: Tensor, addresses: Tensor, src: Tensor, dst: Tensor) -> None:
+def _move_triton(cache: Tensor, addresses: Tensor, slots: Tensor, path: Tensor) -> None:
     """addresses: int64 [L], those of all caches, on their device; cache: any one of them."""
     _, heads, block_size, head_dim = cache.shape
-    requests, moves = src.shape
-    if src.numel() == 0 or cache.numel() == 0:
+    requests, length = path.shape
+    if path.numel() == 0 or cache.numel() == 0:
         return
     _move_kernel[(requests, heads, len(addresses))](
         cache.view(_BITS[cache.element_size()]),
         addresses,
-        src.contiguous(),
-        dst.contiguous(),
-        moves,
+        slots,
+        path,
+        slots.shape[1],
+        length,
         block_size,
         head_dim,
         *cache.stride(),
-        MOVES_PAD=next_power_of_2(moves),
+        PATH_PAD=next_power_of_2(length),
         DIM_PAD=next_power_of_2(head_dim),
     )
 
 
-def _move_reference(cache: Tensor, src: Tensor, dst: Tensor) -> None:
+def _move_reference(cache: Tensor, slots: Tensor, path: Tensor) -> None:
     # Selecting by mask waits for the device; this path runs on the CPU, where nothing waits.
-    valid = (src >= 0) & (dst >= 0)
-    come, go = src[valid], dst[valid]
+    request, place = torch.nonzero(_moves(path), as_tuple=True)
+    come, go = slots[request, path[request, place].long()], slots[request, place]
     block_size = cache.shape[2]
     bits = cache.view(_BITS[cache.element_size()])
     rows = bits[come // block_size, :, come % block_size]
     bits[go // block_size, :, go % block_size] = rows
+
+
+def _moves(path: Tensor) -> Tensor:
+    """Which nodes of a path do not lie where they would without a tree, bool [B, D]."""
+    return (path > 0) & (path != torch.arange(path.shape[1]))
 
 
 class _Layout(ctypes.Structure):
@@ -119,25 +125,25 @@ class KvMover:
         self._addresses = torch.tensor(addresses, device=cache.device)
         self._layout = _Layout(*cache.shape[1:], *cache.stride())
 
-    def __call__(self, src: Tensor, dst: Tensor) -> None:
-        """Copy slot src[b, p] to slot dst[b, p], all heads, as if all reads came first.
+    def __call__(self, slots: Tensor, path: Tensor) -> None:
+        """Move the rows of accepted nodes up to right behind the root's.
 
-        src, dst: int64 [B, P], slot = block * block_size + offset. A negative src or dst skips
-        the move. One request's sources and destinations may overlap; its destinations must
-        differ, and no other request may touch its slots. Raises ValueError on shapes that do not
-        fit.
+        slots: int64 [B, N], where each node's row lies: block * block_size + offset.
+        path: int32 [B, D], the root and the nodes accepted below it, -1 for none. The row of node
+        path[b, d] goes to where node d's lies, all heads, as if all reads came first. No other
+        request may touch a request's slots. Raises ValueError on shapes that do not fit.
         """
-        if src.dim() != 2 or src.shape != dst.shape:
-            raise ValueError(f"src {[*src.shape]} and dst {[*dst.shape]} must both be [B, P]")
+        if slots.dim() != 2 or path.dim() != 2 or len(slots) != len(path):
+            raise ValueError(f"slots {[*slots.shape]} and path {[*path.shape]}: not [B, N], [B, D]")
+        slots, path = slots.contiguous(), path.int().contiguous()
         cache = self._caches[0]
         if use_triton(cache):
-            _move_triton(cache, self._addresses, src, dst)
+            _move_triton(cache, self._addresses, slots, path)
         elif (move := _MOVE[cache.element_size()].on(cache)) is not None:
-            src, dst = src.contiguous(), dst.contiguous()
             move(
                 *(self._addresses.data_ptr(), len(self._caches), ctypes.addressof(self._layout)),
-                *(src.data_ptr(), dst.data_ptr(), *src.shape),
+                *(slots.data_ptr(), path.data_ptr(), *slots.shape, path.shape[1]),
             )
         else:
             for cache in self._caches:
-                _move_reference(cache, src, dst)
+                _move_reference(cache, slots, path)

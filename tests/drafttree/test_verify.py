@@ -55,13 +55,3 @@ def test_greedy_verification_is_the_walk_along_fixed_tokens() -> None:
     assert greedy.emitted.tolist() == sampled.emitted.tolist() == [[6, 8, 2], [9, -1, -1]]
     assert greedy.path.tolist() == sampled.path.tolist()
     assert greedy.num_emitted.tolist() == sampled.num_emitted.tolist()
-
-
-def test_only_nodes_out_of_place_move() -> None:
-    target = torch.tensor([[7, -1, 9, -1, 4], [6, 3, -1, -1, -1]], dtype=torch.int32)
-    verified = verify_greedy(TREES, target, max_depth=2)
-    assert verified.path.tolist() == [[0, 2, 4], [0, 1, -1]]
-    nodes, places = verified.moves()
-    assert nodes.tolist() == [[2, 4], [-1, -1]]
-    assert places.tolist() == [[1, 2], [-1, -1]]
-    assert verified.non_first_children(TREES).tolist() == [[True, False], [False, False]]

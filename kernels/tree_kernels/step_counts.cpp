@@ -1,0 +1,28 @@
+// Adding up what became of a step's trees, on a CPU.
+
+#include <cstdint>
+
+extern "C" void count_step(const bool* counted, const int32_t* tokens, const int32_t* parents,
+                           const int32_t* path, int64_t requests, int64_t nodes, int64_t length,
+                           int64_t* sums) {
+  for (int64_t request = 0; request < requests; ++request) {
+    if (!counted[request]) continue;
+    const int32_t* above = parents + request * nodes;
+    int64_t drafted = -1;
+    for (int64_t node = 0; node < nodes; ++node) drafted += tokens[request * nodes + node] >= 0;
+    int64_t emitted = 0;
+    for (int64_t depth = 0; depth < length; ++depth) {
+      const int32_t node = path[request * length + depth];
+      if (node < 0) continue;
+      ++emitted;
+      // Breadth-first, a parent's children are neighbours: the first follows another's.
+      sums[5] += node > 0 && above[node] == above[node - 1];
+      sums[6] += node != depth;
+    }
+    sums[0] += 1;
+    sums[1] += emitted;
+    sums[2] += drafted > 0;
+    sums[3] += drafted;
+    sums[4] += emitted - 1;
+  }
+}

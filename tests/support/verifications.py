@@ -1,0 +1,29 @@
+"""Verified trees, drawn at random."""
+
+import torch
+from tree_kernels.offers import ORIGINS
+
+
+def verification(seed, batch, nodes, few=5):
+    """Trees with gaps at their end, few origins, and a path down each; more origins than nodes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    tokens = torch.full((batch, nodes), -1, dtype=torch.int32)
+    parents, path = tokens.clone(), torch.full((batch, 6), -1, dtype=torch.int32)
+    for line in range(batch):
+        there = drawn(1, nodes + 1)
+        above = sorted(drawn(0, node) for node in range(1, there))
+        parents[line, 1:there] = torch.tensor(above, dtype=torch.int32)
+        tokens[line, :there] = torch.randint(0, 9, (there,), generator=generator).int()
+        node = path[line, 0] = 0
+        for step in range(1, drawn(1, 7)):
+            children = [child for child in range(1, there) if parents[line, child] == node]
+            if not children:
+                break
+            node = path[line, step] = children[drawn(0, len(children))]
+    kinds = torch.randint(0, ORIGINS, (few,), generator=generator).int()
+    origins = kinds[torch.randint(0, few, (batch, nodes + 3), generator=generator)]
+    return tokens, parents, origins, path
