@@ -7,6 +7,7 @@ Takes engine arguments as JSON, and prints a line of JSON for each.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -14,8 +15,12 @@ from typing import Any
 
 
 def _pretend() -> None:
-    # The engine's CPU build lacks the library; nothing of it is called.
-    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    library = "vllm._C_stable_libtorch"
+    try:
+        importlib.import_module(library)
+    except ImportError:
+        # The engine's CPU build lacks it; nothing of it is called.
+        sys.modules[library] = types.ModuleType(library)
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
