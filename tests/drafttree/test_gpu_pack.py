@@ -1,0 +1,61 @@
+"""What is packed for a GPU machine: code for one architecture, files by pattern, in pieces."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pack
+from fatbin import containers, keep_architecture
+
+PTX, CUBIN = 1, 2
+MAGIC = (0xBA55ED50).to_bytes(4, "little")
+
+
+def entry(kind: int, architecture: int, code: bytes) -> bytes:
+    header = struct.pack("<HHIQ", kind, 0, 64, len(code)).ljust(28, b"\0")
+    return (header + architecture.to_bytes(4, "little")).ljust(64, b"\0") + code
+
+
+def container(*entries: bytes) -> bytes:
+    body = b"".join(entries)
+    return struct.pack("<4sHHQ", MAGIC, 1, 16, len(body)) + body
+
+
+def test_only_what_the_architecture_runs_is_kept() -> None:
+    built = container(entry(CUBIN, 80, b"A" * 8), entry(CUBIN, 90, b"B" * 16))
+    from_source = container(
+        entry(PTX, 70, b"C" * 8), entry(PTX, 80, b"D" * 8), entry(PTX, 100, b"E" * 8)
+    )
+    library = b"\x7fELF" + MAGIC + b"no container" + built + b"text" + from_source + b"end"
+    slimmed = keep_architecture(library, 90)
+    assert len(slimmed) == len(library)
+    assert [len(entries) for entries in containers(slimmed)] == [2, 3]
+    for kept in (b"B" * 16, b"D" * 8, b"\x7fELF", b"no container", b"text", b"end"):
+        assert kept in slimmed
+    for blanked in (b"A", b"C", b"E"):
+        assert blanked * 8 not in slimmed
+
+
+def test_a_wheel_gives_what_matches(tmp_path: Path) -> None:
+    wheel, site = tmp_path / "engine.whl", tmp_path / "site"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("engine/a.py", "engine/tests/b.py", "engine/c.so", "engine/d.bin"):
+            archive.writestr(name, name)
+    pack.unzip(wheel, ["*.py", "*.so"], ["engine/tests/*"], site, 90)
+    found = sorted(str(file.relative_to(site)) for file in site.rglob("*") if file.is_file())
+    assert found == ["engine/a.py", "engine/c.so"]
+
+
+def test_pieces_are_put_together_again(tmp_path: Path) -> None:
+    whole = tmp_path / "model.whl"
+    content = bytes(range(256)) * 9
+    whole.write_bytes(content)
+    pieces = pack.split(whole, 1000)
+    assert [piece.stat().st_size for piece in pieces] == [1000, 1000, 304]
+    assert not whole.exists()
+    script = Path(pack.__file__).with_name("unpack.sh")
+    subprocess.run(["sh", str(script), str(tmp_path)], check=True)
+    assert whole.read_bytes() == content
