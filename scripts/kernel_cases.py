@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tree_kernels import accept, adjacency, context, gather, growth, selection, tally
+from tree_kernels import accept, adjacency, context, gather, growth, selection, step_counts, tally
 from tree_kernels.context import LONGEST, Contexts
 from tree_kernels.offers import ORIGINS, TOP
 from tree_kernels.pairs import pair_cells
@@ -202,6 +202,27 @@ def _count(requests: int, length: int, nodes: int) -> Work:
     return Work(ours, reference, 4 * (3 * tokens.numel() + path.numel() + 4 * ORIGINS))
 
 
+def _count_step(requests: int, nodes: int) -> Work:
+    tree = budget_tree(nodes)
+    parents, counts = parents_of(tree, requests)
+    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
+    target = _followed(tokens, parents)
+    path = accept.accept_walk(tokens, parents, counts, target, tree.depth)[0]
+    counted = torch.ones(requests, dtype=torch.bool)
+    mine, other = torch.zeros(2, len(step_counts.COUNTS), dtype=torch.int64).unbind()
+    given = counted, tokens, parents, path
+
+    def ours() -> Sequence[Tensor]:
+        step_counts.count_step(mine, *given)
+        return (mine,)
+
+    def reference() -> Sequence[Tensor]:
+        step_counts._count_reference(other, *given)
+        return (other,)
+
+    return Work(ours, reference, sum(each.nbytes for each in given) + 2 * mine.nbytes)
+
+
 def _extend(requests: int, tokens: int) -> Work:
     length = 1024
     mine, _ = _texts(requests, length, length + tokens)
@@ -268,6 +289,7 @@ CASES: dict[str, Case] = {
     "grow": Case(_grow, _GROWN, _GROWN_QUICK),
     "best_nodes": Case(_best_nodes, _GROWN, _GROWN_QUICK),
     "count": Case(_count, _GROWN, _GROWN_QUICK),
+    "count_step": Case(_count_step, _TREES, _TREES_QUICK),
     "extend_contexts": Case(
         _extend, grid(requests=_BATCHES, tokens=(7, 2048)), {"requests": 2, "tokens": 7}
     ),

@@ -233,9 +233,12 @@ def _judge_sglang() -> Finding:
         finding.advice = "on a CPU take the environment that make demo ENGINE=sglang makes"
     elif found.version is None:
         finding.advice = "make demo ENGINE=sglang makes an environment with it"
-    elif not sglang_versions.is_tested(found.version):
+    elif not sglang_versions.is_supported(found.version, takes_model=False):
         finding.value, finding.status = f"{found.version}, unsupported", "problem"
         finding.advice = f"use {sglang_versions.TESTED}"
+    elif not sglang_versions.is_tested(found.version):
+        finding.value = f"{found.version}, supported by Token Recycling alone, untested"
+        finding.advice = f"for all methods use {sglang_versions.TESTED}"
     elif _has_cuda():
         finding.value = f"{found.version}, untested on a GPU"
         finding.advice = f"should work; tested is {sglang_versions.TESTED} on a CPU"

@@ -8,7 +8,7 @@ from typing import Any
 from drafttree.draft_model import check_draft_model
 from drafttree.method import Method
 from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
-from drafttree.sglang.versions import TESTED, is_tested
+from drafttree.sglang.versions import TESTED, is_supported
 
 # Below SGLang's own logger, or nothing would print it.
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -20,7 +20,7 @@ def check_server(method: Method, server_args: Any) -> None:
     Raises:
         ValueError: naming the option, its value and the mend.
     """
-    _check_version()
+    _check_version(method)
     if server_args.device not in ("cpu", "cuda"):
         raise ValueError(
             f"draft trees do not work with --device={server_args.device}: use cuda or cpu, or "
@@ -62,30 +62,27 @@ def check_server(method: Method, server_args: Any) -> None:
     _check_draft_model(method, server_args)
 
 
-def _check_version() -> None:
+def _check_version(method: Method) -> None:
     import sglang
 
-    if not is_tested(sglang.__version__):
+    if not is_supported(sglang.__version__, method.takes_model):
         raise ValueError(
-            f"draft trees do not work with SGLang {sglang.__version__}: install {TESTED}, or "
+            f"{method.title} does not work with SGLang {sglang.__version__}: install {TESTED}, or "
             "leave --speculative-algorithm out"
         )
 
 
 def _check_model(server_args: Any) -> None:
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.model_config import AttentionArch
-
-    # The host hands plugins a recorder of what they change; the record lies behind it.
-    model = model_config_of(getattr(server_args, "_cfg", server_args))
+    model = _model_config(server_args)
+    kind_of_attention = model.attention_arch.name
     window = getattr(model.hf_text_config, "sliding_window", None)
     uses_window = getattr(model.hf_text_config, "use_sliding_window", window is not None)
     for found, kind in (
         (not model.is_generation, "does not generate text"),
         (model.is_multimodal, "is multimodal"),
         (model.is_encoder_decoder, "is an encoder-decoder"),
-        (model.attention_arch == AttentionArch.MLA, "uses latent attention (MLA)"),
-        (model.attention_arch == AttentionArch.SSM, "has recurrent layers instead of attention"),
+        (kind_of_attention == "MLA", "uses latent attention (MLA)"),
+        (kind_of_attention == "SSM", "has recurrent layers instead of attention"),
         (_has_recurrent_layers(model), "is a hybrid with recurrent layers"),
         (model.is_hybrid_swa or (window and uses_window), f"has a sliding window of {window}"),
         (model.quantization is not None, "is quantised"),
@@ -95,6 +92,15 @@ def _check_model(server_args: Any) -> None:
                 f"draft trees do not work with --model-path={model.model_path}, which {kind}: "
                 "use a decoder with full attention, or leave --speculative-algorithm out"
             )
+
+
+def _model_config(server_args: Any) -> Any:
+    try:
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+    except ImportError:
+        return server_args.get_model_config()  # in 0.5.17
+    # The host hands plugins a recorder of what they change; the record lies behind it.
+    return model_config_of(getattr(server_args, "_cfg", server_args))
 
 
 def _check_draft_model(method: Method, server_args: Any) -> None:

@@ -12,33 +12,32 @@ if TYPE_CHECKING:
 KEY = "drafttree"
 """Where `Engine.get_server_info()["internal_states"]` holds the counts."""
 
-SIGNATURE = ["self", "state"]
+SIGNATURE = ["self", "recv_req"]
 
 
 def report_counters(worker: TreeWorker) -> None:
-    """Add the worker's counts to what its scheduler says of speculation.
+    """Add the worker's counts to what its scheduler says of itself.
 
-    Called in the scheduler's process, which has one worker, once a method of ours is running.
+    Called in the scheduler's process, which has one worker, once a method of ours is running; the
+    scheduler looks the method up after that.
 
     Raises:
         RuntimeError: this is not the SGLang that we know.
     """
-    from sglang.srt.managers.scheduler_components.internal_state import (
-        SchedulerInternalStateController,
-    )
+    from sglang.srt.managers.scheduler import Scheduler
 
-    original = SchedulerInternalStateController._add_speculative
+    original = Scheduler.get_internal_state
     found = list(inspect.signature(original).parameters)
     if found != SIGNATURE:
         raise RuntimeError(
-            "drafttree does not know this SGLang: SchedulerInternalStateController."
-            f"_add_speculative takes {found}, expected {SIGNATURE}. Install SGLang 0.5.23, or "
-            "leave the speculative algorithm out"
+            f"drafttree does not know this SGLang: Scheduler.get_internal_state takes {found}, "
+            f"expected {SIGNATURE}. Install SGLang 0.5.23, or leave the speculative algorithm out"
         )
 
     @functools.wraps(original)
-    def _add_speculative(self: Any, state: dict[str, Any]) -> None:
-        original(self, state)
-        state[KEY] = worker.counters.as_dict()
+    def get_internal_state(self: Any, recv_req: Any) -> Any:
+        answer = original(self, recv_req)
+        answer.internal_state[KEY] = worker.counters.as_dict()
+        return answer
 
-    SchedulerInternalStateController._add_speculative = _add_speculative
+    Scheduler.get_internal_state = get_internal_state

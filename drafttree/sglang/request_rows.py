@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def widen_request_rows() -> None:
     """Give rows room for all slots that the host reserves while it verifies.
@@ -24,7 +26,7 @@ def widen_request_rows() -> None:
             "algorithm out"
         )
 
-    def get_req_to_token_extra_context_len() -> int:
-        return max(original(), get_alloc_reserve_per_decode())
+    def get_req_to_token_extra_context_len(*given: Any) -> int:
+        return max(original(*given), get_alloc_reserve_per_decode(*given))
 
     kv_cache_configurator.get_req_to_token_extra_context_len = get_req_to_token_extra_context_len

@@ -1,13 +1,21 @@
-"""Which SGLang is supported; needs no engine."""
+"""Which SGLang is supported; needs no engine.
+
+A plugin's side of SGLang changes from release to release, so only what was run is supported.
+"""
 
 from __future__ import annotations
 
 TESTED = "0.5.23"
 
+OLDER = "0.5.17"
+"""Serves methods that take no model; run by hand only."""
+
 
 def is_tested(version: str) -> bool:
-    """Whether a version, whatever it was built for, is the one that the tests run.
-
-    Only that one is supported: a plugin's side of SGLang changes from release to release.
-    """
+    """Whether a version, whatever it was built for, is the one that the tests run."""
     return version.partition("+")[0] == TESTED
+
+
+def is_supported(version: str, takes_model: bool) -> bool:
+    """Whether a version serves methods that take a draft model, or those that take none."""
+    return is_tested(version) or (version.partition("+")[0] == OLDER and not takes_model)

