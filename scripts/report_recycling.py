@@ -21,9 +21,9 @@ Runs = dict[tuple[str, int], Run]
 """Runs by setting and nodes, of one target and one set of prompts."""
 
 LINES = (
-    *("paper", "paper primed", "grown", "grown primed", "grown without pairs"),
-    *("grown without copies", "grown with fixed priors", "grown on a fixed mask"),
-    *("grown accepted only", "grown cold"),
+    *("paper", "paper primed", "grown", "grown primed", "grown without pairs primed"),
+    *("grown without copies primed", "grown with fixed priors primed"),
+    *("grown on a fixed mask primed", "grown accepted only primed", "grown cold"),
 )
 """The settings that the plot shows over nodes."""
 
