@@ -130,7 +130,8 @@ def plot(found: dict[str, Runs], file: Path) -> None:
                 for (name, count), run in runs.items()
                 if count == nodes and name.startswith("paper depth=") and name[-1].isdigit()
             )
-            right.plot(*zip(*depths, strict=True), marker="o", label=f"paper, {nodes} nodes")
+            if len(depths) > 1:
+                right.plot(*zip(*depths, strict=True), marker="o", label=f"paper, {nodes} nodes")
         right.set_xlabel("depth of the static tree")
         right.set_ylabel("tokens a step")
         if right.lines:
