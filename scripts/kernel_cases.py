@@ -184,6 +184,14 @@ def _followed(tokens: Tensor, parents: Tensor) -> Tensor:
     return target.scatter_(1, above, tokens)[:, :nodes].contiguous()
 
 
+def _walking(requests: int, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """What `accept_walk` takes."""
+    tree = budget_tree(nodes)
+    parents, counts = parents_of(tree, requests)
+    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
+    return tokens, parents, counts, _followed(tokens, parents), tree.depth
+
+
 def _count(requests: int, length: int, nodes: int) -> Work:
     grown = growth.grow(*_growing(requests, length, nodes))
     tokens, parents, origins, counts = selection.best_nodes(grown, nodes)
@@ -203,11 +211,8 @@ def _count(requests: int, length: int, nodes: int) -> Work:
 
 
 def _count_step(requests: int, nodes: int) -> Work:
-    tree = budget_tree(nodes)
-    parents, counts = parents_of(tree, requests)
-    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
-    target = _followed(tokens, parents)
-    path = accept.accept_walk(tokens, parents, counts, target, tree.depth)[0]
+    tokens, parents, *rest = _walking(requests, nodes)
+    path = accept.accept_walk(tokens, parents, *rest)[0]
     counted = torch.ones(requests, dtype=torch.bool)
     mine, other = torch.zeros(2, len(step_counts.COUNTS), dtype=torch.int64).unbind()
     given = counted, tokens, parents, path
@@ -248,14 +253,12 @@ def _extend(requests: int, tokens: int) -> Work:
 
 
 def _accept_walk(requests: int, nodes: int) -> Work:
-    tree = budget_tree(nodes)
-    parents, counts = parents_of(tree, requests)
-    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
-    given = tokens, parents, counts, _followed(tokens, parents), tree.depth
+    given = _walking(requests, nodes)
+    depth = given[-1]
     return Work(
         lambda: accept.accept_walk(*given),
         lambda: accept._walk_reference(*given),
-        4 * requests * (3 * nodes + 2 * (tree.depth + 1) + 2),
+        4 * requests * (3 * nodes + 2 * (depth + 1) + 2),
     )
 
 

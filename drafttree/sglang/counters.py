@@ -6,6 +6,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from drafttree.sglang.versions import unknown
+
 if TYPE_CHECKING:
     from drafttree.sglang.worker import TreeWorker
 
@@ -29,10 +31,7 @@ def report_counters(worker: TreeWorker) -> None:
     original = Scheduler.get_internal_state
     found = list(inspect.signature(original).parameters)
     if found != SIGNATURE:
-        raise RuntimeError(
-            f"drafttree does not know this SGLang: Scheduler.get_internal_state takes {found}, "
-            f"expected {SIGNATURE}. Install SGLang 0.5.23, or leave the speculative algorithm out"
-        )
+        raise unknown(f"Scheduler.get_internal_state takes {found}, expected {SIGNATURE}")
 
     @functools.wraps(original)
     def get_internal_state(self: Any, recv_req: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from drafttree.sglang.versions import unknown
+
 
 class LayerCache:
     """The layer's keys and values, `[slots, heads, size]` each, in the target's slots."""
@@ -64,7 +66,7 @@ def count_layer_memory() -> None:
 
     original = getattr(DefaultPoolConfigurator, "_compute_cell_size", None)
     if original is None:
-        raise _unknown("DefaultPoolConfigurator has no _compute_cell_size")
+        raise unknown("DefaultPoolConfigurator has no _compute_cell_size")
 
     @functools.wraps(original)
     def _compute_cell_size(self: Any, kvc: Any, num_layers: int) -> int:
@@ -86,17 +88,10 @@ def match_prefixes_by_pairs() -> None:
 
     original = getattr(kv_cache_builder, "create_tree_cache", None)
     if original is None or "is_eagle" not in CacheInitParams.__dataclass_fields__:
-        raise _unknown("its radix cache does not match pairs of tokens")
+        raise unknown("its radix cache does not match pairs of tokens")
 
     def create_tree_cache(context: Any) -> Any:
         context.params.is_eagle = True
         return original(context)
 
     kv_cache_builder.create_tree_cache = create_tree_cache
-
-
-def _unknown(reason: str) -> RuntimeError:
-    return RuntimeError(
-        f"drafttree does not know this SGLang: {reason}. Install SGLang 0.5.23, or leave the "
-        "speculative algorithm out"
-    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from drafttree.sglang.versions import unknown
+
 
 def widen_request_rows() -> None:
     """Give rows room for all slots that the host reserves while it verifies.
@@ -20,11 +22,7 @@ def widen_request_rows() -> None:
 
     original = getattr(kv_cache_configurator, "get_req_to_token_extra_context_len", None)
     if original is None:
-        raise RuntimeError(
-            "drafttree does not know this SGLang: kv_cache_configurator has no "
-            "get_req_to_token_extra_context_len. Install SGLang 0.5.23, or leave the speculative "
-            "algorithm out"
-        )
+        raise unknown("kv_cache_configurator has no get_req_to_token_extra_context_len")
 
     def get_req_to_token_extra_context_len(*given: Any) -> int:
         return max(original(*given), get_alloc_reserve_per_decode(*given))

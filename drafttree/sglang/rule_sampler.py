@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.sampler import Sampler
 
+from drafttree.sglang.versions import unknown
+
 SIGNATURE = ["self", "probs", "sampling_info", "positions", "simple_sampling_case"]
 
 
@@ -27,11 +29,7 @@ class RuleSampler(Sampler):
     def __init__(self) -> None:
         found = list(inspect.signature(Sampler._sample_from_probs).parameters)
         if found != SIGNATURE:
-            raise RuntimeError(
-                f"drafttree does not know this SGLang: Sampler._sample_from_probs takes {found}, "
-                f"expected {SIGNATURE}. Install SGLang 0.5.23, or leave the speculative "
-                "algorithm out"
-            )
+            raise unknown(f"Sampler._sample_from_probs takes {found}, expected {SIGNATURE}")
         super().__init__()
 
     def _sample_from_probs(

@@ -16,6 +16,14 @@ def is_tested(version: str) -> bool:
     return version.partition("+")[0] == TESTED
 
 
+def unknown(reason: str) -> RuntimeError:
+    """The error for a host that is not as we know it; `reason` says in what."""
+    return RuntimeError(
+        f"drafttree does not know this SGLang: {reason}. Install SGLang {TESTED}, or leave the "
+        "speculative algorithm out"
+    )
+
+
 def is_supported(version: str, takes_model: bool) -> bool:
     """Whether a version serves methods that take a draft model, or those that take none."""
     return is_tested(version) or (version.partition("+")[0] == OLDER and not takes_model)
