@@ -17,11 +17,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
-# Stands for n where drafts were looked for, none was worth its price and the step was plain.
-IN_VAIN = -1
-# What looking in vain is taken to cost before it has been seen, as part of a plain step.
-LOOK = 0.03
-
 # Observations that make a first estimate, and that must agree before it jumps; and those that must
 # agree before the common level does. A machine may well be late three times running.
 WITNESSES = 3
@@ -115,7 +110,7 @@ class Costs:
         return self.seconds(batch, n)
 
     def observe(self, batch: int, n: int, seconds: float) -> None:
-        """Book the time of a whole step at `n`, or of a plain one that looked `IN_VAIN`.
+        """Book the time of a whole step at `n`.
 
         Raises:
             ValueError: the time is not positive and finite.
@@ -124,7 +119,7 @@ class Costs:
             raise ValueError(f"seconds={seconds}: a step takes time")
         self.clock += 1
         key = bucket_of(batch), n
-        off = math.log(seconds / self.forward(batch * (max(n, 0) + 1))) - self._level
+        off = math.log(seconds / self.forward(batch * (n + 1))) - self._level
         cell = self._cells.get(key)
         if cell is None:
             # What was expected is the first witness, lest one odd time decide alone.
@@ -135,7 +130,7 @@ class Costs:
         cell.since_away = 1 + (cell.since_away if self.clock - cell.seen_at <= AWAY else 0)
         cell.count += 1
         cell.recent.append(off)
-        self._learn(cell, off, leads=n != IN_VAIN)
+        self._learn(cell, off)
         cell.seen_at, cell.level = self.clock, self._level
 
     def unsure(self, batch: int, n: int) -> bool:
@@ -158,13 +153,13 @@ class Costs:
         cell = self._cells.get((bucket_of(batch), n))
         return cell.count if cell else 0
 
-    def _learn(self, cell: _Cell, off: float, leads: bool) -> None:
+    def _learn(self, cell: _Cell, off: float) -> None:
         if cell.count <= WITNESSES:
             cell.own = median(list(cell.recent)[-WITNESSES:])
             return
         # A change under a cell's own eyes is taken for everybody's until others are seen again;
         # one found on coming back is the cell's own.
-        in_place = leads and cell.count > SETTLED and cell.since_away > BACK
+        in_place = cell.count > SETTLED and cell.since_away > BACK
         needed = CROWD if in_place else WITNESSES
         surprises = [value - cell.own for value in cell.recent][-needed:]
         if all(map(self._is_odd, surprises)) and (min(surprises) > 0 or max(surprises) < 0):
@@ -189,14 +184,12 @@ class Costs:
         return abs(surprise) > ODD * self._noise
 
     def _priced(self, batch: int, n: int, own: float) -> float:
-        return self.forward(batch * (max(n, 0) + 1)) * math.exp(self._level + own)
+        return self.forward(batch * (n + 1)) * math.exp(self._level + own)
 
     def _own(self, key: tuple[int, int]) -> float:
         cell = self._cells.get(key)
         if cell is not None:
             return cell.own
-        if key[1] == IN_VAIN:
-            return self._own((key[0], 0)) + math.log1p(LOOK)
         if key not in self._stand_ins:
             self._stand_ins[key] = self._nearest(*key)
         stand_in = self._stand_ins[key]
@@ -217,8 +210,7 @@ class Costs:
                 key[1],
             )
 
-        seen = [key for key in self._cells if key[1] != IN_VAIN]
-        return self._cells[min(seen, key=distance)] if seen else None
+        return self._cells[min(self._cells, key=distance)] if self._cells else None
 
     def _interpolate(self, tokens: int) -> float:
         right = bisect_left(self._tokens, tokens)

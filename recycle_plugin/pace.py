@@ -62,6 +62,7 @@ class _Step:
         slots: of its requests.
         nodes: that were chosen for each.
         began: when it was proposed.
+        look: the seconds in which drafts were looked for.
         rows: `int32 [B]`, nodes that it is to verify, roots included; None for the roots alone.
         tokens: `int32 [B, N]`, the trees that were verified; -1 for no node.
         emitted: `int32 [B, D]`; -1 for no token. None while it is not verified.
@@ -70,6 +71,7 @@ class _Step:
     slots: torch.Tensor
     nodes: int
     began: float
+    look: float = 0.0
     rows: Coming | None = None
     tokens: Coming | None = None
     emitted: Coming | None = None
@@ -119,7 +121,7 @@ class Pace:
         rungs = np.array(self.planner.ladder[1:])
         gains = 1 + worth[np.minimum(rungs, len(worth)) - 1]
         nodes = self.planner.choose(len(slots), [1.0, *gains.tolist()])
-        self._step = _Step(slots, nodes, self._began)
+        self._step = _Step(slots, nodes, self._began, self._clock() - self._began)
         return nodes
 
     def proposed(self, trees: DraftTree) -> None:
@@ -155,6 +157,6 @@ class Pace:
         rows = batch if step.rows is None else step.rows.wait().numpy().sum()
         # The host cuts trees near a request's end, say.
         if _there(step.tokens).sum() == rows:
-            self.planner.finished(batch, step.nodes, seconds, int(emitted.sum()))
+            self.planner.finished(batch, step.nodes, seconds, step.look, int(emitted.sum()))
         else:
             self.planner.cut(batch, seconds, int(emitted.sum()))

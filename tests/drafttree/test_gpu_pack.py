@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pack
 import pytest
+import typer
 from fatbin import containers, keep_architecture
 
 PTX, CUBIN = 1, 2
@@ -70,3 +71,10 @@ def test_pieces_are_put_together_again(tmp_path: Path) -> None:
     script = Path(pack.__file__).with_name("unpack.sh")
     subprocess.run(["sh", str(script), str(tmp_path)], check=True)
     assert whole.read_bytes() == content
+
+
+def test_an_engine_without_a_cpu_build_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(typer.BadParameter, match="none of sglang"):
+        pack.main("sglang", tmp_path, cpu=True)
+    assert (tmp_path / "kept").exists()

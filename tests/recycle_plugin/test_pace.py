@@ -15,13 +15,17 @@ from recycle_plugin.pace import Pace, ladder_to, measured_costs
 from recycle_plugin.planner import Planner
 
 
+LOOK = 0.25
+"""Seconds of a look by the tests' clock."""
+
+
 class Heard(Planner):
     """A planner that always drafts 3 nodes, and remembers what it is told."""
 
     def __init__(self) -> None:
         super().__init__((0, 3, 7), Costs.of_forwards({1: 1.0}))
         self.gains: list[list[float]] = []
-        self.told: list[tuple[int, int, float, int]] = []
+        self.told: list[tuple[int, int, float, float, int]] = []
         self.paid: list[tuple[int, float, int]] = []
         self.rest = False
 
@@ -35,8 +39,8 @@ class Heard(Planner):
     def cut(self, batch: int, seconds: float, emitted: int) -> None:
         self.paid.append((batch, seconds, emitted))
 
-    def finished(self, batch: int, n: int, seconds: float, emitted: int) -> None:
-        self.told.append((batch, n, seconds, emitted))
+    def finished(self, batch: int, n: int, seconds: float, look: float, emitted: int) -> None:
+        self.told.append((batch, n, seconds, look, emitted))
 
 
 class Steps:
@@ -52,6 +56,7 @@ class Steps:
         self.slots = torch.tensor(slots)
         if self.pace.rests(self.slots):
             return
+        self.now += LOOK
         scores = torch.tensor([[1.0, 0.5, 0.1, 0.25, 0.2, 0.0, 0.0]]).expand(batch, -1)
         self.pace.choose(self.slots, scores)
         tokens = torch.arange(4, dtype=torch.int32).expand(batch, -1)
@@ -74,11 +79,11 @@ def test_a_step_lasts_from_one_proposal_to_the_next() -> None:
     steps.verify(1, 3)
     steps.now = 3.0
     steps.propose(4, 2)
-    assert steps.planner.told == [(2, 3, 3.0, 4)]
+    assert steps.planner.told == [(2, 3, 3.0, LOOK, 4)]
     steps.now = 3.5
     steps.verify(2, 1)
     steps.propose(4, 2)
-    assert steps.planner.told[1:] == [(2, 3, 0.5, 3)]
+    assert steps.planner.told[1:] == [(2, 3, 0.5, LOOK, 3)]
 
 
 def test_plain_steps_are_timed_too() -> None:
@@ -88,7 +93,7 @@ def test_plain_steps_are_timed_too() -> None:
     steps.now = 2.0
     steps.verify(1, 1, trees=DraftTree.of_roots(torch.tensor([7, 8], dtype=torch.int32)))
     steps.propose(4, 2)
-    assert steps.planner.told == [(2, 0, 2.0, 2)]
+    assert steps.planner.told == [(2, 0, 2.0, 0.0, 2)]
 
 
 def test_a_rung_is_worth_what_its_best_nodes_are() -> None:
