@@ -6,9 +6,9 @@ a second, holds the promises against what came of them, and stays with plain dec
 drafting does not clearly win. It is deterministic: time and outcomes come as arguments.
 
 What it spends on learning is bounded by three purses, filled by a small part of all time spent.
-One pays for looking in vain while at rest: as often as it can, for a text may begin to repeat itself
-at any step. One pays for trials. The last pays for drafting that turned out slower than plain
-decoding, and what drafting saves flows into it: once it is empty, steps are plain.
+One pays for looking in vain while at rest, as often as it can: any step, a text may begin to repeat
+itself. One pays for trials. The last pays for drafting that turned out slower than plain decoding,
+and what drafting saves flows into it: once it is empty, steps are plain.
 """
 
 from __future__ import annotations

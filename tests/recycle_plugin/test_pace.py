@@ -14,7 +14,6 @@ from recycle_plugin.costs import Costs
 from recycle_plugin.pace import Pace, ladder_to, measured_costs
 from recycle_plugin.planner import Planner
 
-
 LOOK = 0.25
 """Seconds of a look by the tests' clock."""
 
