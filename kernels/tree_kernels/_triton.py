@@ -4,7 +4,8 @@ Without Triton the kernels stay plain functions that nobody calls, so every modu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +17,18 @@ except ImportError:
     triton = None
     tl = None
 
-__all__ = ["jit", "next_power_of_2", "tl", "use_triton"]
+__all__ = ["jit", "next_power_of_2", "path_pad", "tl", "use_triton"]
 
 
-def jit(fn: Callable[..., Any]) -> Any:
-    """`triton.jit` where Triton is installed, else the function itself."""
-    return fn if triton is None else triton.jit(fn)
+def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
+    """`triton.jit` where Triton is installed, else the function itself.
+
+    do_not_specialize: integers that change while serving. Without this a kernel is compiled anew
+        where one becomes 1 or a multiple of 16.
+    """
+    if fn is None:
+        return partial(jit, do_not_specialize=do_not_specialize)
+    return fn if triton is None else triton.jit(fn, do_not_specialize=[*do_not_specialize])
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -32,3 +39,8 @@ def use_triton(tensor: Tensor) -> bool:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def path_pad(length: int) -> int:
+    """Lanes for paths of `length` nodes: as many for all usual ones, lest each be compiled for."""
+    return max(16, next_power_of_2(length))

@@ -15,7 +15,7 @@ _WALK = NativeFunction("accept.cpp", "walk", "pppiipippp")
 _STEP = NativeFunction("accept.cpp", "step", "pppiippp")
 
 
-@jit
+@jit(do_not_specialize=["tokens", "parents", "width", "length"])
 def _walk_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
@@ -25,7 +25,7 @@ def _walk_kernel(
     emitted: tl.tensor,
     num_emitted: tl.tensor,
     width: tl.tensor,
-    LENGTH: tl.constexpr,
+    length: tl.tensor,
     PAD: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
@@ -37,19 +37,19 @@ def _walk_kernel(
     truth = tl.load(target + request * width + nodes, mask=inside, other=-1)
     node = tl.where(count > 0, 0, -1)
     steps = tl.where(count > 0, 1, 0)
-    for column in range(LENGTH):
+    for column in range(length):
         # A node of -1 matches none, so the sum is 0 there and the emitted token is -1.
         emit = tl.sum(tl.where(nodes == node, truth + 1, 0), 0) - 1
-        tl.store(path + request * LENGTH + column, node)
-        tl.store(emitted + request * LENGTH + column, emit)
+        tl.store(path + request * length + column, node)
+        tl.store(emitted + request * length + column, emit)
         child = inside & (parent == node) & (token == emit) & (node >= 0) & (emit >= 0)
         first = tl.min(tl.where(child, nodes, PAD), 0)
         node = tl.where(first < PAD, first, -1)
-        steps += tl.where((first < PAD) & (column < LENGTH - 1), 1, 0)
+        steps += tl.where((first < PAD) & (column < length - 1), 1, 0)
     tl.store(num_emitted + request, steps)
 
 
-@jit
+@jit(do_not_specialize=["tokens", "parents", "node", "sampled", "width"])
 def _step_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
@@ -89,7 +89,7 @@ def _walk_triton(
             emitted,
             num_emitted,
             width,
-            LENGTH=max_depth + 1,
+            max_depth + 1,
             PAD=next_power_of_2(width),
         )
     return path, emitted, num_emitted

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
-from tree_kernels._running_top import keep_largest, logit_keys
+from tree_kernels._running_top import keep_largest, no_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 
 _TOP = {
@@ -21,6 +21,12 @@ _TOP = {
 _UPDATE = NativeFunction("adjacency.cpp", "update", "piippii")
 _LANES = 64
 _BLOCK = 1024
+# Of the kernels: logits read at once, tokens compared at once, the programs that keep a large GPU's
+# memory busy, and the shares into which a row is cut at most to have as many.
+_TILE = 4096
+_ROWS = 256
+_PROGRAMS = 512
+_MOST_SHARES = 16
 
 
 @jit
@@ -43,42 +49,64 @@ def _writes_row(
 
 
 @jit
-def _recycle_kernel(
+def _top_kernel(
+    logits: tl.tensor,
+    keys: tl.tensor,
+    vocab: tl.tensor,
+    logits_stride: tl.tensor,
+    span: tl.tensor,
+    K_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One program a row and share of the vocabulary; `_running_top` says what keys are."""
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    slots = tl.arange(0, K_PAD)
+    best = no_keys(slots)
+    line = logits + row * logits_stride
+    first = share * span
+    for start in range(first, tl.minimum(first + span, vocab), TILE):
+        ids = start + tl.arange(0, TILE)
+        values = tl.load(line + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+        best = keep_largest(best, values, ids, vocab)
+    tl.store(keys + (row * tl.num_programs(1) + share) * K_PAD + slots, best)
+
+
+@jit(do_not_specialize=["shares", "num_rows"])
+def _keep_kernel(
     matrix: tl.tensor,
     tokens: tl.tensor,
-    logits: tl.tensor,
+    keys: tl.tensor,
     candidates: tl.tensor,
+    shares: tl.tensor,
     num_rows: tl.tensor,
-    vocab: tl.tensor,
     matrix_rows: tl.tensor,
     matrix_stride: tl.tensor,
-    logits_stride: tl.tensor,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     WRITE: tl.constexpr,
 ) -> None:
-    """One program a row; `_running_top` says what keys are."""
+    """One program a row: the largest keys of its shares."""
     row = tl.program_id(0)
-    slots = tl.arange(0, K_PAD)
-    nothing = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
-    best = nothing + slots
-    line = logits + row.to(tl.int64) * logits_stride
-    for start in range(0, vocab, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        values = tl.load(line + ids, mask=ids < vocab, other=0.0).to(tl.float32)
-        best = keep_largest(best, logit_keys(values, ids, vocab))
-    place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1)
-    found = 0x7FFFFFFF - best.to(tl.int32)
-    tl.store(candidates + row.to(tl.int64) * K + place, found, mask=place < K)
+    slot = tl.arange(0, MOST_SHARES * K_PAD)
+    there = slot < shares * K_PAD
+    line = keys + row.to(tl.int64) * shares * K_PAD
+    key = tl.load(line + slot, mask=there, other=-0x7FFFFFFFFFFFFFFF)
+    place = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
+    found = 0x7FFFFFFF - key.to(tl.int32)
+    kept = there & (place < K)
+    tl.store(candidates + row.to(tl.int64) * K + place, found, mask=kept)
     if WRITE:
         token = tl.load(tokens + row).to(tl.int64)
         writes = _writes_row(tokens, token, row, num_rows, matrix_rows, ROWS)
-        tl.store(matrix + token * matrix_stride + place, found, mask=place < tl.where(writes, K, 0))
+        # The interpreter cannot combine a scalar condition with one of a block.
+        kept = there & (place < tl.where(writes, K, 0))
+        tl.store(matrix + token * matrix_stride + place, found, mask=kept)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _update_kernel(
     matrix: tl.tensor,
     tokens: tl.tensor,
@@ -105,23 +133,27 @@ def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor
     candidates = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     if rows == 0:
         return candidates
+    tiles = -(-vocab // _TILE)
+    span = -(-tiles // min(-(-_PROGRAMS // rows), _MOST_SHARES, tiles))
+    shares, k_pad = -(-tiles // span), next_power_of_2(k)
+    keys = torch.empty(rows, shares, k_pad, dtype=torch.int64, device=logits.device)
+    _top_kernel[(rows, shares)](
+        *(logits, keys, vocab, logits.stride(0), span * _TILE),
+        K_PAD=k_pad,
+        TILE=_TILE,
+        num_warps=8,
+    )
     write = matrix is not None
-    _recycle_kernel[(rows,)](
+    _keep_kernel[(rows,)](
         matrix if matrix is not None else candidates,
         tokens.contiguous() if tokens is not None else candidates,
-        logits,
-        candidates,
-        rows,
-        vocab,
-        matrix.shape[0] if matrix is not None else 0,
-        matrix.stride(0) if matrix is not None else 0,
-        logits.stride(0),
+        *(keys, candidates, shares, rows),
+        *((matrix.shape[0], matrix.stride(0)) if matrix is not None else (0, 0)),
         K=k,
-        K_PAD=next_power_of_2(k),
-        BLOCK=min(4096, next_power_of_2(vocab)),
-        ROWS=min(256, next_power_of_2(rows)),
+        K_PAD=k_pad,
+        MOST_SHARES=_MOST_SHARES,
+        ROWS=_ROWS,
         WRITE=write,
-        num_warps=8,
     )
     return candidates
 
@@ -141,7 +173,7 @@ def _update_triton(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
         candidates.stride(0),
         K=k,
         K_PAD=next_power_of_2(k),
-        ROWS=min(256, next_power_of_2(rows)),
+        ROWS=_ROWS,
     )
 
 

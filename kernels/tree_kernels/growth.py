@@ -58,7 +58,9 @@ def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
     return tl.where(node == 0, tl.load(text + place, mask=place >= 0, other=-1), -1)
 
 
-@jit
+# The texts' last tokens may be part of more, the results are rows of one tensor: where they begin
+# depends on the batch.
+@jit(do_not_specialize=["roots", "tokens", "parents", "origins"])
 def _grow_kernel(
     matrix: tl.tensor,
     pairs: tl.tensor,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._triton import jit, next_power_of_2, path_pad, tl, use_triton
 
 # Rows move as bits: any element type, NaN included, comes out as it went in.
 _MOVE = {size: NativeFunction("kv_move.cpp", f"move_{size}", "pipppiii") for size in (1, 2, 4, 8)}
@@ -73,7 +73,7 @@ def _move_triton(cache: Tensor, addresses: Tensor, slots: Tensor, path: Tensor) 
         block_size,
         head_dim,
         *cache.stride(),
-        PATH_PAD=next_power_of_2(length),
+        PATH_PAD=path_pad(length),
         DIM_PAD=next_power_of_2(head_dim),
     )
 

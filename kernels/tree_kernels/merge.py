@@ -99,6 +99,7 @@ def _merge_triton(first: Tree, second: Tree, depth: int) -> Tree:
             *(*merged, width, further),
             DEPTH=depth,
             PAD=next_power_of_2(columns),
+            num_warps=4 if columns <= 64 else 8,
         )
     return merged
 

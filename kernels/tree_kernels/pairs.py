@@ -13,6 +13,7 @@ from tree_kernels.context import mixed, ngram_cells
 
 _UPDATE = NativeFunction("pairs.cpp", "update_pairs", "piippppii")
 _NONE = -1
+_ROWS = 256  # compared at once
 
 
 def pair_cells(before: Tensor, tokens: Tensor, cells: int) -> Tensor:
@@ -26,7 +27,7 @@ def pair_hash(before: tl.tensor, token: tl.tensor) -> tl.tensor:
     return mixed(mixed(tl.full(token.shape, 2, tl.uint32), before), token)
 
 
-@jit
+@jit(do_not_specialize=["rows"])
 def _update_kernel(
     pairs: tl.tensor,
     slots: tl.tensor,
@@ -82,7 +83,7 @@ def _update_triton(
         *(candidates.contiguous(), rows, cells, cells if tables > 1 else 0),
         K=k,
         K_PAD=next_power_of_2(k),
-        ROWS=min(256, next_power_of_2(rows)),
+        ROWS=_ROWS,
     )
 
 

@@ -13,7 +13,11 @@ _BEST = NativeFunction("selection.cpp", "best_nodes", "ppppiiipppp")
 _BLOCK = 32
 
 
-@jit
+# Rows of one tensor, where each begins depends on the batch.
+_MOVING = ("tokens", "parents", "origins", "out_tokens", "out_parents", "out_origins")
+
+
+@jit(do_not_specialize=(*_MOVING, "kept"))
 def _best_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._triton import jit, next_power_of_2, path_pad, tl, use_triton
 
 _COUNT = NativeFunction("step_counts.cpp", "count_step", "ppppiiip")
 
@@ -22,7 +22,7 @@ COUNTS = (
 """What is counted, in this order."""
 
 
-@jit
+@jit(do_not_specialize=["tokens", "parents", "nodes", "length"])
 def _count_kernel(
     counted: tl.tensor,
     tokens: tl.tensor,
@@ -73,7 +73,7 @@ def _count_triton(
         path.shape[1],
         sums,
         NODES_PAD=next_power_of_2(nodes),
-        PATH_PAD=next_power_of_2(path.shape[1]),
+        PATH_PAD=path_pad(path.shape[1]),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._triton import jit, next_power_of_2, path_pad, tl, use_triton
 
 _COUNT = NativeFunction("tally.cpp", "count_trees", "ppppiiiippppi")
 _BLOCK = 256
@@ -53,7 +53,7 @@ class Tally:
         torch.div(counted, self.tried + self.WEIGHT, out=self.priors)
 
 
-@jit
+@jit(do_not_specialize=["tokens", "parents", "origins", "nodes", "depth"])
 def _count_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
@@ -117,7 +117,7 @@ def _count_triton(
         path.shape[1],
         origins.shape[1],
         PAD=next_power_of_2(nodes),
-        DEPTH_PAD=next_power_of_2(path.shape[1]),
+        DEPTH_PAD=path_pad(path.shape[1]),
     )
     origins_counted = len(tally.expected)
     _priors_kernel[(-(-origins_counted // _BLOCK),)](

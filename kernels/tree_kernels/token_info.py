@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._native import NativeFunction
-from tree_kernels._running_top import keep_largest, logit_keys
+from tree_kernels._running_top import keep_largest, no_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
 from tree_kernels.adjacency import top_candidates
 
@@ -54,8 +54,7 @@ def _token_info_kernel(
     row = tl.where(token >= 0, row, -1)
     line = logits + (node // nodes) * vocab
     slots = tl.arange(0, K_PAD)
-    nothing = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
-    best = nothing + slots
+    best = no_keys(slots)
     most = tl.full([], float("-inf"), tl.float32)
     mass = tl.full([], 0.0, tl.float32)
     for first in range(0, vocab, BLOCK):
@@ -79,7 +78,7 @@ def _token_info_kernel(
             tl.where(values == float("-inf"), 0.0, tl.exp(values - higher)), 0
         )
         most = higher
-        best = keep_largest(best, logit_keys(values, ids, vocab))
+        best = keep_largest(best, values, ids, vocab)
     place = tl.sum((best[None, :] > best[:, None]).to(tl.int32), 1)
     order = (best >> 32).to(tl.int32)
     value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

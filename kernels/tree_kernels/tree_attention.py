@@ -39,7 +39,7 @@ def _request_of(
     return low
 
 
-@jit
+@jit(do_not_specialize=["requests", "request_blocks", "log_sums_share_stride"])
 def _attend_kernel(
     query: tl.tensor,
     keys: tl.tensor,

@@ -81,6 +81,17 @@ def test_kernel_finds_the_same_candidates(interpreter, case):
     assert found.tolist() == top_candidates(logits, k).tolist()
 
 
+@CASES
+@given(logits_and_k(st.sampled_from([31, 100, 517])), st.sampled_from([1, 7, 512]))
+def test_kernel_merges_shares_of_the_vocabulary(interpreter, case, programs):
+    logits, k = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adjacency, "_TILE", 32)
+        patch.setattr(adjacency, "_PROGRAMS", programs)
+        found = adjacency._recycle_triton(None, None, logits, k)
+    assert found.tolist() == top_candidates(logits, k).tolist()
+
+
 def test_best_ids_may_all_lie_in_one_block_or_in_the_tail(cpu_path):
     for start in (0, 1000, 2048, 2993):
         logits = torch.zeros(1, 3001)
