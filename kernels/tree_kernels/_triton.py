@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -20,6 +20,10 @@ except ImportError:
 __all__ = ["jit", "next_power_of_2", "path_pad", "tl", "use_triton"]
 
 
+@overload
+def jit(fn: Callable[..., Any]) -> Any: ...
+@overload
+def jit(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], Any]: ...
 def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """`triton.jit` where Triton is installed, else the function itself.
 
