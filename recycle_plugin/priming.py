@@ -221,7 +221,8 @@ def prepare(folder: Path, k: int) -> None:
     file = primed_file(folder, k)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with shown(console) as report:
-        prime(folder, file, k, report=report)
+        prime(folder, file, k, "cuda" if torch.cuda.is_available() else "cpu", report)
+    torch.cuda.empty_cache()  # for an engine that comes after; nothing without a GPU
     console.print(f"Primed: {file}", markup=False)
 
 

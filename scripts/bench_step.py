@@ -4,9 +4,9 @@ to those in the file, `--nodes none` being the engine without speculation:
 
     .venv-vllm/bin/python scripts/bench_step.py MODEL --engine vllm --output step.json
 
-Each part's time is without that of the parts inside it. On CUDA the device is waited for at the end
-of every part, so that its work counts where it was asked for; then parts are true and their sum is
-more than a step takes by itself.
+Each part's time is without that of the parts inside it. On CUDA the device is waited for before and
+after every part, so that its work counts where it was asked for; then parts are true and their sum
+is more than a step takes by itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttree.bench.chat import Chat
-from drafttree.bench.machine import processor_name
+from drafttree.bench.machine import model_name, processor_name
 from drafttree.bench.prompts import default_prompts_path, load_prompts
 from drafttree.bench.protocol import EngineSpec, Request
 
 PARTS = ("forward", "draft", "verify", "learn", "move", "prepare", "engine")
 """In the paper's order (figure 4), and what the engine does besides."""
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class StepClock:
@@ -73,12 +78,12 @@ class StepClock:
             yield
             return
         self._inside.append(0.0)
+        _wait()
         started = perf_counter()
         try:
             yield
         finally:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            _wait()
             took = perf_counter() - started
             self._now[part] += took - self._inside.pop()
             if self._inside:
@@ -155,6 +160,7 @@ def measured(name: str, engine: str, spec: EngineSpec, requests: list[Request]) 
     whole = median(sum(step.values()) for step in steps)
     return {
         "setting": name,
+        "version": made.info.version,
         "steps": len(steps),
         "tokens_a_step": sum(a.step_tokens for a in answers) / sum(a.steps for a in answers),
         "step": 1000 * whole,
@@ -193,13 +199,14 @@ def main(
         {
             **row,
             "batch": batch,
-            "model": model.name,
+            "model": model_name(model),
             "dtype": dtype,
             "eager": eager,
             "cores": len(os.sched_getaffinity(0)),
             "device": torch.cuda.get_device_name()
             if torch.cuda.is_available()
             else processor_name(),
+            "torch": torch.__version__,
         }
     )
     output.write_text(json.dumps(done, indent=1) + "\n")

@@ -34,8 +34,9 @@ from rich.progress import track
 from safetensors import safe_open
 from torch import Tensor
 
+from drafttree.bench.machine import WIDENED_FROM
+
 SHARD = 2_000_000_000
-NOTE = "drafttree_widened_from"
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _BESIDE = ("*token*", "vocab*", "merges*", "chat_template*", "generation_config.json")
@@ -272,7 +273,7 @@ def widened_config(config: dict[str, Any], shape: Shape, name: str) -> dict[str,
         "num_hidden_layers": shape.layers,
         "head_dim": head_size_of(config),
         "rms_norm_eps": config["rms_norm_eps"] * old.hidden / shape.hidden,
-        NOTE: {"model": name, **asdict(old)},
+        WIDENED_FROM: {"model": name, **asdict(old)},
     }
 
 

@@ -14,7 +14,7 @@ from drafttree.bench.cost import mean_context, verification_cost
 from drafttree.bench.draft_model import draft_model_figures
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
-from drafttree.bench.machine import processor_name
+from drafttree.bench.machine import model_name, processor_name
 from drafttree.bench.methods import Method
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
@@ -131,7 +131,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         "engine": settings.engine,
         "engine_version": info.version,
         "method": settings.method.name,
-        "model": settings.model.resolve().name,
+        "model": model_name(settings.model),
         "dtype": settings.dtype,
         "device": info.device,
         "cpu": processor_name(),

@@ -13,6 +13,8 @@ from click.testing import Result
 from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
+from drafttree.bench.machine import model_name
+
 ALL = ("--hidden", "512", "--intermediate", "640", "--heads", "8", "--layers", "4")
 
 
@@ -107,6 +109,8 @@ def test_weights_are_of_the_size_and_split(
     config = json.loads((wide / "config.json").read_text())
     assert config["num_key_value_heads"] == 4
     assert config["drafttree_widened_from"]["hidden"] == 128
+    assert model_name(wide) == f"{wide.name}: {tiny.name}, widened"
+    assert model_name(tiny) == tiny.name
     assert (wide / "tokenizer.json").read_text() == '{"version": "1.0"}'
 
 

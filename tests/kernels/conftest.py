@@ -15,6 +15,8 @@ import pytest
 import torch
 from tree_kernels import (
     _kv_shares,
+    _ranking,
+    _running_top,
     accept,
     adjacency,
     context,
@@ -61,6 +63,8 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     modules = (
         _kv_shares,
+        _ranking,
+        _running_top,
         accept,
         adjacency,
         context,
