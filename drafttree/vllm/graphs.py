@@ -1,17 +1,21 @@
-"""CUDA graphs over whole trees."""
+"""CUDA graphs over whole trees, and over what is smaller than one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
+    from vllm.config import CompilationConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 MOST_REQUESTS = 16
 """Graphs serve so many whole trees together; of small trees more, up to `MOST_TOKENS`."""
 
 MOST_TOKENS = 512
+
+_CHOSEN = "drafttree_graphs"
+"""On the engine's configuration: the sizes are ours."""
 
 
 def capture_sizes(nodes: int) -> list[int]:
@@ -23,6 +27,11 @@ def capture_sizes(nodes: int) -> list[int]:
     most = max(MOST_REQUESTS, MOST_TOKENS // tree)
     requests = [*range(1, MOST_REQUESTS + 1), *range(MOST_REQUESTS + 8, most + 1, 8)]
     return [tree * each for each in requests]
+
+
+def small_sizes(tree: int) -> list[int]:
+    """Tokens of the batches below a whole tree of `tree` nodes, the root counted."""
+    return [size for size in (1, 2, 4, *range(8, tree, 8)) if size < tree]
 
 
 def capture_whole_trees(engine: EngineArgs, config: SpeculativeConfig, nodes: int) -> None:
@@ -46,3 +55,21 @@ def capture_whole_trees(engine: EngineArgs, config: SpeculativeConfig, nodes: in
     if sizes and all(each is None for each in asked):
         # Read after this; whoever makes a second configuration of these arguments finds it.
         engine.cudagraph_capture_sizes = sizes
+        object.__setattr__(config, _CHOSEN, True)
+
+
+def capture_small_batches(
+    config: SpeculativeConfig, compilation: CompilationConfig, dispatcher: CudagraphDispatcher
+) -> None:
+    """Let plain steps and small trees run as graphs of their own size, piece by piece.
+
+    The engine has rounded all sizes up to whole trees and knows its graphs: without this a single
+    token would be computed as a whole tree. Sizes that were asked for stay.
+    """
+    mode = dispatcher.cudagraph_mode
+    if not getattr(config, _CHOSEN, False) or mode.mixed_mode().name != "PIECEWISE":
+        return
+    tree = 1 + config.num_speculative_tokens
+    whole = [size for size in compilation.cudagraph_capture_sizes or () if size >= tree]
+    compilation.cudagraph_capture_sizes = [*small_sizes(tree), *whole]
+    dispatcher.initialize_cudagraph_keys(mode, tree)

@@ -24,6 +24,7 @@ from drafttree.transfer import on_device
 from drafttree.verify import Verified
 from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.coming_trees import ComingTrees
+from drafttree.vllm.graphs import capture_small_batches
 from drafttree.vllm.sampling import build_logits_processors
 from drafttree.vllm.step import NO_TOKEN, IntArray, StepMasks, StepTrees, StoredTree
 
@@ -55,6 +56,10 @@ class HostProposer:
         raise NotImplementedError("draft trees are proposed by TreeModelRunner")
 
 
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 class TreeModelRunner(GPUModelRunner):
     """Made from a stock runner by `adopt`, on a CPU from the one that derives from the GPU's. A
     subclass says how it drafts and verifies."""
@@ -70,7 +75,9 @@ class TreeModelRunner(GPUModelRunner):
         """Turn a stock runner that has not loaded its model into one that verifies trees."""
         runner.__class__ = type(cls.__name__, (cls, type(runner)), {})
         tree_runner = cast(TreeModelRunner, runner)
+        before = _allocated(runner.device)
         tree_runner._set_up(method, options, logits_processors)
+        tree_runner._kept_bytes = _allocated(runner.device) - before
         return tree_runner
 
     def _set_up(
@@ -126,6 +133,21 @@ class TreeModelRunner(GPUModelRunner):
             rows,
             logits.nbytes / 2**20,
         )
+
+    def _check_and_update_cudagraph_mode(self, *args: Any, **kwargs: Any) -> None:
+        """Called by the engine before it captures graphs."""
+        super()._check_and_update_cudagraph_mode(*args, **kwargs)
+        capture_small_batches(
+            self.speculative_config, self.compilation_config, self.cudagraph_dispatcher
+        )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and count what drafting keeps with its weights: the engine sizes its KV
+        cache by these and by what a step takes, and overlooks what was there before."""
+        super().load_model(*args, **kwargs)
+        if self.device.type == "cuda":
+            self.model_memory_usage += self._kept_bytes
+            logger.info("What drafting keeps takes %.1f MiB", self._kept_bytes / 2**20)
 
     def reset_drafting(self) -> None:
         """Forget what was learnt, and all counts."""

@@ -38,6 +38,17 @@ def test_whole_trees_are_captured(tiny_llama: Path) -> None:
         {**model, "speculative_config": OURS, "compilation_config": {"cudagraph_mode": "NONE"}},
         model,
     )
+    graphs = trees.pop("graphs")
+    assert {int(tokens): tuple(graph) for tokens, graph in graphs.items()} == {
+        1: ("PIECEWISE", 1),
+        3: ("PIECEWISE", 4),
+        8: ("PIECEWISE", 8),
+        64: ("PIECEWISE", 64),
+        81: ("FULL", 81),
+        82: ("PIECEWISE", 162),
+        162: ("FULL", 162),
+        4096: ("NONE", 4096),
+    }
     assert trees == {
         "mode": "FULL_AND_PIECEWISE",
         "sizes": [81 * requests for requests in range(1, 17)],
@@ -47,7 +58,9 @@ def test_whole_trees_are_captured(tiny_llama: Path) -> None:
     assert small["sizes"] == [16 * requests for requests in (*range(1, 17), 24, 32)]
     assert cramped["sizes"] == [81 * requests for requests in range(1, 7)]
     assert sized["sizes"] == [16, 320]
+    assert sized["graphs"]["1"] == ["PIECEWISE", 16]
     assert off["mode"] == "NONE"
+    assert off["graphs"]["1"] == ["NONE", 1]
     assert plain["backend"] is None
     assert plain["sizes"][:3] == [1, 2, 4]
     assert not plain["worker"].startswith("drafttree")

@@ -22,6 +22,7 @@ def _pretend() -> None:
         # The engine's CPU build lacks it; nothing of it is called.
         sys.modules[library] = types.ModuleType(library)
     import vllm.platforms
+    import vllm.v1.cudagraph_dispatcher  # later on it asks for operators of a GPU
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
@@ -46,12 +47,37 @@ def _configured(arguments: dict[str, Any]) -> dict[str, Any]:
 
     config = EngineArgs(**arguments).create_engine_config()
     backend = config.attention_config.backend
+    sizes = list(config.compilation_config.cudagraph_capture_sizes)
     return {
         "mode": config.compilation_config.cudagraph_mode.name,
-        "sizes": config.compilation_config.cudagraph_capture_sizes,
+        "sizes": sizes,
+        "graphs": _graphs(config),
         "backend": backend and backend.name,
         "worker": config.parallel_config.worker_cls,
     }
+
+
+def _graphs(config: Any) -> dict[int, list[Any]] | None:
+    """For steps of so many tokens the graph's kind and size, once a worker of ours is ready."""
+    if config.speculative_config is None:
+        return None
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+    from drafttree.vllm.graphs import capture_small_batches
+
+    tree = 1 + config.speculative_config.num_speculative_tokens
+    compilation = config.compilation_config
+    mode = compilation.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, None, tree)
+    dispatcher = CudagraphDispatcher(config)
+    dispatcher.initialize_cudagraph_keys(mode, tree)
+    for _ in range(2):  # the engine does so twice, the first time to see what graphs take
+        capture_small_batches(config.speculative_config, compilation, dispatcher)
+    graphs = {}
+    for tokens in (1, 3, 8, 64, tree, tree + 1, 2 * tree, 4096):
+        kind, batch = dispatcher.dispatch(tokens, uniform_decode=tokens % tree == 0)
+        graphs[tokens] = [kind.name, batch.num_tokens]
+    return graphs
 
 
 if __name__ == "__main__":
