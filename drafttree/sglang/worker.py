@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from tree_kernels.full_mask import full_mask
-from tree_kernels.kv_move import KvMover
+from tree_kernels.kv_move import KvMover, movers_of
 from tree_kernels.mask import depths, tree_mask
 
 from drafttree.drafter import Drafter, DraftTree, HiddenStateDrafter, ModelDrafter
@@ -293,10 +293,7 @@ def movers(cache: Any) -> list[KvMover]:
             f"{type(cache).__name__}: leave --speculative-algorithm out"
         )
     # To the mover each slot is a block of one row.
-    return [
-        KvMover([layer.unsqueeze(2) for layer in layers])
-        for layers in (cache.k_buffer, cache.v_buffer)
-    ]
+    return movers_of(layer.unsqueeze(2) for layer in (*cache.k_buffer, *cache.v_buffer))
 
 
 @functools.cache

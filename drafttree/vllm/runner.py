@@ -8,11 +8,12 @@ acceptance, the move of the accepted path's KV, and the next draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from tree_kernels.kv_move import KvMover
+from tree_kernels.kv_move import KvMover, movers_of
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
@@ -169,7 +170,7 @@ class TreeModelRunner(GPUModelRunner):
         return {}
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Build the caches, and what will move rows in them: a mover for keys, one for values."""
+        """Build the caches, and what will move rows in them."""
         super().initialize_kv_cache(*args, **kwargs)
         # The batch's holder counts the rows of a chain; this one sees a row a request, as trees are
         # drawn level by level.
@@ -177,15 +178,14 @@ class TreeModelRunner(GPUModelRunner):
             self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
         )
         layers = self.compilation_config.static_forward_context
-        self._movers: list[tuple[KvMover, KvMover]] = []
+        self._movers: list[list[KvMover]] = []
         for group in self.kv_cache_config.kv_cache_groups:
             rows = []
             for name in group.layer_names:
                 backend = layers[name].get_attn_backend()
                 assert issubclass(backend, TreeBackend)
                 rows.append(backend.kv_rows(layers[name].kv_cache))
-            keys, values = zip(*rows, strict=True)
-            self._movers.append((KvMover(keys), KvMover(values)))
+            self._movers.append(movers_of(chain.from_iterable(rows)))
 
     # One step, from top to bottom.
 

@@ -4,7 +4,7 @@ The moves of one request overlap, so all its rows are read before any is written
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -103,6 +103,10 @@ class _Layout(ctypes.Structure):
     )
 
 
+def _kind(cache: Tensor) -> tuple[object, ...]:
+    return cache.shape, cache.stride(), cache.dtype, cache.device
+
+
 class KvMover:
     """Moves rows in all caches of a group of layers, which stay where they are.
 
@@ -115,8 +119,7 @@ class KvMover:
     """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
-        kinds = {(cache.shape, cache.stride(), cache.dtype, cache.device) for cache in caches}
-        if len(kinds) != 1 or caches[0].dim() != 4:
+        if len(set(map(_kind, caches))) != 1 or caches[0].dim() != 4:
             shapes = sorted({str([*cache.shape]) for cache in caches})
             raise ValueError(f"caches must be alike and have four dimensions, not {shapes}")
         self._caches = list(caches)
@@ -147,3 +150,11 @@ class KvMover:
         else:
             for cache in self._caches:
                 _move_reference(cache, slots, path)
+
+
+def movers_of(caches: Iterable[Tensor]) -> list[KvMover]:
+    """As few movers as caches of a group of layers take, keys and values; see `KvMover`."""
+    alike: dict[tuple[object, ...], list[Tensor]] = {}
+    for cache in caches:
+        alike.setdefault(_kind(cache), []).append(cache)
+    return [KvMover(each) for each in alike.values()]

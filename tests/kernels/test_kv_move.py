@@ -6,7 +6,7 @@ from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import kv_move
-from tree_kernels.kv_move import KvMover
+from tree_kernels.kv_move import KvMover, movers_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
@@ -127,6 +127,20 @@ def test_every_cache_of_a_group_moves(cpu_path, interpreter, layout):
         caches = engine_caches(layout)
         expected = [moved(cache, SLOTS, PATH) for cache in caches]
         move(caches, SLOTS, PATH)
+        assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
+
+
+def test_keys_and_values_laid_out_alike_have_one_mover(cpu_path):
+    for caches, movers in (
+        (engine_caches("vllm"), 1),
+        (engine_caches("sglang"), 1),
+        ([*engine_caches("vllm")[:2], torch.randn(4, 3, 4, 8).transpose(2, 3)], 2),
+    ):
+        expected = [moved(cache, SLOTS, PATH) for cache in caches]
+        found = movers_of(caches)
+        assert len(found) == movers
+        for move in found:
+            move(SLOTS, PATH)
         assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
 
 
