@@ -16,6 +16,7 @@ from tree_kernels.offers import ALONE
 from tree_kernels.pairs import update_pairs
 from tree_kernels.tally import Tally
 
+from drafttree.transfer import on_device
 from recycle_plugin.priors import expected_priors
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Tables:
             if self._primed is self.matrix:
                 self._primed = torch.full_like(self.matrix, EMPTY)
             part = slice(rows.first, rows.first + len(rows.candidates))
-            self._primed[part] = rows.candidates.to(self.matrix.device)
+            self._primed[part] = on_device(rows.candidates.numpy(), self.matrix.device)
             unknown = self.matrix[part, :1] == EMPTY
             self.matrix[part] = torch.where(unknown, self._primed[part], self.matrix[part])
         if not running:

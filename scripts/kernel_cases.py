@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tree_kernels import accept, adjacency, context, gather, growth, selection, step_counts, tally
+from tree_kernels import (
+    accept,
+    adjacency,
+    context,
+    gather,
+    growth,
+    pairs,
+    selection,
+    step_counts,
+    tally,
+)
 from tree_kernels.context import LONGEST, Contexts
 from tree_kernels.offers import ORIGINS, TOP
 from tree_kernels.pairs import pair_cells
@@ -107,6 +117,24 @@ def _recycle(rows: int, vocab: int, dtype: str) -> Work:
     )
 
 
+def _pairs(rows: int) -> Work:
+    mine, other = torch.full((2, 1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32).unbind()
+    before, tokens = torch.randint(0, COMMON, (2, rows), dtype=torch.int32).unbind()
+    candidates = torch.randint(0, VOCAB, (rows, TOP), dtype=torch.int32)
+    given = torch.zeros(rows, dtype=torch.int64), tokens, before, candidates
+
+    def ours() -> tuple[Tensor]:
+        pairs.update_pairs(mine, *given)
+        return (mine,)
+
+    def reference() -> tuple[Tensor]:
+        pairs._update_reference(other, *given)
+        return (other,)
+
+    # Of each row what it is told by, and the cell that it writes.
+    return Work(ours, reference, rows * (8 + 2 * 4 * (2 + TOP)))
+
+
 def _gather(requests: int, nodes: int) -> Work:
     tree = budget_tree(nodes)
     matrix = torch.randint(0, VOCAB, (VOCAB, TOP), dtype=torch.int32)
@@ -139,15 +167,15 @@ def _growing(requests: int, length: int, nodes: int) -> tuple[Any, ...]:
     """What `grow` takes."""
     contexts, tokens = _texts(requests, length, 2 * length)
     matrix = torch.randint(0, COMMON, (VOCAB, TOP), dtype=torch.int32)
-    pairs = torch.full((1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32)
+    table = torch.full((1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32)
     before, after = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
     rows = torch.randint(0, COMMON, (len(after), TOP), dtype=torch.int32)
-    pairs[0, pair_cells(before, after, PAIR_CELLS)] = torch.cat(
+    table[0, pair_cells(before, after, PAIR_CELLS)] = torch.cat(
         (before[:, None], after[:, None], rows), 1
     )
     priors = expected_priors().to(matrix.device)
     slots, roots = torch.arange(requests), tokens[:, -1].contiguous()
-    return matrix, pairs, contexts, priors, slots, roots, width_for(nodes), DEPTH
+    return matrix, table, contexts, priors, slots, roots, width_for(nodes), DEPTH
 
 
 def _grow(requests: int, length: int, nodes: int) -> Work:
@@ -288,6 +316,7 @@ CASES: dict[str, Case] = {
         ),
         {"rows": 9, "vocab": 5000, "dtype": "bfloat16"},
     ),
+    "update_pairs": Case(_pairs, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
     "grow": Case(_grow, _GROWN, _GROWN_QUICK),
     "best_nodes": Case(_best_nodes, _GROWN, _GROWN_QUICK),

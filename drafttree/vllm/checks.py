@@ -140,5 +140,6 @@ def _check_model(model: ModelConfig) -> None:
     if model.get_head_size() % 32:
         raise ValueError(
             f"draft trees do not work with model={name!r}: its head size "
-            f"{model.get_head_size()} is no multiple of 32"
+            f"{model.get_head_size()} is no multiple of 32: use another model, or leave the "
+            "speculative method out"
         )

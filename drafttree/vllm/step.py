@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,12 @@ class StepTrees:
         """What is known of the R rows, for the nodes: `[B, N]`; padding repeats the last one."""
         if not self.drafted:
             return values[:, None]
+        return values[self._row_of_node]
+
+    @cached_property
+    def _row_of_node(self) -> torch.Tensor:
         nodes = np.minimum(np.arange(self.parents.shape[1]), self.sizes[:, None] - 1)
-        return values[on_device(self.starts[:, None] + nodes, self.rows.device)]
+        return on_device(self.starts[:, None] + nodes, self.rows.device)
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
         """What is known of the nodes, `int32 [B, N]`, for the R rows."""

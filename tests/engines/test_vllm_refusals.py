@@ -145,6 +145,13 @@ def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
+def test_head_sizes_that_the_kernels_do_not_know(tiny_llama: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 24}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="head size 24 is no multiple of 32: use another"):
+        configure(tmp_path)
+
+
 def test_unknown_engine_versions(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     with pytest.raises(ValueError, match=r"0\.99\.0 is not supported.*0\.26"):

@@ -1,4 +1,8 @@
-"""Fails an engine on a GPU whose host waits for the device in a place of ours."""
+"""Fails an engine on a GPU whose host waits for the device in a place of ours.
+
+One wait a step it does not see: the host waits for the event that says the drafts are there, as the
+engine's scheduler counts them.
+"""
 
 from __future__ import annotations
 
