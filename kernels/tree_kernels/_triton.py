@@ -27,8 +27,8 @@ def jit(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], A
 def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """`triton.jit` where Triton is installed, else the function itself.
 
-    do_not_specialize: integers that change while serving. Without this a kernel is compiled anew
-        where one becomes 1 or a multiple of 16.
+    do_not_specialize: arguments that change while serving. Without this a kernel is compiled anew
+        where an integer becomes 1 or a multiple of 16, or a tensor begins at such an address.
     """
     if fn is None:
         return partial(jit, do_not_specialize=do_not_specialize)
