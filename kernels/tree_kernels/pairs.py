@@ -27,7 +27,7 @@ def pair_hash(before: tl.tensor, token: tl.tensor) -> tl.tensor:
     return mixed(mixed(tl.full(token.shape, 2, tl.uint32), before), token)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["slots", "tokens", "before", "rows"])
 def _update_kernel(
     pairs: tl.tensor,
     slots: tl.tensor,

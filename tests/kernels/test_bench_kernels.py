@@ -77,7 +77,7 @@ def test_a_kernel_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_not_there_is_named() -> None:
     result = bench("--only", "merge")
     assert result.exit_code == 2
-    assert "--only 'merge' is not one of those on cpu: recycle, gather" in result.output
+    assert "--only 'merge' is not one of those on cpu: recycle, update_pairs" in result.output
 
 
 @pytest.mark.parametrize("name", list(bench_kernels.KERNELS))
