@@ -32,7 +32,7 @@ PLAIN_AGE, NEIGHBOUR_AGE, DRAFT_AGE = 128, 256, 128
 # A rung seen less often than steps ago by this factor is tried again sooner.
 YOUNG = 16
 # Drafting that falls short of plain decoding by no more than this is tried for as long as the
-# first purse is half full: bad luck with a few drafts looks the same.
+# purse for trials is half full: bad luck with a few drafts looks the same.
 CLOSE = 0.8
 # What a look is taken to cost before it has been timed, as part of a plain step.
 LOOK = 0.03
@@ -160,8 +160,9 @@ class Planner:
             known = self._look(mode, batch)
             # The machine may have been busy with something else.
             mode.look = known + LOOK_RATE * (min(look, ODD_LOOK * known) - known)
-        predicted = costs.seconds(batch, n) + look * plan.in_vain
-        costs.observe(batch, n, seconds - look * plan.in_vain)
+        in_vain = look if plan.in_vain else 0.0
+        predicted = costs.seconds(batch, n) + in_vain
+        costs.observe(batch, n, seconds - in_vain)
         if n > 0:
             self._calibration.book(bucket, n, plan.promised - 1, emitted / batch - 1, costs.clock)
         self._settle(mode, batch, plan, emitted / batch)

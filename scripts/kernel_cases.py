@@ -117,22 +117,30 @@ def _recycle(rows: int, vocab: int, dtype: str) -> Work:
     )
 
 
+def _writing(
+    kernel: Callable[..., None], to: Tensor, *given: Tensor
+) -> Callable[[], tuple[Tensor]]:
+    """A call of a kernel that writes to its first tensor, and what it wrote to."""
+
+    def call() -> tuple[Tensor]:
+        kernel(to, *given)
+        return (to,)
+
+    return call
+
+
 def _pairs(rows: int) -> Work:
     mine, other = torch.full((2, 1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32).unbind()
     before, tokens = torch.randint(0, COMMON, (2, rows), dtype=torch.int32).unbind()
     candidates = torch.randint(0, VOCAB, (rows, TOP), dtype=torch.int32)
     given = torch.zeros(rows, dtype=torch.int64), tokens, before, candidates
 
-    def ours() -> tuple[Tensor]:
-        pairs.update_pairs(mine, *given)
-        return (mine,)
-
-    def reference() -> tuple[Tensor]:
-        pairs._update_reference(other, *given)
-        return (other,)
-
-    # Of each row what it is told by, and the cell that it writes.
-    return Work(ours, reference, rows * (8 + 2 * 4 * (2 + TOP)))
+    return Work(
+        _writing(pairs.update_pairs, mine, *given),
+        _writing(pairs._update_reference, other, *given),
+        # Of each row what it is told by, and the cell that it writes.
+        rows * (8 + 2 * 4 * (2 + TOP)),
+    )
 
 
 def _gather(requests: int, nodes: int) -> Work:
@@ -245,15 +253,11 @@ def _count_step(requests: int, nodes: int) -> Work:
     mine, other = torch.zeros(2, len(step_counts.COUNTS), dtype=torch.int64).unbind()
     given = counted, tokens, parents, path
 
-    def ours() -> Sequence[Tensor]:
-        step_counts.count_step(mine, *given)
-        return (mine,)
-
-    def reference() -> Sequence[Tensor]:
-        step_counts._count_reference(other, *given)
-        return (other,)
-
-    return Work(ours, reference, sum(each.nbytes for each in given) + 2 * mine.nbytes)
+    return Work(
+        _writing(step_counts.count_step, mine, *given),
+        _writing(step_counts._count_reference, other, *given),
+        sum(each.nbytes for each in given) + 2 * mine.nbytes,
+    )
 
 
 def _extend(requests: int, tokens: int) -> Work:
