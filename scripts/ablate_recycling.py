@@ -32,7 +32,7 @@ from drafttree.bench.chat import Chat, model_context
 from drafttree.bench.machine import processor_name
 from drafttree.bench.prompts import Prompt, load_prompts
 from drafttree.drafter import DraftTree
-from drafttree.verify import verify_greedy
+from drafttree.verify import verify_target
 from lyanna_plugin.replay import Replayed
 
 _ROWS = 256
@@ -63,7 +63,7 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
         before = trees.before(drafter.before(slots))
         logits = as_logits(torch.tensor(tops), vocab)
         likely = drafter.observe(slots.expand(len(nodes)), trees.tokens[0], before[0], logits)
-        verified = verify_greedy(trees, likely[None], drafter.max_depth)
+        verified = verify_target(trees, likely[None], drafter.max_depth)
         drafter.accepted(slots, trees, verified)
         emitted = verified.emitted[0, : verified.num_emitted[0]].tolist()
         left = known.answer[done : done + len(emitted)]

@@ -17,6 +17,7 @@ from tree_kernels import (
     accept,
     adjacency,
     context,
+    draw,
     gather,
     growth,
     pairs,
@@ -114,6 +115,22 @@ def _recycle(rows: int, vocab: int, dtype: str) -> Work:
         reference,
         logits.nbytes + tokens.nbytes + 2 * 4 * rows * TOP,
         {"topk + index_put": plain},
+    )
+
+
+def _draw(rows: int, vocab: int, dtype: str) -> Work:
+    logits = torch.randn(rows, vocab, dtype=getattr(torch, dtype))
+    temperatures, seed = torch.full((rows,), 0.8), torch.tensor([7])
+
+    def plain() -> Tensor:
+        probabilities = (logits.float() / temperatures[:, None]).softmax(1)
+        return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(1)
+
+    return Work(
+        lambda: (draw.draw_tokens(logits, temperatures, seed),),
+        lambda: (draw._draw_reference(logits, temperatures, seed),),
+        logits.nbytes + 2 * 4 * rows,
+        {"softmax + exponential": plain},
     )
 
 
@@ -319,6 +336,12 @@ CASES: dict[str, Case] = {
             rows=(81, 324, 648, 2000), vocab=(49152, VOCAB, 262144), dtype=("bfloat16", "float32")
         ),
         {"rows": 9, "vocab": 5000, "dtype": "bfloat16"},
+    ),
+    "draw": Case(
+        _draw,
+        grid(rows=(81, 324, 1296), vocab=(VOCAB,), dtype=("bfloat16", "float32")),
+        {"rows": 9, "vocab": 5000, "dtype": "bfloat16"},
+        devices=("cuda",),
     ),
     "update_pairs": Case(_pairs, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
     "gather": Case(_gather, _TREES, _TREES_QUICK),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from dense_attention import dense
+from engine_attention import causal_ways
 from kernel_cases import VOCAB, Case, Work, budget_tree, grid, int32, parents_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -142,7 +143,8 @@ def _attention(
         lambda: (tree_attention.tree_attention(*given, scale, nodes),),
         reference,
         kv + 2 * query.nbytes + table.nbytes + masks.nbytes,
-        dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
+        dense(requests, nodes, context, (heads, kv_heads), head_size, dtype)
+        | causal_ways(query, *cache.unbind(), *given[3:6], (nodes, length)),
     )
 
 

@@ -4,6 +4,9 @@ At every level of a tree the sampler sees one row a request, exactly what it wou
 speculation. So temperature, top-k, top-p, min-p, penalties, biases, grammars, seeds and logprobs
 need no second implementation. The host's own verification draws nothing on a CPU: there it takes
 the argmax, whatever the temperature.
+
+On a GPU draws from a plain softmax at a temperature are made for all rows at once: one launch and a
+walk, where levels take dozens of launches.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from tree_kernels.adjacency import top_candidates
 
 from drafttree.drafter import DraftTree, Rule
 from drafttree.sglang.penalties import RequestPenalties
-from drafttree.verify import Verified, verify_greedy, verify_sampled
+from drafttree.verify import Verified, draw_ahead, draws_ahead, verify_sampled, verify_target
 
 
 def is_plain_greedy(batch: Any) -> bool:
@@ -26,14 +29,34 @@ def is_plain_greedy(batch: Any) -> bool:
 
     Then the best of the candidates that the drafter takes from the logits is the answer.
     """
+    return batch.sampling_info.is_all_greedy and _asks_for_tokens_alone(batch)
+
+
+def _asks_for_tokens_alone(batch: Any) -> bool:
+    """Whether no request asks for logprobs or for logits other than the raw ones."""
     info = batch.sampling_info
     return (
-        info.is_all_greedy
-        and not has_penalties(batch)
+        not has_penalties(batch)
         and info.logit_bias is None
         and not info.has_custom_logit_processor
         and not batch.has_grammar
         and not batch.return_logprob
+    )
+
+
+def _draws_from_softmax(batch: Any) -> bool:
+    """Whether every request draws from the softmax of its raw logits at its temperature, unseeded.
+
+    The host takes greedy requests among others for ones of top-k 1."""
+    info = batch.sampling_info
+    filtered = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
+    # Masks and watermarks came after 0.5.17.
+    marked = getattr(info, "has_watermark_candidates", False)
+    masked = getattr(info, "sampling_mask_batch_indices", None) is not None
+    return (
+        not (info.is_all_greedy or filtered or marked or masked)
+        and info.sampling_seed is None
+        and _asks_for_tokens_alone(batch)
     )
 
 
@@ -67,8 +90,12 @@ def verify_trees(
     if is_plain_greedy(batch):
         if argmax is None:
             argmax = top_candidates(output.next_token_logits, 1).view(requests, nodes)
-        return verify_greedy(trees, argmax, max_depth)
+        return verify_target(trees, argmax, max_depth)
     logits = output.next_token_logits.view(requests, nodes, -1)
+    if rule is None and draws_ahead(logits) and _draws_from_softmax(batch):
+        temperatures = batch.sampling_info.temperatures.expand(-1, nodes).flatten()
+        target = draw_ahead(logits.flatten(0, 1), temperatures).view(requests, nodes)
+        return verify_target(trees, target, max_depth)
     draw = _Draw(runner, batch, logits, penalties, rule)
     verified = verify_sampled(trees, draw, max_depth)
     if batch.return_logprob:

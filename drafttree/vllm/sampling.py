@@ -4,6 +4,9 @@ At every level of a tree the sampler sees one row a request, exactly what it wou
 speculation, and the requests' output lists and logits processors are brought to that state first.
 So temperature, top-k, top-p, min-p, penalties, bad words, biases, seeds, logprobs and custom
 processors need no second implementation.
+
+On a GPU draws from a plain softmax at a temperature are made for all rows at once: one launch and a
+walk, where levels take dozens of launches.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from vllm.v1.sample.logits_processor import (
 
 from drafttree.drafter import DraftTree, Rule
 from drafttree.transfer import on_device
-from drafttree.verify import Verified, verify_greedy, verify_sampled
+from drafttree.verify import Verified, draw_ahead, draws_ahead, verify_sampled, verify_target
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
     from drafttree.vllm.rule_sampler import RuleSampler
     from drafttree.vllm.runner import TreeModelRunner
     from drafttree.vllm.step import StepTrees
+
+
+_OF_ROWS = (LogitBiasLogitsProcessor, MinPLogitsProcessor)
+"""Processors to which what was drawn before is nothing."""
 
 
 def build_logits_processors(
@@ -53,13 +60,21 @@ def is_plain_greedy(metadata: SamplingMetadata) -> bool:
     """
     return (
         metadata.all_greedy
-        and metadata.no_penalties
+        and _asks_for_tokens_alone(metadata)
+        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _asks_for_tokens_alone(metadata: SamplingMetadata) -> bool:
+    """Whether no request asks for logprobs or for logits other than the raw ones; logits
+    processors apart."""
+    return (
+        metadata.no_penalties
         and metadata.max_num_logprobs is None
         and not metadata.logprob_token_ids
         and not metadata.bad_words_token_ids
         and metadata.allowed_token_ids_mask is None
         and not _thinking_budgets(metadata)
-        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
     )
 
 
@@ -74,7 +89,9 @@ def _is_active(processor: Any) -> bool:
         return bool(processor.min_toks)
     if type(processor) is LogitBiasLogitsProcessor:
         return bool(processor.biases)
-    return type(processor) is not MinPLogitsProcessor
+    if type(processor) is MinPLogitsProcessor:
+        return bool(processor.min_p_count)
+    return True
 
 
 def _follows_texts(metadata: SamplingMetadata) -> bool:
@@ -84,10 +101,19 @@ def _follows_texts(metadata: SamplingMetadata) -> bool:
         or not metadata.no_penalties
         or metadata.bad_words_token_ids
         or _thinking_budgets(metadata)
-        or any(
-            _is_active(each) and type(each) is not LogitBiasLogitsProcessor
-            for each in metadata.logitsprocs.all
-        )
+        or any(_is_active(each) and type(each) not in _OF_ROWS for each in metadata.logitsprocs.all)
+    )
+
+
+def _draws_from_softmax(metadata: SamplingMetadata) -> bool:
+    """Whether every request that is not greedy draws from the softmax of its raw logits at its
+    temperature, unseeded."""
+    return (
+        not metadata.generators
+        and metadata.top_k is None
+        and metadata.top_p is None
+        and _asks_for_tokens_alone(metadata)
+        and not any(map(_is_active, metadata.logitsprocs.all))
     )
 
 
@@ -106,9 +132,13 @@ def sample_trees(
         argmax: `int32 [R]` where that is all that is asked for, else None.
         rule: chooses where the engine's sampler would draw, called by the sampler beside it.
     """
-    if argmax is not None:
-        target = step.by_node(argmax)
-        verified = verify_greedy(drafts, target, step.max_depth)
+    metadata = runner.input_batch.sampling_metadata
+    target = argmax
+    if target is None and rule is None and draws_ahead(logits) and _draws_from_softmax(metadata):
+        temperatures = metadata.temperature[on_device(step.requests, logits.device)]
+        target = draw_ahead(logits, temperatures)
+    if target is not None:
+        verified = verify_target(drafts, step.by_node(target), step.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(runner, step, logits, rule) as draw:
         verified = verify_sampled(drafts, draw, step.max_depth, watched=draw.follows)

@@ -6,7 +6,7 @@ import torch
 
 from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
-from drafttree.verify import verify_greedy
+from drafttree.verify import verify_target
 
 
 def int32(rows: list[list[int]]) -> torch.Tensor:
@@ -19,7 +19,7 @@ def test_only_decoding_requests_are_counted_and_later_children_are_told_apart() 
     tokens = int32([[9, 1, 2, 3, 4]] * 3 + [[9, -1, -1, -1, -1]])
     trees = DraftTree(tokens, parents, torch.tensor([5, 5, 5, 1], dtype=torch.int32))
     target = int32([[2, 0, 3, 0, 0], [1, 0, 0, 0, 0], [2, 0, 4, 0, 0], [7, 0, 0, 0, 0]])
-    verified = verify_greedy(trees, target, max_depth=2)
+    verified = verify_target(trees, target, max_depth=2)
     counters = Counters(torch.device("cpu"))
     counters.add_step(torch.tensor([True, True, False, True]), trees, verified)
     assert counters.as_dict() == {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drafttree.drafter import DraftTree
-from drafttree.verify import verify_greedy, verify_sampled
+from drafttree.verify import verify_sampled, verify_target
 
 # Two requests: a tree 5 -> (6 -> 8, 7 -> 9) and one that was cut to 5 -> 6.
 TREES = DraftTree(
@@ -50,7 +50,7 @@ def test_greedy_verification_is_the_walk_along_fixed_tokens() -> None:
     def draw(node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         return target.gather(1, node[:, None].long())[:, 0]
 
-    greedy = verify_greedy(TREES, target, max_depth=2)
+    greedy = verify_target(TREES, target, max_depth=2)
     sampled = verify_sampled(TREES, draw, max_depth=2)
     assert greedy.emitted.tolist() == sampled.emitted.tolist() == [[6, 8, 2], [9, -1, -1]]
     assert greedy.path.tolist() == sampled.path.tolist()

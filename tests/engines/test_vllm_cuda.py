@@ -43,10 +43,11 @@ def test_nothing_of_ours_waits_for_the_device(
 ) -> None:
     draw = random.Random(4)
     prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(8)]
-    drawn = {**GREEDY, "temperature": 0.8, "top_p": 0.9}
+    free = {**GREEDY, "temperature": 0.8}
+    filtered = {**free, "top_p": 0.9}
     answers, _ = run_vllm(
         tiny_llama,
-        [Case(prompts, GREEDY), Case(prompts, drawn)],
+        [Case(prompts, settings) for settings in (GREEDY, free, filtered)],
         speculative={"method": "token_recycling"},
         environment=no_waiting.ENVIRONMENT,
         **ENGINE,

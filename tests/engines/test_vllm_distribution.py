@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import drawing_ahead
 import pytest
 from joint_distribution import exact_joint, p_value
 from tiny_models import make_tiny_llama
@@ -18,7 +19,10 @@ VOCAB = 10
 PROMPT = [3, 7, 4]
 REQUESTS = 20_000
 FAULTY = 5_000
-SAMPLING = {"temperature": 1.3, "top_k": 8, "max_tokens": 4, "ignore_eos": True}
+AHEAD = 10_000
+FREE = {"temperature": 1.3, "max_tokens": 4, "ignore_eos": True}
+SAMPLING = {**FREE, "top_k": 8}
+GREEDY = {**FREE, "temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -27,31 +31,53 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(folder, vocab_size=VOCAB, sharpness=3.0)
 
 
-def run(model: Path, requests: int, **arguments: Any) -> Answer:
-    (answer,), _ = run_vllm(
+def serve(model: Path, cases: list[Case], **arguments: Any) -> tuple[list[Answer], str]:
+    return run_vllm(
         model,
-        [Case([PROMPT] * requests, SAMPLING)],
+        cases,
         speculative={"method": "token_recycling", "tree": "branch:3-2-1"},
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         max_model_len=128,
         **arguments,
     )
+
+
+def run(model: Path, requests: int, **arguments: Any) -> Answer:
+    (answer,), _ = serve(model, [Case([PROMPT] * requests, SAMPLING)], **arguments)
     return answer
 
 
-def joint_p_value(model: Path, answer: Answer) -> float:
-    joint = exact_joint(model, PROMPT, VOCAB, SAMPLING["temperature"], SAMPLING["top_k"])
+def joint_p_value(model: Path, answer: Answer, top_k: int = SAMPLING["top_k"]) -> float:
+    joint = exact_joint(model, PROMPT, VOCAB, SAMPLING["temperature"], top_k)
     return p_value([samples[0] for samples in answer.tokens], joint)
 
 
-def test_the_joint_distribution_is_the_models_own(model: Path) -> None:
-    answer = run(model, REQUESTS)
+def check_drafting(answer: Answer) -> None:
     accepted_a_step = answer.counters["accepted_tokens"] / answer.counters["steps"]
     assert 0.3 < accepted_a_step < 0.9
     assert answer.counters["non_first_child_accepted"] > 0
     assert answer.counters["kv_rows_moved"] > 0
+
+
+def test_the_joint_distribution_is_the_models_own(model: Path) -> None:
+    answer = run(model, REQUESTS)
+    check_drafting(answer)
     assert joint_p_value(model, answer) > 0.001
+
+
+def test_so_it_is_where_tokens_are_drawn_ahead(model: Path) -> None:
+    cases = [
+        Case([PROMPT] * AHEAD, FREE),
+        Case([PROMPT] * 64, [FREE, GREEDY] * 32),
+        Case([PROMPT], GREEDY),
+    ]
+    (free, mixed, greedy), log = serve(model, cases, environment=drawing_ahead.ENVIRONMENT)
+    check_drafting(free)
+    assert joint_p_value(model, free, top_k=VOCAB) > 0.001
+    assert mixed.tokens[1::2] == greedy.tokens * 32
+    assert mixed.tokens[0::2] != greedy.tokens * 32
+    assert log.count(drawing_ahead.DRAWN) >= free.counters["steps"] / 64
 
 
 def test_a_planted_fault_is_found(model: Path) -> None:

@@ -13,6 +13,7 @@ from random_prompts import some_prompts
 from vllm_runs import Answer, Case, run_vllm
 
 GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+VOCAB = 512
 
 
 def chat_cases(hot: bool) -> list[Case]:
@@ -25,8 +26,8 @@ def chat_cases(hot: bool) -> list[Case]:
 @cache
 def answers(
     model: Path, seqs: int, compiled: bool, processes: bool, options: tuple[Any, ...], hot: bool
-) -> list[Answer]:
-    served, _ = run_vllm(
+) -> tuple[list[Answer], str]:
+    return run_vllm(
         model,
         chat_cases(hot),
         speculative={"method": "token_recycling", **dict(options)} if options else None,
@@ -34,7 +35,6 @@ def answers(
         max_num_seqs=seqs,
         enforce_eager=not compiled,
     )
-    return served
 
 
 PAIRWISE = [
@@ -66,15 +66,19 @@ def test_greedy_tokens_equal_plain_decoding(
     processes: bool,
     compiled: bool,
 ) -> None:
-    plain = answers(tiny_llama, seqs, compiled, False, (), True)
+    plain, _ = answers(tiny_llama, seqs, compiled, False, (), True)
     options = (("nodes", nodes), ("hot_start", hot))
-    drafted = answers(tiny_llama, seqs, compiled, processes, options, hot)
+    drafted, log = answers(tiny_llama, seqs, compiled, processes, options, hot)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
         counters = with_trees.counters
         assert counters["emitted"] == 24 * (GREEDY["max_tokens"] - 1)
         assert counters["emitted"] == counters["steps"] + counters["accepted_tokens"]
+    if compiled:  # else nothing is run on a CPU before the first request
+        rows = seqs * (1 + nodes)
+        assert f"Logits of {rows} nodes" in log
+        assert f"take {rows * VOCAB * 4 / 2**20:.1f} MiB" in log
 
 
 @pytest.mark.parametrize("seqs", [1, 8])

@@ -16,7 +16,7 @@ from tree_kernels.pairs import pair_cells
 
 from drafttree.drafter import DraftTree
 from drafttree.tree import StaticTree
-from drafttree.verify import verify_greedy
+from drafttree.verify import verify_target
 from lyanna_plugin.replay import Replayed
 from recycle_plugin import Tables
 from recycle_plugin.priors import ROW_PRIORS
@@ -77,7 +77,7 @@ class Plain:
             )
             before = trees.before(drafter.before(slots))
             likely = drafter.observe(slots.expand(len(logits)), trees.tokens[0], before[0], logits)
-            verified = verify_greedy(trees, likely[None], drafter.max_depth)
+            verified = verify_target(trees, likely[None], drafter.max_depth)
             drafter.accepted(slots, trees, verified)
             answer += verified.emitted[0, : verified.num_emitted[0]].tolist()
             if 1 in answer or len(answer) >= MOST:

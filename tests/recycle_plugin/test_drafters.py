@@ -10,7 +10,7 @@ import torch
 from tree_kernels.tally import Tally
 
 from drafttree.drafter import DraftTree
-from drafttree.verify import verify_greedy
+from drafttree.verify import verify_target
 from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, make_drafter
 from recycle_plugin.acceptance import by_source
 from recycle_plugin.priors import expected_priors
@@ -101,7 +101,7 @@ def test_a_static_tree_counts_each_nodes_acceptance() -> None:
         target = torch.tensor(
             [[after.get(token, 0) for token in row] for row in cut.tokens.tolist()]
         )
-        verified = verify_greedy(cut, target.int(), drafter.max_depth)
+        verified = verify_target(cut, target.int(), drafter.max_depth)
         drafter.accepted(requests, cut, verified)
 
     # Below 5: 6 and 7; 6 has no row, so the columns are 5, 6, 7, 9, 2. Below 15: all six.
@@ -161,7 +161,7 @@ def test_what_is_emitted_joins_the_text() -> None:
     trees = drafter.propose(slots(0), ids(20))
     assert trees.tokens[0, 1:4].tolist() == [21, 22, 23]
     target = torch.where(trees.tokens == 20, 21, torch.where(trees.tokens == 21, 30, 0))
-    drafter.accepted(slots(0), trees, verify_greedy(trees, target.int(), drafter.max_depth))
+    drafter.accepted(slots(0), trees, verify_target(trees, target.int(), drafter.max_depth))
     assert drafter.before(slots(0)).tolist() == [21]
     drafter.extend(slots(0), ids(-1)[None])
     assert drafter.before(slots(0)).tolist() == [21]
@@ -179,7 +179,7 @@ def test_what_candidates_are_worth_is_measured() -> None:
         trees = drafter.propose(slots(0), ids(5))
         seen += trees.tokens[0, 1:].tolist()
         target = torch.full_like(trees.tokens, 7)
-        drafter.accepted(slots(0), trees, verify_greedy(trees, target, drafter.max_depth))
+        drafter.accepted(slots(0), trees, verify_target(trees, target, drafter.max_depth))
         drafter.start(0, [1, 5])
     assert seen[0] == 6
     assert seen[-1] == 7
@@ -196,7 +196,7 @@ def test_grown_trees_count_acceptance_by_source() -> None:
     trees = drafter.propose(slots(0), ids(5))
     assert trees.tokens.tolist() == [[5, 8, 0, 1]]
     target = torch.full_like(trees.tokens, 8)
-    drafter.accepted(slots(0), trees, verify_greedy(trees, target, drafter.max_depth))
+    drafter.accepted(slots(0), trees, verify_target(trees, target, drafter.max_depth))
     assert json.loads(json.dumps(drafter.acceptance()))["sources"] == [
         {"source": "pair rank 1", "tried": 1, "hit": 1, "share": 1.0},
         {"source": "pair rank 2", "tried": 1, "hit": 0, "share": 0.0},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import drawing_ahead
 import lyanna_states
 from rsd_fault import leave_the_residual
 
@@ -265,6 +266,11 @@ def _plant_most_likely() -> None:
 
 if __name__ == "__mp_main__" and (fault := os.environ.get("DRAFTTREE_TEST_FAULT")):
     leave_the_residual() if fault == "residual" else _plant_most_likely()
+
+if __name__ == "__mp_main__" and os.environ.get(drawing_ahead.VARIABLE):
+    from drafttree.sglang import sampling as seam
+
+    drawing_ahead.draw_so(seam)
 
 if __name__ == "__mp_main__" and (file := os.environ.get(lyanna_states.VARIABLE)):
     lyanna_states.keep_logits(file)

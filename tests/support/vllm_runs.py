@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import drawing_ahead
 import lyanna_states
 import no_waiting
 import triton_on_cpu
@@ -231,6 +232,10 @@ if __name__ == "__main__":
         lyanna_states.keep_logits(file)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.serve_so()
+    if os.environ.get(drawing_ahead.VARIABLE):
+        from drafttree.vllm import sampling as seam
+
+        drawing_ahead.draw_so(seam)
     if os.environ.get(no_waiting.VARIABLE):
         no_waiting.forbid_waiting()
     if faulty == "residual":

@@ -1,0 +1,190 @@
+"""One token drawn from each row's softmax, for all rows at once.
+
+The token of the largest logit / temperature + Gumbel noise is a draw from the softmax (the
+Gumbel-max rule), so a row is read once and no distribution is written. The noise is Philox's, ten
+rounds, counted by id under a key of the row's own: the order of programs cannot matter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tree_kernels._triton import jit, tl, use_triton
+
+GREEDY_BELOW = 1e-5
+"""Rows of a lower temperature take their likeliest token."""
+
+# Of the kernels: a quarter of the logits read at once, as each counter gives four numbers, the
+# programs that keep a large GPU busy, and the shares into which a row is cut at most to have them.
+_LANES = 1024
+_PROGRAMS = 512
+_MOST_SHARES = 16
+_MASK = 0xFFFFFFFF
+# Of Triton's generator, so that both paths draw the same: its 31 bits become numbers from 0 to
+# below 1. Half a step more, and none is 0.
+_SCALE = 4.6566127342e-10
+_HALF = 2.3283064e-10
+# Up to here a few terms of its series are nearer to -log(1 - u) than what the difference leaves.
+# The best of many scores have a u close to 0.
+_SMALL = 1 / 64
+
+
+@jit
+def _noise(uniform: tl.tensor, HALF: tl.constexpr, SMALL: tl.constexpr) -> tl.tensor:
+    """Gumbel noise: -log of an exponential variable."""
+    u = uniform + HALF
+    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
+    return -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
+
+
+@jit
+def _better(
+    best: tl.tensor,
+    found: tl.tensor,
+    line: tl.tensor,
+    ids: tl.tensor,
+    noise: tl.tensor,
+    vocab: tl.tensor,
+    temperature: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The best score of each lane and its id, once those of `ids` are known too."""
+    logits = tl.load(line + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    scores = logits / temperature + noise
+    better = scores > best
+    return tl.where(better, scores, best), tl.where(better, ids, found)
+
+
+@jit
+def _draw_kernel(
+    logits: tl.tensor,
+    temperatures: tl.tensor,
+    seed: tl.tensor,
+    scores: tl.tensor,
+    tokens: tl.tensor,
+    vocab: tl.tensor,
+    logits_stride: tl.tensor,
+    span: tl.tensor,
+    LANES: tl.constexpr,
+    GREEDY_BELOW: tl.constexpr,
+    HALF: tl.constexpr,
+    SMALL: tl.constexpr,
+) -> None:
+    """One program a row and share of the vocabulary."""
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    line = logits + row * logits_stride
+    temperature = tl.load(temperatures + row)
+    noisy = tl.where(temperature < GREEDY_BELOW, 0.0, 1.0)
+    temperature = tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
+    key = tl.load(seed) + row
+    lanes = tl.arange(0, LANES)
+    best = tl.full([LANES], -float("inf"), tl.float32)
+    found = tl.zeros([LANES], tl.int32)
+    first = share * span
+    for start in range(first, tl.minimum(first + span, vocab), 4 * LANES):
+        ids = start + lanes
+        one, two, three, four = tl.rand4x(key, ids)
+        noise = noisy * _noise(one, HALF, SMALL)
+        best, found = _better(best, found, line, ids, noise, vocab, temperature)
+        noise = noisy * _noise(two, HALF, SMALL)
+        best, found = _better(best, found, line, ids + LANES, noise, vocab, temperature)
+        noise = noisy * _noise(three, HALF, SMALL)
+        best, found = _better(best, found, line, ids + 2 * LANES, noise, vocab, temperature)
+        noise = noisy * _noise(four, HALF, SMALL)
+        best, found = _better(best, found, line, ids + 3 * LANES, noise, vocab, temperature)
+    top = tl.max(best, 0)
+    place = row * tl.num_programs(1) + share
+    tl.store(scores + place, top)
+    tl.store(tokens + place, tl.min(tl.where(best == top, found, 0x7FFFFFFF), 0))
+
+
+@jit(do_not_specialize=["shares"])
+def _first_kernel(
+    scores: tl.tensor,
+    tokens: tl.tensor,
+    out: tl.tensor,
+    shares: tl.tensor,
+    MOST_SHARES: tl.constexpr,
+) -> None:
+    """One program a row: the token of its best share."""
+    row = tl.program_id(0).to(tl.int64)
+    share = tl.arange(0, MOST_SHARES)
+    there = share < shares
+    score = tl.load(scores + row * shares + share, mask=there, other=-float("inf"))
+    token = tl.load(tokens + row * shares + share, mask=there, other=0x7FFFFFFF)
+    best = there & (score == tl.max(score, 0))
+    tl.store(out + row, tl.min(tl.where(best, token, 0x7FFFFFFF), 0))
+
+
+def _draw_triton(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return out
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tiles = -(-vocab // (4 * _LANES))
+    span = -(-tiles // min(-(-_PROGRAMS // rows), _MOST_SHARES, tiles))
+    shares = -(-tiles // span)
+    scores = torch.empty(rows, shares, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, shares, dtype=torch.int32, device=logits.device)
+    _draw_kernel[(rows, shares)](
+        *(logits, temperatures.contiguous(), seed, scores, tokens),
+        *(vocab, logits.stride(0), span * 4 * _LANES),
+        LANES=_LANES,
+        GREEDY_BELOW=GREEDY_BELOW,
+        HALF=_HALF,
+        SMALL=_SMALL,
+    )
+    _first_kernel[(rows,)](scores, tokens, out, shares, MOST_SHARES=_MOST_SHARES)
+    return out
+
+
+def _philox(keys: Tensor, counters: Tensor) -> list[Tensor]:
+    """Philox 4x32 of int64 keys `[R, 1]` and counters `[C]`: four of `[R, C]`, below 2^32."""
+    low, high = keys & _MASK, (keys >> 32) & _MASK
+    a = counters.expand(len(keys), -1)
+    b, c, d = (torch.zeros_like(a) for _ in range(3))
+    for _ in range(10):
+        # Products below 2^64 wrap in int64, but keep all their bits.
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = ((right >> 32) & _MASK) ^ b ^ low, right & _MASK
+        c, d = ((left >> 32) & _MASK) ^ d ^ high, left & _MASK
+        low, high = (low + 0x9E3779B9) & _MASK, (high + 0xBB67AE85) & _MASK
+    return [a, b, c, d]
+
+
+def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
+    rows, vocab = logits.shape
+    device = logits.device
+    keys = seed + torch.arange(rows, device=device)
+    starts = torch.arange(0, vocab, 4 * _LANES, device=device)
+    counters = (starts[:, None] + torch.arange(_LANES, device=device)).flatten()
+    # int32 [R, 4, tiles, lanes]: the four numbers of a counter are those of ids _LANES apart.
+    bits = torch.stack(_philox(keys[:, None], counters), 1).int().view(rows, 4, -1, _LANES)
+    bits = torch.where(bits < 0, ~bits, bits).transpose(1, 2).flatten(1)[:, :vocab]
+    u = bits.float() * _SCALE + _HALF
+    series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
+    noise = -torch.where(u < _SMALL, series, -(1 - u).log()).log()
+    greedy = (temperatures < GREEDY_BELOW)[:, None]
+    scores = logits.float() / temperatures[:, None].masked_fill(greedy, 1.0)
+    return (scores + noise.masked_fill(greedy, 0.0)).argmax(1).int()
+
+
+def draw_tokens(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
+    """Draw one token from each row's softmax(logits / temperature); the likeliest where the
+    temperature is 0, of equal ones that of the lowest id.
+
+    logits: float32, bfloat16 or float16 [R, V], without NaN; temperatures: float32 [R]; seed: int64
+    [1] on the logits' device, 0 or more. The same seed gives the same draws. Returns int32 [R].
+    Raises ValueError on shapes that do not fit.
+    """
+    rows = logits.shape[0]
+    if logits.dim() != 2 or temperatures.shape != (rows,) or seed.shape != (1,):
+        raise ValueError(
+            f"logits {[*logits.shape]}, temperatures {[*temperatures.shape]} and seed "
+            f"{[*seed.shape]} must be [R, V], [R] and [1]"
+        )
+    if use_triton(logits):
+        return _draw_triton(logits, temperatures, seed)
+    return _draw_reference(logits, temperatures, seed)
