@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,44 @@ def on_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+_ALIGNED = 16
+"""Bytes: Triton compiles a kernel anew for a tensor that begins elsewhere."""
+
+
+def all_on_device(
+    arrays: Sequence[np.ndarray[Any, Any]], device: torch.device
+) -> list[torch.Tensor]:
+    """The same for many arrays, which travel together: a copy costs more than its bytes."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpacked(packed(arrays, pinned=True).to(device, non_blocking=True), arrays)
+
+
+def _room(array: np.ndarray[Any, Any]) -> int:
+    return -(-array.nbytes // _ALIGNED) * _ALIGNED
+
+
+def packed(arrays: Sequence[np.ndarray[Any, Any]], *, pinned: bool = False) -> torch.Tensor:
+    """The arrays' bytes one after another, `uint8`."""
+    buffer = torch.empty(sum(map(_room, arrays)), dtype=torch.uint8, pin_memory=pinned)
+    bytes_, start = buffer.numpy(), 0
+    for array in arrays:
+        bytes_[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        start += _room(array)
+    return buffer
+
+
+def unpacked(buffer: torch.Tensor, like: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+    """Views of `packed` arrays, wherever the buffer lies by now."""
+    tensors, start = [], 0
+    for array in like:
+        dtype = torch.from_numpy(array).dtype
+        view = buffer[start : start + array.nbytes].view(dtype)
+        tensors.append(view.view(array.shape))
+        start += _room(array)
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
-from drafttree.transfer import on_device
 from drafttree.verify import Verified
 from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.coming_trees import ComingTrees
@@ -225,12 +224,22 @@ class TreeModelRunner(GPUModelRunner):
             scheduler_output.scheduled_spec_decode_tokens,
             self._stored,
             num_scheduled_tokens,
+            self._answering(),
             rows=prepared[0],
         )
         if self._step.drafted:
-            offsets = self._step.position_offsets
-            self.positions[: len(offsets)] += on_device(offsets, self.device)
+            offsets = self._step.sent.position_offsets
+            self.positions[: len(offsets)] += offsets
         return prepared
+
+    def _answering(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """The requests that have an answer already and go on with it, `bool [B]`."""
+        batch = self.input_batch
+        count = batch.num_reqs
+        begun = batch.num_tokens_no_spec[:count] > batch.num_prompt_tokens[:count]
+        unfinished = self.discard_request_mask.np[:count]
+        answering: np.ndarray[Any, np.dtype[np.bool_]] = begun & ~unfinished.astype(np.bool_)
+        return answering
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
@@ -272,7 +281,7 @@ class TreeModelRunner(GPUModelRunner):
             return super()._sample(logits, spec_decode_metadata)
         output, drafts, verified = self._verify(step, logits)
         self._move_kv(step, verified)
-        self.counters.add_step(self._counted(step), drafts, verified)
+        self.counters.add_step(step.sent.counted, drafts, verified)
         self._step = None
         return output
 
@@ -291,14 +300,6 @@ class TreeModelRunner(GPUModelRunner):
             slots = step.by_node(table.slot_mapping.gpu[step.rows])
             for move in movers:
                 move(slots, verified.path)
-
-    def _counted(self, step: StepTrees) -> torch.Tensor:
-        """The requests whose step is a decode step, `bool [B]`."""
-        batch = self.input_batch
-        count = batch.num_reqs
-        begun = batch.num_tokens_no_spec[:count] > batch.num_prompt_tokens[:count]
-        unfinished = self.discard_request_mask.np[:count]
-        return on_device(step.decoding & begun & ~unfinished, self.device)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         # The engine asks for the whole batch at once; drafts are cut request by request below.

@@ -28,7 +28,6 @@ from vllm.v1.sample.logits_processor import (
 )
 
 from drafttree.drafter import DraftTree, Rule
-from drafttree.transfer import on_device
 from drafttree.verify import Verified, draw_ahead, draws_ahead, verify_sampled, verify_target
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def sample_trees(
     metadata = runner.input_batch.sampling_metadata
     target = argmax
     if target is None and rule is None and draws_ahead(logits) and _draws_from_softmax(metadata):
-        temperatures = metadata.temperature[on_device(step.requests, logits.device)]
+        temperatures = metadata.temperature[step.sent.request_of_row]
         target = draw_ahead(logits, temperatures)
     if target is not None:
         verified = verify_target(drafts, step.by_node(target), step.max_depth)
@@ -167,7 +166,7 @@ class _Draw:
         self._rule = rule
         self._metadata: SamplingMetadata = batch.sampling_metadata
         self._logits = logits
-        self._starts = on_device(step.starts, logits.device)
+        self._starts = step.sent.starts
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
         self._budgets = _thinking_budgets(self._metadata)
         self.follows = _follows_texts(self._metadata)

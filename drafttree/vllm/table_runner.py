@@ -135,7 +135,7 @@ class TableRunner(TreeModelRunner):
             bound = np.array([name in self._grammar_bound for name in self.input_batch.req_ids])
             masked = on_device(bound[step.requests], self.device)
             tokens = tokens.masked_fill(masked, NO_TOKEN)
-        of_rows = slots[on_device(step.requests, self.device)] if step.drafted else slots
+        of_rows = slots[step.sent.request_of_row] if step.drafted else slots
         return self._drafter.observe(of_rows, tokens, before, logits)
 
     def _propose(self, roots: IntArray) -> DraftTree:

@@ -23,7 +23,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from drafttree.transfer import on_device
 from drafttree.vllm.backends import TreeBackend, TreeMetadataBuilder, refuse
 
 _WORD = 32
@@ -139,9 +138,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         torch.sub(starts[1:], starts[:-1], out=tree_starts)
         trees = self.step_trees
         if trees is not None:
-            requests, nodes = (
-                on_device(each.numpy(), self.device) for each in (trees.requests, trees.nodes)
-            )
+            requests, nodes = trees.requests, trees.nodes
             tree_starts[requests] -= nodes.int()
             mask_rows(trees.masks, starts[requests + 1] - nodes, nodes, self._masks)
         tokens = common_attn_metadata.num_actual_tokens

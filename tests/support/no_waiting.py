@@ -23,7 +23,7 @@ def forbid_waiting() -> None:
     from drafttree.vllm.triton_attention import TritonTreeMetadataBuilder
 
     for holder, names in (
-        (TableRunner, ("_step_masks", "_verify", "_move_kv", "_counted")),
+        (TableRunner, ("_step_masks", "_verify", "_move_kv")),
         (TableRunner, ("propose_draft_token_ids",)),
         (TritonTreeMetadataBuilder, ("build",)),
     ):

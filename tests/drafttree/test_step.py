@@ -1,0 +1,73 @@
+"""Which of a batch's rows belong to which node of its trees."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from drafttree.vllm.step import StepTrees, StoredTree
+
+TREE = StoredTree(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 1, 2], np.int32))
+CHAIN = StoredTree(np.array([-1, 0, 1], np.int32), np.array([0, 1, 2], np.int32))
+NAMES = ["cut to two nodes", "reads a prompt", "whole", "without a draft"]
+
+
+def step() -> StepTrees:
+    """Rows: 3 of a tree, 5 of a prompt, whose last has logits, 3 of a chain, and 1 alone."""
+    return StepTrees.of_batch(
+        NAMES,
+        {NAMES[0]: [11, 12], NAMES[2]: [13, 14]},
+        {NAMES[0]: TREE, NAMES[2]: CHAIN},
+        np.array([3, 5, 3, 1], np.int32),
+        np.array([True, True, True, False]),
+        rows=torch.tensor([0, 1, 2, 7, 8, 9, 10, 11]),
+    )
+
+
+def test_rows_and_nodes() -> None:
+    trees = step()
+    assert trees.drafted
+    assert trees.max_depth == 2
+    rows = trees.by_node(torch.arange(8))
+    assert rows.tolist() == [[0, 1, 2], [3, 3, 3], [4, 5, 6], [7, 7, 7]]
+    nodes = torch.arange(12, dtype=torch.int32).view(4, 3)
+    assert trees.by_row(nodes).tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
+    sent = trees.sent
+    assert sent.request_of_row.tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
+    assert sent.starts.tolist() == [0, 3, 4, 7]
+    # Along a chain the third row would be one further.
+    assert sent.position_offsets.tolist() == [0, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert sent.counted.tolist() == [True, False, True, False]
+
+
+def test_trees_and_masks() -> None:
+    trees = step()
+    drafts = trees.trees(torch.arange(20, 28))
+    assert drafts.tokens.tolist() == [[20, 21, 22], [23, -1, -1], [24, 25, 26], [27, -1, -1]]
+    assert drafts.parents.tolist() == [[-1, 0, 0], [-1, -1, -1], [-1, 0, 1], [-1, -1, -1]]
+    assert drafts.num_nodes.tolist() == [3, 1, 3, 1]
+    masks = trees.masks()
+    assert masks.requests.tolist() == [0, 2]
+    assert masks.nodes.tolist() == [3, 3]
+    assert masks.masks.int().tolist() == [
+        [[1, 0, 0], [1, 1, 0], [1, 0, 1]],
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
+    ]
+
+
+def test_where_all_have_trees_nothing_is_picked() -> None:
+    trees = StepTrees.of_batch(
+        ["a"], {"a": [5, 6]}, {"a": CHAIN}, np.array([3]), np.array([True]), torch.arange(3)
+    )
+    assert trees.masks().masks.int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+
+
+def test_without_drafts_a_row_is_a_request() -> None:
+    trees = StepTrees.of_batch(
+        ["a", "b"], {}, {}, np.array([1, 4]), np.array([True, True]), torch.tensor([0, 4])
+    )
+    assert not trees.drafted
+    assert trees.by_node(torch.tensor([3, 4])).tolist() == [[3], [4]]
+    assert trees.by_row(torch.tensor([[3], [4]])).tolist() == [3, 4]
+    assert trees.trees(torch.tensor([3, 4])).tokens.tolist() == [[3], [4]]
+    assert trees.sent.counted.tolist() == [True, False]

@@ -1,0 +1,38 @@
+"""What travels to the device together comes out as it went in."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from drafttree.transfer import all_on_device, packed, unpacked
+
+ARRAYS = [
+    np.arange(6, dtype=np.int32).reshape(2, 3).T,
+    np.zeros((0, 4), np.int64),
+    np.array([True, False, True]),
+    np.array([-(2**40), 7]),
+    np.array(5, np.int32),
+]
+
+
+def check(tensors: list[torch.Tensor]) -> None:
+    for tensor, array in zip(tensors, ARRAYS, strict=True):
+        expected = torch.from_numpy(array.copy())
+        assert tensor.dtype == expected.dtype
+        assert tensor.tolist() == expected.tolist()
+
+
+def test_packed_arrays_come_out_as_they_went_in() -> None:
+    buffer = packed(ARRAYS)
+    tensors = unpacked(buffer, ARRAYS)
+    check(tensors)
+    assert all(
+        (each.data_ptr() - buffer.data_ptr()) % 16 == 0 for each in tensors if len(each.shape)
+    )
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    tensors = all_on_device(ARRAYS, torch.device("cpu"))
+    check(tensors)
+    assert tensors[0].data_ptr() == ARRAYS[0].ctypes.data
