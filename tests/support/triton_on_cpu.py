@@ -23,7 +23,7 @@ def serve_so() -> None:
     from vllm.v1.attention.backends import triton_attn
 
     from drafttree.vllm.cpu_worker import TreeCPUWorker
-    from drafttree.vllm.triton_attention import TritonTreeBackend
+    from drafttree.vllm.triton_attention import TritonTreeBackend, TritonTreeMetadataBuilder
 
     TreeCPUWorker.ours = TritonTreeBackend
     triton_attn.triton_reshape_and_cache_flash = _write
@@ -36,6 +36,16 @@ def serve_so() -> None:
         print(SERVED)
 
     mask_rows._mask_rows_triton = launch_and_say
+    build, places = TritonTreeMetadataBuilder.build, dict[int, tuple[int, int]]()
+
+    def build_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = build(self, *args, **kwargs)
+        # Where a captured graph reads them, whatever the step.
+        place = metadata.tree_starts.data_ptr(), metadata.masks.data_ptr()
+        assert places.setdefault(id(self), place) == place
+        return metadata
+
+    TritonTreeMetadataBuilder.build = build_in_place
 
 
 def _write(
