@@ -117,10 +117,9 @@ class Pace:
         known = coming if coming.arrived is None or self._scores is None else self._scores
         self._scores = coming
         best_first = -np.sort(-known.wait()[:, 1:].numpy(), 1)
-        worth = best_first.sum(0).cumsum() / len(best_first)
-        rungs = np.array(self.planner.ladder[1:])
-        gains = 1 + worth[np.minimum(rungs, len(worth)) - 1]
-        nodes = self.planner.choose(len(slots), [1.0, *gains.tolist()])
+        worth = np.pad(best_first.cumsum(1), ((0, 0), (1, 0)))
+        rungs = np.minimum(self.planner.ladder, best_first.shape[1])
+        nodes = self.planner.choose(len(slots), 1 + worth[:, rungs])
         self._step = _Step(slots, nodes, self._began, self._clock() - self._began)
         return nodes
 

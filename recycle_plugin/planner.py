@@ -1,9 +1,11 @@
 """How many draft nodes a request pay at the current batch size.
 
 A tree grown best-first knows the tokens that each further node is worth; `Costs` knows what the
-node costs. The planner takes the rung of a short ladder of node counts that promises most tokens
-a second, holds the promises against what came of them, and stays with plain decoding where
-drafting does not clearly win. It is deterministic: time and outcomes come as arguments.
+node costs. The planner takes the rung of a short ladder of node counts that promises the least time
+a token, the mean over the batch's requests, holds the promises against what came of them, and stays
+with plain decoding where drafting does not clearly win. Not the most tokens a second: a step takes
+all requests equally long, and a few that copy would slow down all others, only to leave a batch
+that decodes hardly faster without them. It is deterministic: time and outcomes come as arguments.
 
 What it spends on learning is bounded by three purses, filled by a small part of all time spent.
 One pays for looking in vain while at rest, as often as it can: any step, a text may begin to repeat
@@ -16,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from recycle_plugin.costs import Costs, bucket_of
 from recycle_plugin.outcomes import Calibration, Outcomes
@@ -48,7 +53,7 @@ class _Mode:
 
     Attributes:
         n: the rung chosen last, trials aside.
-        gain: the corrected tokens a request that were expected of it.
+        gain: what was expected of it, as in `_Plan`.
         look: the seconds of a look on average, once there was one.
         worth: what a look saves on average, as part of a plain step.
     """
@@ -61,10 +66,18 @@ class _Mode:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A step on its way: its rung, and the tokens a request as promised and corrected."""
+    """A step on its way.
+
+    Attributes:
+        n: its rung.
+        promised: the tokens a request.
+        expected: the same, corrected by what came of promises before.
+        gain: by what it divides the mean time a token: the harmonic mean of the requests' tokens.
+    """
 
     n: int
     promised: float = 1.0
+    expected: float = 1.0
     gain: float = 1.0
     trial: bool = False
     in_vain: bool = False
@@ -102,44 +115,50 @@ class Planner:
         self._plan = _Plan(0, trial=mode.n > 0)
         return True
 
-    def choose(self, batch: int, gains: Sequence[float]) -> int:
+    def choose(self, batch: int, tokens: np.ndarray[Any, Any]) -> int:
         """The rung for the next step.
 
         Args:
             batch: requests in the step.
-            gains: for each rung the tokens that a request is expected to emit, the mean over the
-                batch: 1 plus the probabilities of the rung's nodes.
+            tokens: `[R, rungs]`, what each of them, or of those of a step before, is expected to
+                emit: 1 plus the probabilities of the rung's nodes.
 
         Raises:
-            ValueError: there are not as many gains as rungs.
+            ValueError: there are not as many columns as rungs.
         """
-        if len(gains) != len(self.ladder):
-            raise ValueError(f"{len(gains)} gains for a ladder of {len(self.ladder)} rungs")
+        rungs = len(self.ladder)
+        if tokens.shape[1] != rungs:
+            raise ValueError(f"tokens of {tokens.shape[1]} rungs for a ladder of {rungs}")
         mode, costs = self._mode(batch), self.costs
         plain = costs.seconds(batch, 0)
         ratios = self._calibration.ratios(bucket_of(batch), self.ladder, costs.clock)
-        tokens = [1 + ratio * (gain - 1) for ratio, gain in zip(ratios, gains, strict=True)]
-        tokens[0] = 1.0
-        rates = [
-            gain / costs.seconds(batch, n) for gain, n in zip(tokens, self.ladder, strict=True)
-        ]
+        corrected = 1 + np.array(ratios) * (tokens - 1)
+        corrected[:, 0] = 1.0
+        promised, expected = tokens.mean(0).tolist(), corrected.mean(0).tolist()
+        gains = (1 / (1 / corrected).mean(0)).tolist()
+        rates = [gain / costs.seconds(batch, n) for gain, n in zip(gains, self.ladder, strict=True)]
         # More nodes than there are drafts for are no choice, whatever noise says of their cost.
-        for rung, (fewer, gain) in enumerate(pairwise(gains), 1):
-            rates[rung] = rates[rung] if gain > fewer else 0.0
+        for rung, (fewer, more) in enumerate(pairwise(promised), 1):
+            rates[rung] = rates[rung] if more > fewer else 0.0
         best = self._best(mode, rates)
-        trial = self._trial(batch, best, tokens, rates)
-        if trial is not None:
-            self._plan = _Plan(self.ladder[trial], gains[trial], tokens[trial], trial=True)
-            return self.ladder[trial]
-
-        mode.n, mode.gain = self.ladder[best], tokens[best]
-        if best:
-            saved = tokens[best] - rates[0] * costs.seconds(batch, mode.n)
-        else:
-            saved = -self._look(mode, batch) / plain
-        mode.worth += LOOK_RATE * (saved - mode.worth)
-        self._plan = _Plan(mode.n, gains[best], tokens[best], in_vain=best == 0)
-        return mode.n
+        trial = self._trial(batch, best, gains, rates)
+        if trial is None:
+            mode.n, mode.gain = self.ladder[best], gains[best]
+            if best:
+                saved = gains[best] - rates[0] * costs.seconds(batch, mode.n)
+            else:
+                saved = -self._look(mode, batch) / plain
+            mode.worth += LOOK_RATE * (saved - mode.worth)
+        i = best if trial is None else trial
+        self._plan = _Plan(
+            self.ladder[i],
+            promised[i],
+            expected[i],
+            gains[i],
+            trial=trial is not None,
+            in_vain=i == 0,
+        )
+        return self.ladder[i]
 
     def finished(self, batch: int, n: int, seconds: float, look: float, emitted: int) -> None:
         """Book a step.
@@ -155,7 +174,7 @@ class Planner:
         bucket, plan = bucket_of(batch), self._plan
         self._plan = None
         if plan is None or plan.n != n:
-            plan = _Plan(n, promised=emitted / batch, gain=emitted / batch)
+            plan = _Plan(n, *[emitted / batch] * 3)
         if look > 0:
             known = self._look(mode, batch)
             # The machine may have been busy with something else.
@@ -172,7 +191,7 @@ class Planner:
             batch,
             predicted=predicted,
             seconds=seconds,
-            promised=batch * plan.gain,
+            promised=batch * plan.expected,
             emitted=emitted,
             trial=plan.trial,
             in_vain=plan.in_vain,
@@ -216,7 +235,7 @@ class Planner:
         return mode.worth <= 0 and self._looking < self._look(mode, batch)
 
     def _best(self, mode: _Mode, rates: list[float]) -> int:
-        """The index of the rung to take, by tokens a second."""
+        """The index of the rung to take, by gain a second."""
         best = max(range(1, len(rates)), key=rates.__getitem__, default=0)
         margin = MARGIN
         if mode.n == 0:
@@ -227,7 +246,7 @@ class Planner:
                 best = present
         return best if rates[best] > margin * rates[0] else 0
 
-    def _trial(self, batch: int, best: int, tokens: list[float], rates: list[float]) -> int | None:
+    def _trial(self, batch: int, best: int, gains: list[float], rates: list[float]) -> int | None:
         """The index of a rung to try for once in place of the best one, if it can be paid."""
         if best:
             others = [i for i in (best - 1, best + 1) if 0 < i < len(rates)]
@@ -237,12 +256,12 @@ class Planner:
             age = DRAFT_AGE
         for i in others:
             n = self.ladder[i]
-            if tokens[i] <= MARGIN or not rates[i]:
+            if gains[i] <= MARGIN or not rates[i]:
                 continue  # not worth it at any price
             old = self.costs.age(batch, n) >= min(age, YOUNG * self.costs.count(batch, n))
             close = best == 0 and rates[i] >= CLOSE * rates[0] and self._is_rich(1 / rates[0])
             if old or close or self.costs.unsure(batch, n):
-                loss = self.costs.latest(batch, n) - tokens[i] / rates[best]
+                loss = self.costs.latest(batch, n) - gains[i] / rates[best]
                 if self._learning >= loss:
                     return i
         return None
