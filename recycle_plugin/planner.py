@@ -73,12 +73,14 @@ class _Plan:
         promised: the tokens a request.
         expected: the same, corrected by what came of promises before.
         gain: by what it divides the mean time a token: the harmonic mean of the requests' tokens.
+        least: the tokens of the request that gains least, on which all may have to wait.
     """
 
     n: int
     promised: float = 1.0
     expected: float = 1.0
     gain: float = 1.0
+    least: float = 1.0
     trial: bool = False
     in_vain: bool = False
 
@@ -136,12 +138,13 @@ class Planner:
         corrected[:, 0] = 1.0
         promised, expected = tokens.mean(0).tolist(), corrected.mean(0).tolist()
         gains = (1 / (1 / corrected).mean(0)).tolist()
+        least = corrected.min(0).tolist()
         rates = [gain / costs.seconds(batch, n) for gain, n in zip(gains, self.ladder, strict=True)]
         # More nodes than there are drafts for are no choice, whatever noise says of their cost.
         for rung, (fewer, more) in enumerate(pairwise(promised), 1):
             rates[rung] = rates[rung] if more > fewer else 0.0
         best = self._best(mode, rates)
-        trial = self._trial(batch, best, gains, rates)
+        trial = self._trial(batch, best, gains, least, rates)
         if trial is None:
             mode.n, mode.gain = self.ladder[best], gains[best]
             if best:
@@ -155,6 +158,7 @@ class Planner:
             promised[i],
             expected[i],
             gains[i],
+            least[i],
             trial=trial is not None,
             in_vain=i == 0,
         )
@@ -174,7 +178,7 @@ class Planner:
         bucket, plan = bucket_of(batch), self._plan
         self._plan = None
         if plan is None or plan.n != n:
-            plan = _Plan(n, *[emitted / batch] * 3)
+            plan = _Plan(n, *[emitted / batch] * 4)
         if look > 0:
             known = self._look(mode, batch)
             # The machine may have been busy with something else.
@@ -246,7 +250,14 @@ class Planner:
                 best = present
         return best if rates[best] > margin * rates[0] else 0
 
-    def _trial(self, batch: int, best: int, gains: list[float], rates: list[float]) -> int | None:
+    def _trial(
+        self,
+        batch: int,
+        best: int,
+        gains: list[float],
+        least: list[float],
+        rates: list[float],
+    ) -> int | None:
         """The index of a rung to try for once in place of the best one, if it can be paid."""
         if best:
             others = [i for i in (best - 1, best + 1) if 0 < i < len(rates)]
@@ -261,7 +272,7 @@ class Planner:
             old = self.costs.age(batch, n) >= min(age, YOUNG * self.costs.count(batch, n))
             close = best == 0 and rates[i] >= CLOSE * rates[0] and self._is_rich(1 / rates[0])
             if old or close or self.costs.unsure(batch, n):
-                loss = self.costs.latest(batch, n) - gains[i] / rates[best]
+                loss = self.costs.latest(batch, n) - least[i] / rates[best]
                 if self._learning >= loss:
                     return i
         return None
@@ -298,7 +309,7 @@ class Planner:
         elif plan.trial:
             best = costs.seconds(batch, mode.n) / mode.gain
             spent = min(spent, costs.latest(batch, plan.n))
-            self._learning -= max(0.0, spent - plan.gain * min(plain, best))
+            self._learning -= max(0.0, spent - plan.least * min(plain, best))
         elif plan.n > 0:
             self._losses += emitted * plain - spent
         self._bound(plain)

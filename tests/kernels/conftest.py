@@ -86,6 +86,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         token_info,
         tree_attention,
         language,
+        language.random,
         language.standard,
     )
     interpreted: dict[int, InterpretedFunction] = {}

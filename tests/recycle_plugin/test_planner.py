@@ -315,7 +315,7 @@ def test_requests_that_copy_do_not_make_all_others_wait(batch: int) -> None:
     machine = Machine(two_cores, look=0.01)
     planner = Planner((0, 3), machine.costs())
     spent = plain = 0.0
-    for _ in range(20):
+    for _ in range(30):
         quality = np.where(np.arange(batch) < batch // 3, 5.0, 0.4)
         left = np.full(batch, 60.0)
         plain += 60 * machine.cost(batch, 0)
