@@ -42,22 +42,24 @@ class Verified:
 def draws_ahead(logits: torch.Tensor) -> bool:
     """Whether it pays to draw a token for every row before any draft is accepted.
 
-    A GPU does so in one launch, and waits for dozens of them where drawing goes level by level; a
-    CPU would draw for rows that are seldom reached."""
+    A GPU spends more on the launches of all levels; a CPU would draw for rows seldom reached.
+    """
     return logits.is_cuda
 
 
 def draw_ahead(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """A token after each row of `logits [R, V]`, drawn at `temperatures [R]`: `int32 [R]`.
 
-    One draw a row is as good as one when the row is reached, as a row is reached once at most."""
+    One draw a row is as good as one when the row is reached, as a row is reached once at most.
+    """
     seed = torch.randint(1 << 62, (1,), device=logits.device)
     return draw_tokens(logits, temperatures, seed)
 
 
 def verify_target(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Verified:
     """Verify against the target's token after each node, `int32 [B, N]`: its likeliest, or one
-    drawn ahead."""
+    drawn ahead.
+    """
     if not trees.drafted:
         return Verified(torch.zeros_like(trees.tokens), target, torch.ones_like(trees.num_nodes))
     path, emitted, num_emitted = accept_walk(

@@ -178,7 +178,8 @@ class Planner:
         bucket, plan = bucket_of(batch), self._plan
         self._plan = None
         if plan is None or plan.n != n:
-            plan = _Plan(n, *[emitted / batch] * 4)
+            came = emitted / batch
+            plan = _Plan(n, promised=came, expected=came, gain=came, least=came)
         if look > 0:
             known = self._look(mode, batch)
             # The machine may have been busy with something else.

@@ -6,7 +6,8 @@ On a GPU ours is the kernel in Triton, on a CPU the one in C++. The floor is wha
 move at least, each input and output once, over the copy bandwidth that is measured here: caches may
 beat it on a CPU, and below a launch's time, which is printed too, it says nothing. Before a size is
 timed, both sides must give the same result. The references are written for a CPU; on a GPU they
-make their indices there. `--plot` needs matplotlib.
+make their indices there, and where vLLM is installed its causal kernels are timed beside attention
+over trees. `--plot` needs matplotlib.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ speculation. So temperature, top-k, top-p, min-p, penalties, biases, grammars, s
 need no second implementation. The host's own verification draws nothing on a CPU: there it takes
 the argmax, whatever the temperature.
 
-On a GPU draws from a plain softmax at a temperature are made for all rows at once: one launch and a
-walk, where levels take dozens of launches.
+On a GPU draws from a plain softmax at a temperature are made for all rows at once, and one walk
+follows them: three launches, where levels take dozens.
 """
 
 from __future__ import annotations

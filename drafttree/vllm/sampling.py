@@ -5,8 +5,8 @@ speculation, and the requests' output lists and logits processors are brought to
 So temperature, top-k, top-p, min-p, penalties, bad words, biases, seeds, logprobs and custom
 processors need no second implementation.
 
-On a GPU draws from a plain softmax at a temperature are made for all rows at once: one launch and a
-walk, where levels take dozens of launches.
+On a GPU draws from a plain softmax at a temperature are made for all rows at once, and one walk
+follows them: three launches, where levels take dozens.
 """
 
 from __future__ import annotations
