@@ -9,8 +9,9 @@ that decodes hardly faster without them. It is deterministic: time and outcomes 
 
 What it spends on learning is bounded by three purses, filled by a small part of all time spent.
 One pays for looking in vain while at rest, as often as it can: any step, a text may begin to repeat
-itself. One pays for trials. The last pays for drafting that turned out slower than plain decoding,
-and what drafting saves flows into it: once it is empty, steps are plain.
+itself. One pays for trials. The last pays for drafting that turned out slower than plain decoding
+by the tokens of the whole batch, and what drafting saves flows into it: once it is empty, steps are
+plain.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _Mode:
 
     Attributes:
         n: the rung chosen last, trials aside.
-        gain: what was expected of it, as in `_Plan`.
+        gain: the harmonic mean of the tokens that were expected of the requests with it, by which
+            it divides the mean time a token.
         look: the seconds of a look on average, once there was one.
         worth: what a look saves on average, as part of a plain step.
     """
@@ -72,14 +74,12 @@ class _Plan:
         n: its rung.
         promised: the tokens a request.
         expected: the same, corrected by what came of promises before.
-        gain: by what it divides the mean time a token: the harmonic mean of the requests' tokens.
         least: the tokens of the request that gains least, on which all may have to wait.
     """
 
     n: int
     promised: float = 1.0
     expected: float = 1.0
-    gain: float = 1.0
     least: float = 1.0
     trial: bool = False
     in_vain: bool = False
@@ -157,7 +157,6 @@ class Planner:
             self.ladder[i],
             promised[i],
             expected[i],
-            gains[i],
             least[i],
             trial=trial is not None,
             in_vain=i == 0,
@@ -179,7 +178,7 @@ class Planner:
         self._plan = None
         if plan is None or plan.n != n:
             came = emitted / batch
-            plan = _Plan(n, promised=came, expected=came, gain=came, least=came)
+            plan = _Plan(n, promised=came, expected=came, least=came)
         if look > 0:
             known = self._look(mode, batch)
             # The machine may have been busy with something else.

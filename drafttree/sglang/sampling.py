@@ -6,7 +6,7 @@ need no second implementation. The host's own verification draws nothing on a CP
 the argmax, whatever the temperature.
 
 On a GPU draws from a plain softmax at a temperature are made for all rows at once, and one walk
-follows them: three launches, where levels take dozens.
+follows them: a handful of launches, whatever the depth.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
 from tree_kernels.adjacency import top_candidates
 
 from drafttree.drafter import DraftTree, Rule
@@ -44,17 +45,20 @@ def _asks_for_tokens_alone(batch: Any) -> bool:
     )
 
 
-def _draws_from_softmax(batch: Any) -> bool:
-    """Whether every request draws from the softmax of its raw logits at its temperature, unseeded.
+def _draws_from_softmax(runner: Any, batch: Any) -> bool:
+    """Whether every request draws from the softmax of its raw logits at its temperature, unseeded
+    and by the host's own sampler.
 
-    The host takes greedy requests among others for ones of top-k 1."""
+    The host takes greedy requests among others for ones of top-k 1.
+    """
     info = batch.sampling_info
     filtered = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
     # Masks and watermarks came after 0.5.17.
     marked = getattr(info, "has_watermark_candidates", False)
     masked = getattr(info, "sampling_mask_batch_indices", None) is not None
     return (
-        not (info.is_all_greedy or filtered or marked or masked)
+        type(runner.sampler) is Sampler
+        and not (info.is_all_greedy or filtered or marked or masked)
         and info.sampling_seed is None
         and _asks_for_tokens_alone(batch)
     )
@@ -92,7 +96,7 @@ def verify_trees(
             argmax = top_candidates(output.next_token_logits, 1).view(requests, nodes)
         return verify_target(trees, argmax, max_depth)
     logits = output.next_token_logits.view(requests, nodes, -1)
-    if rule is None and draws_ahead(logits) and _draws_from_softmax(batch):
+    if rule is None and draws_ahead(logits) and _draws_from_softmax(runner, batch):
         temperatures = batch.sampling_info.temperatures.expand(-1, nodes).flatten()
         target = draw_ahead(logits.flatten(0, 1), temperatures).view(requests, nodes)
         return verify_target(trees, target, max_depth)

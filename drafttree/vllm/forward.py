@@ -103,9 +103,9 @@ def _attention_metadata(
         parents = ((torch.arange(tokens, dtype=torch.int32, device=device) - 1) >> 1).expand(
             requests, -1
         )
-        nodes = torch.full((requests,), tokens)
-        masks = tree_mask(parents, nodes.int().to(device))
-        trees = StepMasks(torch.arange(requests), nodes, masks)
+        nodes = torch.full((requests,), tokens, device=device)
+        masks = tree_mask(parents, nodes.int())
+        trees = StepMasks(torch.arange(requests, device=device), nodes, masks)
     metadata = {}
     for group in runner.attn_groups[0]:
         builder = group.get_metadata_builder(0)

@@ -6,7 +6,7 @@ So temperature, top-k, top-p, min-p, penalties, bad words, biases, seeds, logpro
 processors need no second implementation.
 
 On a GPU draws from a plain softmax at a temperature are made for all rows at once, and one walk
-follows them: three launches, where levels take dozens.
+follows them: a handful of launches, whatever the depth.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from vllm.v1.sample.logits_processor import (
     MinTokensLogitsProcessor,
     build_logitsprocs,
 )
+from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import DraftTree, Rule
 from drafttree.verify import Verified, draw_ahead, draws_ahead, verify_sampled, verify_target
@@ -104,11 +105,15 @@ def _follows_texts(metadata: SamplingMetadata) -> bool:
     )
 
 
-def _draws_from_softmax(metadata: SamplingMetadata) -> bool:
-    """Whether every request that is not greedy draws from the softmax of its raw logits at its
-    temperature, unseeded."""
+def _draws_from_softmax(runner: TreeModelRunner) -> bool:
+    """Whether every request draws from the softmax of its raw logits at its temperature, which is 0
+    where it is greedy, unseeded and by the engine's own sampler with noise in float32.
+    """
+    metadata: SamplingMetadata = runner.input_batch.sampling_metadata
     return (
-        not metadata.generators
+        type(runner.sampler) is Sampler
+        and not runner.sampler.use_fp64_gumbel
+        and not metadata.generators
         and metadata.top_k is None
         and metadata.top_p is None
         and _asks_for_tokens_alone(metadata)
@@ -131,11 +136,10 @@ def sample_trees(
         argmax: `int32 [R]` where that is all that is asked for, else None.
         rule: chooses where the engine's sampler would draw, called by the sampler beside it.
     """
-    metadata = runner.input_batch.sampling_metadata
     target = argmax
-    if target is None and rule is None and draws_ahead(logits) and _draws_from_softmax(metadata):
-        temperatures = metadata.temperature[step.sent.request_of_row]
-        target = draw_ahead(logits, temperatures)
+    if target is None and rule is None and draws_ahead(logits) and _draws_from_softmax(runner):
+        temperatures = runner.input_batch.sampling_metadata.temperature
+        target = draw_ahead(logits, temperatures[step.sent.request_of_row])
     if target is not None:
         verified = verify_target(drafts, step.by_node(target), step.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified

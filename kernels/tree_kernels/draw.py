@@ -12,17 +12,13 @@ from torch import Tensor
 
 from tree_kernels._triton import jit, tl, use_triton
 
-GREEDY_BELOW = 1e-5
-"""Rows of a lower temperature take their likeliest token."""
-
 # Of the kernels: a quarter of the logits read at once, as each counter gives four numbers, the
 # programs that keep a large GPU busy, and the shares into which a row is cut at most to have them.
 _LANES = 1024
 _PROGRAMS = 512
 _MOST_SHARES = 16
 _MASK = 0xFFFFFFFF
-# Of Triton's generator, so that both paths draw the same: its 31 bits become numbers from 0 to
-# below 1. Half a step more, and none is 0.
+# What turns 31 bits into a number from 0 to below 1; half a step more, and none is 0.
 _SCALE = 4.6566127342e-10
 _HALF = 2.3283064e-10
 # Up to here a few terms of its series are nearer to -log(1 - u) than what the difference leaves.
@@ -31,9 +27,32 @@ _SMALL = 1 / 64
 
 
 @jit
-def _noise(uniform: tl.tensor, HALF: tl.constexpr, SMALL: tl.constexpr) -> tl.tensor:
-    """Gumbel noise: -log of an exponential variable."""
-    u = uniform + HALF
+def _bits(key: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Philox 4x32 of an int64 key: four uint32 for each counter."""
+    low = (key & 0xFFFFFFFF).to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
+    a = counter.to(tl.uint32)
+    b = tl.zeros_like(a)
+    c = tl.zeros_like(a)
+    d = tl.zeros_like(a)
+    for _ in tl.static_range(10):
+        left = a.to(tl.uint64) * 0xD2511F53
+        right = c.to(tl.uint64) * 0xCD9E8D57
+        a = (right >> 32).to(tl.uint32) ^ b ^ low
+        b = right.to(tl.uint32)
+        c = (left >> 32).to(tl.uint32) ^ d ^ high
+        d = left.to(tl.uint32)
+        low += 0x9E3779B9
+        high += 0xBB67AE85
+    return a, b, c, d
+
+
+@jit
+def _noise(
+    bits: tl.tensor, SCALE: tl.constexpr, HALF: tl.constexpr, SMALL: tl.constexpr
+) -> tl.tensor:
+    """Gumbel noise of uint32 bits: -log of an exponential variable."""
+    u = (bits >> 1).to(tl.int32).to(tl.float32) * SCALE + HALF
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
     return -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
 
@@ -66,7 +85,7 @@ def _draw_kernel(
     logits_stride: tl.tensor,
     span: tl.tensor,
     LANES: tl.constexpr,
-    GREEDY_BELOW: tl.constexpr,
+    SCALE: tl.constexpr,
     HALF: tl.constexpr,
     SMALL: tl.constexpr,
 ) -> None:
@@ -75,8 +94,8 @@ def _draw_kernel(
     share = tl.program_id(1)
     line = logits + row * logits_stride
     temperature = tl.load(temperatures + row)
-    noisy = tl.where(temperature < GREEDY_BELOW, 0.0, 1.0)
-    temperature = tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
+    noisy = tl.where(temperature == 0.0, 0.0, 1.0)
+    temperature = tl.where(temperature == 0.0, 1.0, temperature)
     key = tl.load(seed) + row
     lanes = tl.arange(0, LANES)
     best = tl.full([LANES], -float("inf"), tl.float32)
@@ -84,14 +103,14 @@ def _draw_kernel(
     first = share * span
     for start in range(first, tl.minimum(first + span, vocab), 4 * LANES):
         ids = start + lanes
-        one, two, three, four = tl.rand4x(key, ids)
-        noise = noisy * _noise(one, HALF, SMALL)
+        one, two, three, four = _bits(key, ids)
+        noise = noisy * _noise(one, SCALE, HALF, SMALL)
         best, found = _better(best, found, line, ids, noise, vocab, temperature)
-        noise = noisy * _noise(two, HALF, SMALL)
+        noise = noisy * _noise(two, SCALE, HALF, SMALL)
         best, found = _better(best, found, line, ids + LANES, noise, vocab, temperature)
-        noise = noisy * _noise(three, HALF, SMALL)
+        noise = noisy * _noise(three, SCALE, HALF, SMALL)
         best, found = _better(best, found, line, ids + 2 * LANES, noise, vocab, temperature)
-        noise = noisy * _noise(four, HALF, SMALL)
+        noise = noisy * _noise(four, SCALE, HALF, SMALL)
         best, found = _better(best, found, line, ids + 3 * LANES, noise, vocab, temperature)
     top = tl.max(best, 0)
     place = row * tl.num_programs(1) + share
@@ -132,7 +151,7 @@ def _draw_triton(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
         *(logits, temperatures.contiguous(), seed, scores, tokens),
         *(vocab, logits.stride(0), span * 4 * _LANES),
         LANES=_LANES,
-        GREEDY_BELOW=GREEDY_BELOW,
+        SCALE=_SCALE,
         HALF=_HALF,
         SMALL=_SMALL,
     )
@@ -160,13 +179,12 @@ def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tenso
     keys = seed + torch.arange(rows, device=device)
     starts = torch.arange(0, vocab, 4 * _LANES, device=device)
     counters = (starts[:, None] + torch.arange(_LANES, device=device)).flatten()
-    # int32 [R, 4, tiles, lanes]: the four numbers of a counter are those of ids _LANES apart.
-    bits = torch.stack(_philox(keys[:, None], counters), 1).int().view(rows, 4, -1, _LANES)
-    bits = torch.where(bits < 0, ~bits, bits).transpose(1, 2).flatten(1)[:, :vocab]
-    u = bits.float() * _SCALE + _HALF
+    # [R, 4, tiles, lanes]: the four numbers of a counter are those of ids _LANES apart.
+    bits = torch.stack(_philox(keys[:, None], counters), 1).view(rows, 4, -1, _LANES)
+    u = (bits.transpose(1, 2).flatten(1)[:, :vocab] >> 1).float() * _SCALE + _HALF
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
     noise = -torch.where(u < _SMALL, series, -(1 - u).log()).log()
-    greedy = (temperatures < GREEDY_BELOW)[:, None]
+    greedy = (temperatures == 0)[:, None]
     scores = logits.float() / temperatures[:, None].masked_fill(greedy, 1.0)
     return (scores + noise.masked_fill(greedy, 0.0)).argmax(1).int()
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import drawing_ahead
 import no_waiting
 import pytest
 import torch
@@ -45,12 +46,13 @@ def test_nothing_of_ours_waits_for_the_device(
     prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(8)]
     free = {**GREEDY, "temperature": 0.8}
     filtered = {**free, "top_p": 0.9}
-    answers, _ = run_vllm(
+    answers, log = run_vllm(
         tiny_llama,
         [Case(prompts, settings) for settings in (GREEDY, free, filtered)],
         speculative={"method": "token_recycling"},
-        environment=no_waiting.ENVIRONMENT,
+        environment=no_waiting.ENVIRONMENT | drawing_ahead.ENVIRONMENT,
         **ENGINE,
     )
     for answer in answers:
         proves_drafting(answer)
+    assert log.count(drawing_ahead.DRAWN) >= answers[1].counters["steps"] / len(prompts)
