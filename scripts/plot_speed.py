@@ -1,6 +1,6 @@
 """Draw how much faster than plain decoding a method was, by batch size.
 
-    python scripts/plot_speed.py results/vllm-cpu/float32-auto-batch-*.json \\
+    python scripts/plot_speed.py results/*-cpu/*-auto-batch-*.json \\
         --plot results/recycling_speed.png
 
 Takes runs of `drafttree bench`: a line for each engine, method and number format, medians with all
