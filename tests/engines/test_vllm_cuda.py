@@ -12,6 +12,9 @@ import pytest
 import torch
 from vllm_runs import Answer, Case, run_vllm
 
+from drafttree.bench.engine_process import EngineProcess
+from drafttree.bench.protocol import EngineSpec, ForwardShape
+
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -56,3 +59,12 @@ def test_nothing_of_ours_waits_for_the_device(
     for answer in answers:
         proves_drafting(answer)
     assert log.count(drawing_ahead.DRAWN) >= answers[1].counters["steps"] / len(prompts)
+
+
+def test_forwards_over_trees_and_chains_are_timed(smollm2: Path) -> None:
+    config = {"method": "token_recycling", "prime": False}
+    spec = EngineSpec(str(smollm2), max_model_len=256, eager=True, speculative_config=config)
+    with EngineProcess("vllm", "times", spec) as engine:
+        engine.wait_until_ready()
+        for tree in (False, True):
+            assert min(engine.forward_seconds(ForwardShape(2, 16, 64, tree, 3))) > 0
