@@ -178,9 +178,10 @@ def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tenso
     device = logits.device
     keys = seed + torch.arange(rows, device=device)
     starts = torch.arange(0, vocab, 4 * _LANES, device=device)
-    counters = (starts[:, None] + torch.arange(_LANES, device=device)).flatten()
+    lanes = min(_LANES, vocab)  # a small vocabulary needs no more
+    counters = (starts[:, None] + torch.arange(lanes, device=device)).flatten()
     # [R, 4, tiles, lanes]: the four numbers of a counter are those of ids _LANES apart.
-    bits = torch.stack(_philox(keys[:, None], counters), 1).view(rows, 4, -1, _LANES)
+    bits = torch.stack(_philox(keys[:, None], counters), 1).view(rows, 4, -1, lanes)
     u = (bits.transpose(1, 2).flatten(1)[:, :vocab] >> 1).float() * _SCALE + _HALF
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
     noise = -torch.where(u < _SMALL, series, -(1 - u).log()).log()

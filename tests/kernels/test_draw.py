@@ -25,7 +25,7 @@ def drawn(logits, temperatures, seed):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_draws_follow_softmax(temperature):
-    rows, vocab = 3_000, 12
+    rows, vocab = 20_000, 12
     logits = logits_of(1, vocab, 3) / 5
     tokens = drawn(logits.expand(rows, -1), torch.full((rows,), temperature), 11)
     expected = (logits[0] / temperature).softmax(0) * rows
@@ -34,7 +34,7 @@ def test_draws_follow_softmax(temperature):
 
 
 def test_rows_and_seeds_draw_apart():
-    rows, vocab = 2_000, 4
+    rows, vocab = 20_000, 4
     tokens = drawn(torch.zeros(rows, vocab), torch.ones(rows), 5)
     others = drawn(torch.zeros(rows, vocab), torch.ones(rows), 2**61 + 5)
     for pairs in (4 * tokens[1:] + tokens[:-1], 4 * tokens + others):
