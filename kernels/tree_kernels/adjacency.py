@@ -9,6 +9,7 @@ from torch import Tensor
 from tree_kernels._native import NativeFunction
 from tree_kernels._running_top import keep_largest, no_keys
 from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
 _TOP = {
     dtype: NativeFunction("adjacency.cpp", f"top_{name}", "piiiippi")
@@ -21,12 +22,9 @@ _TOP = {
 _UPDATE = NativeFunction("adjacency.cpp", "update", "piippii")
 _LANES = 64
 _BLOCK = 1024
-# Of the kernels: logits read at once, tokens compared at once, the programs that keep a large GPU's
-# memory busy, and the shares into which a row is cut at most to have as many.
+# Of the kernels: logits read at once and tokens compared at once.
 _TILE = 4096
 _ROWS = 256
-_PROGRAMS = 512
-_MOST_SHARES = 16
 
 
 @jit
@@ -133,12 +131,11 @@ def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor
     candidates = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     if rows == 0:
         return candidates
-    tiles = -(-vocab // _TILE)
-    span = -(-tiles // min(-(-_PROGRAMS // rows), _MOST_SHARES, tiles))
-    shares, k_pad = -(-tiles // span), next_power_of_2(k)
+    span, shares = vocab_shares(rows, vocab, _TILE)
+    k_pad = next_power_of_2(k)
     keys = torch.empty(rows, shares, k_pad, dtype=torch.int64, device=logits.device)
     _top_kernel[(rows, shares)](
-        *(logits, keys, vocab, logits.stride(0), span * _TILE),
+        *(logits, keys, vocab, logits.stride(0), span),
         K_PAD=k_pad,
         TILE=_TILE,
         num_warps=8,
@@ -151,7 +148,7 @@ def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor
         *((matrix.shape[0], matrix.stride(0)) if matrix is not None else (0, 0)),
         K=k,
         K_PAD=k_pad,
-        MOST_SHARES=_MOST_SHARES,
+        MOST_SHARES=MOST_SHARES,
         ROWS=_ROWS,
         WRITE=write,
     )

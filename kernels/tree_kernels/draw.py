@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from tree_kernels._triton import jit, tl, use_triton
+from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
-# Of the kernels: a quarter of the logits read at once, as each counter gives four numbers, the
-# programs that keep a large GPU busy, and the shares into which a row is cut at most to have them.
+# A quarter of the logits that the kernel reads at once, as each counter gives four numbers.
 _LANES = 1024
-_PROGRAMS = 512
-_MOST_SHARES = 16
 _MASK = 0xFFFFFFFF
 # What turns 31 bits into a number from 0 to below 1; half a step more, and none is 0.
 _SCALE = 4.6566127342e-10
@@ -142,20 +140,18 @@ def _draw_triton(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
     if rows == 0:
         return out
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    tiles = -(-vocab // (4 * _LANES))
-    span = -(-tiles // min(-(-_PROGRAMS // rows), _MOST_SHARES, tiles))
-    shares = -(-tiles // span)
+    span, shares = vocab_shares(rows, vocab, 4 * _LANES)
     scores = torch.empty(rows, shares, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, shares, dtype=torch.int32, device=logits.device)
     _draw_kernel[(rows, shares)](
         *(logits, temperatures.contiguous(), seed, scores, tokens),
-        *(vocab, logits.stride(0), span * 4 * _LANES),
+        *(vocab, logits.stride(0), span),
         LANES=_LANES,
         SCALE=_SCALE,
         HALF=_HALF,
         SMALL=_SMALL,
     )
-    _first_kernel[(rows,)](scores, tokens, out, shares, MOST_SHARES=_MOST_SHARES)
+    _first_kernel[(rows,)](scores, tokens, out, shares, MOST_SHARES=MOST_SHARES)
     return out
 
 

@@ -7,7 +7,7 @@ import torch
 from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_kernels import adjacency
+from tree_kernels import _vocab_shares, adjacency
 from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -87,7 +87,7 @@ def test_kernel_merges_shares_of_the_vocabulary(interpreter, case, programs):
     logits, k = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adjacency, "_TILE", 32)
-        patch.setattr(adjacency, "_PROGRAMS", programs)
+        patch.setattr(_vocab_shares, "_PROGRAMS", programs)
         found = adjacency._recycle_triton(None, None, logits, k)
     assert found.tolist() == top_candidates(logits, k).tolist()
 
