@@ -1,1 +1,37 @@
-"""Triton kernels for draft trees, each beside its plain PyTorch reference."""
+"""Operations on draft trees: Triton for GPUs, C++ for CPUs, and a PyTorch reference of each.
+
+The public function or class of an operation checks its arguments and calls the implementation that
+`_dispatch.py` chooses: Triton, then C++, then the reference. `DRAFTTREE_KERNELS=reference` forces
+the reference of every operation. The reference defines the result, and tests compare the others
+with it. Where the table has no kernel for a device, the reference runs there.
+
+| Operation | Used by | Triton | C++ | Source |
+|---|---|---|---|---|
+| `accept.accept_walk` | all methods, greedy requests | yes | yes | Token Recycling, 3.3 |
+| `accept.accept_step` | all methods, sampled requests | yes | yes | Token Recycling, 3.3 |
+| `adjacency.recycle` | Token Recycling | yes | yes | Token Recycling, 3.2 |
+| `adjacency.top_candidates` | all methods | yes | yes | Token Recycling, 3.2 |
+| `bigrams.update_bigrams` | Token Recycling | yes | yes | this project |
+| `cpu_attention.TreeAttention` | vLLM on CPUs | - | yes | Token Recycling, 3.3 |
+| `draw.draw_tokens` | all methods, sampled requests | yes | - | Gumbel-max; Philox (SC 2011) |
+| `full_mask.full_mask` | SGLang | yes | - | SGLang's custom mask |
+| `gather.compact_tree` | Token Recycling, static trees | yes | yes | Token Recycling, 3.3 |
+| `gather.gather_tree` | Token Recycling, static trees | yes | yes | Token Recycling, algorithm 1 |
+| `growth.grow` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.1, by prior acceptance |
+| `kv_move.KvMover` | all methods | yes | yes | this project |
+| `mask.depths` | all methods | yes | yes | pointer doubling |
+| `mask.tree_mask` | all methods | yes | yes | Token Recycling, 3.3 |
+| `mask_rows.mask_rows` | vLLM on GPUs | yes | - | this project |
+| `merge.merge_trees` | Lyanna | yes | yes | Lyanna, verification fusion |
+| `ngrams.extend_ngrams` | Token Recycling, dynamic trees | yes | yes | prompt lookup |
+| `ngrams.previous_tokens` | Token Recycling, dynamic trees | - | yes | prompt lookup |
+| `rejection.reject_step` | RSD | yes | yes | RSD, algorithm 3 |
+| `selection.best_nodes` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.2 |
+| `source_stats.count` | Token Recycling | yes | yes | this project |
+| `step_counts.count_step` | all methods | yes | yes | this project |
+| `token_info.token_info_top` | Lyanna | yes | yes | Lyanna, 4.2, algorithm 1 |
+| `tree_attention.tree_attention` | vLLM on GPUs | yes | - | Token Recycling, 3.3 |
+
+Papers: Token Recycling (arXiv 2408.08696), RSD (arXiv 2402.14160), EAGLE-2 (arXiv 2406.16858);
+Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
+"""

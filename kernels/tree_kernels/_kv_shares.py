@@ -1,5 +1,6 @@
-"""Attention whose KV is read in shares, by programs of their own: how many shares, and the merging
-of what each attended to."""
+"""Attention that splits the KV of a request into shares, one program each (as Flash-Decoding does):
+the number of shares, and the kernel that merges their results.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +8,19 @@ from torch import Tensor
 
 from tree_kernels._triton import jit, next_power_of_2, tl
 
-_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
-_LEAST_TOKENS, _MOST_SHARES = 256, 32
+_PROGRAMS = 256  # about two per multiprocessor of a large GPU
+_MIN_TOKENS, _MAX_SHARES = 256, 32
 
 
 def shares_of(programs: int, reach: int) -> int:
-    """In how many shares to read the KV, a power of two, where one share takes `programs`.
+    """The number of shares into which to split the KV, a power of two.
 
-    reach: the longest KV that the block table can hold, in tokens. The lengths themselves are on
-    the device, and asking for them would wait for it.
+    Args:
+        programs: Number of programs that one share takes.
+        reach: The most tokens that the block table can hold of a request. The lengths themselves
+            are on the device, and reading them would wait for it.
     """
-    shares = min(_PROGRAMS // programs, reach // _LEAST_TOKENS, _MOST_SHARES)
+    shares = min(_PROGRAMS // programs, reach // _MIN_TOKENS, _MAX_SHARES)
     return 1 << (max(shares, 1).bit_length() - 1)
 
 
@@ -36,7 +39,7 @@ def _merge_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
 ) -> None:
-    """One program a row and query head, which alone writes it."""
+    """Merge the shares of one row and query head, a program each."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if row >= tl.load(query_starts + requests):
@@ -57,14 +60,15 @@ def _merge_kernel(
 
 
 def merge_shares(parts: Tensor, log_sums: Tensor, query_starts: Tensor, out: Tensor) -> None:
-    """Write to `out` each row's parts, weighted by the sums of their exponentials.
+    """Write the sum of each row's S shares, weighted by the sums of their exponentials.
 
     Args:
-        parts: float32 `[S, T, H, D]`, contiguous.
-        log_sums: float32 `[S, T, H]`, contiguous, logarithms to base 2; -inf where a part has
-            seen nothing.
-        query_starts: int32 `[B + 1]`; rows from the last on are left as they are.
-        out: `[T, H, D]`.
+        parts: Float32 `[S, T, H, D]`, contiguous: the attention of each share alone.
+        log_sums: Float32 `[S, T, H]`, contiguous: log2 of the sum of a share's exponentials; -inf
+            for a share in which the row sees nothing.
+        query_starts: Int32 `[B + 1]`, the first row of each request. Rows from the last entry on
+            are left unchanged.
+        out: `[T, H, D]`, the result.
     """
     shares, tokens, heads, head_size = parts.shape
     _merge_kernel[(tokens, heads)](

@@ -1,4 +1,4 @@
-"""The best of many candidates, for Triton kernels: equal ones in their order, as a stable sort."""
+"""Stable selection of the highest scores, for Triton kernels: equal scores keep their order."""
 
 from __future__ import annotations
 
@@ -8,37 +8,44 @@ from tree_kernels._triton import jit, tl
 @jit
 def best_of_rows(
     token: tl.tensor,
-    origin: tl.tensor,
+    source: tl.tensor,
     score: tl.tensor,
     lane: tl.tensor,
     W: tl.constexpr,
     TOP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of each row [W, L] the TOP of highest score, best first: tokens, origins, scores [W, TOP].
+    """The TOP candidates of highest score in each row `[W, L]`, best first.
 
-    lane: [1, L], from 0 on. Scores are not negative.
+    Args:
+        token: Int32 `[W, L]`.
+        source: Int32 `[W, L]`, the source of each candidate.
+        score: Float32 `[W, L]`, not negative.
+        lane: `[1, L]`, the numbers from 0 to L - 1.
+
+    Returns:
+        Tokens, sources and scores `[W, TOP]`.
     """
     ranks = tl.arange(0, TOP)[None, :]
     tokens = tl.full([W, TOP], -1, tl.int32)
-    origins = tl.full([W, TOP], 0, tl.int32)
+    sources = tl.full([W, TOP], 0, tl.int32)
     scores = tl.full([W, TOP], 0.0, tl.float32)
     for rank in range(TOP):
         best = tl.max(score, 1)
-        # Of equal ones the first: they stand in the order in which they are offered.
+        # Of equal scores the first: candidates are in the order of their sources.
         at = tl.min(tl.where(score == best[:, None], lane, 2 * TOP), 1)
         here = lane == at[:, None]
         tokens = tl.where(ranks == rank, tl.sum(tl.where(here, token, 0), 1)[:, None], tokens)
-        origins = tl.where(ranks == rank, tl.sum(tl.where(here, origin, 0), 1)[:, None], origins)
+        sources = tl.where(ranks == rank, tl.sum(tl.where(here, source, 0), 1)[:, None], sources)
         scores = tl.where(ranks == rank, best[:, None], scores)
         score = tl.where(here, -1.0, score)
-    return tokens, origins, scores
+    return tokens, sources, scores
 
 
 @jit
 def count_better(scores: tl.tensor, W: tl.constexpr, TOP: tl.constexpr) -> tl.tensor:
-    """How many of all scores [W, TOP] are better than each, int32 [W * TOP].
+    """How many of all scores `[W, TOP]` rank before each of them, int32 `[W * TOP]`.
 
-    Of equal ones the earlier is better, row by row.
+    Of equal scores the earlier one, row by row, ranks first.
     """
     ranks = tl.arange(0, TOP)[None, :]
     mine = tl.reshape(scores, [W * TOP])[:, None]

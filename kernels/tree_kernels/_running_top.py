@@ -1,7 +1,9 @@
-"""The largest of many logits in one pass, for Triton kernels.
+"""The largest logits of a row in one pass, for Triton kernels.
 
-A key is a logit's order in the upper 32 bits and the inverted id in the lower, so that the largest
-keys are the answer, ties go to the lowest id, and no two are equal."""
+A key holds the order of a logit in its upper 32 bits and the inverted id in its lower 32 bits. The
+largest keys are then the largest logits, equal logits are ordered by lowest id, and no two keys are
+equal.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ from tree_kernels._triton import jit, tl
 
 @jit
 def no_keys(slots: tl.tensor) -> tl.tensor:
-    """As many keys as there are slots, below those of all logits."""
+    """One key for each of `slots`, smaller than the key of any logit."""
     return slots.to(tl.int64) - 0x7FFFFFFFFFFFFFFF
 
 
 @jit
 def keep_largest(best: tl.tensor, values: tl.tensor, ids: tl.tensor, vocab: tl.tensor) -> tl.tensor:
-    """The largest keys of `best` and of float32 `values`, as many as `best` has.
+    """The largest among the keys `best` and the keys of `values`, as many as `best` has.
 
-    ids: of the values; those beyond the vocabulary have no keys.
+    Args:
+        best: Int64 `[K]`, the largest keys so far.
+        values: Float32 logits.
+        ids: Their ids; ids outside the vocabulary are ignored.
+        vocab: Size of the vocabulary.
     """
     # Both zeros are equal, and NaN counts as the largest, as in torch.sort.
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
@@ -26,7 +32,7 @@ def keep_largest(best: tl.tensor, values: tl.tensor, ids: tl.tensor, vocab: tl.t
     order = tl.where(values != values, 0x7FFFFFFF, order)
     order = tl.where(ids < vocab, order, -0x80000000)
     low = tl.min(best, 0)
-    # Most blocks hold nothing: half a key tells, and costs less than half.
+    # Most blocks hold no large logit. Half a key suffices to see that, at less than half the cost.
     if tl.max(order, 0) >= (low >> 32).to(tl.int32):
         keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
         keys = tl.where(ids < vocab, keys, -0x7FFFFFFFFFFFFFFF)

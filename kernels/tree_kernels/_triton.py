@@ -1,14 +1,14 @@
-"""Triton where it is installed: the modules, a decorator for kernels and the choice of the path.
+"""Triton where it is installed: its modules, and the decorator for kernels.
 
-Without Triton the kernels stay plain functions that nobody calls, so every module imports."""
+Without Triton a kernel stays a plain function that is never called, so every module imports.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, overload
-
-from torch import Tensor
 
 try:
     import triton
@@ -17,7 +17,7 @@ except ImportError:
     triton = None
     tl = None
 
-__all__ = ["jit", "next_power_of_2", "path_pad", "tl", "use_triton"]
+__all__ = ["jit", "next_power_of_2", "path_pad", "tl", "triton"]
 
 
 @overload
@@ -27,17 +27,20 @@ def jit(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], A
 def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str] = ()) -> Any:
     """`triton.jit` where Triton is installed, else the function itself.
 
-    do_not_specialize: arguments that change while serving. Without this a kernel is compiled anew
-        where an integer becomes 1 or a multiple of 16, or a tensor begins at such an address.
+    Args:
+        fn: The kernel.
+        do_not_specialize: Names of the arguments that change while serving. Triton compiles a
+            kernel again when another argument, an integer, becomes 1 or a multiple of 16, or, a
+            tensor, begins at an address that is a multiple of 16.
+
+    Raises:
+        ValueError: `do_not_specialize` names an argument that the kernel does not have.
     """
     if fn is None:
         return partial(jit, do_not_specialize=do_not_specialize)
+    if unknown := {*do_not_specialize} - {*inspect.signature(fn).parameters}:
+        raise ValueError(f"{fn.__name__} has no argument {min(unknown)!r}")
     return fn if triton is None else triton.jit(fn, do_not_specialize=[*do_not_specialize])
-
-
-def use_triton(tensor: Tensor) -> bool:
-    """Whether an operation on `tensor` runs its Triton kernel."""
-    return triton is not None and tensor.is_cuda
 
 
 def next_power_of_2(n: int) -> int:
@@ -46,5 +49,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def path_pad(length: int) -> int:
-    """Lanes for paths of `length` nodes: as many for all usual ones, lest each be compiled for."""
+    """Lanes for paths of `length` nodes; all usual lengths share one number and one compilation."""
     return max(16, next_power_of_2(length))

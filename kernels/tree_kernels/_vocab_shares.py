@@ -1,16 +1,24 @@
-"""How many programs read a row of logits, for the kernels that read rows in shares."""
+"""How many programs read a row of logits, for kernels that split the vocabulary into shares."""
 
 from __future__ import annotations
 
-# The programs that keep a large GPU's memory busy.
+# Enough programs to keep the memory of a large GPU busy.
 _PROGRAMS = 512
 MOST_SHARES = 16
-"""The shares into which a row is cut at most to have as many."""
+"""The maximum number of shares of a row."""
 
 
 def vocab_shares(rows: int, vocab: int, tile: int) -> tuple[int, int]:
-    """The ids in a share of a row, a multiple of `tile`, and the shares of a row; `rows` and
-    `vocab` are at least 1."""
+    """How to split the rows `[rows, vocab]` of logits into shares, one program each.
+
+    Args:
+        rows: Number of rows, at least 1.
+        vocab: Size of the vocabulary, at least 1.
+        tile: Number of logits that a program reads at once.
+
+    Returns:
+        The number of ids in a share, a multiple of `tile`, and the number of shares of a row.
+    """
     tiles = -(-vocab // tile)
     span = -(-tiles // min(-(-_PROGRAMS // rows), MOST_SHARES, tiles))
     return span * tile, -(-tiles // span)

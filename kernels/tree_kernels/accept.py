@@ -1,25 +1,26 @@
-"""Greedy verification of draft trees: down from the root along the target's own tokens, whole
-paths or one level at a time (sampled verification draws between the levels)."""
+"""Verification of draft trees (Token Recycling, arXiv 2408.08696, section 3.3).
+
+A tree is followed from its root along the target's own tokens: whole paths at once for greedy
+requests, and one level at a time for sampled requests, whose tokens are drawn between the levels.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, tl
 
-_WALK = NativeFunction("accept.cpp", "walk", "pppiipippp")
-_STEP = NativeFunction("accept.cpp", "step", "pppiippp")
+_WALK = CppFunction("accept.cpp", "walk", "pppiipippp")
+_STEP = CppFunction("accept.cpp", "step", "pppiippp")
 
 
 @jit(do_not_specialize=["tokens", "parents", "width", "length"])
 def _walk_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
-    num_nodes: tl.tensor,
+    tree_size: tl.tensor,
     target: tl.tensor,
     path: tl.tensor,
     emitted: tl.tensor,
@@ -30,7 +31,7 @@ def _walk_kernel(
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, PAD)
-    count = tl.load(num_nodes + request)
+    count = tl.load(tree_size + request)
     inside = (nodes < count) & (nodes < width)
     token = tl.load(tokens + request * width + nodes, mask=inside, other=-1)
     parent = tl.load(parents + request * width + nodes, mask=inside, other=-1)
@@ -38,7 +39,7 @@ def _walk_kernel(
     node = tl.where(count > 0, 0, -1)
     steps = tl.where(count > 0, 1, 0)
     for column in range(length):
-        # A node of -1 matches none, so the sum is 0 there and the emitted token is -1.
+        # A node of -1 equals no column, so that the sum is 0 and the emitted token is -1.
         emit = tl.sum(tl.where(nodes == node, truth + 1, 0), 0) - 1
         tl.store(path + request * length + column, node)
         tl.store(emitted + request * length + column, emit)
@@ -53,7 +54,7 @@ def _walk_kernel(
 def _step_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
-    num_nodes: tl.tensor,
+    tree_size: tl.tensor,
     node: tl.tensor,
     sampled: tl.tensor,
     out: tl.tensor,
@@ -62,7 +63,7 @@ def _step_kernel(
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, PAD)
-    inside = (nodes < tl.load(num_nodes + request)) & (nodes < width)
+    inside = (nodes < tl.load(tree_size + request)) & (nodes < width)
     token = tl.load(tokens + request * width + nodes, mask=inside, other=-1)
     parent = tl.load(parents + request * width + nodes, mask=inside, other=-1)
     here = tl.load(node + request)
@@ -73,7 +74,7 @@ def _step_kernel(
 
 
 def _walk_triton(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, width = tokens.shape
     path = torch.empty(requests, max_depth + 1, dtype=torch.int32, device=tokens.device)
@@ -83,7 +84,7 @@ def _walk_triton(
         _walk_kernel[(requests,)](
             tokens.contiguous(),
             parents.contiguous(),
-            num_nodes.contiguous(),
+            tree_size.contiguous(),
             target.contiguous(),
             path,
             emitted,
@@ -96,7 +97,7 @@ def _walk_triton(
 
 
 def _step_triton(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, node: Tensor, sampled: Tensor
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, node: Tensor, sampled: Tensor
 ) -> Tensor:
     requests, width = tokens.shape
     out = torch.empty(requests, dtype=torch.int32, device=tokens.device)
@@ -104,7 +105,7 @@ def _step_triton(
         _step_kernel[(requests,)](
             tokens.contiguous(),
             parents.contiguous(),
-            num_nodes.contiguous(),
+            tree_size.contiguous(),
             node.contiguous(),
             sampled.contiguous(),
             out,
@@ -115,42 +116,37 @@ def _step_triton(
 
 
 def _step_reference(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, node: Tensor, sampled: Tensor
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, node: Tensor, sampled: Tensor
 ) -> Tensor:
     width = tokens.shape[1]
     nodes = torch.arange(width, dtype=torch.int32, device=tokens.device)
     child = (parents == node[:, None]) & (tokens == sampled[:, None])
-    child = child & (nodes < num_nodes[:, None]) & ((node >= 0) & (sampled >= 0))[:, None]
+    child = child & (nodes < tree_size[:, None]) & ((node >= 0) & (sampled >= 0))[:, None]
     first = torch.where(child, nodes, width).amin(1)
     return first.masked_fill(first == width, -1).int()
 
 
 def _walk_reference(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    node = torch.zeros_like(num_nodes).masked_fill(num_nodes <= 0, -1)
+    node = torch.zeros_like(tree_size).masked_fill(tree_size <= 0, -1)
     path, emitted = [], []
     for _ in range(max_depth + 1):
         emit = target.gather(1, node.clamp(min=0).long()[:, None])[:, 0].masked_fill(node < 0, -1)
         path.append(node)
         emitted.append(emit)
-        node = _step_reference(tokens, parents, num_nodes, node, emit)
+        node = _step_reference(tokens, parents, tree_size, node, emit)
     nodes = torch.stack(path, 1)
     return nodes, torch.stack(emitted, 1), (nodes >= 0).sum(1, dtype=torch.int32)
 
 
-def _walk_native(
-    walk: Callable[..., None],
-    tokens: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    target: Tensor,
-    max_depth: int,
+def _walk_cpp(
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = [tensor.contiguous() for tensor in (tokens, parents, num_nodes, target)]
+    given = [tensor.contiguous() for tensor in (tokens, parents, tree_size, target)]
     path = torch.empty(tokens.shape[0], max_depth + 1, dtype=torch.int32)
     emitted, num_emitted = torch.empty_like(path), torch.empty_like(given[2])
-    walk(
+    _WALK.call(
         *(tensor.data_ptr() for tensor in given[:3]),
         *(*tokens.shape, given[3].data_ptr(), max_depth + 1),
         *(path.data_ptr(), emitted.data_ptr(), num_emitted.data_ptr()),
@@ -158,70 +154,86 @@ def _walk_native(
     return path, emitted, num_emitted
 
 
-def _step_native(
-    step: Callable[..., None],
-    tokens: Tensor,
-    parents: Tensor,
-    num_nodes: Tensor,
-    node: Tensor,
-    sampled: Tensor,
+def _step_cpp(
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, node: Tensor, sampled: Tensor
 ) -> Tensor:
-    trees = [tensor.contiguous() for tensor in (tokens, parents, num_nodes)]
+    trees = [tensor.contiguous() for tensor in (tokens, parents, tree_size)]
     node, sampled = node.int().contiguous(), sampled.int().contiguous()
     out = torch.empty_like(node)
-    step(
+    _STEP.call(
         *(tensor.data_ptr() for tensor in trees),
         *(*tokens.shape, node.data_ptr(), sampled.data_ptr(), out.data_ptr()),
     )
     return out
 
 
-def _check(tokens: Tensor, parents: Tensor, num_nodes: Tensor) -> None:
+_ACCEPT_WALK = Op(
+    "accept.accept_walk", _walk_reference, triton=_walk_triton, cpp=_walk_cpp, needs=_WALK
+)
+_ACCEPT_STEP = Op(
+    "accept.accept_step", _step_reference, triton=_step_triton, cpp=_step_cpp, needs=_STEP
+)
+
+
+def _check(tokens: Tensor, parents: Tensor, tree_size: Tensor) -> None:
     if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.shape != parents.shape:
         raise ValueError(
             f"tokens {[*tokens.shape]} and parents {[*parents.shape]} must both be [B, N], N > 0"
         )
-    if num_nodes.shape != tokens.shape[:1]:
-        raise ValueError(f"num_nodes must be [{tokens.shape[0]}], not {[*num_nodes.shape]}")
+    if tree_size.shape != tokens.shape[:1]:
+        raise ValueError(f"tree_size must be [{tokens.shape[0]}], not {[*tree_size.shape]}")
 
 
 def accept_walk(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Emit the target's token after the root and after every node reached by emitted tokens.
+    """Accept the longest path whose tokens are the target's own, and emit the target's tokens.
 
-    tokens, parents: int32 [B, N], breadth-first, a root's parent -1; num_nodes: int32 [B];
-    target: int32 [B, N], the target's token after each node. Of equal siblings the first is taken.
-    Returns path and emitted, int32 [B, max_depth + 1], padded with -1: emitted[:, d] is the
-    target's token after node path[:, d]; and num_emitted, int32 [B], the bonus token included: at
-    least 1, but 0 for a request of no nodes. Raises ValueError on shapes that do not fit
-    (verification of Token Recycling, arXiv 2408.08696, section 3.3).
+    Args:
+        tokens: Int32 `[B, N]`, the trees in breadth-first order. Of equal siblings the first is
+            taken.
+        parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
+        tree_size: Int32 `[B]`, the number of nodes of each tree, the root counted.
+        target: Int32 `[B, N]`, the target's token after each node.
+        max_depth: The greatest depth of a node.
+
+    Returns:
+        The accepted nodes, int32 `[B, max_depth + 1]`, padded with -1; the emitted tokens, of the
+        same shape: the target's token after each accepted node; and their number, int32 `[B]`, the
+        bonus token counted, 0 for a request without a tree.
+
+    Raises:
+        ValueError: Shapes do not fit, or `max_depth` is negative.
     """
-    _check(tokens, parents, num_nodes)
+    _check(tokens, parents, tree_size)
     if target.shape != tokens.shape:
         raise ValueError(f"target must be {[*tokens.shape]}, not {[*target.shape]}")
     if max_depth < 0:
         raise ValueError(f"max_depth must not be negative: {max_depth}")
-    if use_triton(tokens):
-        return _walk_triton(tokens, parents, num_nodes, target, max_depth)
-    if (walk := _WALK.on(tokens)) is not None:
-        return _walk_native(walk, tokens, parents, num_nodes, target, max_depth)
-    return _walk_reference(tokens, parents, num_nodes, target, max_depth)
+    return _ACCEPT_WALK.on(tokens)(tokens, parents, tree_size, target, max_depth)
 
 
 def accept_step(
-    tokens: Tensor, parents: Tensor, num_nodes: Tensor, node: Tensor, sampled: Tensor
+    tokens: Tensor, parents: Tensor, tree_size: Tensor, node: Tensor, sampled: Tensor
 ) -> Tensor:
-    """The first child of node[b] that carries sampled[b]; -1 if there is none or node[b] < 0.
+    """The first child of each request's node whose token was sampled.
 
-    tokens, parents: int32 [B, N], breadth-first, a root's parent -1; num_nodes, node, sampled:
-    int32 [B]. Returns int32 [B]. Raises ValueError on shapes that do not fit.
+    Args:
+        tokens: Int32 `[B, N]`, the trees in breadth-first order.
+        parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
+        tree_size: Int32 `[B]`, the number of nodes of each tree, the root counted.
+        node: Int32 `[B]`, the current node; -1 for a request that has finished.
+        sampled: Int32 `[B]`, the token sampled after the node.
+
+    Returns:
+        Int32 `[B]`, the child; -1 if there is none or `node` is negative.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
-    _check(tokens, parents, num_nodes)
-    if node.shape != num_nodes.shape or sampled.shape != num_nodes.shape:
-        raise ValueError(f"node and sampled must be [{tokens.shape[0]}]")
-    if use_triton(tokens):
-        return _step_triton(tokens, parents, num_nodes, node, sampled)
-    if (step := _STEP.on(tokens)) is not None:
-        return _step_native(step, tokens, parents, num_nodes, node, sampled)
-    return _step_reference(tokens, parents, num_nodes, node, sampled)
+    _check(tokens, parents, tree_size)
+    if node.shape != tree_size.shape or sampled.shape != tree_size.shape:
+        raise ValueError(
+            f"node {[*node.shape]} and sampled {[*sampled.shape]} must be [{tokens.shape[0]}]"
+        )
+    return _ACCEPT_STEP.on(tokens)(tokens, parents, tree_size, node, sampled)

@@ -1,4 +1,4 @@
-// The top candidates of a step's logits and their write into the adjacency matrix, on a CPU.
+// The top candidates of a step's logits, and the update of the adjacency matrix, on a CPU.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 #include "floats.h"
 
-constexpr int kChunk = 64;  // logits that are looked at together and mostly passed over together
+constexpr int kChunk = 64;  // logits that are compared together, and mostly skipped together
 
-// Larger logits have larger orders; both zeros are one, and NaN is the largest.
+// An integer that orders logits: both zeros are equal, and NaN is the largest.
 static inline int32_t order_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -27,13 +27,14 @@ static bool any_above(const T* chunk, float limit) {
   return above != 0;
 }
 
-// The k best ids of a row, best first; equal logits by lowest id. `orders` is room for k.
+// The ids of the k largest logits of a row, largest first, equal logits by lowest id. `orders` is
+// scratch space for k integers.
 template <typename T>
 static void top_of_row(const T* row, int64_t vocab, int64_t k, int32_t* ids, int32_t* orders) {
   int64_t found = 0;
   for (int64_t start = 0; start < vocab; start += kChunk) {
     const int64_t count = std::min<int64_t>(kChunk, vocab - start);
-    // Later ids lose ties, so only a larger logit can enter.
+    // A later id comes after an equal logit, so that only a larger logit can enter.
     if (found == k && count == kChunk && !any_above(row + start, widen(row[ids[k - 1]]))) continue;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t order = order_of(widen(row[start + i]));
@@ -73,7 +74,7 @@ extern "C" void top_float16(const void* logits, int64_t rows, int64_t stride, in
   top<Float16>(logits, rows, stride, vocab, k, ids, orders, threads);
 }
 
-// One row after the other, so that the last of equal tokens stays.
+// Rows are written in order, so that the last of equal tokens is kept.
 extern "C" void update(int32_t* matrix, int64_t matrix_rows, int64_t stride, const int32_t* tokens,
                        const int32_t* candidates, int64_t rows, int64_t k) {
   for (int64_t row = 0; row < rows; ++row) {

@@ -1,28 +1,31 @@
-"""The adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.2): row t holds the k most
-likely tokens after token t, most likely first, as the target last saw them."""
+"""The adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.2).
+
+Row t holds the k most likely tokens after token t, most likely first, by the target's last logits
+after t.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
+from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._running_top import keep_largest, no_keys
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
 _TOP = {
-    dtype: NativeFunction("adjacency.cpp", f"top_{name}", "piiiippi")
+    dtype: CppFunction("adjacency.cpp", f"top_{name}", "piiiippi")
     for dtype, name in (
         (torch.float32, "float32"),
         (torch.bfloat16, "bfloat16"),
         (torch.float16, "float16"),
     )
 }
-_UPDATE = NativeFunction("adjacency.cpp", "update", "piippii")
+_UPDATE = CppFunction("adjacency.cpp", "update", "piippii")
 _LANES = 64
 _BLOCK = 1024
-# Of the kernels: logits read at once and tokens compared at once.
+# Logits that a Triton program reads at once, and tokens that it compares at once.
 _TILE = 4096
 _ROWS = 256
 
@@ -56,7 +59,8 @@ def _top_kernel(
     K_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """One program a row and share of the vocabulary; `_running_top` says what keys are."""
+    """The largest keys (see `_running_top`) of one row in one share of the vocabulary, a program
+    each."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     slots = tl.arange(0, K_PAD)
@@ -86,7 +90,7 @@ def _keep_kernel(
     ROWS: tl.constexpr,
     WRITE: tl.constexpr,
 ) -> None:
-    """One program a row: the largest keys of its shares."""
+    """The k largest keys of all shares of a row, a program each; WRITE also updates the matrix."""
     row = tl.program_id(0)
     slot = tl.arange(0, MOST_SHARES * K_PAD)
     there = slot < shares * K_PAD
@@ -104,28 +108,15 @@ def _keep_kernel(
         tl.store(matrix + token * matrix_stride + place, found, mask=kept)
 
 
-@jit(do_not_specialize=["num_rows"])
-def _update_kernel(
-    matrix: tl.tensor,
-    tokens: tl.tensor,
-    candidates: tl.tensor,
-    num_rows: tl.tensor,
-    matrix_rows: tl.tensor,
-    matrix_stride: tl.tensor,
-    candidates_stride: tl.tensor,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    slots = tl.arange(0, K_PAD)
-    token = tl.load(tokens + row).to(tl.int64)
-    writes = _writes_row(tokens, token, row, num_rows, matrix_rows, ROWS)
-    found = tl.load(candidates + row.to(tl.int64) * candidates_stride + slots, mask=slots < K)
-    tl.store(matrix + token * matrix_stride + slots, found, mask=slots < tl.where(writes, K, 0))
+def _top_triton(logits: Tensor, k: int) -> Tensor:
+    return _keep_triton(None, None, logits, k)
 
 
-def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor, k: int) -> Tensor:
+def _recycle_triton(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+    return _keep_triton(matrix, tokens, logits, matrix.shape[1])
+
+
+def _keep_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor, k: int) -> Tensor:
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     candidates = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
@@ -155,48 +146,37 @@ def _recycle_triton(matrix: Tensor | None, tokens: Tensor | None, logits: Tensor
     return candidates
 
 
-def _update_triton(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
-    rows, k = candidates.shape
-    if rows == 0:
-        return
-    candidates = candidates if candidates.stride(1) == 1 else candidates.contiguous()
-    _update_kernel[(rows,)](
-        matrix,
-        tokens.contiguous(),
-        candidates,
-        rows,
-        matrix.shape[0],
-        matrix.stride(0),
-        candidates.stride(0),
-        K=k,
-        K_PAD=next_power_of_2(k),
-        ROWS=_ROWS,
-    )
-
-
 def _keys(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys: larger values first, equal values by lowest id; NaN counts as the largest."""
+    """Int64 keys that order larger values first, equal values by lowest id; NaN is the largest."""
     values = values.float() + 0.0
     bits = values.view(torch.int32)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill(values.isnan(), 0x7FFFFFFF)
     return (order.long() << 32) | (0x7FFFFFFF - ids)
 
 
-def _top_candidates_reference(logits: Tensor, k: int) -> Tensor:
-    """The k best blocks by (maximum, position) hold the k best ids; so do the k best runs of 64
-    ids in them. Only those 64 k logits are ranked one by one."""
+def top_reference(logits: Tensor, k: int) -> Tensor:
+    """`top_candidates` in PyTorch.
+
+    The k blocks of 1024 ids with the largest maxima hold the k largest logits, and so do the k runs
+    of 64 ids with the largest maxima in them. Only these 64 k logits are sorted.
+    """
     rows, vocab = logits.shape
     full = vocab // _BLOCK
+    device = logits.device
     body = logits[:, : full * _BLOCK].view(rows, full, _BLOCK)
-    # Across the lanes first: several times as fast as one reduction over neighbours in bfloat16.
+    # Two reductions across lanes are several times as fast as one over neighbours in bfloat16.
     tops = body.view(rows, full, _BLOCK // _LANES, _LANES).amax(2).amax(2)
     tail = logits[:, full * _BLOCK :]
     if tail.shape[1]:
         tops = torch.cat((tops, tail.amax(1, keepdim=True)), 1)
         # The padding comes after every real id, so not even a logit of -inf loses to it.
         tail = torch.nn.functional.pad(tail, (0, _BLOCK - tail.shape[1]), value=-torch.inf)
-    blocks = _keys(tops, torch.arange(tops.shape[1])).topk(min(k, tops.shape[1]), 1).indices
-    lines = torch.arange(rows)[:, None]
+    blocks = (
+        _keys(tops, torch.arange(tops.shape[1], device=device))
+        .topk(min(k, tops.shape[1]), 1)
+        .indices
+    )
+    lines = torch.arange(rows, device=device)[:, None]
     if full == 0:
         chosen = tail[:, None]
     else:
@@ -204,31 +184,48 @@ def _top_candidates_reference(logits: Tensor, k: int) -> Tensor:
         if tail.shape[1]:
             chosen = torch.where((blocks == full)[:, :, None], tail[:, None], chosen)
     runs = chosen.reshape(rows, chosen.shape[1] * _BLOCK // _LANES, _LANES)
-    starts = (blocks[:, :, None] * _BLOCK + torch.arange(0, _BLOCK, _LANES)).flatten(1)
+    offsets = torch.arange(0, _BLOCK, _LANES, device=device)
+    starts = (blocks[:, :, None] * _BLOCK + offsets).flatten(1)
     best = _keys(runs.amax(2), starts).topk(min(k, runs.shape[1]), 1).indices
     values = runs[lines, best].flatten(1)
-    ids = (starts.gather(1, best)[:, :, None] + torch.arange(_LANES)).flatten(1)
+    lanes = torch.arange(_LANES, device=device)
+    ids = (starts.gather(1, best)[:, :, None] + lanes).flatten(1)
     return ids.gather(1, _keys(values, ids).topk(k, 1).indices).int()
 
 
-def _update_reference(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
+def write_rows(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
+    """Write `matrix[tokens[r]] = candidates[r]`; the last row of equal tokens is the one written.
+
+    The paper leaves the order of writers to a race; here it is fixed. Tokens outside the matrix
+    are skipped. The selection waits for the device: no kernel calls this on a GPU.
+
+    Args:
+        matrix: Int32 `[V, k]`, written in place.
+        tokens: Int32 or int64 `[R]`.
+        candidates: Int32 `[R, k]`.
+    """
     ordered, rows = tokens.sort(stable=True)
     winner = rows[torch.searchsorted(ordered, tokens.contiguous(), right=True) - 1]
-    # Every row writes its winner's candidates, so the order of equal rows cannot matter. The
-    # selection is free of syncs because the reference runs on the CPU.
+    # Every row writes the candidates of the last equal row, so the order of writes cannot matter.
     valid = (tokens >= 0) & (tokens < matrix.shape[0])
     matrix[tokens[valid].long()] = candidates[winner[valid]]
 
 
-def _top_candidates_cpu(logits: Tensor, k: int) -> Tensor:
-    top = _TOP[logits.dtype].on(logits) if logits.dtype in _TOP else None
+def _recycle_reference(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+    candidates = top_reference(logits, matrix.shape[1])
+    write_rows(matrix, tokens, candidates)
+    return candidates
+
+
+def _top_cpp(logits: Tensor, k: int) -> Tensor:
+    top = _TOP.get(logits.dtype)
     if top is None:
-        return _top_candidates_reference(logits, k)
+        return top_reference(logits, k)
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     candidates = torch.empty(rows, k, dtype=torch.int32)
     orders = torch.empty_like(candidates)
-    top(
+    top.call(
         logits.data_ptr(),
         *(rows, logits.stride(0), vocab, k),
         *(candidates.data_ptr(), orders.data_ptr()),
@@ -237,16 +234,30 @@ def _top_candidates_cpu(logits: Tensor, k: int) -> Tensor:
     return candidates
 
 
-def _update_cpu(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
-    update = _UPDATE.on(matrix)
-    if update is None:
-        _update_reference(matrix, tokens, candidates)
-        return
+def _update_cpp(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
     tokens, candidates = tokens.int().contiguous(), candidates.contiguous()
-    update(
+    _UPDATE.call(
         *(matrix.data_ptr(), matrix.shape[0], matrix.stride(0)),
         *(tokens.data_ptr(), candidates.data_ptr(), *candidates.shape),
     )
+
+
+def _recycle_cpp(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
+    candidates = _top_cpp(logits, matrix.shape[1])
+    _update_cpp(matrix, tokens, candidates)
+    return candidates
+
+
+_TOP_CANDIDATES = Op(
+    "adjacency.top_candidates", top_reference, triton=_top_triton, cpp=_top_cpp, needs=_UPDATE
+)
+_RECYCLE = Op(
+    "adjacency.recycle",
+    _recycle_reference,
+    triton=_recycle_triton,
+    cpp=_recycle_cpp,
+    needs=_UPDATE,
+)
 
 
 def _check_k(logits: Tensor, k: int) -> None:
@@ -262,42 +273,39 @@ def _check_matrix(matrix: Tensor, k: int, tokens: Tensor, rows: int) -> None:
 
 
 def top_candidates(logits: Tensor, k: int) -> Tensor:
-    """The ids of the k largest logits, largest first, equal logits by lowest id.
+    """The ids of the k largest logits of each row, largest first, equal logits by lowest id.
 
-    logits: float32, bfloat16 or float16 [R, V]. Returns int32 [R, k]; column 0 is the argmax.
-    Raises ValueError unless 1 <= k <= V.
+    Args:
+        logits: Float32, bfloat16 or float16 `[R, V]`. NaN counts as the largest.
+        k: Number of candidates of a row.
+
+    Returns:
+        Int32 `[R, k]`; column 0 is the argmax.
+
+    Raises:
+        ValueError: k is not between 1 and V.
     """
     _check_k(logits, k)
-    if use_triton(logits):
-        return _recycle_triton(None, None, logits, k)
-    return _top_candidates_cpu(logits, k)
-
-
-def update_adjacency(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
-    """Write matrix[tokens[r]] = candidates[r] in place; of equal tokens the last row writes.
-
-    matrix: int32 [V, k]; tokens: int32 or int64 [R]; candidates: int32 [R, k]. Tokens outside
-    [0, V) are skipped. The order of writers, which the paper (section 3.2) leaves to a race, is
-    fixed here. Raises ValueError on shapes that do not fit.
-    """
-    _check_matrix(matrix, candidates.shape[1], tokens, candidates.shape[0])
-    if use_triton(matrix):
-        _update_triton(matrix, tokens, candidates)
-    else:
-        _update_cpu(matrix, tokens, candidates)
+    return _TOP_CANDIDATES.on(logits)(logits, k)
 
 
 def recycle(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
-    """`top_candidates` of a step's logits, written into the matrix as `update_adjacency` does.
+    """Write the top candidates of a step's logits into the adjacency matrix (section 3.2).
 
-    matrix: int32 [V, k]; tokens: int32 or int64 [R]; logits: [R, V'], the target's logits after
-    each token. Returns the candidates, int32 [R, k]. Raises ValueError as those two do.
+    Of equal tokens the last row is written; tokens outside the matrix are skipped.
+
+    Args:
+        matrix: Int32 `[V, k]`, written in place.
+        tokens: Int32 or int64 `[R]`, the tokens that the target read.
+        logits: Float32, bfloat16 or float16 `[R, V']`, the target's logits after each token.
+
+    Returns:
+        The candidates, int32 `[R, k]`, as `top_candidates` gives them.
+
+    Raises:
+        ValueError: Shapes do not fit, or k is not between 1 and V'.
     """
     k = matrix.shape[1]
     _check_k(logits, k)
     _check_matrix(matrix, k, tokens, logits.shape[0])
-    if use_triton(logits):
-        return _recycle_triton(matrix, tokens, logits, k)
-    candidates = _top_candidates_cpu(logits, k)
-    _update_cpu(matrix, tokens, candidates)
-    return candidates
+    return _RECYCLE.on(logits)(matrix, tokens, logits)

@@ -1,8 +1,8 @@
-// Attention of draft trees over a paged KV cache, on a CPU.
+// Tree attention over a paged KV cache, on a CPU.
 //
-// An item of work is some nodes of one tree, one KV head and a run of KV blocks. The nodes times
-// the query heads that share the KV head are its rows, so that scores and sums are small matrix
-// products held in registers. The runs of the same rows are merged in the end by their maxima.
+// An item of work is some nodes of one tree, one KV head and a run of KV blocks. Its rows are the
+// nodes times the query heads that share the KV head, so that scores and weighted sums are small
+// matrix products in registers. In the end the runs of the same rows are merged by their maxima.
 
 #include <algorithm>
 #include <cstdint>
@@ -18,12 +18,12 @@ constexpr int kVectors = 4;
 constexpr int kWidth = 8;
 constexpr int kVectors = 2;
 #endif
-constexpr int kTile = kWidth * kVectors;  // columns of a product held in registers
-constexpr int kRows = 4;                  // and its rows
-constexpr int64_t kRowsAtOnce = 48;       // more would push the scores out of the nearest cache
+constexpr int kTile = kWidth * kVectors;  // columns of a product in registers
+constexpr int kRows = 4;                  // rows of a product in registers
+constexpr int64_t kRowsAtOnce = 48;       // with more the scores would not fit into the L1 cache
 constexpr int64_t kItemsPerThread = 4;
-constexpr float kHidden = -1e30f;  // finite, so that a run that a row sees nothing of has no NaN
-constexpr float kLeast = -126.0f;  // the least exponent of a normal float
+constexpr float kHidden = -1e30f;  // finite, so that a run without a visible token gives no NaN
+constexpr float kLeast = -126.0f;  // the smallest exponent of a normal float
 
 typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
@@ -66,7 +66,7 @@ static void multiply(const float* a, int64_t a_stride, const float* b, int64_t b
     for (int j = 0; j < N; ++j) {
       Vector right = load(b + d * b_stride + j * kWidth);
 #if defined(__x86_64__)
-      asm("" : "+v"(right));  // GCC would load it anew for each row, and loads are the limit
+      asm("" : "+v"(right));  // else GCC loads it again for each row, and loads are the bottleneck
 #endif
       for (int i = 0; i < kRows; ++i) sum[i][j] += left[i] * right;
     }
@@ -88,9 +88,9 @@ static void multiply(const float* a, int64_t a_stride, const float* b, int64_t b
 
 struct Trees {
   int64_t count;
-  const int64_t* starts;   // [count], each tree's first row in the batch of tokens
+  const int64_t* starts;   // [count], the row of each tree's root in the batch
   const int64_t* nodes;    // [count]
-  const int64_t* lengths;  // [count], the context's tokens and the tree's
+  const int64_t* lengths;  // [count], tokens of the context and the tree together
   const int32_t* blocks;   // [count, blocks_stride]
   int64_t blocks_stride;
   const uint8_t* masks;    // [count, most nodes, most nodes]
@@ -103,8 +103,8 @@ struct Layer {
   int64_t query_stride;
   T* output;
   int64_t output_stride;
-  const T* keys;    // a block's head holds [head_size, block_size]
-  const T* values;  // a block's head holds [block_size, head_size]
+  const T* keys;    // each head of a block is [head_size, block_size]
+  const T* values;  // each head of a block is [block_size, head_size]
   int64_t block_stride, head_stride, kv_heads, group, head_size, block_size;
   float scale;  // times log2(e)
 };
@@ -112,12 +112,12 @@ struct Layer {
 struct Item {
   int64_t tree, kv_head, first_node, last_node, first_block, last_block;
   int64_t rows;  // a multiple of kRows
-  float* sums;   // [rows, head_size], after it the rows' maxima and the rows' weights
+  float* sums;   // [rows, head_size], followed by the maxima and the weights of the rows
 
   int64_t used_rows(int64_t group) const { return (last_node - first_node) * group; }
 };
 
-// Where row r of an item lies among a token's heads, in elements.
+// The offset of row r of an item in the query or the output, in elements.
 template <typename T>
 static int64_t row_offset(const Layer<T>& layer, const Trees& trees, const Item& item, int64_t r,
                           int64_t stride) {
@@ -125,7 +125,8 @@ static int64_t row_offset(const Layer<T>& layer, const Trees& trees, const Item&
   return token * stride + (item.kv_head * layer.group + r % layer.group) * layer.head_size;
 }
 
-// One block's scores become weights under the rows' maxima so far, which may rise.
+// Replaces the scores of a block by their exponentials relative to the rows' maxima so far, and
+// rescales the sums where a maximum rises (online softmax).
 static void soften(float* scores, int64_t span, int64_t columns, const Item& item, int64_t size) {
   float* maxima = item.sums + item.rows * size;
   float* weights = maxima + item.rows;
@@ -177,7 +178,7 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
     const int64_t offset = block * layer.block_stride + item.kv_head * layer.head_stride;
     const int64_t count = std::min(span, length - b * span);
     const int64_t columns = (count + kWidth - 1) / kWidth * kWidth;
-    // Tile by tile, so that what is widened stays in the nearest cache.
+    // Tile by tile, so that the widened keys stay in the L1 cache.
     for (int64_t t = 0; t < columns; t += kTile) {
       const int64_t width = std::min<int64_t>(kTile, columns - t);
       for (int64_t d = 0; d < size; ++d) {
@@ -210,7 +211,7 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
   }
 }
 
-// Weigh the runs of the same rows against each other and write the rows.
+// Merges the runs of the same rows by their maxima and writes the rows.
 template <typename T>
 static void merge_runs(const Layer<T>& layer, const Trees& trees, const Item* runs,
                        const Item* end, std::vector<float>& scratch) {
@@ -268,7 +269,7 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
     item.sums = place;
     place += item.rows * (layer.head_size + 2);
   }
-  // The names above are one thread's own, so the others are given pointers.
+  // The vectors are thread-local, so that other threads need pointers to this thread's.
   const Item* all = items.data();
   const int64_t* starts = groups.data();
   const int64_t num_items = items.size(), num_groups = groups.size() - 1;

@@ -1,5 +1,7 @@
-"""Attention of draft trees over a paged KV cache on a CPU: each node sees the context before the
-tree, its ancestors and itself."""
+"""Tree attention over a paged KV cache on a CPU (Token Recycling, arXiv 2408.08696, section 3.3).
+
+Each node attends to the context before the tree, its ancestors and itself.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +13,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
+from tree_kernels._dispatch import CppFunction, Op
 
 _ATTEND = {
-    dtype: NativeFunction("cpu_attention.cpp", f"attend_{name}", "pppipippi")
+    dtype: CppFunction("cpu_attention.cpp", f"attend_{name}", "pppipippi")
     for dtype, name in (
         (torch.float32, "float32"),
         (torch.bfloat16, "bfloat16"),
         (torch.float16, "float16"),
     )
 }
-_MULTIPLE = 16  # the widest registers' floats
+_MULTIPLE = 16  # float32 values in the widest vector register
 
 
 @dataclass(frozen=True)
 class PagedTrees:
-    """The trees of a step and where their keys and values lie.
+    """The T trees of a step and the places of their keys and values.
 
     Attributes:
-        starts: `int64 [T]`, each tree's first row in the batch of tokens.
-        nodes: `int64 [T]`, its nodes, root included; they are neighbours in the batch.
-        lengths: `int64 [T]`, the tokens of its context and of the tree.
-        blocks: `int32 [T, P]`, its KV blocks in the order of the tokens.
-        masks: `bool [T, N, N]`, node i sees node j; `N` is at least every tree's nodes.
+        starts: Int64 `[T]`, the row of each tree's root in the batch.
+        nodes: Int64 `[T]`, the number of nodes of each tree, the root counted. The nodes of a tree
+            are adjacent in the batch.
+        lengths: Int64 `[T]`, the number of tokens of each context and its tree together.
+        blocks: Int32 `[T, P]`, the KV blocks of each request in the order of its tokens.
+        masks: Bool `[T, N, N]`, whether node i attends to node j; no tree has more than N nodes.
+
+    Raises:
+        ValueError: A tensor has another type or shape or is not contiguous.
     """
 
     starts: Tensor
@@ -52,7 +58,9 @@ class PagedTrees:
         ):
             tensor: Tensor = getattr(self, name)
             if tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != len(self.starts):
-                raise ValueError(f"{name} must be {dtype} with {dims} dimensions, one row a tree")
+                raise ValueError(
+                    f"{name} must be {dtype} with {dims} dimensions, one row for each tree"
+                )
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous")
 
@@ -83,15 +91,17 @@ class _Shape(ctypes.Structure):
 
 
 class TreeAttention:
-    """Attends for layers of one shape.
+    """Tree attention for layers of one shape.
 
     Args:
-        heads: query heads, a multiple of `kv_heads`.
-        dtype: of the query, the cache and the output.
-        native: False takes the reference, True the kernel in C++ where it can be compiled.
+        heads: Number of query heads, a multiple of `kv_heads`.
+        kv_heads: Number of KV heads.
+        head_size: Size of a head. The C++ kernel needs a multiple of 16.
+        block_size: Tokens in a KV block. The C++ kernel needs a multiple of 16.
+        dtype: Element type of the query, the cache and the output: float32, bfloat16 or float16.
 
     Raises:
-        ValueError: `heads` is no multiple of `kv_heads`.
+        ValueError: `heads` is not a multiple of `kv_heads`.
     """
 
     def __init__(
@@ -101,25 +111,24 @@ class TreeAttention:
         head_size: int,
         block_size: int,
         dtype: torch.dtype,
-        native: bool = True,
     ) -> None:
         if heads % kv_heads:
-            raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-        self._heads, self._kv_heads, self._head_size = heads, kv_heads, head_size
+            raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
         fits = head_size % _MULTIPLE == 0 and block_size % _MULTIPLE == 0 and dtype in _ATTEND
-        self._function = _ATTEND[dtype].on(torch.empty(0)) if native and fits else None
-        self._shape = _Shape(
+        self._attend = _TREE_ATTENTION.on_cpu if fits else _attend_reference
+        self.dtype = dtype
+        self.shape = _Shape(
             kv_heads=kv_heads,
             group=heads // kv_heads,
             head_size=head_size,
             block_size=block_size,
         )
-        self._step: tuple[PagedTrees, _Trees] | None = None
+        self.step: tuple[PagedTrees, _Trees] | None = None
 
     @property
-    def is_native(self) -> bool:
-        """Whether the kernel in C++ is used."""
-        return self._function is not None
+    def is_cpp(self) -> bool:
+        """Whether the C++ kernel runs for this shape."""
+        return self._attend is _attend_cpp
 
     def __call__(
         self,
@@ -130,69 +139,18 @@ class TreeAttention:
         output: Tensor,
         scale: float,
     ) -> None:
-        """Write the trees' rows of `output`.
+        """Attend for the rows of the trees.
 
         Args:
-            query, output: `[tokens, heads, head_size]`, a token's heads side by side.
-            keys: `[blocks, kv_heads, head_size, block_size]`, a head's part contiguous.
-            values: `[blocks, kv_heads, block_size, head_size]`, likewise, of the same strides.
-            scale: multiplies the scores.
+            trees: The trees of the step.
+            query: `[tokens, heads, head_size]`, the heads of a token contiguous.
+            keys: `[blocks, kv_heads, head_size, block_size]`, each head of a block contiguous.
+            values: `[blocks, kv_heads, block_size, head_size]`, each head of a block contiguous,
+                with the strides of the keys between blocks and between heads.
+            output: `[tokens, heads, head_size]`, written in the rows of the trees only.
+            scale: Factor of the scores.
         """
-        if self._function is None:
-            self._attend_reference(trees, query, keys, values, output, scale)
-            return
-        if self._step is None or self._step[0] is not trees:
-            self._step = trees, _pointers(trees)
-        shape = self._shape
-        shape.block_stride, shape.head_stride = keys.stride(0), keys.stride(1)
-        shape.scale = scale * math.log2(math.e)
-        self._function(
-            ctypes.addressof(self._step[1]),
-            ctypes.addressof(shape),
-            query.data_ptr(),
-            query.stride(0),
-            output.data_ptr(),
-            output.stride(0),
-            keys.data_ptr(),
-            values.data_ptr(),
-            torch.get_num_threads(),
-        )
-
-    def _attend_reference(
-        self,
-        trees: PagedTrees,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        scale: float,
-    ) -> None:
-        heads, size, block_size = self._kv_heads, self._head_size, keys.shape[3]
-        group = self._heads // heads
-        for start, nodes, length, blocks, mask in zip(
-            trees.starts.tolist(),
-            trees.nodes.tolist(),
-            trees.lengths.tolist(),
-            trees.blocks.long(),
-            trees.masks,
-            strict=True,
-        ):
-            used = blocks[: -(-length // block_size)]
-            # The query heads of a group become rows: each KV head is one matrix product.
-            q = query[start : start + nodes].view(nodes, heads, group, size).transpose(0, 1)
-            k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
-            v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]
-            sees = torch.ones(nodes, length, dtype=torch.bool)
-            sees[:, length - nodes :] = mask[:nodes, :nodes]
-            attended = F.scaled_dot_product_attention(
-                q.reshape(1, heads, nodes * group, size),
-                k,
-                v,
-                sees.repeat_interleave(group, 0),
-                scale=scale,
-            )
-            rows = output[start : start + nodes].view(nodes, heads, group, size)
-            rows.copy_(attended.view(heads, nodes, group, size).transpose(0, 1))
+        self._attend(self, trees, query, keys, values, output, scale)
 
 
 def _pointers(trees: PagedTrees) -> _Trees:
@@ -206,3 +164,75 @@ def _pointers(trees: PagedTrees) -> _Trees:
         masks=trees.masks.data_ptr(),
         most_nodes=trees.masks.shape[2],
     )
+
+
+def _attend_reference(
+    layer: TreeAttention,
+    trees: PagedTrees,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    scale: float,
+) -> None:
+    heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
+    group = layer.shape.group
+    for start, nodes, length, blocks, mask in zip(
+        trees.starts.tolist(),
+        trees.nodes.tolist(),
+        trees.lengths.tolist(),
+        trees.blocks.long(),
+        trees.masks,
+        strict=True,
+    ):
+        used = blocks[: -(-length // block_size)]
+        # The query heads of a group become rows, so that each KV head is one matrix product.
+        q = query[start : start + nodes].view(nodes, heads, group, size).transpose(0, 1)
+        k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
+        v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]
+        sees = torch.ones(nodes, length, dtype=torch.bool, device=query.device)
+        sees[:, length - nodes :] = mask[:nodes, :nodes]
+        attended = F.scaled_dot_product_attention(
+            q.reshape(1, heads, nodes * group, size),
+            k,
+            v,
+            sees.repeat_interleave(group, 0),
+            scale=scale,
+        )
+        rows = output[start : start + nodes].view(nodes, heads, group, size)
+        rows.copy_(attended.view(heads, nodes, group, size).transpose(0, 1))
+
+
+def _attend_cpp(
+    layer: TreeAttention,
+    trees: PagedTrees,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    output: Tensor,
+    scale: float,
+) -> None:
+    if layer.step is None or layer.step[0] is not trees:
+        layer.step = trees, _pointers(trees)
+    shape = layer.shape
+    shape.block_stride, shape.head_stride = keys.stride(0), keys.stride(1)
+    shape.scale = scale * math.log2(math.e)
+    _ATTEND[layer.dtype].call(
+        ctypes.addressof(layer.step[1]),
+        ctypes.addressof(shape),
+        query.data_ptr(),
+        query.stride(0),
+        output.data_ptr(),
+        output.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+_TREE_ATTENTION = Op(
+    "cpu_attention.TreeAttention",
+    _attend_reference,
+    cpp=_attend_cpp,
+    needs=_ATTEND[torch.float32],
+)

@@ -1,8 +1,9 @@
-"""One token drawn from each row's softmax, for all rows at once.
+"""Sampling of one token from the softmax of each row of logits.
 
-The token of the largest logit / temperature + Gumbel noise is a draw from the softmax (the
-Gumbel-max rule), so a row is read once and no distribution is written. The noise is Philox's, ten
-rounds, counted by id under a key of the row's own: the order of programs cannot matter.
+The token of the largest logit / temperature + Gumbel noise is distributed as the softmax (the
+Gumbel-max trick), so that a row is read once and no distribution is written. The noise comes from
+Philox 4x32-10 (Salmon et al., SC 2011) with a key for each row and the id as counter: it does not
+depend on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_kernels._triton import jit, tl, use_triton
+from tree_kernels._dispatch import Op
+from tree_kernels._triton import jit, tl
 from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
-# A quarter of the logits that the kernel reads at once, as each counter gives four numbers.
+# A quarter of the logits that a program reads at once, as each counter gives four numbers.
 _LANES = 1024
 _MASK = 0xFFFFFFFF
-# What turns 31 bits into a number from 0 to below 1; half a step more, and none is 0.
+# Scale 31 bits to [0, 1), shifted by half a step so that no number is 0.
 _SCALE = 4.6566127342e-10
 _HALF = 2.3283064e-10
-# Up to here a few terms of its series are nearer to -log(1 - u) than what the difference leaves.
-# The best of many scores have a u close to 0.
+# Below this the first terms of its series are more accurate than -log(1 - u) itself. The largest
+# noise has a u close to 0.
 _SMALL = 1 / 64
 
 
 @jit
 def _bits(key: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Philox 4x32 of an int64 key: four uint32 for each counter."""
+    """Philox 4x32-10 of an int64 key: four uint32 for each counter."""
     low = (key & 0xFFFFFFFF).to(tl.uint32)
     high = (key >> 32).to(tl.uint32)
     a = counter.to(tl.uint32)
@@ -49,7 +51,7 @@ def _bits(key: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.
 def _noise(
     bits: tl.tensor, SCALE: tl.constexpr, HALF: tl.constexpr, SMALL: tl.constexpr
 ) -> tl.tensor:
-    """Gumbel noise of uint32 bits: -log of an exponential variable."""
+    """Gumbel noise from uint32 bits: -log of an exponential variable."""
     u = (bits >> 1).to(tl.int32).to(tl.float32) * SCALE + HALF
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
     return -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
@@ -65,7 +67,7 @@ def _better(
     vocab: tl.tensor,
     temperature: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The best score of each lane and its id, once those of `ids` are known too."""
+    """The best score of each lane and its id, updated with those of `ids`."""
     logits = tl.load(line + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
     scores = logits / temperature + noise
     better = scores > best
@@ -87,7 +89,7 @@ def _draw_kernel(
     HALF: tl.constexpr,
     SMALL: tl.constexpr,
 ) -> None:
-    """One program a row and share of the vocabulary."""
+    """The best token of one row in one share of the vocabulary, a program each."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     line = logits + row * logits_stride
@@ -124,7 +126,7 @@ def _first_kernel(
     shares: tl.tensor,
     MOST_SHARES: tl.constexpr,
 ) -> None:
-    """One program a row: the token of its best share."""
+    """The token of the best share of one row, a program each."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, MOST_SHARES)
     there = share < shares
@@ -156,12 +158,13 @@ def _draw_triton(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
 
 
 def _philox(keys: Tensor, counters: Tensor) -> list[Tensor]:
-    """Philox 4x32 of int64 keys `[R, 1]` and counters `[C]`: four of `[R, C]`, below 2^32."""
+    """Philox 4x32-10 of int64 keys `[R, 1]` and counters `[C]`: four numbers in [0, 2^32), int64
+    `[R, C]`."""
     low, high = keys & _MASK, (keys >> 32) & _MASK
     a = counters.expand(len(keys), -1)
     b, c, d = (torch.zeros_like(a) for _ in range(3))
     for _ in range(10):
-        # Products below 2^64 wrap in int64, but keep all their bits.
+        # Products below 2^64 overflow int64 but keep all their bits.
         left, right = a * 0xD2511F53, c * 0xCD9E8D57
         a, b = ((right >> 32) & _MASK) ^ b ^ low, right & _MASK
         c, d = ((left >> 32) & _MASK) ^ d ^ high, left & _MASK
@@ -174,9 +177,9 @@ def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tenso
     device = logits.device
     keys = seed + torch.arange(rows, device=device)
     starts = torch.arange(0, vocab, 4 * _LANES, device=device)
-    lanes = min(_LANES, vocab)  # a small vocabulary needs no more
+    lanes = min(_LANES, vocab)  # fewer suffice for a small vocabulary
     counters = (starts[:, None] + torch.arange(lanes, device=device)).flatten()
-    # [R, 4, tiles, lanes]: the four numbers of a counter are those of ids _LANES apart.
+    # [R, 4, tiles, lanes]: the four numbers of a counter belong to ids that are _LANES apart.
     bits = torch.stack(_philox(keys[:, None], counters), 1).view(rows, 4, -1, lanes)
     u = (bits.transpose(1, 2).flatten(1)[:, :vocab] >> 1).float() * _SCALE + _HALF
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
@@ -186,13 +189,23 @@ def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tenso
     return (scores + noise.masked_fill(greedy, 0.0)).argmax(1).int()
 
 
-def draw_tokens(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
-    """Draw one token from each row's softmax(logits / temperature); the likeliest where the
-    temperature is 0, of equal ones that of the lowest id.
+_DRAW = Op("draw.draw_tokens", _draw_reference, triton=_draw_triton)
 
-    logits: float32, bfloat16 or float16 [R, V], without NaN; temperatures: float32 [R]; seed: int64
-    [1] on the logits' device, 0 or more. The same seed gives the same draws. Returns int32 [R].
-    Raises ValueError on shapes that do not fit.
+
+def draw_tokens(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
+    """Sample one token from softmax(logits / temperature) of each row.
+
+    Args:
+        logits: Float32, bfloat16 or float16 `[R, V]`, without NaN.
+        temperatures: Float32 `[R]`. Where it is 0 the most likely token is taken, of equal ones
+            that of the lowest id.
+        seed: Int64 `[1]` on the device of the logits, not negative. Equal seeds give equal draws.
+
+    Returns:
+        Int32 `[R]`.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     rows = logits.shape[0]
     if logits.dim() != 2 or temperatures.shape != (rows,) or seed.shape != (1,):
@@ -200,6 +213,4 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
             f"logits {[*logits.shape]}, temperatures {[*temperatures.shape]} and seed "
             f"{[*seed.shape]} must be [R, V], [R] and [1]"
         )
-    if use_triton(logits):
-        return _draw_triton(logits, temperatures, seed)
-    return _draw_reference(logits, temperatures, seed)
+    return _DRAW.on(logits)(logits, temperatures, seed)

@@ -1,4 +1,4 @@
-// The element types that tensors come in, and their values.
+// The element types of tensors, and their conversion to and from float.
 
 #pragma once
 
@@ -31,7 +31,7 @@ static inline float widen(Float8 x) {
 
 static inline void narrow(float x, float& y) { y = x; }
 static inline void narrow(float x, Float16& y) { y.value = static_cast<_Float16>(x); }
-static inline void narrow(float x, BFloat16& y) {  // to nearest, ties to even
+static inline void narrow(float x, BFloat16& y) {  // rounds to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   y.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);

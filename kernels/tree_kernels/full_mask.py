@@ -1,12 +1,14 @@
-"""The mask of a whole batch as engines with one flat mask take it: of each request in turn, for
-every node of its tree, its context's tokens and then the tree's nodes."""
+"""The custom mask of SGLang's tree attention: the masks of all requests in one flat tensor. The row
+of a node covers the tokens of its context and then the nodes of its tree.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._triton import jit, tl, use_triton
+from tree_kernels._dispatch import Op
+from tree_kernels._triton import jit, tl
 
 _BLOCK = 1024
 
@@ -20,7 +22,7 @@ def _full_mask_kernel(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program a request and node, which alone writes that node's row."""
+    """Write the row of one node, a program each."""
     request = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1).to(tl.int64)
     context = tl.load(contexts + request)
@@ -60,25 +62,26 @@ def _full_mask_reference(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
     return out
 
 
+_FULL_MASK = Op("full_mask.full_mask", _full_mask_reference, triton=_full_mask_triton)
+
+
 def full_mask(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
-    """Lay the trees' masks out behind their contexts, of which every node sees all.
+    """The flat mask of a batch; every node attends to its whole context.
 
     Args:
-        masks: bool [B, N, N], node i sees node j.
-        contexts: int64 [B], the tokens before each tree.
-        size: the elements of the result, B * N * N + N * sum(contexts); given by the caller, who
-            knows it without asking the device.
+        masks: Bool `[B, N, N]`, whether node i attends to node j.
+        contexts: Int64 `[B]`, the number of tokens before each tree.
+        size: Number of elements of the result, B * N * N + N * sum(contexts). The caller knows it
+            without waiting for the device.
 
     Returns:
-        bool [size], for each request N rows of contexts[b] + N.
+        Bool `[size]`: for each request N rows of `contexts[b] + N` elements.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: Shapes do not fit.
     """
     if masks.dim() != 3 or masks.shape[1] != masks.shape[2] or contexts.shape != masks.shape[:1]:
         raise ValueError(
             f"masks {[*masks.shape]} must be [B, N, N], contexts {[*contexts.shape]} [B]"
         )
-    if use_triton(masks):
-        return _full_mask_triton(masks, contexts, size)
-    return _full_mask_reference(masks, contexts, size)
+    return _FULL_MASK.on(masks)(masks, contexts, size)

@@ -1,4 +1,4 @@
-// Reading static trees off the adjacency matrix, and dropping their empty nodes, on a CPU.
+// Static trees filled from the adjacency matrix, and their compaction, on a CPU.
 
 #include <cstdint>
 
@@ -15,7 +15,7 @@ extern "C" void gather(const int32_t* matrix, int64_t vocab, int64_t k, const in
   }
 }
 
-// `places` is room for one request's nodes.
+// `places` is scratch space for the nodes of one request.
 extern "C" void compact(const int32_t* tokens, const int32_t* parents, int64_t parents_stride,
                         int64_t requests, int64_t nodes, int32_t* out_tokens, int32_t* out_parents,
                         int32_t* out_nodes, int32_t* places) {

@@ -1,19 +1,20 @@
-"""Draft trees out of the adjacency matrix: Algorithm 1 of Token Recycling (arXiv 2408.08696,
-section 3.3), and the trees without the nodes for which the matrix had no candidate."""
+"""Static trees filled from the adjacency matrix (Token Recycling, arXiv 2408.08696, algorithm 1),
+and their compaction: nodes for which the matrix has no candidate are removed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, tl
 
-_GATHER = NativeFunction("gather.cpp", "gather", "piipippip")
-_COMPACT = NativeFunction("gather.cpp", "compact", "ppiiipppp")
+_GATHER = CppFunction("gather.cpp", "gather", "piipippip")
+_COMPACT = CppFunction("gather.cpp", "compact", "ppiiipppp")
 
 
 @jit
@@ -25,14 +26,14 @@ def _gather_kernel(
     out: tl.tensor,
     vocab: tl.tensor,
     matrix_stride: tl.tensor,
-    num_nodes: tl.tensor,
+    tree_size: tl.tensor,
     LEVELS: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """One program a request: its whole tree lives in registers, so levels need no barrier."""
+    """Fill the tree of one request, a program each. It is in registers: levels need no barrier."""
     request = tl.program_id(0)
     nodes = tl.arange(0, PAD)
-    inside = (nodes < num_nodes) & (nodes > 0)
+    inside = (nodes < tree_size) & (nodes > 0)
     parent = tl.load(parents + nodes, mask=inside, other=0)
     rank = tl.load(ranks + nodes, mask=inside, other=0)
     depth = tl.where(nodes > 0, -1, 0)
@@ -44,7 +45,7 @@ def _gather_kernel(
         source = matrix + above.to(tl.int64) * matrix_stride + rank
         token = tl.where(here, tl.load(source, mask=known, other=-1), token)
         depth = tl.where(here, level, depth)
-    tl.store(out + request.to(tl.int64) * num_nodes + nodes, token, mask=nodes < num_nodes)
+    tl.store(out + request.to(tl.int64) * tree_size + nodes, token, mask=nodes < tree_size)
 
 
 @jit
@@ -54,22 +55,22 @@ def _compact_kernel(
     out_tokens: tl.tensor,
     out_parents: tl.tensor,
     out_nodes: tl.tensor,
-    num_nodes: tl.tensor,
+    tree_size: tl.tensor,
     parents_stride: tl.tensor,
     PAD: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, PAD)
-    inside = nodes < num_nodes
-    token = tl.load(tokens + request * num_nodes + nodes, mask=inside, other=-1)
+    inside = nodes < tree_size
+    token = tl.load(tokens + request * tree_size + nodes, mask=inside, other=-1)
     parent = tl.load(parents + request * parents_stride + nodes, mask=inside, other=-1)
     keep = token != -1
     count = tl.sum(keep.to(tl.int32), 0)
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     above = tl.where(parent < 0, -1, tl.gather(place, tl.maximum(parent, 0), 0))
-    # What lies past the kept nodes is filled by the dropped ones: every cell has one writer.
+    # The dropped nodes fill the cells behind the kept ones: every cell has one writer.
     place = tl.where(keep, place, count + nodes - place - 1)
-    here = request * num_nodes + place
+    here = request * tree_size + place
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, tl.where(keep, above, -1), mask=inside)
     tl.store(out_nodes + request, count)
@@ -102,20 +103,20 @@ def _compact_triton(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Te
     tokens, parents = tokens.contiguous(), parents.contiguous()
     out_tokens = torch.empty_like(tokens)
     out_parents = torch.empty_like(tokens)
-    num_nodes = torch.empty(requests, dtype=torch.int32, device=tokens.device)
+    tree_size = torch.empty(requests, dtype=torch.int32, device=tokens.device)
     if requests == 0:
-        return out_tokens, out_parents, num_nodes
+        return out_tokens, out_parents, tree_size
     _compact_kernel[(requests,)](
         tokens,
         parents,
         out_tokens,
         out_parents,
-        num_nodes,
+        tree_size,
         nodes,
         parents.stride(0) if parents.dim() == 2 else 0,
         PAD=next_power_of_2(nodes),
     )
-    return out_tokens, out_parents, num_nodes
+    return out_tokens, out_parents, tree_size
 
 
 def _gather_reference(
@@ -139,7 +140,7 @@ def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor,
     place = keep.cumsum(1) - 1
     parents = parents.expand(requests, nodes).long()
     above = place.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, -1).int()
-    # Dropped nodes go to a column of their own, which is cut off.
+    # Dropped nodes go to an extra column, which is cut off.
     place = place.masked_fill(~keep, nodes)
     padding = tokens.new_full((requests, nodes + 1), -1)
     out_tokens = padding.scatter(1, place, tokens)[:, :nodes]
@@ -147,42 +148,62 @@ def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor,
     return out_tokens.contiguous(), out_parents.contiguous(), keep.sum(1, dtype=torch.int32)
 
 
-def _gather_native(
-    gather: Callable[..., None], matrix: Tensor, roots: Tensor, parents: Tensor, ranks: Tensor
+def _gather_cpp(
+    matrix: Tensor, roots: Tensor, parents: Tensor, ranks: Tensor, level_ends: Sequence[int]
 ) -> Tensor:
     roots, parents, ranks = roots.int().contiguous(), parents.contiguous(), ranks.contiguous()
     out = torch.empty(roots.shape[0], parents.shape[0], dtype=torch.int32)
-    gather(
+    _GATHER.call(
         *(matrix.data_ptr(), *matrix.shape, roots.data_ptr(), roots.shape[0]),
         *(parents.data_ptr(), ranks.data_ptr(), parents.shape[0], out.data_ptr()),
     )
     return out
 
 
-def _compact_native(
-    compact: Callable[..., None], tokens: Tensor, parents: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _compact_cpp(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     tokens, parents = tokens.contiguous(), parents.contiguous()
     out_tokens, out_parents = torch.empty_like(tokens), torch.empty_like(tokens)
-    num_nodes = torch.empty(tokens.shape[0], dtype=torch.int32)
+    tree_size = torch.empty(tokens.shape[0], dtype=torch.int32)
     places = torch.empty(tokens.shape[1], dtype=torch.int32)
-    compact(
+    _COMPACT.call(
         *(tokens.data_ptr(), parents.data_ptr(), parents.stride(0) if parents.dim() == 2 else 0),
         *(*tokens.shape, out_tokens.data_ptr(), out_parents.data_ptr()),
-        *(num_nodes.data_ptr(), places.data_ptr()),
+        *(tree_size.data_ptr(), places.data_ptr()),
     )
-    return out_tokens, out_parents, num_nodes
+    return out_tokens, out_parents, tree_size
+
+
+_GATHER_TREE = Op(
+    "gather.gather_tree", _gather_reference, triton=_gather_triton, cpp=_gather_cpp, needs=_GATHER
+)
+_COMPACT_TREE = Op(
+    "gather.compact_tree",
+    _compact_reference,
+    triton=_compact_triton,
+    cpp=_compact_cpp,
+    needs=_COMPACT,
+)
 
 
 def gather_tree(
     matrix: Tensor, roots: Tensor, parents: Tensor, ranks: Tensor, level_ends: Sequence[int]
 ) -> Tensor:
-    """The tokens of a static tree: node i takes candidate ranks[i] of its parent's token.
+    """The tokens of static trees: node i is candidate `ranks[i]` of its parent's token.
 
-    matrix: int32 [V, k], contiguous; roots: int32 or int64 [B]; parents, ranks: int32 [N], nodes
-    breadth-first with the root as node 0; level_ends[d]: the number of nodes of depth <= d.
-    Returns int32 [B, N]. An entry of -1, or a token outside [0, V), gives -1 at all nodes below.
-    Raises ValueError on shapes that do not fit (Algorithm 1, arXiv 2408.08696).
+    Args:
+        matrix: Int32 `[V, k]`, contiguous, the adjacency matrix; -1 where there is no candidate.
+        roots: Int32 or int64 `[B]`.
+        parents: Int32 `[N]`, the columns of the nodes' parents in breadth-first order, -1 for the
+            root, which is node 0.
+        ranks: Int32 `[N]`, the rank of each node among the candidates of its parent.
+        level_ends: For each depth d the number of nodes of depth at most d.
+
+    Returns:
+        Int32 `[B, N]`; -1 for a node without a candidate or with a parent outside [0, V), and for
+        all nodes below it.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if not matrix.is_contiguous():
         raise ValueError("matrix must be contiguous")
@@ -190,25 +211,26 @@ def gather_tree(
         raise ValueError(f"parents {[*parents.shape]} and ranks {[*ranks.shape]} must both be [N]")
     if not level_ends or level_ends[0] != 1 or level_ends[-1] != parents.shape[0]:
         raise ValueError(f"level_ends must lead from 1 to {parents.shape[0]}, not {[*level_ends]}")
-    if use_triton(matrix):
-        return _gather_triton(matrix, roots, parents, ranks, level_ends)
-    if (gather := _GATHER.on(matrix)) is not None:
-        return _gather_native(gather, matrix, roots, parents, ranks)
-    return _gather_reference(matrix, roots, parents, ranks, level_ends)
+    return _GATHER_TREE.on(matrix)(matrix, roots, parents, ranks, level_ends)
 
 
 def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Trees without the nodes whose token is -1, the others in their order.
+    """Remove the nodes whose token is -1; the others keep their order.
 
-    tokens: int32 [B, N]; parents: int32 [N] or [B, N]. Everything below a node of token -1 must
-    be -1 too, as in `gather_tree`'s answer. Returns tokens [B, N], parents [B, N] (both padded with
-    -1; a root's parent is -1) and the number of nodes [B], all int32.
-    Raises ValueError on shapes that do not fit (arXiv 2408.08696, section 3.3, drafts zeros here).
+    The paper drafts zeros for these nodes (section 3.3).
+
+    Args:
+        tokens: Int32 `[B, N]`. All nodes below a node of -1 must be -1 too, as `gather_tree` gives
+            them.
+        parents: Int32 `[N]` or `[B, N]`, the columns of the nodes' parents, -1 for a root.
+
+    Returns:
+        Tokens and parents, int32 `[B, N]`, padded with -1, and the size of each tree, int32 `[B]`,
+        the root counted.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if tokens.dim() != 2 or parents.shape not in (tokens.shape, tokens.shape[1:]):
         raise ValueError(f"parents {[*parents.shape]} do not fit tokens {[*tokens.shape]}")
-    if use_triton(tokens):
-        return _compact_triton(tokens, parents)
-    if (compact := _COMPACT.on(tokens)) is not None:
-        return _compact_native(compact, tokens, parents)
-    return _compact_reference(tokens, parents)
+    return _COMPACT_TREE.on(tokens)(tokens, parents)

@@ -1,22 +1,23 @@
-// Growing draft trees best first from what tables and texts offer, on a CPU.
+// Expansion of dynamic draft trees level by level, on a CPU.
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "ngrams.h"
+#include "hashing.h"
 
-constexpr int64_t kTop = 8;                 // candidates of a row, and children kept of a node
-constexpr int64_t kOffered = 2 * kTop + 1;  // a copy, a pair's row, a token's row
-constexpr int32_t kAlone = -2;  // stands before a token whose row is a request's own
-constexpr int64_t kPairStates = kTop + 2, kRowStates = kTop + 1;
+constexpr int64_t kTop = 8;                 // candidates in a row, and children of a node
+constexpr int64_t kOffered = 2 * kTop + 1;  // an n-gram match, a bigram's row and a token's row
+constexpr int32_t kAlone = -2;  // in place of the previous token: the row of a token alone, the request's own
+constexpr int64_t kBigramStates = kTop + 2, kRowStates = kTop + 1;
 
 struct Tables {
   const int32_t* matrix;
   int64_t vocab;
-  const int32_t* pairs;
-  int64_t pair_cells, pair_stride;  // cells of a slot's table; integers from one to the next, or 0
+  const int32_t* bigrams;
+  int64_t bigram_cells;   // of a slot's table
+  int64_t bigram_stride;  // integers from one slot's table to the next, 0 if all share one
   const int32_t* history;
   int64_t length;
   const int32_t* lengths;
@@ -26,13 +27,14 @@ struct Tables {
 };
 
 struct Node {
-  int32_t token, parent, origin;
+  int32_t token, parent, source;
   float score;
-  int32_t suffix[kLongest];  // the last tokens up to this one; -1 before the text's beginning
+  int32_t suffix[kLongest];  // the last tokens of the path; -1 before the beginning of the text
 };
 
-// The token after the longest suffix that stood in the text before, and the suffix's length.
-static int32_t copied(const Tables& tables, int64_t slot, const int32_t* suffix, int64_t* matched) {
+// The token that followed the longest suffix when it last occurred in the text; -1 if there is none.
+// `matched` is the length of the suffix, 0 if there is none.
+static int32_t match_ngrams(const Tables& tables, int64_t slot, const int32_t* suffix, int64_t* matched) {
   const int32_t* text = tables.history + slot * tables.length;
   const int32_t* index = tables.index + slot * tables.cells;
   for (int64_t n = kLongest; n >= 1; --n) {
@@ -47,12 +49,12 @@ static int32_t copied(const Tables& tables, int64_t slot, const int32_t* suffix,
   return -1;
 }
 
-// What a slot's table holds of two tokens; nothing if it does not know them.
-static const int32_t* looked_up(const Tables& tables, int64_t slot, int32_t before, int32_t token) {
-  const int32_t key[2] = {before, token};
-  const int32_t* cell = tables.pairs + slot * tables.pair_stride +
-                        cell_of(key, 2, tables.pair_cells) * (kTop + 2);
-  return cell[0] == before && cell[1] == token ? cell + 2 : nullptr;
+// The row of a bigram in a slot's table; null if the table does not hold it.
+static const int32_t* find_row(const Tables& tables, int64_t slot, int32_t previous, int32_t token) {
+  const int32_t key[2] = {previous, token};
+  const int32_t* cell = tables.bigrams + slot * tables.bigram_stride +
+                        cell_of(key, 2, tables.bigram_cells) * (kTop + 2);
+  return cell[0] == previous && cell[1] == token ? cell + 2 : nullptr;
 }
 
 static int64_t rank_in(const int32_t* row, int32_t token) {
@@ -61,20 +63,20 @@ static int64_t rank_in(const int32_t* row, int32_t token) {
   return 0;
 }
 
-// The best children of a node, best first; equal ones in the order in which they are offered.
+// The children of a node, best first; equal scores in the order of the candidates.
 static int64_t children_of(const Tables& tables, int64_t slot, const Node& node, int32_t at,
                            Node* children) {
   static const int32_t kNothing[kTop] = {-1, -1, -1, -1, -1, -1, -1, -1};
   int64_t matched;
   int32_t offered[kOffered];
-  offered[0] = copied(tables, slot, node.suffix, &matched);
-  const int32_t before = node.suffix[kLongest - 2];
-  const int32_t* own = node.token < 0 ? nullptr : looked_up(tables, slot, kAlone, node.token);
+  offered[0] = match_ngrams(tables, slot, node.suffix, &matched);
+  const int32_t previous = node.suffix[kLongest - 2];
+  const int32_t* own = node.token < 0 ? nullptr : find_row(tables, slot, kAlone, node.token);
   const bool known = node.token >= 0 && node.token < tables.vocab;
   const int32_t* row = own != nullptr ? own : known ? tables.matrix + node.token * kTop : kNothing;
-  const int32_t* pair = before < 0 ? nullptr : looked_up(tables, slot, before, node.token);
-  const bool paired = pair != nullptr;
-  const int32_t* likely = paired ? pair : kNothing;
+  const int32_t* bigram = previous < 0 ? nullptr : find_row(tables, slot, previous, node.token);
+  const bool has_bigram = bigram != nullptr;
+  const int32_t* likely = has_bigram ? bigram : kNothing;
   std::memcpy(offered + 1, likely, kTop * sizeof(int32_t));
   std::memcpy(offered + 1 + kTop, row, kTop * sizeof(int32_t));
   int64_t count = 0;
@@ -82,9 +84,9 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
     const int32_t token = offered[i];
     if (token < 0 || std::find(offered, offered + i, token) != offered + i) continue;
     const int64_t copy = matched == 0 ? 0 : token == offered[0] ? matched : kLongest + matched;
-    const int64_t in_pair = paired ? rank_in(likely, token) : kTop + 1;
-    const int64_t origin = (copy * kPairStates + in_pair) * kRowStates + rank_in(row, token);
-    const float score = node.score * tables.priors[origin];
+    const int64_t in_bigram = has_bigram ? rank_in(likely, token) : kTop + 1;
+    const int64_t source = (copy * kBigramStates + in_bigram) * kRowStates + rank_in(row, token);
+    const float score = node.score * tables.priors[source];
     if (!(score > 0.0f)) continue;
     int64_t place = count < kTop ? count++ : kTop;
     if (place == kTop && score <= children[kTop - 1].score) continue;
@@ -94,7 +96,7 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
     Node& child = children[place];
     child.token = token;
     child.parent = at;
-    child.origin = static_cast<int32_t>(origin);
+    child.source = static_cast<int32_t>(source);
     child.score = score;
     std::memcpy(child.suffix, node.suffix + 1, (kLongest - 1) * sizeof(int32_t));
     child.suffix[kLongest - 1] = token;
@@ -102,15 +104,15 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
   return count;
 }
 
-// Level after level; out arrays are [B, columns], whose columns beyond the last node are filled.
-extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* pairs,
-                           int64_t pair_cells,
-                           int64_t pair_stride, const int32_t* history, int64_t length,
+// The results are [B, columns]; the columns of a level without a node hold -1, -1, 0 and 0.
+extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* bigrams,
+                           int64_t bigram_cells,
+                           int64_t bigram_stride, const int32_t* history, int64_t length,
                            const int32_t* lengths, const int32_t* index, int64_t cells,
                            const float* priors, const int64_t* slots, const int32_t* roots,
                            int64_t requests, int64_t width, int64_t depth, int64_t columns,
-                           int32_t* tokens, int32_t* parents, int32_t* origins, float* scores) {
-  const Tables tables{matrix, vocab, pairs, pair_cells, pair_stride, history, length, lengths, index, cells,
+                           int32_t* tokens, int32_t* parents, int32_t* sources, float* scores) {
+  const Tables tables{matrix, vocab, bigrams, bigram_cells, bigram_stride, history, length, lengths, index, cells,
                       priors};
   std::vector<Node> level, next;
   std::vector<int64_t> order;
@@ -118,7 +120,7 @@ extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* 
   for (int64_t request = 0; request < requests; ++request) {
     const int64_t slot = slots[request], end = lengths[slot];
     Node root{roots[request], -1, 0, 1.0f, {}};
-    // The root is the text's last token.
+    // The root is the last token of the text.
     for (int64_t i = 0; i < kLongest; ++i) {
       const int64_t place = end - kLongest + i;
       root.suffix[i] = place < 0 ? -1 : history[slot * length + place];
@@ -129,7 +131,7 @@ extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* 
       const int64_t at = request * columns + column++;
       tokens[at] = node.token;
       parents[at] = node.parent;
-      origins[at] = node.origin;
+      sources[at] = node.source;
       scores[at] = node.score;
     };
     put(root);

@@ -1,11 +1,10 @@
-"""Draft trees grown best first out of all that is known of what may follow.
+"""Dynamic draft trees, expanded level by level as in EAGLE-2 (arXiv 2406.16858, section 4.1).
 
-Each node offers the candidates of its token's row, those of its token and the one before it, and
-the token that came after the longest suffix of its path that stood in the request's text before.
-What a candidate is worth depends on where it comes from, its origin: the probability with which
-candidates of that origin were accepted so far. A node's score is the product along its path, the
-probability that it is accepted, and the best nodes of all make the tree. Beyond the paper (arXiv
-2408.08696), whose tree is fixed.
+The candidates of a node come from the adjacency matrix, the bigram table and the n-gram index (see
+`candidates.py`). The acceptance probability of a candidate is estimated by its source, from the
+acceptance statistics of `source_stats.py`. A node's score is the product of these probabilities
+along its path, the probability that the node is accepted, and each level keeps the nodes of highest
+score. The trees of Token Recycling (arXiv 2408.08696) are static.
 """
 
 from __future__ import annotations
@@ -15,55 +14,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
+from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._ranking import best_of_rows, count_better
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
-from tree_kernels.context import GRAMS, LONGEST, Contexts
-from tree_kernels.offers import ALONE, ORIGINS, TOP, node_offers, offers
+from tree_kernels._triton import jit, next_power_of_2, tl
+from tree_kernels.candidates import ALONE, NUM_SOURCES, TOP, find_candidates, node_candidates
+from tree_kernels.ngrams import GRAMS, LONGEST, NgramIndex
 
-_GROW = NativeFunction("growth.cpp", "grow_trees", "pipiipippippp" + "iiii" + "pppp")
+_GROW = CppFunction("growth.cpp", "grow_trees", "pipiipippippp" + "iiii" + "pppp")
 _LANES = next_power_of_2(2 * TOP + 1)
 
 
 @dataclass(frozen=True)
 class Grown:
-    """Trees as they grew, level by level, each level in the order of its parents.
+    """Expanded trees: all levels one after another, each level in the order of its parents.
 
     Attributes:
-        tokens: `int32 [B, F]`, the root first; -1 where there is no node.
-        parents: `int32 [B, F]`, a column; -1 for the root and where there is no node.
-        origins: `int32 [B, F]`, 0 for the root.
-        scores: `float32 [B, F]`, the probability that a node is accepted: 1 for the root, 0 where
-            there is none.
+        tokens: Int32 `[B, F]`, the root first; -1 where there is no node.
+        parents: Int32 `[B, F]`, the column of a node's parent; -1 for the root and where there is
+            no node.
+        sources: Int32 `[B, F]`, the source of each candidate; 0 for the root.
+        scores: Float32 `[B, F]`, the probability that a node is accepted; 1 for the root, 0 where
+            there is no node.
     """
 
     tokens: Tensor
     parents: Tensor
-    origins: Tensor
+    sources: Tensor
     scores: Tensor
 
 
 def columns_of(width: int, depth: int) -> int:
-    """The columns of trees with at most `width` nodes a level, the root's included."""
+    """The number of columns of trees with `depth` levels of up to `width` nodes below the root."""
     return 1 + min(TOP, width) + (depth - 1) * width
 
 
-def _slot_stride(pairs: Tensor) -> int:
-    return pairs.stride(0) if len(pairs) > 1 else 0
+def _slot_stride(bigrams: Tensor) -> int:
+    return bigrams.stride(0) if len(bigrams) > 1 else 0
 
 
 @jit
 def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
-    """The token at a place of the text, -1 before its beginning, at the first node alone."""
+    """The token at `place` of the text for the first node; -1 for others and before the text."""
     return tl.where(node == 0, tl.load(text + place, mask=place >= 0, other=-1), -1)
 
 
-# The texts' last tokens may be part of more, the results are rows of one tensor: where they begin
-# depends on the batch.
-@jit(do_not_specialize=["roots", "tokens", "parents", "origins"])
+# The roots may be a slice of another tensor and the results are rows of one tensor, so that their
+# addresses depend on the batch.
+@jit(do_not_specialize=["roots", "tokens", "parents", "sources"])
 def _grow_kernel(
     matrix: tl.tensor,
-    pairs: tl.tensor,
+    bigrams: tl.tensor,
     history: tl.tensor,
     lengths: tl.tensor,
     index: tl.tensor,
@@ -72,11 +72,11 @@ def _grow_kernel(
     roots: tl.tensor,
     tokens: tl.tensor,
     parents: tl.tensor,
-    origins: tl.tensor,
+    sources: tl.tensor,
     scores: tl.tensor,
     vocab: tl.tensor,
-    pair_cells: tl.tensor,
-    pair_stride: tl.tensor,
+    bigram_cells: tl.tensor,
+    bigram_stride: tl.tensor,
     length: tl.tensor,
     cells: tl.tensor,
     columns: tl.tensor,
@@ -90,7 +90,7 @@ def _grow_kernel(
     WIDTH: tl.constexpr,
     W: tl.constexpr,
 ) -> None:
-    """One program a request; the level that grows is in registers, one node a lane."""
+    """Expand the tree of one request, a program each; the current level is in registers."""
     line = tl.program_id(0).to(tl.int64) * columns
     slot = tl.load(slots + tl.program_id(0))
     text = history + slot * length
@@ -101,49 +101,49 @@ def _grow_kernel(
     child = tl.arange(0, W * TOP)
     tl.store(tokens + line, root)
     tl.store(parents + line, -1)
-    tl.store(origins + line, 0)
+    tl.store(sources + line, 0)
     tl.store(scores + line, 1.0)
     score = tl.where(node == 0, 1.0, 0.0)
-    # The last LONGEST tokens up to each node; the root is the text's last.
+    # The last LONGEST tokens of each node's path; the root is the last token of the text.
     fifth = _ending(text, end - 6, node)
     fourth = _ending(text, end - 5, node)
     third = _ending(text, end - 4, node)
     second = _ending(text, end - 3, node)
-    before = _ending(text, end - 2, node)
+    previous = _ending(text, end - 2, node)
     token = tl.where(node == 0, root, -1)
     above = 0
     first = 1
     room = FIRST
     for _ in range(depth):
-        offered, origin = node_offers(
+        offered, source = node_candidates(
             matrix,
-            pairs + slot * pair_stride,
+            bigrams + slot * bigram_stride,
             text,
             index + slot * cells,
             vocab,
-            pair_cells,
+            bigram_cells,
             cells,
-            (fifth, fourth, third, second, before, token),
+            (fifth, fourth, third, second, previous, token),
             lane,
             LONGEST,
             GRAMS,
             TOP,
             ALONE,
         )
-        prior = tl.load(priors + origin, mask=offered >= 0, other=0.0)
-        offered, origin, value = best_of_rows(offered, origin, score[:, None] * prior, lane, W, TOP)
+        prior = tl.load(priors + source, mask=offered >= 0, other=0.0)
+        offered, source, value = best_of_rows(offered, source, score[:, None] * prior, lane, W, TOP)
         chosen = (tl.reshape(value, [W * TOP]) > 0.0) & (count_better(value, W, TOP) < WIDTH)
         count = tl.sum(chosen.to(tl.int32), 0)
         here = line + first + tl.cumsum(chosen.to(tl.int32), 0) - 1
         tl.store(tokens + here, tl.reshape(offered, [W * TOP]), mask=chosen)
         tl.store(parents + here, above + child // TOP, mask=chosen)
-        tl.store(origins + here, tl.reshape(origin, [W * TOP]), mask=chosen)
+        tl.store(sources + here, tl.reshape(source, [W * TOP]), mask=chosen)
         tl.store(scores + here, tl.reshape(value, [W * TOP]), mask=chosen)
         here = line + first + node
         gap = (node >= count) & (node < room)
         tl.store(tokens + here, -1, mask=gap)
         tl.store(parents + here, -1, mask=gap)
-        tl.store(origins + here, 0, mask=gap)
+        tl.store(sources + here, 0, mask=gap)
         tl.store(scores + here, 0.0, mask=gap)
         # What other threads of the program wrote is read below.
         tl.debug_barrier()
@@ -152,8 +152,8 @@ def _grow_kernel(
         fifth = tl.gather(fourth, parent, 0)
         fourth = tl.gather(third, parent, 0)
         third = tl.gather(second, parent, 0)
-        second = tl.gather(before, parent, 0)
-        before = tl.gather(token, parent, 0)
+        second = tl.gather(previous, parent, 0)
+        previous = tl.gather(token, parent, 0)
         token = tl.load(tokens + here, mask=node < room, other=-1)
         score = tl.load(scores + here, mask=node < room, other=0.0)
         above = first
@@ -163,8 +163,8 @@ def _grow_kernel(
 
 def _grow_triton(
     matrix: Tensor,
-    pairs: Tensor,
-    contexts: Contexts,
+    bigrams: Tensor,
+    ngrams: NgramIndex,
     priors: Tensor,
     slots: Tensor,
     roots: Tensor,
@@ -173,28 +173,28 @@ def _grow_triton(
 ) -> Grown:
     columns = columns_of(width, depth)
     shape = (3, len(roots), columns)
-    tokens, parents, origins = torch.empty(shape, dtype=torch.int32, device=matrix.device).unbind()
+    tokens, parents, sources = torch.empty(shape, dtype=torch.int32, device=matrix.device).unbind()
     scores = torch.empty(len(roots), columns, device=matrix.device)
     if len(roots):
         lanes = max(16, next_power_of_2(width))
         _grow_kernel[(len(roots),)](
             matrix,
-            pairs,
-            contexts.history,
-            contexts.lengths,
-            contexts.index,
+            bigrams,
+            ngrams.history,
+            ngrams.lengths,
+            ngrams.index,
             priors,
             slots,
             roots,
             tokens,
             parents,
-            origins,
+            sources,
             scores,
             len(matrix),
-            pairs.shape[1],
-            _slot_stride(pairs),
-            contexts.history.shape[1],
-            contexts.index.shape[1],
+            bigrams.shape[1],
+            _slot_stride(bigrams),
+            ngrams.history.shape[1],
+            ngrams.index.shape[1],
             columns,
             depth,
             LONGEST=LONGEST,
@@ -207,42 +207,44 @@ def _grow_triton(
             W=lanes,
             num_warps=min(16, lanes // 4),
         )
-    return Grown(tokens, parents, origins, scores)
+    return Grown(tokens, parents, sources, scores)
 
 
 def _grow_reference(
     matrix: Tensor,
-    pairs: Tensor,
-    contexts: Contexts,
+    bigrams: Tensor,
+    ngrams: NgramIndex,
     priors: Tensor,
     slots: Tensor,
     roots: Tensor,
     width: int,
     depth: int,
 ) -> Grown:
-    batch = len(roots)
+    batch, device = len(roots), matrix.device
     slots = slots.long()
-    places = contexts.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0)
-    suffix = contexts.history[slots[:, None], places.clamp(min=0)].masked_fill(places < 0, -1)
+    places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0, device=device)
+    suffix = ngrams.history[slots[:, None], places.clamp(min=0)].masked_fill(places < 0, -1)
     suffix[:, -1] = roots
     suffix = suffix[:, None]
-    tokens, parents = [roots.int()[:, None]], [torch.full((batch, 1), -1, dtype=torch.int32)]
-    origins, scores = [torch.zeros(batch, 1, dtype=torch.int32)], [torch.ones(batch, 1)]
+    tokens = [roots.int()[:, None]]
+    parents = [torch.full_like(tokens[0], -1)]
+    sources = [torch.zeros_like(tokens[0])]
+    scores = [torch.ones(batch, 1, device=device)]
     first = 0
     for _ in range(depth):
-        offered, origin = offers(matrix, pairs, contexts, slots, suffix)
-        score = scores[-1][..., None] * priors[origin]
+        offered, source = find_candidates(matrix, bigrams, ngrams, slots, suffix)
+        score = scores[-1][..., None] * priors[source]
         score = score.masked_fill(offered < 0, 0)
         order = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
-        token, origin, score = (each.gather(-1, order) for each in (offered, origin, score))
-        above = torch.arange(token.shape[1])[None, :, None].expand_as(token)
-        token, origin, score, above = (each.flatten(1) for each in (token, origin, score, above))
+        token, source, score = (each.gather(-1, order) for each in (offered, source, score))
+        above = torch.arange(token.shape[1], device=device)[None, :, None].expand_as(token)
+        token, source, score, above = (each.flatten(1) for each in (token, source, score, above))
         best = score.sort(dim=-1, descending=True, stable=True).indices[:, :width]
-        # In the order of their parents, and gaps after all nodes.
+        # In the order of their parents, missing nodes last.
         best = best.sort(-1).values
         best = best.gather(1, (score.gather(1, best) <= 0).int().sort(dim=-1, stable=True).indices)
-        token, origin, score, above = (
-            each.gather(1, best) for each in (token, origin, score, above)
+        token, source, score, above = (
+            each.gather(1, best) for each in (token, source, score, above)
         )
         gone = score <= 0
         suffix = torch.cat(
@@ -251,59 +253,87 @@ def _grow_reference(
         ).masked_fill(gone[..., None], -1)
         tokens.append(token.masked_fill(gone, -1).int())
         parents.append((above + first).masked_fill(gone, -1).int())
-        origins.append(origin.masked_fill(gone, 0).int())
+        sources.append(source.masked_fill(gone, 0).int())
         scores.append(score)
         first += tokens[-2].shape[1]
-    return Grown(*(torch.cat(each, 1) for each in (tokens, parents, origins, scores)))
+    return Grown(*(torch.cat(each, 1) for each in (tokens, parents, sources, scores)))
 
 
-def grow(
+def _grow_cpp(
     matrix: Tensor,
-    pairs: Tensor,
-    contexts: Contexts,
+    bigrams: Tensor,
+    ngrams: NgramIndex,
     priors: Tensor,
     slots: Tensor,
     roots: Tensor,
     width: int,
     depth: int,
 ) -> Grown:
-    """Grow a tree under each root, level by level, at most `width` nodes each.
+    columns = columns_of(width, depth)
+    tokens, parents, sources = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
+    scores = torch.empty(len(roots), columns)
+    _GROW.call(
+        *(
+            matrix.data_ptr(),
+            len(matrix),
+            bigrams.data_ptr(),
+            bigrams.shape[1],
+            _slot_stride(bigrams),
+        ),
+        *(ngrams.history.data_ptr(), ngrams.history.shape[1], ngrams.lengths.data_ptr()),
+        *(ngrams.index.data_ptr(), ngrams.index.shape[1], priors.data_ptr()),
+        *(slots.data_ptr(), roots.data_ptr(), len(roots), width, depth, columns),
+        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), scores.data_ptr()),
+    )
+    return Grown(tokens, parents, sources, scores)
+
+
+_GROW_TREES = Op("growth.grow", _grow_reference, triton=_grow_triton, cpp=_grow_cpp, needs=_GROW)
+
+
+def grow(
+    matrix: Tensor,
+    bigrams: Tensor,
+    ngrams: NgramIndex,
+    priors: Tensor,
+    slots: Tensor,
+    roots: Tensor,
+    width: int,
+    depth: int,
+) -> Grown:
+    """Expand a tree under each root, level by level.
+
+    Of equal scores in a level the earlier parent's comes first, and then the earlier candidate.
 
     Args:
-        matrix: int32 [V, 8], contiguous, what may follow a token; -1 for nothing.
-        pairs: int32 [P, S, 10], contiguous, S a power of two: two tokens, and what may follow them;
-            a table for each slot, or with P = 1 one for all. After `ALONE` and a token stands what
-            a request knows of that token alone, in place of the matrix's row.
-        contexts: the requests' texts, each of which ends with its root.
-        priors: float32 [ORIGINS], in [0, 1].
-        slots: int64 [B], the requests' places in `contexts`.
-        roots: int32 [B].
+        matrix: Int32 `[V, 8]`, contiguous, the adjacency matrix; -1 where there is no candidate.
+        bigrams: Int32 `[P, S, 10]`, contiguous, S a power of two: the bigram tables, one for each
+            slot, or with P = 1 one for all. A cell holds two tokens and their candidates. If the
+            first of the two is `ALONE`, the candidates replace the matrix's row of the second.
+        ngrams: The texts of the requests, each of which ends with its root.
+        priors: Float32 `[NUM_SOURCES]`, the acceptance probability of each source, in [0, 1].
+        slots: Int64 `[B]`, the slots of the requests.
+        roots: Int32 `[B]`.
+        width: Maximum number of nodes of a level.
+        depth: Number of levels below the root.
 
-    Equal scores: what is offered first, by the earlier parent, comes first. Raises ValueError on
-    shapes that do not fit.
+    Returns:
+        Trees of `columns_of(width, depth)` columns.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
     if matrix.shape[1] != TOP or not matrix.is_contiguous():
         raise ValueError(f"matrix must be [V, {TOP}] and contiguous, not {[*matrix.shape]}")
-    cells = pairs.shape[1]
+    cells = bigrams.shape[1]
     power = cells > 0 and cells & (cells - 1) == 0
-    if pairs.shape[2] != TOP + 2 or not pairs.is_contiguous() or not power:
-        raise ValueError(f"pairs must be [P, 2^n, {TOP + 2}], contiguous, not {[*pairs.shape]}")
-    if priors.shape != (ORIGINS,) or slots.shape != roots.shape:
-        raise ValueError(f"priors {[*priors.shape]}, slots {[*slots.shape]}, {[*roots.shape]}")
+    if bigrams.shape[2] != TOP + 2 or not bigrams.is_contiguous() or not power:
+        raise ValueError(f"bigrams must be [P, 2^n, {TOP + 2}], contiguous, not {[*bigrams.shape]}")
+    if priors.shape != (NUM_SOURCES,) or slots.shape != roots.shape:
+        raise ValueError(
+            f"priors {[*priors.shape]} must be [{NUM_SOURCES}], slots {[*slots.shape]} and roots "
+            f"{[*roots.shape]} [B]"
+        )
     slots, roots = slots.long().contiguous(), roots.int().contiguous()
-    if use_triton(matrix):
-        return _grow_triton(matrix, pairs, contexts, priors, slots, roots, width, depth)
-    run = _GROW.on(matrix)
-    if run is None:
-        return _grow_reference(matrix, pairs, contexts, priors, slots, roots, width, depth)
-    columns = columns_of(width, depth)
-    tokens, parents, origins = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
-    scores = torch.empty(len(roots), columns)
-    run(
-        *(matrix.data_ptr(), len(matrix), pairs.data_ptr(), cells, _slot_stride(pairs)),
-        *(contexts.history.data_ptr(), contexts.history.shape[1], contexts.lengths.data_ptr()),
-        *(contexts.index.data_ptr(), contexts.index.shape[1], priors.data_ptr()),
-        *(slots.data_ptr(), roots.data_ptr(), len(roots), width, depth, columns),
-        *(tokens.data_ptr(), parents.data_ptr(), origins.data_ptr(), scores.data_ptr()),
-    )
-    return Grown(tokens, parents, origins, scores)
+    run = _GROW_TREES.on(matrix)
+    return run(matrix, bigrams, ngrams, priors, slots, roots, width, depth)

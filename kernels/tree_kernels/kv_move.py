@@ -1,5 +1,8 @@
-"""Moving the accepted path's rows of a paged KV cache to where they would lie without a tree.
-The moves of one request overlap, so all its rows are read before any is written."""
+"""KV compaction: the rows of the accepted nodes move to the slots right behind the root's.
+
+There they would be without a tree. The moves of a request overlap, so that all its rows are read
+before any is written.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, path_pad, tl, use_triton
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, path_pad, tl
 
-# Rows move as bits: any element type, NaN included, comes out as it went in.
-_MOVE = {size: NativeFunction("kv_move.cpp", f"move_{size}", "pipppiii") for size in (1, 2, 4, 8)}
+# Rows are copied as integers, so that any element type, NaN included, is copied bit by bit.
+_MOVE = {size: CppFunction("kv_move.cpp", f"move_{size}", "pipppiii") for size in (1, 2, 4, 8)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,9 +37,9 @@ def _move_kernel(
     PATH_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ) -> None:
-    """One program a request, head and cache, which alone touches these rows.
+    """Move the rows of one request, head and cache, a program each.
 
-    cache: any one, for the type of its elements.
+    `addresses` holds the addresses of all caches; `cache` is one of them and gives the type.
     """
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -52,13 +55,13 @@ def _move_kernel(
     read = (come // block_size) * block_stride + (come % block_size) * offset_stride
     write = (go // block_size) * block_stride + (go % block_size) * offset_stride
     rows = tl.load(columns + read[:, None], mask=mask)
-    # The warps of a program do not run in step: without this one could store before another loads.
+    # Without a barrier one warp of the program could store before another one loads.
     tl.debug_barrier()
     tl.store(columns + write[:, None], rows, mask=mask)
 
 
-def _move_triton(cache: Tensor, addresses: Tensor, slots: Tensor, path: Tensor) -> None:
-    """addresses: int64 [L], those of all caches, on their device; cache: any one of them."""
+def _move_triton(mover: KvMover, slots: Tensor, path: Tensor) -> None:
+    cache, addresses = mover.caches[0], mover.addresses
     _, heads, block_size, head_dim = cache.shape
     requests, length = path.shape
     if path.numel() == 0 or cache.numel() == 0:
@@ -78,19 +81,32 @@ def _move_triton(cache: Tensor, addresses: Tensor, slots: Tensor, path: Tensor) 
     )
 
 
-def _move_reference(cache: Tensor, slots: Tensor, path: Tensor) -> None:
-    # Selecting by mask waits for the device; this path runs on the CPU, where nothing waits.
+def _move_reference(mover: KvMover, slots: Tensor, path: Tensor) -> None:
+    # On a GPU, where this is not the path of a decode step, nonzero waits for the device.
     request, place = torch.nonzero(_moves(path), as_tuple=True)
     come, go = slots[request, path[request, place].long()], slots[request, place]
-    block_size = cache.shape[2]
-    bits = cache.view(_BITS[cache.element_size()])
-    rows = bits[come // block_size, :, come % block_size]
-    bits[go // block_size, :, go % block_size] = rows
+    for cache in mover.caches:
+        block_size = cache.shape[2]
+        bits = cache.view(_BITS[cache.element_size()])
+        rows = bits[come // block_size, :, come % block_size]
+        bits[go // block_size, :, go % block_size] = rows
 
 
 def _moves(path: Tensor) -> Tensor:
-    """Which nodes of a path do not lie where they would without a tree, bool [B, D]."""
-    return (path > 0) & (path != torch.arange(path.shape[1]))
+    """Whether the row of each node of a path has to move, bool `[B, D]`."""
+    return (path > 0) & (path != torch.arange(path.shape[1], device=path.device))
+
+
+def _move_cpp(mover: KvMover, slots: Tensor, path: Tensor) -> None:
+    _MOVE[mover.caches[0].element_size()].call(
+        *(mover.addresses.data_ptr(), len(mover.caches), ctypes.addressof(mover.layout)),
+        *(slots.data_ptr(), path.data_ptr(), *slots.shape, path.shape[1]),
+    )
+
+
+_KV_MOVE = Op(
+    "kv_move.KvMover", _move_reference, triton=_move_triton, cpp=_move_cpp, needs=_MOVE[1]
+)
 
 
 class _Layout(ctypes.Structure):
@@ -108,52 +124,47 @@ def _kind(cache: Tensor) -> tuple[object, ...]:
 
 
 class KvMover:
-    """Moves rows in all caches of a group of layers, which stay where they are.
+    """Moves rows in all KV caches of a group of layers. The caches must not be reallocated.
 
     Args:
-        caches: `[num_blocks, heads, block_size, head_dim]` each, of any element type and strides,
-            but all the same.
+        caches: At least one tensor `[num_blocks, heads, block_size, head_dim]`, all of the same
+            shape, strides, element type and device.
 
     Raises:
-        ValueError: there is none, or they differ.
+        ValueError: There is no cache, or the caches differ.
     """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         if len(set(map(_kind, caches))) != 1 or caches[0].dim() != 4:
             shapes = sorted({str([*cache.shape]) for cache in caches})
             raise ValueError(f"caches must be alike and have four dimensions, not {shapes}")
-        self._caches = list(caches)
-        cache = self._caches[0]
-        addresses = [cache.data_ptr() for cache in self._caches]
-        self._addresses = torch.tensor(addresses, device=cache.device)
-        self._layout = _Layout(*cache.shape[1:], *cache.stride())
+        self.caches = list(caches)
+        cache = self.caches[0]
+        addresses = [cache.data_ptr() for cache in self.caches]
+        self.addresses = torch.tensor(addresses, device=cache.device)
+        self.layout = _Layout(*cache.shape[1:], *cache.stride())
 
     def __call__(self, slots: Tensor, path: Tensor) -> None:
-        """Move the rows of accepted nodes up to right behind the root's.
+        """Move the row of node `path[b, d]` to the slot of node d, for all heads.
 
-        slots: int64 [B, N], where each node's row lies: block * block_size + offset.
-        path: int32 [B, D], the root and the nodes accepted below it, -1 for none. The row of node
-        path[b, d] goes to where node d's lies, all heads, as if all reads came first. No other
-        request may touch a request's slots. Raises ValueError on shapes that do not fit.
+        Args:
+            slots: Int64 `[B, N]`, the slot of each node's row: block * block_size + offset. The
+                slots of different requests must differ.
+            path: Int32 `[B, D]`, the accepted nodes, the root first; padded with -1.
+
+        Raises:
+            ValueError: Shapes do not fit.
         """
         if slots.dim() != 2 or path.dim() != 2 or len(slots) != len(path):
-            raise ValueError(f"slots {[*slots.shape]} and path {[*path.shape]}: not [B, N], [B, D]")
-        slots, path = slots.contiguous(), path.int().contiguous()
-        cache = self._caches[0]
-        if use_triton(cache):
-            _move_triton(cache, self._addresses, slots, path)
-        elif (move := _MOVE[cache.element_size()].on(cache)) is not None:
-            move(
-                *(self._addresses.data_ptr(), len(self._caches), ctypes.addressof(self._layout)),
-                *(slots.data_ptr(), path.data_ptr(), *slots.shape, path.shape[1]),
+            raise ValueError(
+                f"slots {[*slots.shape]} and path {[*path.shape]} must be [B, N] and [B, D]"
             )
-        else:
-            for cache in self._caches:
-                _move_reference(cache, slots, path)
+        slots, path = slots.contiguous(), path.int().contiguous()
+        _KV_MOVE.on(self.caches[0])(self, slots, path)
 
 
 def movers_of(caches: Iterable[Tensor]) -> list[KvMover]:
-    """As few movers as caches of a group of layers take, keys and values; see `KvMover`."""
+    """One `KvMover` for each set of alike caches; keys and values of a layer may share one."""
     alike: dict[tuple[object, ...], list[Tensor]] = {}
     for cache in caches:
         alike.setdefault(_kind(cache), []).append(cache)

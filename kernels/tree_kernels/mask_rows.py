@@ -1,11 +1,12 @@
-"""The masks of a batch's trees as attention reads them: a row of the batch has one bit a node."""
+"""The ancestor masks of a batch as `tree_attention` reads them: one bit for each node."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._dispatch import Op
+from tree_kernels._triton import jit, next_power_of_2, tl
 
 _BITS = 32
 
@@ -21,7 +22,7 @@ def _mask_rows_kernel(
     out_stride: tl.tensor,
     PAD: tl.constexpr,
 ) -> None:
-    """One program a tree and node, which alone writes that node's row."""
+    """Write the row of one node, a program each."""
     tree = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
     if node >= tl.load(nodes + tree):
@@ -55,23 +56,26 @@ def _mask_rows_reference(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tens
     lanes = torch.arange(_BITS, dtype=torch.int32, device=masks.device)
     packed = (bits.view(trees, width, words, _BITS) << lanes).sum(3, dtype=torch.int32)
     places = torch.arange(width, device=masks.device)
-    # Selecting by mask waits for the device; this path runs on the CPU, where nothing waits.
+    # On a GPU, where this is not the path of a decode step, selecting by mask waits for the device.
     real = places < nodes[:, None]
     out[(starts[:, None] + places)[real]] = packed[real]
 
 
+_MASK_ROWS = Op("mask_rows.mask_rows", _mask_rows_reference, triton=_mask_rows_triton)
+
+
 def mask_rows(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
-    """Write the rows of the trees' nodes in `out`, and no others.
+    """Write the masks of the trees' nodes into their rows of the batch; other rows stay unchanged.
 
     Args:
-        masks: bool [B, N, N], node i sees node j.
-        starts: int [B], each tree's first row of the batch; its nodes are neighbours.
-        nodes: int [B], each tree's nodes, at most N.
-        out: int32 [T, W], W at least ceil(N / 32), which may be kept from step to step: bit
-            j % 32 of word j // 32 says that the row sees node j.
+        masks: Bool `[B, N, N]`, whether node i attends to node j.
+        starts: Integers `[B]`, the row of each tree's root in the batch; its nodes are adjacent.
+        nodes: Integers `[B]`, the number of nodes of each tree, at most N.
+        out: Int32 `[T, W]` with W >= ceil(N / 32), written in place: bit j % 32 of word j // 32 of
+            a row says that it attends to node j.
 
     Raises:
-        ValueError: shapes, types or strides that do not fit.
+        ValueError: Shapes, types or strides do not fit.
     """
     if (
         masks.dim() != 3
@@ -84,6 +88,5 @@ def mask_rows(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None
         shapes = [[*tensor.shape] for tensor in (masks, starts, nodes, out)]
         raise ValueError(f"expected [B, N, N], [B], [B] and [T, ceil(N / 32)], not {shapes}")
     if masks.dtype != torch.bool or out.dtype != torch.int32 or out.stride(1) != 1:
-        raise ValueError("masks must be bool, out int32 with its rows contiguous")
-    fill = _mask_rows_triton if use_triton(masks) else _mask_rows_reference
-    fill(masks, starts, nodes, out)
+        raise ValueError("masks must be bool, and out must be int32 with contiguous rows")
+    _MASK_ROWS.on(masks)(masks, starts, nodes, out)

@@ -1,12 +1,15 @@
-"""Two draft trees under one root made one, equal paths once (Lyanna's verification fusion)."""
+"""The union of two draft trees under one root (Lyanna's verification fusion)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
-from tree_kernels.mask import depths
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, tl
+from tree_kernels.mask import depths_reference
+
+_MERGE = CppFunction("merge.cpp", "merge_trees", "ppppppiiippp")
 
 
 @jit
@@ -25,7 +28,10 @@ def _merge_kernel(
     DEPTH: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """One program a request. The second tree's nodes stand behind the first's, without its root."""
+    """Merge the trees of one request, a program each.
+
+    The nodes of the first tree are followed by those of the second, without its root.
+    """
     request = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PAD)
     second = places >= width
@@ -46,13 +52,13 @@ def _merge_kernel(
         tl.load(first_parents + ours, mask=there & (places < width), other=0),
     )
     parent = tl.where(second & (parent > 0), parent + width - 1, tl.maximum(parent, 0))
-    # The trees have at most DEPTH levels: so many steps up reach the root from everywhere.
+    # Trees have at most DEPTH levels, so that DEPTH steps up reach the root from every node.
     level = tl.zeros([PAD], tl.int32)
     up = places
     for _ in range(DEPTH):
         level += (there & (up > 0)).to(tl.int32)
         up = tl.gather(parent, up, 0)
-    # A node of the second tree is the first's if that has the token under the same parent.
+    # A node of the second tree is one of the first's if that has the same token and parent.
     same = places
     below = tl.where(second | (places == 0) | ~there, -1, parent)
     for depth in range(1, DEPTH + 1):
@@ -84,7 +90,7 @@ def _merge_kernel(
 
 
 Tree = tuple[Tensor, Tensor, Tensor]
-"""Tokens int32 `[B, N]`, parents int32 `[B, N]`, nodes int32 `[B]`."""
+"""Tokens int32 `[B, N]`, parents int32 `[B, N]`, tree sizes int32 `[B]` (root counted)."""
 
 
 def _merge_triton(first: Tree, second: Tree, depth: int) -> Tree:
@@ -108,12 +114,12 @@ def _merge_reference(first: Tree, second: Tree, depth: int) -> Tree:
     tokens, parents, nodes = zip(first, second, strict=True)
     width, further = tokens[0].shape[1], tokens[1].shape[1] - 1
     device = tokens[0].device
-    levels = [depths(*each) for each in zip(parents, nodes, strict=True)]
+    levels = [depths_reference(*each) for each in zip(parents, nodes, strict=True)]
     there = [
         torch.arange(each.shape[1], device=device) < count[:, None]
         for each, count in zip(tokens, nodes, strict=True)
     ]
-    # Where each node of the second is, counted through both side by side: its root is the first's.
+    # The column of each node of the second tree, in both trees side by side with one root.
     place = torch.arange(width - 1, width + further, device=device).expand_as(tokens[1])
     place = torch.where(parents[1] < 0, 0, place)
     for level in range(1, depth + 1):
@@ -135,15 +141,17 @@ def _merge_reference(first: Tree, second: Tree, depth: int) -> Tree:
 
 
 def _breadth_first(tokens: Tensor, parents: Tensor, levels: Tensor, depth: int) -> Tree:
-    """Number nodes level by level, children in the order of their parents.
+    """Order nodes level by level, children in the order of their parents.
 
     Args:
-        parents: int64 `[B, N]`, places in the same row; the root's is not looked at.
-        levels: int `[B, N]`, each node's depth; -1 where there is no node.
+        tokens: Int32 `[B, N]`.
+        parents: Int64 `[B, N]`, the columns of the nodes' parents; the root's is not read.
+        levels: Integers `[B, N]`, the depth of each node; -1 where there is no node.
+        depth: The greatest depth of a node.
     """
     count = tokens.shape[1]
     here = torch.arange(count, device=tokens.device)
-    # What is no node comes last.
+    # Columns without a node come last.
     rank = torch.full_like(parents, count)
     rank = torch.where(levels == 0, 0, rank)
     before = torch.ones_like(parents[:, :1])
@@ -163,22 +171,44 @@ def _breadth_first(tokens: Tensor, parents: Tensor, levels: Tensor, depth: int) 
     )
 
 
-def merge_trees(first: Tree, second: Tree, depth: int) -> Tree:
-    """The union of two trees under the same roots, breadth-first; -1 where there is no node.
+def _merge_cpp(first: Tree, second: Tree, depth: int) -> Tree:
+    given = [tensor.int().contiguous() for tensor in (*first, *second)]
+    requests, width = first[0].shape
+    second_width = second[0].shape[1]
+    tokens = torch.empty(requests, width + second_width - 1, dtype=torch.int32)
+    merged = tokens, torch.empty_like(tokens), torch.empty_like(given[2])
+    _MERGE.call(
+        *(tensor.data_ptr() for tensor in given),
+        *(requests, width, second_width),
+        *(tensor.data_ptr() for tensor in merged),
+    )
+    return merged
 
-    Of one parent's children those of `first` come first.
+
+_MERGE_TREES = Op(
+    "merge.merge_trees", _merge_reference, triton=_merge_triton, cpp=_merge_cpp, needs=_MERGE
+)
+
+
+def merge_trees(first: Tree, second: Tree, depth: int) -> Tree:
+    """The union of two trees under the same roots: equal paths become one node.
+
+    Of the children of one parent those of `first` come first.
 
     Args:
-        depth: the greatest of a node.
+        first: Trees of N columns in breadth-first order, each with at least its root.
+        second: Trees of M columns in breadth-first order, with the same roots.
+        depth: The greatest depth of a node.
+
+    Returns:
+        Trees of N + M - 1 columns in breadth-first order, padded with -1.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: Shapes do not fit.
     """
     for tokens, parents, nodes in (first, second):
         one = nodes.shape == first[0].shape[:1] == tokens.shape[:1]
         if tokens.shape != parents.shape or not one:
             shapes = [[*tensor.shape] for tensor in (*first, *second)]
-            raise ValueError(f"expected [B, N], [B, N], [B] twice, with one B, not {shapes}")
-    if use_triton(first[0]):
-        return _merge_triton(first, second, depth)
-    return _merge_reference(first, second, depth)
+            raise ValueError(f"expected [B, N], [B, N] and [B] twice, with one B, not {shapes}")
+    return _MERGE_TREES.on(first[0])(first, second, depth)

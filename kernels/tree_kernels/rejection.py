@@ -1,20 +1,27 @@
 """Recursive rejection sampling of one level (RSD, arXiv 2402.14160, section 3.1, algorithm 3).
 
 A node's children were drawn without replacement from the draft distribution p. They are tried in
-the order in which they were drawn, each against what the earlier ones left of the target q:
+the order in which they were drawn. Child x is accepted with probability min(1, q(x) / p(x)); if it
+is rejected, the next child is tried with
 
-    q <- norm(max(q - p, 0)),    p <- norm(p without the rejected token)
+    q <- norm(max(q - p, 0)),    p <- norm(p without x).
 
-and if none is accepted the next token comes from what is left of q. Then the token that follows
-the node is distributed as q, whatever p was."""
+If no child is accepted, the next token is drawn from the last q. The token that follows the node is
+then distributed as the target q, whatever p is.
+
+The reference and C++ add up distributions in double precision, so that their decisions agree for
+the same coins whatever the order of the sums.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._triton import jit, tl, use_triton
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, tl
 
+_REJECT = CppFunction("rejection.cpp", "reject_step", "ppppppiiippi")
 _BLOCK = 2048
 
 
@@ -34,7 +41,7 @@ def _reject_kernel(
     num_children: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program a request; its two rows of scratch hold what is left of q and p."""
+    """Try the children of one request, a program each; scratch rows hold the current q and p."""
     request = tl.program_id(0).to(tl.int64)
     draft_row = tl.load(draft_rows + request)
     q_row = target + tl.load(target_rows + request) * vocab
@@ -53,7 +60,7 @@ def _reject_kernel(
         tl.store(p_left + columns, p, mask=inside)
         q_mass += tl.sum(q)
         p_mass += tl.sum(p)
-    # What other threads of the program wrote is read below.
+    # The program reads below what its other threads have written.
     tl.debug_barrier()
     found = -1
     for child in range(0, num_children):
@@ -82,7 +89,7 @@ def _reject_kernel(
                     q_mass += tl.sum(q)
                     p_mass += tl.sum(p)
                 tl.debug_barrier()
-                # Nothing is left where q is p: only rounding can have rejected the child.
+                # q equals p, so that only rounding can have rejected the child.
                 if q_mass <= 0.0:
                     found = child
     wanted = tl.load(coins + request * (num_children + 1) + num_children) * q_mass
@@ -101,7 +108,7 @@ def _reject_kernel(
                 drawn = hit
             last = tl.maximum(last, tl.max(tl.where(q > 0, columns, -1)))
             before += tl.sum(q)
-        # The sums may fall short of the mass by rounding.
+        # By rounding the running sums may stay below the mass.
         if drawn < 0:
             drawn = last
     tl.store(accepted + request, found)
@@ -148,15 +155,15 @@ def _reject_reference(
     for child in range(num_children):
         token = children[:, child].long()
         tried = (accepted < 0) & (token >= 0) & (draft_rows >= 0)
-        # On a CPU looking ahead costs nothing and saves whole passes over the vocabulary.
+        # On a CPU this needs no synchronisation and saves passes over the vocabulary.
         if q.device.type == "cpu" and not bool(tried.any()):
             break
         at = token.clamp(min=0)[:, None]
-        q = q / q.sum(1, keepdim=True)
-        p = p / p.sum(1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
-        taken = coins[:, child] * p.gather(1, at)[:, 0] < q.gather(1, at)[:, 0]
-        left = (q - p).clamp_min(0)
-        # Nothing is left where q is p: only rounding can have rejected the child.
+        q_normed = q / _mass(q)
+        p_normed = p / _mass(p).clamp_min(torch.finfo(p.dtype).tiny)
+        taken = coins[:, child] * p_normed.gather(1, at)[:, 0] < q_normed.gather(1, at)[:, 0]
+        left = (q_normed - p_normed).clamp_min(0)
+        # q equals p, so that only rounding can have rejected the child.
         taken |= left.sum(1) <= 0
         accepted = torch.where(tried & taken, child, accepted)
         rejected = (tried & ~taken)[:, None]
@@ -164,13 +171,50 @@ def _reject_reference(
         p = torch.where(rejected, p.scatter(1, at, 0.0), p)
     sums = q.double().cumsum(1)
     wanted = coins[:, -1:].double() * sums[:, -1:]
-    # The last token that has mass, should rounding put the mark beyond it.
+    # The last token with mass: by rounding the running sums may stay below the mass.
     last = torch.where(q > 0, torch.arange(q.shape[1], device=q.device), -1).amax(1)
     drawn = torch.minimum(torch.searchsorted(sums, wanted, right=True)[:, 0], last)
     if num_children:
         chosen = children.gather(1, accepted.clamp(min=0).long()[:, None])[:, 0]
         drawn = torch.where(accepted >= 0, chosen.long(), drawn)
     return accepted, drawn.int()
+
+
+def _mass(weights: Tensor) -> Tensor:
+    """The sums of the rows, float32 `[B, 1]`, added in double precision."""
+    return weights.sum(1, keepdim=True, dtype=torch.float64).float()
+
+
+def _reject_cpp(
+    target: Tensor,
+    draft: Tensor,
+    target_rows: Tensor,
+    draft_rows: Tensor,
+    children: Tensor,
+    coins: Tensor,
+) -> tuple[Tensor, Tensor]:
+    given = (
+        *(target.float().contiguous(), draft.float().contiguous()),
+        *(target_rows.long().contiguous(), draft_rows.long().contiguous()),
+        *(children.int().contiguous(), coins.float().contiguous()),
+    )
+    accepted = torch.empty(len(children), dtype=torch.int32)
+    tokens = torch.empty_like(accepted)
+    _REJECT.call(
+        *(tensor.data_ptr() for tensor in given),
+        *(*children.shape, target.shape[1], accepted.data_ptr(), tokens.data_ptr()),
+        torch.get_num_threads(),
+    )
+    return accepted, tokens
+
+
+_REJECT_STEP = Op(
+    "rejection.reject_step",
+    _reject_reference,
+    triton=_reject_triton,
+    cpp=_reject_cpp,
+    needs=_REJECT,
+)
 
 
 def reject_step(
@@ -181,22 +225,26 @@ def reject_step(
     children: Tensor,
     coins: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Find the token that follows one node of each request.
+    """Sample the token that follows one node of each request.
 
     Args:
-        target: float32 [R, V], distributions of the target after all filters, float32 sums of 1.
-        draft: float32 [S, V], those that children were drawn from, after the same filters.
-        target_rows: int64 [B], the row of `target` of each request's node.
-        draft_rows: int64 [B], the row of `draft`; -1 for a node without children.
-        children: int32 [B, K], the children's tokens in the order of drawing, -1 padded behind.
-        coins: float32 [B, K + 1], uniform in [0, 1): one a child, and one for what is left.
+        target: Float32 `[R, V]`, distributions of the target after all filters; each row sums to 1.
+        draft: Float32 `[S, V]`, the distributions that the children were drawn from, after the same
+            filters.
+        target_rows: Int64 `[B]`, the row of `target` of each request's node.
+        draft_rows: Int64 `[B]`, the row of `draft` of each request's node; -1 for a node without
+            children.
+        children: Int32 `[B, K]`, the tokens of the children in the order in which they were drawn,
+            padded with -1 at the end.
+        coins: Float32 `[B, K + 1]`, uniform in [0, 1): one for each child, and one for the draw if
+            no child is accepted.
 
     Returns:
-        int32 [B], which child was accepted, -1 for none; and int32 [B], the token: the accepted
-        child's, else one drawn from what is left of the target's distribution.
+        The index of the accepted child, int32 `[B]`, -1 if there is none; and the next token, int32
+        `[B]`: the accepted child's token, or one drawn from what is left of the target.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: Shapes do not fit.
     """
     requests = len(target_rows)
     if (
@@ -209,6 +257,5 @@ def reject_step(
     ):
         shapes = [[*t.shape] for t in (target, draft, target_rows, draft_rows, children, coins)]
         raise ValueError(f"expected [R, V], [S, V], [B], [B], [B, K] and [B, K + 1], not {shapes}")
-    if use_triton(target):
-        return _reject_triton(target, draft, target_rows, draft_rows, children, coins)
-    return _reject_reference(target, draft, target_rows, draft_rows, children, coins)
+    run = _REJECT_STEP.on(target)
+    return run(target, draft, target_rows, draft_rows, children, coins)

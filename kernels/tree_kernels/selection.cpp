@@ -1,13 +1,13 @@
-// The best nodes of grown trees, on a CPU.
+// The nodes of highest score of dynamic trees, on a CPU.
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-// The best `nodes` of each tree's nodes, besides its root, in their order.
-extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const int32_t* origins,
+// Keeps the root and the `nodes` other nodes of highest score of each tree, in their order.
+extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const int32_t* sources,
                            const float* scores, int64_t requests, int64_t columns, int64_t nodes,
-                           int32_t* out_tokens, int32_t* out_parents, int32_t* out_origins,
+                           int32_t* out_tokens, int32_t* out_parents, int32_t* out_sources,
                            int32_t* counts) {
   std::vector<int64_t> order(columns);
   std::vector<int32_t> places(columns);
@@ -17,7 +17,7 @@ extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const 
     for (int64_t column = 0; column < columns; ++column)
       if (column == 0 || scores[line + column] > 0.0f) order[found++] = column;
     if (found > nodes + 1) {
-      // The root stays whatever it scores.
+      // The root is always kept.
       std::stable_sort(order.begin() + 1, order.begin() + found, [&](int64_t a, int64_t b) {
         return scores[line + a] > scores[line + b];
       });
@@ -30,7 +30,7 @@ extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const 
       if (node) places[column] = static_cast<int32_t>(place);
       out_tokens[out + place] = node ? tokens[line + column] : -1;
       out_parents[out + place] = node && column > 0 ? places[parents[line + column]] : -1;
-      out_origins[out + place] = node ? origins[line + column] : 0;
+      out_sources[out + place] = node ? sources[line + column] : 0;
     }
     counts[request] = static_cast<int32_t>(found);
   }

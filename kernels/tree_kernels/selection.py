@@ -1,38 +1,40 @@
-"""The nodes of grown trees that are most likely to be accepted."""
+"""The nodes of dynamic trees that are most likely to be accepted (EAGLE-2, arXiv 2406.16858,
+section 4.2: reranking).
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels.growth import Grown
 
-_BEST = NativeFunction("selection.cpp", "best_nodes", "ppppiiipppp")
+_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiipppp")
 _BLOCK = 32
 
 
-# Rows of one tensor, where each begins depends on the batch.
-_MOVING = ("tokens", "parents", "origins", "out_tokens", "out_parents", "out_origins")
+# Slices of one tensor, whose addresses depend on the batch.
+_SLICES = ("tokens", "parents", "sources", "out_tokens", "out_parents", "out_sources")
 
 
-@jit(do_not_specialize=(*_MOVING, "kept"))
+@jit(do_not_specialize=(*_SLICES, "kept"))
 def _best_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
-    origins: tl.tensor,
+    sources: tl.tensor,
     scores: tl.tensor,
     out_tokens: tl.tensor,
     out_parents: tl.tensor,
-    out_origins: tl.tensor,
+    out_sources: tl.tensor,
     counts: tl.tensor,
     columns: tl.tensor,
     kept: tl.tensor,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program a request; the root stays whatever it scores."""
+    """Select the nodes of one request, a program each. The root is always kept."""
     request = tl.program_id(0).to(tl.int64)
     line = request * columns
     node = tl.arange(0, PAD)
@@ -52,14 +54,14 @@ def _best_kernel(
     token = tl.load(tokens + line + node, mask=chosen, other=-1)
     parent = tl.load(parents + line + node, mask=chosen, other=-1)
     parent = tl.where(parent < 0, -1, tl.gather(place, tl.maximum(parent, 0), 0))
-    origin = tl.load(origins + line + node, mask=chosen, other=0)
-    # What lies past the chosen nodes is filled by the others: every cell has one writer.
+    source = tl.load(sources + line + node, mask=chosen, other=0)
+    # The other nodes fill the cells behind the chosen ones: every cell has one writer.
     place = tl.where(chosen, place, count + node - place - 1)
     here = request * kept + place
     inside = inside & (place < kept)
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, parent, mask=inside)
-    tl.store(out_origins + here, origin, mask=inside)
+    tl.store(out_sources + here, source, mask=inside)
     tl.store(counts + request, count)
 
 
@@ -67,17 +69,17 @@ def _best_triton(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tens
     batch, columns = grown.tokens.shape
     device = grown.tokens.device
     out = torch.empty(3, batch, nodes + 1, dtype=torch.int32, device=device)
-    tokens, parents, origins = out.unbind()
+    tokens, parents, sources = out.unbind()
     counts = torch.empty(batch, dtype=torch.int32, device=device)
     if batch:
         _best_kernel[(batch,)](
             grown.tokens,
             grown.parents,
-            grown.origins,
+            grown.sources,
             grown.scores,
             tokens,
             parents,
-            origins,
+            sources,
             counts,
             columns,
             nodes + 1,
@@ -85,47 +87,62 @@ def _best_triton(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tens
             BLOCK=_BLOCK,
             num_warps=4 if columns <= 256 else 8,
         )
-    return tokens, parents, origins, counts
+    return tokens, parents, sources, counts
 
 
 def _best_reference(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = grown.scores.clone()
-    scores[:, 0] = torch.inf  # the root stays whatever it scores
+    scores[:, 0] = torch.inf  # the root is always kept
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes + 1]
     best = best.sort(1).values
     gone = scores.gather(1, best) <= 0
     best = best.gather(1, gone.int().sort(dim=1, stable=True).indices)
     gone = gone.sort(dim=1, stable=True).values
     place = torch.full_like(grown.parents, -1)
-    place.scatter_(1, best, torch.arange(nodes + 1, dtype=torch.int32).expand_as(best))
+    places = torch.arange(nodes + 1, dtype=torch.int32, device=best.device)
+    place.scatter_(1, best, places.expand_as(best))
     above = grown.parents.gather(1, best).long()
     parents = place.gather(1, above.clamp(min=0)).masked_fill(gone | (above < 0), -1)
     tokens = grown.tokens.gather(1, best).masked_fill(gone, -1)
-    origins = grown.origins.gather(1, best).masked_fill(gone, 0)
-    return tokens, parents, origins, (~gone).sum(1, dtype=torch.int32)
+    sources = grown.sources.gather(1, best).masked_fill(gone, 0)
+    return tokens, parents, sources, (~gone).sum(1, dtype=torch.int32)
 
 
-def best_nodes(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The `nodes` nodes of highest score of each tree, breadth-first.
-
-    A child never scores above its parent, so they are a tree. Of equal scores the first stay.
-    Returns int32 tokens [B, nodes + 1], parents and origins, and the number of nodes [B], the root
-    included; -1, -1 and 0 where there is no node. Raises ValueError unless the trees have so many
-    columns.
-    """
+def _best_cpp(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = grown.tokens.shape
-    if not 0 <= nodes < columns:
-        raise ValueError(f"nodes={nodes} is not between 0 and {columns - 1}")
-    if use_triton(grown.tokens):
-        return _best_triton(grown, nodes)
-    run = _BEST.on(grown.tokens)
-    if run is None:
-        return _best_reference(grown, nodes)
-    tokens, parents, origins = torch.empty(3, batch, nodes + 1, dtype=torch.int32).unbind()
+    tokens, parents, sources = torch.empty(3, batch, nodes + 1, dtype=torch.int32).unbind()
     counts = torch.empty(batch, dtype=torch.int32)
-    run(
-        *(grown.tokens.data_ptr(), grown.parents.data_ptr(), grown.origins.data_ptr()),
+    _BEST.call(
+        *(grown.tokens.data_ptr(), grown.parents.data_ptr(), grown.sources.data_ptr()),
         *(grown.scores.data_ptr(), batch, columns, nodes),
-        *(tokens.data_ptr(), parents.data_ptr(), origins.data_ptr(), counts.data_ptr()),
+        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), counts.data_ptr()),
     )
-    return tokens, parents, origins, counts
+    return tokens, parents, sources, counts
+
+
+_BEST_NODES = Op(
+    "selection.best_nodes", _best_reference, triton=_best_triton, cpp=_best_cpp, needs=_BEST
+)
+
+
+def best_nodes(grown: Grown, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The draft tokens of highest score of each tree, in breadth-first order.
+
+    A child never scores above its parent, so the selected nodes are a tree. Of equal scores the
+    first are kept.
+
+    Args:
+        grown: The expanded trees.
+        num_draft_tokens: Number N of nodes to select, the root not counted.
+
+    Returns:
+        Tokens, parents and sources, int32 `[B, N + 1]`, which hold -1, -1 and 0 where there is no
+        node, and the size of each tree, int32 `[B]`, the root counted.
+
+    Raises:
+        ValueError: The trees have N columns or fewer.
+    """
+    columns = grown.tokens.shape[1]
+    if not 0 <= num_draft_tokens < columns:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens} must be between 0 and {columns - 1}")
+    return _BEST_NODES.on(grown.tokens)(grown, num_draft_tokens)

@@ -1,4 +1,4 @@
-// Adding up what became of a step's trees, on a CPU.
+// The counters of a decode step, on a CPU.
 
 #include <cstdint>
 
@@ -15,7 +15,7 @@ extern "C" void count_step(const bool* counted, const int32_t* tokens, const int
       const int32_t node = path[request * length + depth];
       if (node < 0) continue;
       ++emitted;
-      // Breadth-first, a parent's children are neighbours: the first follows another's.
+      // In breadth-first order siblings are adjacent: a first child follows a node of another parent.
       sums[5] += node > 0 && above[node] == above[node - 1];
       sums[6] += node != depth;
     }

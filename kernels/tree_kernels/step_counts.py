@@ -1,14 +1,14 @@
-"""Adding up what became of a step's trees."""
+"""The counters of a decode step: drafted, accepted and emitted tokens."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
-from tree_kernels._triton import jit, next_power_of_2, path_pad, tl, use_triton
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, path_pad, tl
 
-_COUNT = NativeFunction("step_counts.cpp", "count_step", "ppppiiip")
+_COUNT = CppFunction("step_counts.cpp", "count_step", "ppppiiip")
 
 COUNTS = (
     "steps",
@@ -19,7 +19,7 @@ COUNTS = (
     "non_first_child_accepted",
     "kv_rows_moved",
 )
-"""What is counted, in this order."""
+"""The names of the counters, in their order."""
 
 
 @jit(do_not_specialize=["tokens", "parents", "nodes", "length"])
@@ -43,7 +43,7 @@ def _count_kernel(
     drafted = tl.sum((token >= 0).to(tl.int64), 0) - 1
     accepted = tl.load(path + request * length + depth, mask=depth < length, other=-1)
     emitted = tl.sum((accepted >= 0).to(tl.int64), 0)
-    # Breadth-first, a parent's children are neighbours: the first follows another's.
+    # In breadth-first order siblings are adjacent: a first child follows a node of another parent.
     below = accepted > 0
     own = tl.load(parents + request * nodes + accepted, mask=below, other=-1)
     earlier = tl.load(parents + request * nodes + accepted - 1, mask=below, other=-2)
@@ -86,29 +86,42 @@ def _count_reference(
     parent = parents.gather(1, node.clamp(min=0))
     earlier = parents.gather(1, (node - 1).clamp(min=0))
     later = ((node > 0) & (parent == earlier)).sum(1)
-    moved = ((node > 0) & (node != torch.arange(node.shape[1]))).sum(1)
+    moved = ((node > 0) & (node != torch.arange(node.shape[1], device=node.device))).sum(1)
     ones = torch.ones_like(emitted)
     by_request = [ones, emitted, drafted > 0, drafted, emitted - 1, later, moved]
     sums += (torch.stack(by_request) * counted).sum(1)
 
 
+def _count_cpp(
+    sums: Tensor, counted: Tensor, tokens: Tensor, parents: Tensor, path: Tensor
+) -> None:
+    _COUNT.call(
+        *(counted.data_ptr(), tokens.data_ptr(), parents.data_ptr(), path.data_ptr()),
+        *(*tokens.shape, path.shape[1], sums.data_ptr()),
+    )
+
+
+_COUNT_STEP = Op(
+    "step_counts.count_step",
+    _count_reference,
+    triton=_count_triton,
+    cpp=_count_cpp,
+    needs=_COUNT,
+)
+
+
 def count_step(
     sums: Tensor, counted: Tensor, tokens: Tensor, parents: Tensor, path: Tensor
 ) -> None:
-    """Add a step to `sums`, int64 [7], in the order of `COUNTS`.
+    """Add a step to the counters, in place.
 
-    counted: bool [B], the requests that count. tokens, parents: int32 [B, N] of the trees as they
-    were verified, tokens of -1 for no node. path: int32 [B, D], the nodes after which a token was
-    emitted, the root first, -1 for none.
+    Args:
+        sums: Int64 `[7]`, the counters in the order of `COUNTS`.
+        counted: Bool `[B]`, the requests that are counted.
+        tokens: Int32 `[B, N]`, the trees as they were verified; -1 where there is no node.
+        parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
+        path: Int32 `[B, D]`, the accepted nodes, the root first; padded with -1.
     """
     counted, path = counted.contiguous(), path.int().contiguous()
     tokens, parents = tokens.contiguous(), parents.contiguous()
-    if use_triton(tokens):
-        _count_triton(sums, counted, tokens, parents, path)
-    elif (count := _COUNT.on(tokens)) is not None:
-        count(
-            *(counted.data_ptr(), tokens.data_ptr(), parents.data_ptr(), path.data_ptr()),
-            *(*tokens.shape, path.shape[1], sums.data_ptr()),
-        )
-    else:
-        _count_reference(sums, counted, tokens, parents, path)
+    _COUNT_STEP.on(tokens)(sums, counted, tokens, parents, path)

@@ -1,7 +1,7 @@
 // Token-info sampling of one level, on a CPU.
 //
-// A node's token changes the logits of the hot tokens alone. So the cold ones are looked at once a
-// request, whatever its nodes, and the hot ones once a node, side by side with the node's row.
+// A node's token changes the logits of the hot tokens alone. The other logits are read once for each
+// request, whatever the number of its nodes, and the hot ones once for each node.
 
 #include <algorithm>
 #include <cmath>
@@ -11,11 +11,12 @@
 
 #include "floats.h"
 
-constexpr int kChunk = 64;  // logits that are looked at together
+constexpr int kChunk = 64;  // logits that are compared together
 constexpr int kLanes = 16;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// e^x for x <= 0, 0 far below; relative error 4e-7. 2^f over [0, 1) by its Taylor series about 1/2.
+// e^x for x <= 0, with 0 below -87; relative error 4e-7. 2^f over [0, 1) is its Taylor series about
+// 1/2.
 static inline float exp_of(float x) {
   const float y = (x > -87.0f ? x : -87.0f) * 1.44269504f;
   const float whole = std::floor(y);
@@ -30,7 +31,8 @@ static inline float exp_of(float x) {
   return x > -87.0f ? power * scale : 0.0f;
 }
 
-// The k largest values seen, largest first, equal ones by lowest id; and the mass of all of them.
+// The k largest values so far, largest first, equal ones by lowest id; and the sum of all
+// exponentials so far.
 struct Seen {
   std::vector<float> values;
   std::vector<int32_t> ids;
@@ -54,7 +56,7 @@ struct Seen {
     ids[place] = id;
   }
 
-  // A chunk of values; what is none is -infinity. `id_of` tells a value's token.
+  // Add a chunk of values, padded with -infinity; `id_of(i)` is the token of value i.
   template <typename Id>
   void look(const float* chunk, Id id_of) {
     float lanes[kLanes];
@@ -72,7 +74,7 @@ struct Seen {
     for (int start = 0; start < kChunk; start += kLanes)
       for (int i = 0; i < kLanes; ++i) sums[i] += exp_of(chunk[start + i] - most);
     for (int i = 0; i < kLanes; ++i) mass += sums[i];
-    // Among equals a later id may be the lower one, so only what is below cannot enter.
+    // Of equal values a later one may have the lower id, so that only smaller values are skipped.
     if (found == k && highest < values[k - 1]) return;
     for (int i = 0; i < kChunk; ++i)
       if (chunk[i] > kNothing && (found < k || chunk[i] >= values[k - 1])) put(chunk[i], id_of(i));

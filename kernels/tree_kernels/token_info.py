@@ -1,15 +1,18 @@
-"""Token-info sampling of one level (Lyanna, section 4.2, algorithm 1): the likeliest tokens after
-each live node, once what its own token says of them is added to the logits of the step."""
+"""Token-info sampling of one level (Lyanna, section 4.2, algorithm 1).
+
+All nodes of a request share the logits of the step. A node's own token adds a row of the token-info
+table to them, for the hot (frequent) tokens, and the most likely tokens become its children.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tree_kernels._native import NativeFunction
+from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._running_top import keep_largest, no_keys
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
-from tree_kernels.adjacency import top_candidates
+from tree_kernels._triton import jit, next_power_of_2, tl
+from tree_kernels.adjacency import top_reference
 
 FLOAT8 = torch.float8_e4m3fn
 _NAMES = {
@@ -19,7 +22,7 @@ _NAMES = {
     FLOAT8: "float8",
 }
 _TOP = {
-    (logits, table): NativeFunction(
+    (logits, table): CppFunction(
         "token_info.cpp",
         f"token_info_{_NAMES[logits]}_{_NAMES[table]}",
         "ppiiipippippi",
@@ -47,7 +50,8 @@ def _token_info_kernel(
     BLOCK: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> None:
-    """One program a node, one pass over the vocabulary; `_running_top` says what keys are."""
+    """The top tokens of one node in one pass over the vocabulary, a program each (keys: see
+    `_running_top`)."""
     node = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + node)
     row = tl.load(row_of + tl.maximum(token, 0)).to(tl.int64)
@@ -62,17 +66,17 @@ def _token_info_kernel(
         inside = ids < vocab
         values = tl.load(line + ids, mask=inside, other=float("-inf")).to(tl.float32)
         column = tl.load(row_of + ids, mask=inside, other=-1)
-        told = column >= tl.where(row >= 0, 0, hot)
-        added = tl.load(table + tl.maximum(row, 0) * hot + column, mask=told, other=0)
+        added_to = column >= tl.where(row >= 0, 0, hot)
+        added = tl.load(table + tl.maximum(row, 0) * hot + column, mask=added_to, other=0)
         if BYTES:
-            # Sign, exponent and mantissa moved to where float32 has them; not all GPUs know FP8.
+            # Moves sign, exponent and mantissa to their places in float32: not all GPUs have FP8.
             byte = added.to(tl.int32)
             bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
             values += bits.to(tl.float32, bitcast=True) * _FLOAT8_SCALE
         else:
             values += added.to(tl.float32)
         higher = tl.maximum(most, tl.max(values, 0))
-        # Before the first finite value there is no mass to scale.
+        # There is no mass to scale before the first finite value.
         kept = tl.where(most == float("-inf"), 0.0, tl.exp(most - higher))
         mass = mass * kept + tl.sum(
             tl.where(values == float("-inf"), 0.0, tl.exp(values - higher)), 0
@@ -112,29 +116,29 @@ def _token_info_reference(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     rows = row_of[tokens.clamp(min=0).long()].long()
-    told = (rows >= 0) & (tokens >= 0)
-    # FP8 has no indexing of its own.
+    is_hot = (rows >= 0) & (tokens >= 0)
+    # PyTorch cannot index FP8 tensors.
     kept = table.view(torch.uint8) if table.dtype == FLOAT8 else table
-    added = kept[rows.clamp(min=0)].view(table.dtype).float() * told[..., None]
+    added = kept[rows.clamp(min=0)].view(table.dtype).float() * is_hot[..., None]
     whole = logits.float()[:, None].expand(-1, tokens.shape[1], -1)
     whole = whole.index_add(2, hot_tokens.long(), added)
-    best = top_candidates(whole.flatten(0, 1), k).view(*tokens.shape, k)
+    best = top_reference(whole.flatten(0, 1), k).view(*tokens.shape, k)
     log_probs = whole.gather(2, best.long()) - whole.logsumexp(2, keepdim=True)
     missing = (tokens < 0)[..., None]
     return best.masked_fill(missing, -1), log_probs.masked_fill(missing, -torch.inf)
 
 
-def _token_info_cpu(
+def _token_info_cpp(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     kind = logits.dtype, table.dtype
-    top = _TOP[kind].on(logits) if kind in _TOP else None
+    top = _TOP.get(kind)
     if top is None:
         return _token_info_reference(logits, tokens, table, row_of, hot_tokens, k)
     logits, tokens, table = logits.contiguous(), tokens.contiguous(), table.contiguous()
     best = torch.full((*tokens.shape, k), -1, dtype=torch.int32)
     log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
-    top(
+    top.call(
         *(logits.data_ptr(), tokens.data_ptr(), *tokens.shape, logits.shape[1]),
         *(table.data_ptr(), len(hot_tokens), row_of.data_ptr(), hot_tokens.data_ptr(), k),
         *(best.data_ptr(), log_probs.data_ptr(), torch.get_num_threads()),
@@ -142,24 +146,35 @@ def _token_info_cpu(
     return best, log_probs
 
 
+_TOKEN_INFO_TOP = Op(
+    "token_info.token_info_top",
+    _token_info_reference,
+    triton=_token_info_triton,
+    cpp=_token_info_cpp,
+    needs=_TOP[torch.float32, torch.float32],
+)
+
+
 def token_info_top(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens after each node, and their log-probabilities.
+    """The k most likely tokens after each node, and their log-probabilities.
 
     Args:
-        logits: `[B, V]`, of the step, the same for all nodes of a request.
-        tokens: int32 `[B, n]`, the nodes' own tokens; -1 where there is no node.
-        table: `[H, H]`, what one hot token adds to the logits of the others; FP8 (e4m3) too.
-        row_of: int32 `[V]`, a token's row and column in the table; -1 for a cold one.
-        hot_tokens: int32 `[H]`, the tokens of the rows.
+        logits: Float32, bfloat16 or float16 `[B, V]`, shared by all nodes of a request.
+        tokens: Int32 `[B, n]`, the nodes' own tokens; -1 where there is no node.
+        table: `[H, H]` of the logits' type or FP8 (e4m3): row i holds what hot token i adds to the
+            logits of the hot tokens.
+        row_of: Int32 `[V]`, the row of each token in the table; -1 for tokens that are not hot.
+        hot_tokens: Int32 `[H]`, the tokens of the rows.
+        k: Number of tokens for each node.
 
     Returns:
-        int32 `[B, n, k]`, likeliest first, -1 where there is no node; and float32 `[B, n, k]`,
-        -inf there.
+        Tokens, int32 `[B, n, k]`, most likely first, -1 where there is no node; and their
+        log-probabilities, float32 `[B, n, k]`, -inf where there is no node.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: Shapes do not fit, or k is not between 1 and V.
     """
     hot = len(hot_tokens)
     if (
@@ -174,6 +189,5 @@ def token_info_top(
         raise ValueError(
             f"expected [B, V], [B, n], [{hot}, {hot}], [V] and k from 1 to V, not {shapes}, {k}"
         )
-    if use_triton(logits):
-        return _token_info_triton(logits, tokens, table, row_of, hot_tokens, k)
-    return _token_info_cpu(logits, tokens, table, row_of, hot_tokens, k)
+    run = _TOKEN_INFO_TOP.on(logits)
+    return run(logits, tokens, table, row_of, hot_tokens, k)

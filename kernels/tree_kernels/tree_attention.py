@@ -1,6 +1,9 @@
-"""Attention over a paged KV cache for prompts, single rows and draft trees in one launch: a row of
-a tree sees the context before the tree, its ancestors and itself (tree attention, as in Token
-Recycling, arXiv 2408.08696, 3.3); every other row is causal."""
+"""Attention over a paged KV cache for prompts, single tokens and draft trees in one launch.
+
+A node of a tree attends to the context before the tree, its ancestors and itself (Token Recycling,
+arXiv 2408.08696, section 3.3); every other row is causal. The softmax is computed online, tile by
+tile (FlashAttention-2, arXiv 2307.08691).
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tree_kernels._dispatch import Op
 from tree_kernels._kv_shares import merge_shares, shares_of
-from tree_kernels._triton import jit, next_power_of_2, tl, use_triton
+from tree_kernels._triton import jit, next_power_of_2, tl
 
 _BITS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LEAST_LANES = 16  # what a matrix product on tensor cores takes
-_MOST_LANES = 64
-_QUERY_BYTES, _TILE_BYTES = (
-    32768,
-    16384,
-)  # of shared memory, for a block's queries and a tile's keys
+_MIN_LANES = 16  # the least rows of a matrix product on tensor cores
+_MAX_LANES = 64
+_QUERY_BYTES = 32768  # shared memory for the queries of a block of rows
+_TILE_BYTES = 16384  # shared memory for the keys of a tile
 
 
 @jit
 def _request_of(
     query_starts: tl.tensor, requests: tl.tensor, block: tl.tensor, BLOCK_ROWS: tl.constexpr
 ) -> tl.tensor:
-    """The last request whose blocks begin at `block` or before, by bisection."""
+    """The last request whose blocks of rows begin at or before `block`, by bisection."""
     low = block * 0
     high = low + requests
     while high - low > 1:
@@ -80,7 +82,10 @@ def _attend_kernel(
     SHARES: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """One program a block of rows, KV head and share of the KV; a lane is a row's query head."""
+    """Attend for one block of rows, KV head and share of the KV, a program each.
+
+    A lane is one query head of a row.
+    """
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     share = tl.program_id(2)
@@ -96,8 +101,8 @@ def _attend_kernel(
         return
     length = tl.load(lengths + request)
     tree = tl.load(tree_starts + request)
-    context = length - rows
-    root = context + tree
+    ngrams = length - rows
+    root = ngrams + tree
 
     lanes = tl.arange(0, LANES)
     dims = tl.arange(0, HEAD_PAD)
@@ -108,13 +113,13 @@ def _attend_kernel(
     cells = there[:, None] & (dims < HEAD_SIZE)[None, :]
     queries = query + line * query_stride + head * query_head_stride
     q = tl.load(queries[:, None] + dims[None, :], mask=cells, other=0.0)
-    position = context + row
+    position = ngrams + row
     in_tree = there & (row >= tree)
 
-    # Up to `clear` all rows of the block see everything, from `end` on none sees anything.
+    # Before `clear` all rows of the block attend to every token, from `end` on none does.
     last = tl.minimum(block * BLOCK_ROWS + BLOCK_ROWS, rows) - 1
-    end = tl.where(last >= tree, length, context + last + 1)
-    clear = tl.maximum(tl.minimum(context + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
+    end = tl.where(last >= tree, length, ngrams + last + 1)
+    clear = tl.maximum(tl.minimum(ngrams + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
     size = tl.cdiv(tl.cdiv(end, TILE), SHARES) * TILE
     begin = share * size
     end = tl.minimum(begin + size, end)
@@ -133,7 +138,7 @@ def _attend_kernel(
             inside = tokens < end
             page = tl.load(pages + tokens // PAGE, mask=inside, other=0).to(tl.int64)
             slot = tokens % PAGE
-            # What lies behind the last token may be anything, NaN too, and 0 * NaN is not 0.
+            # Slots behind the last token may hold anything, even NaN, and 0 * NaN is not 0.
             loaded = inside[:, None] & (dims < HEAD_SIZE)[None, :]
             at = key_head + page * key_page_stride + slot * key_slot_stride
             key = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
@@ -154,7 +159,7 @@ def _attend_kernel(
                 )
                 scores = tl.where(seen & inside[None, :], scores, float("-inf"))
             risen = tl.maximum(highest, tl.max(scores, 1))
-            # A row that has seen nothing yet: infinity less infinity is no number.
+            # For a row without a visible token yet, -inf - -inf would be NaN.
             base = tl.where(risen == float("-inf"), 0.0, risen)
             weights = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(highest - base)
@@ -166,7 +171,7 @@ def _attend_kernel(
             )
             highest = risen
 
-    # A row that sees nothing comes out as zero.
+    # A row without a visible token gives zero.
     attended = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
     to = out + share.to(tl.int64) * out_share_stride + line * out_stride + head * out_head_stride
     tl.store(to[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=cells)
@@ -190,23 +195,23 @@ def _tree_attention_triton(
     out: Tensor,
     shares: int | None = None,
 ) -> None:
-    """shares: in how many the KV is read, a power of two; None chooses."""
+    """`shares` is the number of shares of the KV, a power of two; None chooses it."""
     tokens, heads, head_size = query.shape
     requests, pages = block_table.shape
     page, kv_heads = key_cache.shape[1:3]
     if tokens == 0 or requests == 0:
         return
     group = heads // kv_heads
-    head_pad = max(next_power_of_2(head_size), _LEAST_LANES)
+    head_pad = max(next_power_of_2(head_size), _MIN_LANES)
     line_bytes = head_pad * query.element_size()
-    most_lanes = min(_MOST_LANES, _QUERY_BYTES // line_bytes)
+    most_lanes = min(_MAX_LANES, _QUERY_BYTES // line_bytes)
     lanes = max(
-        _LEAST_LANES,
+        _MIN_LANES,
         next_power_of_2(group),
         min(next_power_of_2(group * max_query), most_lanes),
     )
     block_rows = lanes // group
-    # Where all requests may have as many blocks there is nothing to search for.
+    # No search is needed where every request has the same number of blocks.
     request_blocks = -(-max_query // block_rows)
     most_blocks = tokens // block_rows + requests
     search = requests * request_blocks > most_blocks
@@ -229,7 +234,7 @@ def _tree_attention_triton(
         HEAD_PAD=head_pad,
         BLOCK_ROWS=block_rows,
         LANES=lanes,
-        TILE=max(_LEAST_LANES, min(_MOST_LANES, _TILE_BYTES // line_bytes)),
+        TILE=max(_MIN_LANES, min(_MAX_LANES, _TILE_BYTES // line_bytes)),
         SHARES=shares,
         SEARCH=search,
         num_stages=2,
@@ -239,11 +244,11 @@ def _tree_attention_triton(
 
 
 def _in_view(rows: int, length: int, tree: int, masks: Tensor) -> Tensor:
-    """What each of a request's rows sees, bool [rows, length]; masks: int32 [rows, W], its own."""
+    """The tokens that each row of a request attends to, bool `[rows, length]`."""
     row = torch.arange(rows, device=masks.device)[:, None]
     token = torch.arange(length, device=masks.device)
     node = token - (length - rows + tree)
-    # Beyond the words no node is named.
+    # Nodes beyond the last word are in no mask.
     words = F.pad(masks, (0, 1))
     at = node.clamp(0, masks.shape[1] * _BITS)
     named = (words[:, at // _BITS] >> (at % _BITS).int()) & 1
@@ -260,11 +265,12 @@ def _tree_attention_reference(
     tree_starts: Tensor,
     masks: Tensor,
     scale: float,
+    max_query: int,
     out: Tensor,
 ) -> None:
     page, kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // kv_heads
-    # Lists wait for the device; this path runs on the CPU, where nothing waits.
+    # On a GPU, where this is not the path of a decode step, tolist waits for the device.
     for (start, stop), length, tree, pages in zip(
         pairwise(query_starts.tolist()),
         lengths.tolist(),
@@ -279,9 +285,14 @@ def _tree_attention_reference(
         )
         hidden = ~_in_view(stop - start, length, tree, masks[start:stop])
         scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), key) * scale
-        # A row that sees nothing comes out as zero.
+        # A row without a visible token gives zero.
         weights = scores.masked_fill(hidden, -torch.inf).softmax(2).masked_fill(hidden, 0.0)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+
+
+_TREE_ATTENTION = Op(
+    "tree_attention.tree_attention", _tree_attention_reference, triton=_tree_attention_triton
+)
 
 
 def _check(
@@ -349,39 +360,37 @@ def tree_attention(
 ) -> Tensor:
     """Attend for the rows of a batch, whose keys and values are in the cache already.
 
-    Nothing waits for the device, and what is launched depends on shapes and `max_query` alone, so
-    that a graph of it serves other lengths and trees.
+    The call does not wait for the device, and its launches depend on shapes and `max_query` alone:
+    a captured CUDA graph of it serves other lengths and trees.
 
     Args:
-        query: float32, bfloat16 or float16 [T, H, D], the requests' rows one after another.
-        key_cache: [C, S, K, D] of the same type, C pages of S tokens; H is a multiple of K, and
-            consecutive query heads share a KV head.
-        value_cache: likewise; its strides may differ.
-        block_table: int32 [B, P], each request's pages in the order of its tokens.
-        query_starts: int32 [B + 1], each request's first row, and behind the last one's rows.
-        lengths: int32 [B], each request's tokens in the cache, those of this step included: its
-            rows are the last of them.
-        tree_starts: int32 [B], which of a request's rows is its tree's root; the count of its
-            rows if there is no tree. All rows from there on are nodes.
-        masks: int32 [T, W]: bit j % 32 of word j // 32 says that the row sees node j of its
-            request's tree, itself included. Rows before a tree are not read.
-        scale: multiplies the scores.
-        max_query: what no request has more rows than.
-        out: [T, H, D], written and returned; None makes one. Rows behind the last request's are
-            left as they are.
+        query: Float32, bfloat16 or float16 `[T, H, D]`, the rows of one request after another.
+        key_cache: `[C, S, K, D]` of the query's type, C pages of S tokens. H is a multiple of K,
+            and consecutive query heads share a KV head.
+        value_cache: `[C, S, K, D]` of the query's type; its strides may differ from the keys'.
+        block_table: Int32 `[B, P]`, the pages of each request in the order of its tokens.
+        query_starts: Int32 `[B + 1]`, the first row of each request, and the number of all rows.
+        lengths: Int32 `[B]`, the number of tokens of each request in the cache, those of this step
+            included. Its rows are the last of them.
+        tree_starts: Int32 `[B]`, the position of the tree's root among the request's rows, all of
+            which from there on are nodes; the number of its rows if it has no tree.
+        masks: Int32 `[T, W]`: bit j % 32 of word j // 32 says that the row attends to node j of its
+            request's tree. It is not read for rows before a tree.
+        scale: Factor of the scores.
+        max_query: An upper bound of the number of rows of a request.
+        out: `[T, H, D]`, written and returned; None allocates it. Rows behind the last request's
+            stay unchanged.
 
     Returns:
-        [T, H, D] of the query's type, sums in float32; zero for a row that sees nothing.
+        `[T, H, D]` of the query's type, accumulated in float32; zero for a row that attends to
+        nothing.
 
     Raises:
-        ValueError: shapes, types or strides that do not fit, and caches in FP8.
+        ValueError: Shapes, types or strides do not fit, or a cache is in FP8.
     """
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     paged = (key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks)
     _check(query, *paged, max_query, out)
-    if use_triton(query):
-        _tree_attention_triton(query, *paged, scale, max_query, out)
-    else:
-        _tree_attention_reference(query, *paged, scale, out)
+    _TREE_ATTENTION.on(query)(query, *paged, scale, max_query, out)
     return out

@@ -1,11 +1,14 @@
-"""Fixtures that run the Triton kernels under Triton's interpreter, in and out of order.
+"""Fixtures that run the Triton kernels in Triton's interpreter, and the CPU kernels both ways.
 
-Triton reads TRITON_INTERPRET when it decorates a function, its own library's included. So the
-fixtures swap the decorated functions for a test's length: the environment stays as it is, and it
-does not matter who imported Triton before."""
+Triton reads TRITON_INTERPRET when it decorates a function, those of its own library included. The
+fixtures replace the decorated functions for the time of a test, so that the environment stays as it
+is and earlier imports of Triton do not matter.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,31 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from tree_kernels import (
-    _kv_shares,
-    _ranking,
-    _running_top,
-    accept,
-    adjacency,
-    context,
-    draw,
-    full_mask,
-    gather,
-    growth,
-    kv_move,
-    mask,
-    mask_rows,
-    merge,
-    offers,
-    pairs,
-    rejection,
-    selection,
-    step_counts,
-    tally,
-    token_info,
-    tree_attention,
-)
-from tree_kernels._native import NativeFunction
+import tree_kernels
+from tree_kernels._dispatch import Op
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextmanager
 def left_alone(*holders: Any) -> Iterator[None]:
-    """Puts the attributes of modules and classes back."""
+    """Restore the attributes of modules and classes at the end."""
     before = [dict(vars(holder)) for holder in holders]
     try:
         yield
@@ -66,7 +46,7 @@ def left_alone(*holders: Any) -> Iterator[None]:
 
 @pytest.fixture(params=["in_order", "shuffled"])
 def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Interprets every kernel; programs run one after another, in order or in a random order."""
+    """Interpret every kernel; programs run one after another, in order or in random order."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton import language
     from triton.runtime.interpreter import (
@@ -78,37 +58,14 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     from triton.runtime.jit import JITFunction
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    modules = (
-        _kv_shares,
-        _ranking,
-        _running_top,
-        accept,
-        adjacency,
-        context,
-        draw,
-        full_mask,
-        gather,
-        growth,
-        kv_move,
-        mask,
-        mask_rows,
-        merge,
-        offers,
-        rejection,
-        selection,
-        step_counts,
-        pairs,
-        tally,
-        token_info,
-        tree_attention,
-        language,
-        language.standard,
-    )
+    names = [module.name for module in pkgutil.iter_modules(tree_kernels.__path__)]
+    kernels = [importlib.import_module(f"tree_kernels.{name}") for name in names]
+    modules = (*kernels, language, language.standard)
     interpreted: dict[int, InterpretedFunction] = {}
     for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
-                # One object a function: the interpreter knows its fast reductions by identity.
+                # One object a function: the interpreter finds its fast reductions by identity.
                 new = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
                 monkeypatch.setattr(module, name, new)
 
@@ -117,7 +74,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def create_dot(
         self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any
     ) -> TensorHandle:
-        # The interpreter holds bfloat16 as its bits and would multiply these.
+        # The interpreter stores bfloat16 as integers and would multiply these.
         a, b = (
             self.create_fp_ext(each, language.float32) if each.dtype.is_bf16() else each
             for each in (a, b)
@@ -142,22 +99,21 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(interpreter_builder, "set_grid_dim", set_grid_dim)
         monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
     core = language.core
-    # Where a kernel calls another function the interpreter leaves Triton's language to itself.
+    # The interpreter does not restore Triton's language after a kernel that calls a function.
     with left_alone(language, core, language.math, core.tensor, core.tensor_descriptor_base):
         yield str(request.param)
 
 
-@pytest.fixture(params=["native", "reference"])
+@pytest.fixture(params=["cpp", "reference"])
 def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs a test with the kernels in C++, which must be there, and with the references."""
-    find = NativeFunction.on
+    """Run a test with the C++ kernels, which must have compiled, and with the references."""
 
-    def on(self: NativeFunction, tensor: torch.Tensor) -> Callable[..., None] | None:
+    def on_cpu(self: Op[..., Any]) -> Callable[..., Any]:
         if request.param == "reference":
-            return None
-        function = find(self, tensor)
-        assert function is not None
-        return function
+            return self.reference
+        assert self.cpp is not None, f"{self.name} has no C++ implementation"
+        assert self.is_cpp_available
+        return self.cpp
 
-    monkeypatch.setattr(NativeFunction, "on", on)
+    monkeypatch.setattr(Op, "on_cpu", property(on_cpu))
     return str(request.param)

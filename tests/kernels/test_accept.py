@@ -1,4 +1,4 @@
-"""Greedy verification, against walking down the tree in Python."""
+"""Verification along the target's tokens, compared with following the tree in Python."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def int32(values):
 
 
 def random_trees(seed, widths, vocab):
-    """Ragged trees over a vocabulary so small that walks go deep and siblings repeat."""
+    """Trees over a small vocabulary: accepted paths are long, and siblings repeat."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(widths), max(max(widths), 1))
     tokens, parents = torch.full(shape, -1).int(), torch.full(shape, -1).int()
@@ -41,9 +41,9 @@ def child(tokens, parents, count, node, token):
     return fitting[0] if fitting else -1
 
 
-def walked(tokens, parents, num_nodes, target, max_depth):
+def walked(tokens, parents, tree_size, target, max_depth):
     paths, emissions, counts = [], [], []
-    lines = (tensor.tolist() for tensor in (tokens, parents, num_nodes, target))
+    lines = (tensor.tolist() for tensor in (tokens, parents, tree_size, target))
     for token, parent, count, truth in zip(*lines, strict=True):
         path, node = [], 0 if count else -1
         while node >= 0 and len(path) <= max_depth:
@@ -78,10 +78,10 @@ def test_kernel_walks_the_same_way(interpreter, case, max_depth):
 @CASES
 @given(trees(), st.data())
 def test_a_step_finds_the_first_child_with_the_token(cpu_path, case, data):
-    tokens, parents, num_nodes, _ = case
+    tokens, parents, tree_size, _ = case
     nodes = data.draw(st.lists(st.integers(-1, 5), min_size=len(tokens), max_size=len(tokens)))
     drawn = data.draw(st.lists(st.integers(-1, 3), min_size=len(tokens), max_size=len(tokens)))
-    found = accept_step(tokens, parents, num_nodes, int32(nodes), int32(drawn))
+    found = accept_step(tokens, parents, tree_size, int32(nodes), int32(drawn))
     lines = zip(*lists(case[:3]), nodes, drawn, strict=True)
     assert found.dtype == torch.int32
     assert found.tolist() == [child(*line) for line in lines]
@@ -96,11 +96,11 @@ def test_kernel_steps_the_same_way(interpreter, case, node, token):
 
 
 def test_steps_along_the_targets_tokens_make_the_walk(cpu_path):
-    tokens, parents, num_nodes, target = random_trees(5, [40] * 20, 2)
-    path, emitted, num_emitted = accept_walk(tokens, parents, num_nodes, target, 6)
+    tokens, parents, tree_size, target = random_trees(5, [40] * 20, 2)
+    path, emitted, num_emitted = accept_walk(tokens, parents, tree_size, target, 6)
     assert num_emitted.max() > 3
     for depth in range(6):
-        found = accept_step(tokens, parents, num_nodes, path[:, depth], emitted[:, depth])
+        found = accept_step(tokens, parents, tree_size, path[:, depth], emitted[:, depth])
         assert found.tolist() == path[:, depth + 1].tolist()
 
 
@@ -112,17 +112,17 @@ def test_a_second_child_is_taken_and_the_first_of_equal_ones(cpu_path):
 
 
 def test_shapes_that_do_not_fit_are_errors():
-    tokens, parents, num_nodes, target = random_trees(0, [3, 4], 2)
+    tokens, parents, tree_size, target = random_trees(0, [3, 4], 2)
     with pytest.raises(ValueError, match="both be"):
-        accept_walk(tokens, parents[:, :2], num_nodes, target, 1)
+        accept_walk(tokens, parents[:, :2], tree_size, target, 1)
     with pytest.raises(ValueError, match="target"):
-        accept_walk(tokens, parents, num_nodes, target[:, :2], 1)
+        accept_walk(tokens, parents, tree_size, target[:, :2], 1)
     with pytest.raises(ValueError, match="max_depth"):
-        accept_walk(tokens, parents, num_nodes, target, -1)
-    with pytest.raises(ValueError, match="num_nodes"):
-        accept_step(tokens, parents, num_nodes[:1], num_nodes, num_nodes)
+        accept_walk(tokens, parents, tree_size, target, -1)
+    with pytest.raises(ValueError, match="tree_size"):
+        accept_step(tokens, parents, tree_size[:1], tree_size, tree_size)
     with pytest.raises(ValueError, match="sampled"):
-        accept_step(tokens, parents, num_nodes, num_nodes, num_nodes[:1])
+        accept_step(tokens, parents, tree_size, tree_size, tree_size[:1])
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""Top candidates and the matrix update, against sorting and writing one by one in Python."""
+"""Top candidates and the matrix update, compared with sorting and writing row by row in Python."""
 
 import math
 
@@ -8,7 +8,7 @@ from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import _vocab_shares, adjacency
-from tree_kernels.adjacency import recycle, top_candidates, update_adjacency
+from tree_kernels.adjacency import recycle, top_candidates
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 VOCABS = st.integers(1, 90) | st.sampled_from([1024, 1031, 2048, 5003])
@@ -25,7 +25,7 @@ def make_logits(seed, rows, vocab, dtype, kind):
         logits.fill_(-math.inf)
     if kind == "zeros":
         logits = torch.where(logits > 0, 0.0, -0.0)
-    # A vocabulary padded to another row length, as engines have it.
+    # Rows are longer than the vocabulary, as engines pad them.
     return torch.cat((logits, torch.full((rows, 5), 99.0)), 1).to(dtype)[:, :vocab]
 
 
@@ -53,6 +53,12 @@ def updated(matrix, tokens, candidates):
     return rows
 
 
+def logits_with(candidates):
+    """Logits whose top candidates are the given ones."""
+    scores = torch.arange(candidates.shape[1], 0.0, -1).expand(candidates.shape)
+    return torch.zeros(len(candidates), candidates.numel()).scatter(1, candidates.long(), scores)
+
+
 @st.composite
 def updates(draw):
     rows, k = draw(st.integers(1, 12)), draw(st.integers(1, 9))
@@ -77,7 +83,7 @@ def test_candidates_are_the_largest_logits_lowest_id_first(cpu_path, case):
 @given(logits_and_k(st.sampled_from([1, 3, 31, 64, 100, 4099, 5003])))
 def test_kernel_finds_the_same_candidates(interpreter, case):
     logits, k = case
-    found = adjacency._recycle_triton(None, None, logits, k)
+    found = adjacency._top_triton(logits, k)
     assert found.tolist() == top_candidates(logits, k).tolist()
 
 
@@ -88,7 +94,7 @@ def test_kernel_merges_shares_of_the_vocabulary(interpreter, case, programs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adjacency, "_TILE", 32)
         patch.setattr(_vocab_shares, "_PROGRAMS", programs)
-        found = adjacency._recycle_triton(None, None, logits, k)
+        found = adjacency._top_triton(logits, k)
     assert found.tolist() == top_candidates(logits, k).tolist()
 
 
@@ -102,7 +108,7 @@ def test_best_ids_may_all_lie_in_one_block_or_in_the_tail(cpu_path):
 def test_nan_counts_as_the_largest(cpu_path, interpreter):
     logits = torch.tensor([[0.0, math.inf, math.nan, -math.inf, -math.nan, 1.0]])
     assert top_candidates(logits, 4).tolist() == [[2, 4, 1, 5]]
-    assert adjacency._recycle_triton(None, None, logits, 4).tolist() == [[2, 4, 1, 5]]
+    assert adjacency._top_triton(logits, 4).tolist() == [[2, 4, 1, 5]]
 
 
 @CASES
@@ -110,7 +116,7 @@ def test_nan_counts_as_the_largest(cpu_path, interpreter):
 def test_the_last_row_of_a_token_writes_its_whole_row(cpu_path, case):
     matrix, tokens, candidates = case
     expected = updated(matrix, tokens, candidates)
-    update_adjacency(matrix, tokens, candidates)
+    recycle(matrix, tokens, logits_with(candidates))
     assert matrix.tolist() == expected
 
 
@@ -119,15 +125,15 @@ def test_the_last_row_of_a_token_writes_its_whole_row(cpu_path, case):
 def test_kernel_writes_the_same_rows(interpreter, case):
     matrix, tokens, candidates = case
     expected = updated(matrix, tokens, candidates)
-    adjacency._update_triton(matrix, tokens, candidates)
+    adjacency._recycle_triton(matrix, tokens, logits_with(candidates))
     assert matrix.tolist() == expected
 
 
 def test_a_later_duplicate_is_seen_across_the_kernel_s_blocks_of_rows(interpreter):
     tokens = torch.arange(300, dtype=torch.int32) % 290
-    candidates = torch.arange(300, dtype=torch.int32)[:, None].repeat(1, 2)
-    matrix = torch.full((290, 2), -1, dtype=torch.int32)
-    adjacency._update_triton(matrix, tokens, candidates)
+    logits = torch.eye(300)
+    matrix = torch.full((290, 1), -1, dtype=torch.int32)
+    adjacency._recycle_triton(matrix, tokens, logits)
     assert matrix[:, 0].tolist() == [*range(290, 300), *range(10, 290)]
 
 
@@ -139,7 +145,7 @@ def test_recycle_writes_what_it_returns(cpu_path, interpreter, seed, dtype):
     tokens = torch.randint(-1, 5, (9,), dtype=torch.int32, generator=generator)
     empty = torch.full((4, 3), -1, dtype=torch.int32)
     by_kernel, by_reference = empty.clone(), empty.clone()
-    found = adjacency._recycle_triton(by_kernel, tokens, logits, 3)
+    found = adjacency._recycle_triton(by_kernel, tokens, logits)
     assert found.tolist() == recycle(by_reference, tokens, logits).tolist() == sorted_ids(logits, 3)
     assert by_kernel.tolist() == by_reference.tolist() == updated(empty, tokens, found)
     assert (by_reference >= 0).any()
@@ -152,9 +158,9 @@ def test_shapes_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="k = 3"):
         recycle(matrix, torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2))
     with pytest.raises(ValueError, match="matrix"):
-        update_adjacency(matrix, torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2).int())
+        recycle(matrix.T, torch.zeros(2, dtype=torch.int32), torch.zeros(2, 5))
     with pytest.raises(ValueError, match="tokens"):
-        update_adjacency(matrix, torch.zeros(1, dtype=torch.int32), torch.zeros(2, 3).int())
+        recycle(matrix, torch.zeros(1, dtype=torch.int32), torch.zeros(2, 5))
 
 
 @pytest.mark.cuda
@@ -168,7 +174,3 @@ def test_cuda_agrees_with_the_cpu(rows, vocab, dtype):
     found = recycle(on_device, tokens.cuda(), logits.cuda())
     assert found.tolist() == recycle(matrix, tokens, logits).tolist()
     assert torch.equal(on_device.cpu(), matrix)
-    matrix.fill_(-1)
-    again = matrix.cuda()
-    update_adjacency(again, tokens.cuda(), top_candidates(logits.cuda(), 8))
-    assert torch.equal(again, on_device)

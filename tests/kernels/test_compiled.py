@@ -1,4 +1,6 @@
-"""Every kernel compiles for a Hopper GPU, fits there, and serves batches of any size as it is."""
+"""Every Triton kernel compiles for a Hopper GPU, fits into its shared memory, and is compiled once
+for all batch sizes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def test_it_compiles_and_fits(name: str, first: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_batch_is_compiled_for(name: str) -> None:
-    """Compiling takes a second or more, for which all requests would wait."""
+def test_one_compilation_serves_all_batch_sizes(name: str) -> None:
+    """Compilation takes a second or more, during which all requests would wait."""
     case = CASES[name]
     batch = "requests" if "requests" in case.quick else "rows"
     works = [case.make(**{**case.quick, batch: size}) for size in (1, 2, 3, 7, 16, 33)]

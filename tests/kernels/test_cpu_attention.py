@@ -1,4 +1,4 @@
-"""Tree attention on a CPU, in C++ and in PyTorch, against the definition in float64."""
+"""Tree attention on a CPU, in C++ and in PyTorch, compared with the definition in float64."""
 
 import shutil
 
@@ -7,7 +7,7 @@ import torch
 from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_kernels import _native
+from tree_kernels import _build, _native
 from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from tree_kernels.mask import tree_mask
 
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 @st.composite
 def steps(draw):
-    """Trees of ragged sizes between rows of other requests, over scattered blocks."""
+    """Trees of different sizes between rows of other requests, with scattered KV blocks."""
     torch.manual_seed(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 16)]))
@@ -44,7 +44,7 @@ def steps(draw):
         blocks=blocks,
         masks=tree_mask(parents, torch.tensor(nodes, dtype=torch.int32)),
     )
-    # Slots that hold no token of a tree may hold anything.
+    # Slots without a token of a tree hold arbitrary values.
     cache = torch.randn(len(order), kv_heads, 2 * block_size * size).to(dtype)
     query = (3 * torch.randn(token + 1, kv_heads * group, size)).to(dtype)
     return trees, query, cache, kv_heads, size, block_size
@@ -57,7 +57,7 @@ def views(cache, size, block_size):
 
 
 def defined(trees, query, keys, values, scale, before):
-    """Row by row: the softmax over what a node sees."""
+    """Row by row: the softmax over the tokens that a node attends to."""
     output = before.clone()
     block_size, group = keys.shape[3], query.shape[1] // keys.shape[1]
     for row in range(len(trees.starts)):
@@ -75,14 +75,13 @@ def defined(trees, query, keys, values, scale, before):
     return output
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "reference"])
 @CASES
 @given(step=steps())
-def test_nodes_see_the_context_and_their_ancestors(native, step):
+def test_nodes_attend_to_the_context_and_their_ancestors(cpu_path, step):
     trees, query, cache, kv_heads, size, block_size = step
     keys, values = views(cache, size, block_size)
-    attend = TreeAttention(query.shape[1], kv_heads, size, block_size, query.dtype, native)
-    assert attend.is_native == native
+    attend = TreeAttention(query.shape[1], kv_heads, size, block_size, query.dtype)
+    assert attend.is_cpp == (cpu_path == "cpp")
     before = torch.randn_like(query)
     output = before.clone()
     attend(trees, query, keys, values, output, 0.3)
@@ -113,14 +112,14 @@ def test_scores_may_be_large_and_far_apart():
 
 
 def test_a_shape_that_the_registers_do_not_fit_takes_the_reference():
-    assert not TreeAttention(2, 1, 40, 128, torch.float32).is_native
+    assert not TreeAttention(2, 1, 40, 128, torch.float32).is_cpp
 
 
-def test_trees_of_another_kind_are_refused():
+def test_shapes_that_do_not_fit_are_errors():
     one = torch.tensor([1])
     with pytest.raises(ValueError, match="blocks must be"):
         PagedTrees(one, one, one, one[None], torch.ones(1, 1, 1, dtype=torch.bool))
-    with pytest.raises(ValueError, match="5 query heads are no multiple of 2"):
+    with pytest.raises(ValueError, match="5 query heads are not a multiple of 2"):
         TreeAttention(5, 2, 64, 128, torch.float32)
 
 
@@ -132,32 +131,34 @@ def source(tmp_path, monkeypatch):
     return source
 
 
-def test_a_kernel_is_compiled_once_and_kept(source, tmp_path, monkeypatch):
+def test_a_kernel_is_compiled_once_and_cached(source, tmp_path, monkeypatch):
     assert _native.load_native(source).one() == 1
     kept = list((tmp_path / "cache" / "kernels").iterdir())
     assert [path.suffix for path in kept] == [".so"]
     _native.load_native.cache_clear()
     calls = []
-    run = _native._run
-    monkeypatch.setattr(_native, "_run", lambda *command: calls.append(command) or run(*command))
+    run = _build.run
+    monkeypatch.setattr(_build, "run", lambda *command: calls.append(command) or run(*command))
     assert _native.load_native(source).one() == 1
     assert all("--version" in command for command in calls)
 
 
-def test_without_a_compiler_the_reference_serves(source, monkeypatch, caplog):
+def test_without_a_compiler_the_reference_runs(source, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert _native.load_native(source) is None
     assert "No C++ compiler" in caplog.text
 
 
-def test_a_kernel_that_does_not_compile_is_said_and_done_without(source, caplog):
+def test_a_kernel_that_does_not_compile_is_logged_and_the_reference_runs(source, caplog):
     source.write_text("nonsense")
     assert _native.load_native(source) is None
     assert "nonsense" in caplog.text
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(source, tmp_path, monkeypatch, caplog):
+def test_without_a_writable_cache_kernels_are_compiled_elsewhere(
+    source, tmp_path, monkeypatch, caplog
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path / "file"))
     assert _native.load_native(source).one() == 1
@@ -165,5 +166,5 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(source, tmp_path, monkeyp
 
 
 def test_this_machine_has_a_compiler():
-    """Without one the native cases above would fail, not pass in PyTorch."""
+    """Without a compiler the C++ cases above fail; they do not fall back to PyTorch."""
     assert shutil.which("g++") or shutil.which("clang++")

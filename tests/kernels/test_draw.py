@@ -1,4 +1,4 @@
-"""Drawing a token for each row at once, against softmax and its own reference."""
+"""Sampled tokens, compared with the softmax and with the PyTorch reference."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def logits_of(rows, vocab, seed, dtype=torch.float32):
 
 
 def p_value(counts, expected):
-    """Of Pearson's chi-square."""
+    """The p-value of Pearson's chi-square test."""
     freedom = torch.tensor((len(counts) - 1) / 2)
     return float(torch.special.gammaincc(freedom, ((counts - expected) ** 2 / expected).sum() / 2))
 
@@ -33,7 +33,7 @@ def test_draws_follow_softmax(temperature):
     assert p_value(torch.bincount(tokens, minlength=vocab), expected) > 0.001
 
 
-def test_rows_and_seeds_draw_apart():
+def test_rows_and_seeds_have_independent_draws():
     rows, vocab = 20_000, 4
     tokens = drawn(torch.zeros(rows, vocab), torch.ones(rows), 5)
     others = drawn(torch.zeros(rows, vocab), torch.ones(rows), 2**61 + 5)
@@ -44,7 +44,7 @@ def test_rows_and_seeds_draw_apart():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_temperature_the_likeliest_is_taken(dtype):
+def test_temperature_0_takes_the_most_likely_token(dtype):
     logits = logits_of(6, 9001, 1, dtype)
     logits[0, [4097, 4096, 17]] = 100.0
     logits[1] = -torch.inf
@@ -56,7 +56,7 @@ def test_without_temperature_the_likeliest_is_taken(dtype):
     assert torch.equal(tokens[3:], logits[3:].float().argmax(1).int())
 
 
-def test_what_is_masked_is_never_drawn():
+def test_a_masked_token_is_never_drawn():
     logits = torch.full((2000, 300), -torch.inf)
     logits[:, [7, 250]] = 0.0
     tokens = drawn(logits, torch.ones(2000), 2)
@@ -70,7 +70,7 @@ def shuffled_cases():
 
 
 def test_the_kernel_draws_what_the_reference_draws(interpreter, monkeypatch):
-    monkeypatch.setattr(draw, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(draw._DRAW, "on_cpu", draw._draw_triton)
     for number, logits in enumerate(shuffled_cases()):
         temperatures = torch.tensor([0.7, 0.0, 2.0])[: len(logits)]
         seed = torch.tensor([number * 10**17])
@@ -92,7 +92,7 @@ def test_the_gpu_draws_what_the_reference_draws():
         assert torch.equal(draw_tokens(*given).cpu(), expected)
 
 
-def test_shapes_that_do_not_fit():
+def test_shapes_that_do_not_fit_are_errors():
     logits, temperatures, seed = torch.zeros(2, 5), torch.ones(2), torch.tensor([1])
     for wrong in (
         (logits, torch.ones(3), seed),

@@ -1,4 +1,4 @@
-"""The flat mask of a batch, against writing it down row by row in Python."""
+"""The flat mask of a batch, compared with writing it row by row in Python."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gathered trees and compacted trees, against walking node by node in Python."""
+"""Static trees and their compaction, compared with filling them node by node in Python."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def drafts(draw):
     vocab, k = draw(st.sampled_from([1, 5, 12, 37])), draw(st.integers(1, 5))
     seed = draw(st.integers(0, 99))
     generator = torch.Generator().manual_seed(seed)
-    # Ids past the vocabulary stand in the matrix too.
+    # The matrix also holds ids outside the vocabulary.
     matrix = torch.randint(0, vocab + 1, (vocab, k), dtype=torch.int32, generator=generator)
     matrix[torch.rand(vocab, generator=generator) < draw(st.sampled_from([0.0, 0.3]))] = -1
     ranks = [0] + [draw(st.integers(0, k - 1)) for _ in parents[1:]]
@@ -71,7 +71,7 @@ def lists(tensors):
 
 @CASES
 @given(drafts())
-def test_every_node_takes_its_rank_of_its_parents_row(cpu_path, case):
+def test_every_node_is_the_candidate_of_its_rank_in_its_parents_row(cpu_path, case):
     found = gather_tree(*case)
     assert found.dtype == torch.int32
     assert found.tolist() == gathered(*case[:4])

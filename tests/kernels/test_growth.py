@@ -1,4 +1,4 @@
-"""Best-first growth, against growing node by node with sorted lists in Python."""
+"""Dynamic trees, compared with expanding them node by node with sorted lists in Python."""
 
 import pytest
 import torch
@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import grown, offered
 from tree_kernels import growth
-from tree_kernels.context import Contexts, extend_contexts
+from tree_kernels.bigrams import bigram_cells
+from tree_kernels.candidates import BIGRAM_STATES, LONGEST, NUM_SOURCES, ROW_STATES, TOP
 from tree_kernels.growth import columns_of, grow
-from tree_kernels.offers import LONGEST, ORIGINS, PAIR_STATES, ROW_STATES, TOP
-from tree_kernels.pairs import pair_cells
+from tree_kernels.ngrams import NgramIndex, extend_ngrams
 
 CPU = torch.device("cpu")
 SHAPES = st.sampled_from([(1, 4), (3, 3), (8, 2), (11, 3), (16, 4)])
@@ -31,7 +31,7 @@ def expected(case, width, depth):
 
 
 def lists(found):
-    return [part.tolist() for part in (found.tokens, found.parents, found.origins, found.scores)]
+    return [part.tolist() for part in (found.tokens, found.parents, found.sources, found.scores)]
 
 
 @CASES
@@ -43,12 +43,12 @@ def lists(found):
     st.sampled_from([2, 32, 1024]),
     st.booleans(),
 )
-def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells, own):
-    case = world(seed, vocab=vocab, pair_cells=pairs, cells=cells, own=own)
+def test_levels_keep_the_nodes_of_highest_score(cpu_path, seed, shape, vocab, bigrams, cells, own):
+    case = world(seed, vocab=vocab, bigram_cells=bigrams, cells=cells, own=own)
     found = grow(*case.tensors(), *shape)
     assert found.tokens.shape == (3, columns_of(*shape))
     assert found.scores.dtype == torch.float32
-    assert {found.tokens.dtype, found.parents.dtype, found.origins.dtype} == {torch.int32}
+    assert {found.tokens.dtype, found.parents.dtype, found.sources.dtype} == {torch.int32}
     assert lists(found) == expected(case, *shape)
 
 
@@ -57,7 +57,7 @@ def test_trees_grow_best_first(cpu_path, seed, shape, vocab, pairs, cells, own):
     [
         (0, (1, 3), {"added": (3,)}),
         (1, (16, 3), {"vocab": 4}),
-        (2, (5, 3), {"pair_cells": 1, "cells": 2}),
+        (2, (5, 3), {"bigram_cells": 1, "cells": 2}),
         (3, (17, 2), {"vocab": 5, "added": (0,)}),
         (4, (16, 3), {"own": True}),
     ],
@@ -69,7 +69,7 @@ def test_kernel_grows_the_same_trees(interpreter, seed, shape, options):
 
 @CASES
 @given(st.integers(0, 99), st.sampled_from([1, 2, 4096]))
-def test_every_node_is_offered_by_its_parent_for_its_origin(cpu_path, seed, cells):
+def test_every_node_is_a_candidate_of_its_parent_from_its_source(cpu_path, seed, cells):
     case = world(seed, cells=cells)
     found = grow(*case.tensors(), 16, 3)
     for line, text in enumerate(case.texts):
@@ -81,25 +81,25 @@ def test_every_node_is_offered_by_its_parent_for_its_origin(cpu_path, seed, cell
             while at >= 0:
                 path, at = [tokens[at], *path], parents[at]
             path = text.tokens[:-1] + path
-            origin = found.origins[line, node].item()
-            offers = offered(*case.tables(line), text, path)
-            assert offers[tokens[node]] == origin
-            matched = origin // (PAIR_STATES * ROW_STATES)
+            source = found.sources[line, node].item()
+            find_candidates = offered(*case.tables(line), text, path)
+            assert find_candidates[tokens[node]] == source
+            matched = source // (BIGRAM_STATES * ROW_STATES)
             if 1 <= matched <= LONGEST:
                 gram = [*path[-matched:], tokens[node]]
                 spans = (text.tokens[i : i + len(gram)] for i in range(len(text.tokens)))
                 assert gram in spans
             above = found.scores[line, parents[node]]
-            assert found.scores[line, node] == above * case.priors[origin]
+            assert found.scores[line, node] == above * case.priors[source]
 
 
 def texts_alone(text, cells=4096, room=100):
     """Empty tables, and one text."""
-    contexts = Contexts.of(1, room, cells, CPU)
-    extend_contexts(contexts, torch.tensor([0]), int32([text]))
+    ngrams = NgramIndex.of(1, room, cells, CPU)
+    extend_ngrams(ngrams, torch.tensor([0]), int32([text]))
     empty = int32([[-1] * TOP] * 20), int32([[[-1] * (TOP + 2)]])
-    priors = torch.full((ORIGINS,), 0.5)
-    return *empty, contexts, priors, torch.tensor([0]), int32(text[-1:])
+    priors = torch.full((NUM_SOURCES,), 0.5)
+    return *empty, ngrams, priors, torch.tensor([0]), int32(text[-1:])
 
 
 def test_a_text_that_repeats_itself_is_continued(cpu_path, interpreter):
@@ -109,60 +109,62 @@ def test_a_text_that_repeats_itself_is_continued(cpu_path, interpreter):
         found = run(*case, 4, 5)
         line = found.tokens[0]
         assert line[line >= 0].tolist() == [4, 1, 5, 9, 2, 6]
-        lengths = found.origins[0][line >= 0][1:] // (PAIR_STATES * ROW_STATES)
+        lengths = found.sources[0][line >= 0][1:] // (BIGRAM_STATES * ROW_STATES)
         assert lengths.tolist() == [3, 4, 5, 6, 6]
         assert found.scores[0][line >= 0].tolist() == [0.5**depth for depth in range(6)]
 
 
-def test_the_copy_stops_where_the_text_does(cpu_path):
-    # After 4 comes the text's end, where the copy may go on with the tree's own tokens only.
+def test_a_match_ends_with_the_text(cpu_path):
+    # The text ends after the 4, so that the match cannot continue beyond it.
     case = texts_alone([4, 5, 4], room=3)
     assert grow(*case, 2, 3).tokens[0].tolist() == [4, 5, -1, 4, -1, 5, -1]
 
 
-def test_nothing_grows_out_of_empty_rows_and_a_text_without_repetition(cpu_path, interpreter):
+def test_empty_tables_and_a_text_without_repetition_give_the_root_alone(cpu_path, interpreter):
     case = texts_alone(list(range(12)))
     for run in (grow, growth._grow_triton):
         found = run(*case, 4, 3)
         assert found.tokens.tolist() == [[11] + [-1] * 12]
         assert found.parents.tolist() == [[-1] * 13]
         assert found.scores.tolist() == [[1.0] + [0.0] * 12]
-        assert not found.origins.any()
+        assert not found.sources.any()
 
 
-def test_what_is_worth_nothing_is_not_drafted(cpu_path):
-    matrix, pairs, contexts, priors, slots, roots = world(5).tensors()
-    found = grow(matrix, pairs, contexts, torch.zeros_like(priors), slots, roots, 16, 4)
+def test_candidates_of_probability_0_are_not_drafted(cpu_path):
+    matrix, bigrams, ngrams, priors, slots, roots = world(5).tensors()
+    found = grow(matrix, bigrams, ngrams, torch.zeros_like(priors), slots, roots, 16, 4)
     assert (found.tokens >= 0).sum(1).tolist() == [1, 1, 1]
 
 
 def test_roots_outside_the_vocabulary_have_no_row(cpu_path, interpreter):
     matrix = int32([[1] * TOP, [0] * TOP])
-    pairs = int32([[[-1] * (TOP + 2)]])
-    contexts = Contexts.of(3, 9, 16, CPU)
+    bigrams = int32([[[-1] * (TOP + 2)]])
+    ngrams = NgramIndex.of(3, 9, 16, CPU)
     slots = torch.tensor([0, 1, 2])
-    extend_contexts(contexts, slots, int32([[1, 2], [1, 1 << 30], [-1, -1]]))
+    extend_ngrams(ngrams, slots, int32([[1, 2], [1, 1 << 30], [-1, -1]]))
     roots = int32([2, 1 << 30, -1])
-    priors = torch.full((ORIGINS,), 0.5)
+    priors = torch.full((NUM_SOURCES,), 0.5)
     for run in (grow, growth._grow_triton):
-        found = run(matrix, pairs, contexts, priors, slots, roots, 3, 2)
+        found = run(matrix, bigrams, ngrams, priors, slots, roots, 3, 2)
         assert found.tokens.tolist() == [[root] + [-1] * 6 for root in roots.tolist()]
 
 
-def test_of_equal_scores_the_first_offered_by_the_earlier_parent_stays(cpu_path, interpreter):
+def test_of_equal_scores_the_earlier_parents_and_the_earlier_candidate_is_kept(
+    cpu_path, interpreter
+):
     rows = [[-1] * TOP for _ in range(9)]
     rows[0], rows[1], rows[2] = [2, 1, 3, 4, 5, 6, 7, 8], [3] * TOP, [4, 5] + [-1] * 6
-    pairs = int32([[[-1] * (TOP + 2)]])
-    contexts = Contexts.of(1, 9, 16, CPU)
-    extend_contexts(contexts, torch.tensor([0]), int32([[0]]))
-    priors = torch.ones(ORIGINS)
+    bigrams = int32([[[-1] * (TOP + 2)]])
+    ngrams = NgramIndex.of(1, 9, 16, CPU)
+    extend_ngrams(ngrams, torch.tensor([0]), int32([[0]]))
+    priors = torch.ones(NUM_SOURCES)
     for run in (grow, growth._grow_triton):
-        found = run(int32(rows), pairs, contexts, priors, torch.tensor([0]), int32([0]), 2, 3)
+        found = run(int32(rows), bigrams, ngrams, priors, torch.tensor([0]), int32([0]), 2, 3)
         assert found.tokens[0, :5].tolist() == [0, 2, 1, 4, 5]
         assert found.parents[0, :5].tolist() == [-1, 0, 0, 1, 1]
 
 
-def test_no_requests_grow_no_trees(cpu_path, interpreter):
+def test_an_empty_batch_gives_no_trees(cpu_path, interpreter):
     case = world(0, batch=0)
     for run in (grow, growth._grow_triton):
         found = run(*case.tensors(), 4, 2)
@@ -171,30 +173,30 @@ def test_no_requests_grow_no_trees(cpu_path, interpreter):
 
 @CASES
 @given(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
-def test_pairs_stand_where_the_kernels_look(before, token):
-    pairs = torch.full((1, 64, TOP + 2), -1, dtype=torch.int32)
-    place = pair_cells(int32([before]), int32([token]), 64)
-    pairs[0, place] = int32([before, token, *range(TOP)])
-    contexts = Contexts.of(1, 4, 8, CPU)
-    extend_contexts(contexts, torch.tensor([0]), int32([[before, token]]))
-    priors = torch.zeros(ORIGINS)
-    priors.view(-1, PAIR_STATES, ROW_STATES)[:, 1 : TOP + 1] = 0.5
+def test_python_and_the_kernels_agree_on_the_cells_of_bigrams(previous, token):
+    bigrams = torch.full((1, 64, TOP + 2), -1, dtype=torch.int32)
+    place = bigram_cells(int32([previous]), int32([token]), 64)
+    bigrams[0, place] = int32([previous, token, *range(TOP)])
+    ngrams = NgramIndex.of(1, 4, 8, CPU)
+    extend_ngrams(ngrams, torch.tensor([0]), int32([[previous, token]]))
+    priors = torch.zeros(NUM_SOURCES)
+    priors.view(-1, BIGRAM_STATES, ROW_STATES)[:, 1 : TOP + 1] = 0.5
     matrix = int32([[-1] * TOP])
-    found = grow(matrix, pairs, contexts, priors, torch.tensor([0]), int32([token]), TOP, 1)
+    found = grow(matrix, bigrams, ngrams, priors, torch.tensor([0]), int32([token]), TOP, 1)
     assert sorted(found.tokens[0, 1:].tolist()) == list(range(TOP))
 
 
 def test_shapes_that_do_not_fit_are_errors():
-    matrix, pairs, contexts, priors, slots, roots = world(0).tensors()
+    matrix, bigrams, ngrams, priors, slots, roots = world(0).tensors()
     with pytest.raises(ValueError, match="matrix"):
-        grow(matrix[:, :4], pairs, contexts, priors, slots, roots, 4, 2)
-    for wrong in (pairs[:, :3], pairs[:, :0], pairs[..., :4]):
-        with pytest.raises(ValueError, match="pairs"):
-            grow(matrix, wrong, contexts, priors, slots, roots, 4, 2)
+        grow(matrix[:, :4], bigrams, ngrams, priors, slots, roots, 4, 2)
+    for wrong in (bigrams[:, :3], bigrams[:, :0], bigrams[..., :4]):
+        with pytest.raises(ValueError, match="bigrams"):
+            grow(matrix, wrong, ngrams, priors, slots, roots, 4, 2)
     with pytest.raises(ValueError, match="priors"):
-        grow(matrix, pairs, contexts, priors[1:], slots, roots, 4, 2)
+        grow(matrix, bigrams, ngrams, priors[1:], slots, roots, 4, 2)
     with pytest.raises(ValueError, match="slots"):
-        grow(matrix, pairs, contexts, priors, slots[1:], roots, 4, 2)
+        grow(matrix, bigrams, ngrams, priors, slots[1:], roots, 4, 2)
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""The shuffled interpreter shows what it is for: programs that race for one cell."""
+"""The shuffled interpreter reveals a race: programs that write to one cell."""
 
 import torch
 from tree_kernels._triton import tl

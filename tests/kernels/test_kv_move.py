@@ -1,4 +1,4 @@
-"""KV rows move as if all reads came before all writes, whatever the cache's layout."""
+"""KV compaction reads all rows before it writes any, for every layout of the cache."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
 def make_cache(blocks, heads, block_size, head_dim, dtype, layout):
-    """Views of [blocks, heads, block_size, head_dim]; "interleaved" has K and V side by side."""
+    """A view `[blocks, heads, block_size, head_dim]`; "interleaved" has K and V side by side."""
     if layout == "heads_last":
         cache = torch.randn(blocks, block_size, heads, head_dim).to(dtype)
         return cache.transpose(1, 2)
@@ -27,13 +27,12 @@ LAYOUTS = ["plain", "heads_last", "interleaved", "dims_first"]
 
 
 def move_by_kernel(caches, slots, path):
-    addresses = torch.tensor([cache.data_ptr() for cache in caches])
-    kv_move._move_triton(caches[0], addresses, slots, path)
+    kv_move._move_triton(KvMover(caches), slots, path)
 
 
 @st.composite
 def moves(draw):
-    """Every request owns some slots; paths run down its nodes, or stop early."""
+    """Requests with slots of their own, and paths that may end before the maximum depth."""
     requests, nodes = draw(st.integers(1, 4)), draw(st.integers(2, 9))
     block_size = draw(st.sampled_from([1, 4, 16]))
     slots = draw(st.permutations(range(requests * nodes + 3)))[: requests * nodes]
@@ -109,12 +108,12 @@ def test_shapes_that_do_not_fit_are_errors():
         KvMover([torch.zeros(2, 3, 4)])
     with pytest.raises(ValueError, match="alike"):
         KvMover([torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 6)])
-    with pytest.raises(ValueError, match="not \\[B, N\\]"):
+    with pytest.raises(ValueError, match="must be \\[B, N\\]"):
         KvMover([torch.zeros(2, 3, 4, 5)])(SLOTS, PATH[:1])
 
 
 def engine_caches(layout):
-    """Five layers, as vLLM lays them out, keys beside values, and as SGLang does, slot by slot."""
+    """Five layers: vLLM stores keys beside values, SGLang stores rows by slot."""
     if layout == "sglang":
         return [torch.randn(32, 3, 4).unsqueeze(2) for _ in range(5)]
     stored = [torch.randn(4, 8, 3, 8).transpose(1, 2) for _ in range(5)]

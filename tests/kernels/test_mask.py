@@ -1,4 +1,4 @@
-"""Depths and ancestor masks, against following parents one by one in Python."""
+"""Depths and ancestor masks, compared with following the parents in Python."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from tree_kernels import mask
-from tree_kernels.mask import ancestor_bitmask, depths, tree_mask
+from tree_kernels.mask import depths, tree_mask
 
 
 def random_trees(seed, widths, kind):
-    """Ragged trees, parents before children, padded with -1."""
+    """Trees of different sizes, parents before children, padded with -1."""
     generator = torch.Generator().manual_seed(seed)
     parents = torch.full((len(widths), max(widths)), -1, dtype=torch.int32)
     for request, count in enumerate(widths):
@@ -27,9 +27,9 @@ def trees(draw):
     return random_trees(draw(st.integers(0, 99)), widths, kind)
 
 
-def lineages(parents, num_nodes):
-    """For every node the set of itself and its ancestors; empty for padding."""
-    for line, count in zip(parents.tolist(), num_nodes.tolist(), strict=True):
+def lineages(parents, tree_size):
+    """The set of each node and its ancestors, empty for padding."""
+    for line, count in zip(parents.tolist(), tree_size.tolist(), strict=True):
         request = []
         for node in range(len(line)):
             seen = set()
@@ -57,24 +57,9 @@ def test_masks_and_depths_follow_the_parents(cpu_path, case):
 
 @CASES
 @given(trees())
-def test_bits_say_what_the_mask_says(case):
-    words = ancestor_bitmask(*case)
-    width = case[0].shape[1]
-    assert words.dtype == torch.int32
-    assert words.shape[2] == -(-width // 32)
-    for request, row in zip(words.tolist(), lineages(*case), strict=True):
-        for line, seen in zip(request, row, strict=True):
-            joined = sum((word & 0xFFFFFFFF) << (32 * at) for at, word in enumerate(line))
-            assert joined == sum(1 << node for node in seen)
-
-
-@CASES
-@given(trees())
 def test_kernels_give_the_same(interpreter, case):
     assert mask._depths_triton(*case).tolist() == depths(*case).tolist()
-    bits = mask._ancestors_triton(*case, unpack=False)
-    assert bits.tolist() == ancestor_bitmask(*case).tolist()
-    seen = mask._ancestors_triton(*case, unpack=True)
+    seen = mask._tree_mask_triton(*case)
     assert seen.dtype == torch.bool
     assert seen.tolist() == tree_mask(*case).tolist()
 
@@ -83,7 +68,7 @@ def test_kernels_give_the_same(interpreter, case):
 def test_a_chain_of_any_length_sees_all_before_it(cpu_path, interpreter, width):
     case = random_trees(0, [width], "chain")
     assert torch.equal(tree_mask(*case)[0], torch.ones(width, width).tril().bool())
-    assert mask._ancestors_triton(*case, unpack=True).tolist() == tree_mask(*case).tolist()
+    assert mask._tree_mask_triton(*case).tolist() == tree_mask(*case).tolist()
     assert mask._depths_triton(*case).tolist() == [list(range(width))]
 
 
@@ -91,12 +76,14 @@ def test_nodes_past_the_count_are_padding_whatever_their_parents(cpu_path):
     parents = torch.tensor([[-1, 0, 1, 2]], dtype=torch.int32)
     count = torch.tensor([2], dtype=torch.int32)
     assert depths(parents, count).tolist() == [[0, 1, 0, 0]]
-    assert ancestor_bitmask(parents, count).tolist() == [[[1], [3], [0], [0]]]
+    assert tree_mask(parents, count).int().tolist() == [
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    ]
 
 
 def test_shapes_that_do_not_fit_are_errors():
     parents, count = random_trees(0, [3, 4], "any")
-    for function in (depths, ancestor_bitmask, tree_mask):
+    for function in (depths, tree_mask):
         with pytest.raises(ValueError, match="must be"):
             function(parents, count[:1])
 
@@ -106,5 +93,5 @@ def test_shapes_that_do_not_fit_are_errors():
 def test_cuda_agrees_with_the_cpu(requests, width):
     case = random_trees(0, [max(1, width - 3 * i) for i in range(requests)], "any")
     on_device = [tensor.cuda() for tensor in case]
-    for function in (depths, ancestor_bitmask, tree_mask):
+    for function in (depths, tree_mask):
         assert torch.equal(function(*on_device).cpu(), function(*case))

@@ -1,4 +1,4 @@
-"""Each row's bits say what the mask says, and rows of no tree are left alone."""
+"""The bits of each row equal the mask, and rows outside the trees stay unchanged."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ UNTOUCHED = 0x5A5A5A5A
 
 @st.composite
 def batches(draw):
-    """Trees between rows of other requests, in rows of as many words as needed or more."""
+    """Trees between rows of other requests; rows have the words that they need, or more."""
     torch.manual_seed(draw(st.integers(0, 99)))
     width = draw(st.sampled_from([1, 5, 31, 32, 33, 64, 81]))
     nodes = draw(st.lists(st.integers(1, width), min_size=1, max_size=4))
@@ -20,7 +20,7 @@ def batches(draw):
     starts = [sum(nodes[:at]) + sum(gaps[: at + 1]) for at in range(len(nodes))]
     rows, words = sum(nodes) + sum(gaps) + 1, -(-width // 32) + draw(st.integers(0, 1))
     masks = torch.rand(len(nodes), width, width) < 0.5
-    # The last bit of a word is the sign.
+    # The last bit of a word is its sign bit.
     masks[:, :, 31::32] |= torch.rand(len(nodes), width, 1) < 0.5
     out = torch.full((rows, words), UNTOUCHED, dtype=torch.int32)
     integers = draw(st.sampled_from([torch.int32, torch.int64]))
@@ -57,7 +57,7 @@ def test_kernel_writes_the_same_rows(interpreter, batch):
     check(*batch)
 
 
-def test_what_does_not_fit_is_an_error():
+def test_shapes_that_do_not_fit_are_errors():
     masks, one = torch.ones(1, 33, 33, dtype=torch.bool), torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected"):
         mask_rows(masks, one, one, torch.zeros(9, 1, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Merged trees, against sets of paths."""
+"""The union of two trees, compared with the union of their sets of paths."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DEPTH = 4
 
 
 def random_tree(draw, width):
-    """Paths below the root, breadth-first, as tokens and parents padded to `width`."""
+    """A random tree in breadth-first order: tokens and parents padded to `width`, and its size."""
     paths = [()]
     for _ in range(draw(st.integers(0, width - 1))):
         parent = draw(st.sampled_from([path for path in paths if len(path) < DEPTH]))
@@ -55,7 +55,7 @@ def paths_of(tree, row):
 
 @CASES
 @given(pairs())
-def test_the_union_breadth_first(pair):
+def test_the_union_breadth_first(cpu_path, pair):
     merged = merge_trees(*pair, DEPTH)
     for row in range(len(merged[2])):
         assert merged[0][row, 0] == 7
@@ -71,10 +71,25 @@ def test_the_union_breadth_first(pair):
 
 @CASES
 @given(pairs())
+def test_cpp_gives_the_same_as_the_reference(pair):
+    expected = module._merge_reference(*pair, DEPTH)
+    for ours, other in zip(module._merge_cpp(*pair, DEPTH), expected, strict=True):
+        assert ours.dtype == other.dtype
+        assert torch.equal(ours, other)
+
+
+@CASES
+@given(pairs())
 def test_the_kernel_gives_the_same(interpreter, pair):
     merged = merge_trees(*pair, DEPTH)
     for ours, expected in zip(module._merge_triton(*pair, DEPTH), merged, strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_an_empty_batch_gives_no_trees(cpu_path):
+    none = torch.zeros(0, 3, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
+    tree = (*none, torch.zeros(0, dtype=torch.int32))
+    assert [tuple(part.shape) for part in merge_trees(tree, tree, DEPTH)] == [(0, 5), (0, 5), (0,)]
 
 
 def test_shapes_that_do_not_fit_are_errors():

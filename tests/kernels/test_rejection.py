@@ -1,7 +1,7 @@
 """Recursive rejection sampling: the token that follows a node is distributed as the target.
 
-The law of `reject_step` is measured by asking it, not by repeating its formulas: what it answers is
-a step function of each coin, so bisection finds each probability to some 1e-7.
+The tests measure the distribution of `reject_step` and do not repeat its formulas: the result is a
+step function of each coin, so that bisection finds each probability to about 1e-7.
 """
 
 from itertools import permutations
@@ -18,14 +18,14 @@ ROUNDS = 26
 
 
 def ask(q, p, children, coins):
-    """One answer a row of coins."""
+    """The results of `reject_step` for each row of coins."""
     rows = torch.zeros(len(coins), dtype=torch.int64)
     given = torch.tensor([children] * len(coins), dtype=torch.int32).view(len(coins), -1)
     return reject_step(q[None], p[None], rows, rows, given, coins.float())
 
 
 def threshold(answer):
-    """Where `answer(coin)`, first true and then false, changes."""
+    """The coin at which `answer(coin)` changes from true to false."""
     low, high = 0.0, 1.0
     if not answer(high - 2**-24):
         for _ in range(ROUNDS):
@@ -85,7 +85,7 @@ weights = st.lists(st.sampled_from([0, 1, 1, 2, 5, 40]), min_size=4, max_size=4)
 
 @CASES
 @given(weights, weights, st.integers(1, 3))
-def test_the_token_is_distributed_as_the_target(first, second, count):
+def test_the_token_is_distributed_as_the_target(cpu_path, first, second, count):
     q, p = normed(first), normed(second)
     found = sum(
         probability * law(q, p, children) for children, probability in orders(p.double(), count)
@@ -93,8 +93,8 @@ def test_the_token_is_distributed_as_the_target(first, second, count):
     assert torch.allclose(found, q.double(), atol=2e-6)
 
 
-def test_ignoring_that_drafts_were_drawn_without_replacement_would_show():
-    """The control: children in the order of their tokens, not of drawing."""
+def test_children_in_another_order_than_drawn_would_change_the_distribution():
+    """A control: children in the order of their tokens, not of drawing."""
     q, p = normed([5, 1, 2, 2]), normed([1, 2, 40, 5])
     found = sum(
         probability * law(q, p, sorted(children)) for children, probability in orders(p.double(), 2)
@@ -104,7 +104,7 @@ def test_ignoring_that_drafts_were_drawn_without_replacement_would_show():
 
 @CASES
 @given(weights, weights)
-def test_one_child_is_ordinary_speculative_sampling(first, second):
+def test_one_child_is_ordinary_speculative_sampling(cpu_path, first, second):
     q, p = normed(first), normed(second)
     rate = 0.0
     for children, probability in orders(p.double(), 1):
@@ -118,7 +118,7 @@ def test_one_child_is_ordinary_speculative_sampling(first, second):
 
 @CASES
 @given(st.integers(0, 64), st.integers(1, 63), st.floats(0, 0.999), st.floats(0, 0.999))
-def test_two_children_of_two_tokens_always_hold_the_answer(a, b, first, second):
+def test_with_two_tokens_one_of_two_children_is_always_accepted(cpu_path, a, b, first, second):
     q, p = torch.tensor([a / 64, 1 - a / 64]), torch.tensor([b / 64, 1 - b / 64])
     for children in ([0, 1], [1, 0]):
         accepted, token = ask(q, p, children, torch.tensor([[first, second, 0.5]]))
@@ -127,8 +127,8 @@ def test_two_children_of_two_tokens_always_hold_the_answer(a, b, first, second):
 
 
 @pytest.mark.parametrize("winner", range(3))
-def test_without_a_draft_distribution_a_sure_target_takes_its_own_token(winner):
-    """How greedy rows are verified: their children were chosen, not drawn."""
+def test_without_a_draft_distribution_a_sure_target_takes_its_own_token(cpu_path, winner):
+    """Verification of greedy requests, whose children are chosen and not drawn."""
     q = torch.zeros(3)
     q[winner] = 1.0
     coins = torch.tensor([[0.999, 0.999, 0.5]])
@@ -152,6 +152,68 @@ def random_case(seed, requests=5, vocab=37, num_children=3):
     children[torch.arange(num_children) >= lengths] = -1
     coins = torch.rand(requests, num_children + 1, generator=generator)
     return q, p, target_rows, draft_rows, children, coins
+
+
+def filtered_case(seed, kept, requests=4, vocab=3001, num_children=4):
+    """Distributions in which only `kept` tokens of a row have mass, as after top-k."""
+    q, p, target_rows, draft_rows, _, coins = random_case(seed, requests, vocab, num_children)
+    q, p = (torch.zeros_like(x).scatter(1, *reversed(x.topk(kept))) for x in (q, p))
+    q, p = (x / x.sum(1, keepdim=True) for x in (q, p))
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(p[draft_rows.clamp(min=0)], num_children, generator=generator)
+    return q, p, target_rows, draft_rows, drawn.int(), coins
+
+
+@CASES
+@given(st.integers(0, 10**6), st.sampled_from([4, 40, 2500]))
+def test_cpp_gives_the_same_as_the_reference(seed, kept):
+    for case in (random_case(seed), filtered_case(seed, kept)):
+        expected = rejection._reject_reference(*case)
+        for ours, other in zip(rejection._reject_cpp(*case), expected, strict=True):
+            assert ours.dtype == other.dtype
+            assert ours.tolist() == other.tolist()
+
+
+def test_a_target_equal_to_the_draft_accepts_even_what_rounding_rejects(cpu_path):
+    q = torch.tensor([0.25, 0.75])
+    accepted, token = ask(q, q, [1], torch.tensor([[1.0, 0.5]]))
+    assert (int(accepted), int(token)) == (0, 1)
+
+
+def test_coins_at_their_ends_draw_the_first_and_the_last_token_with_mass(cpu_path):
+    q, p = torch.zeros(2, 700)
+    q[[3, 300, 650]] = torch.tensor([0.1, 0.3, 0.6])
+    p[5] = 1.0
+    for coin, expected in ((0.0, 3), (0.2, 300), (1.0 - 2**-24, 650), (1.0, 650)):
+        accepted, token = ask(q, p, [5], torch.tensor([[0.0, coin]]))
+        assert (int(accepted), int(token)) == (-1, expected)
+
+
+@pytest.mark.parametrize("num_children", [0, 2])
+def test_without_any_draft_distribution_the_target_is_sampled(cpu_path, num_children):
+    q = torch.tensor([[0.25, 0.0, 0.75], [1.0, 0.0, 0.0]])
+    rows, without = torch.tensor([0, 1, 0]), torch.full((3,), -1)
+    children = torch.full((3, num_children), -1, dtype=torch.int32)
+    coins = torch.zeros(3, num_children + 1)
+    coins[:, -1] = torch.tensor([0.2, 0.9, 0.3])
+    accepted, tokens = reject_step(q, torch.zeros(0, 3), rows, without, children, coins)
+    assert accepted.tolist() == [-1, -1, -1]
+    assert tokens.tolist() == [0, 0, 2]
+
+
+def test_an_empty_batch_gives_no_tokens(cpu_path):
+    q, p, rows, _, children, coins = random_case(0)
+    none = rows[:0]
+    accepted, tokens = reject_step(q, p, none, none, children[:0], coins[:0])
+    assert accepted.shape == tokens.shape == (0,)
+
+
+def test_a_request_gets_the_same_alone_and_in_a_batch(cpu_path):
+    case = filtered_case(3, 40, requests=8)
+    accepted, tokens = reject_step(*case)
+    for row in range(8):
+        alone = reject_step(*case[:2], *(tensor[row : row + 1] for tensor in case[2:]))
+        assert [int(each) for each in alone] == [int(accepted[row]), int(tokens[row])]
 
 
 @CASES

@@ -1,4 +1,4 @@
-"""The best nodes of grown trees, against sorting them in Python."""
+"""The nodes of highest score of dynamic trees, compared with sorting them in Python."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tree_kernels.selection import best_nodes
 
 
 def random_trees(seed, batch, width, depth):
-    """Grown trees with many equal scores, gaps after each level's nodes."""
+    """Expanded trees with many equal scores; the nodes of a level come before its gaps."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(high):
@@ -33,10 +33,10 @@ def random_trees(seed, batch, width, depth):
                 line.append((drawn(50), parent, 1 + drawn(99), score))
             line += [(-1, -1, 0, 0.0)] * (first + room - len(line))
         lines.append(line)
-    tokens, parents, origins, scores = (
+    tokens, parents, sources, scores = (
         torch.tensor([[node[part] for node in line] for line in lines]) for part in range(4)
     )
-    return Grown(tokens.int(), parents.int(), origins.int(), scores.float()), lines
+    return Grown(tokens.int(), parents.int(), sources.int(), scores.float()), lines
 
 
 def expected(lines, nodes):
@@ -61,7 +61,7 @@ def lists(found):
 
 @CASES
 @given(trees())
-def test_the_nodes_of_highest_score_stay(cpu_path, case):
+def test_the_nodes_of_highest_score_are_selected(cpu_path, case):
     grown, lines, nodes = case
     found = best_nodes(grown, nodes)
     assert {part.dtype for part in found} == {torch.int32}
@@ -77,13 +77,15 @@ def test_kernel_keeps_the_same_nodes(interpreter, width, depth):
 
 @CASES
 @given(st.integers(0, 99), st.integers(0, 30))
-def test_what_stays_is_a_tree_breadth_first_with_siblings_together(cpu_path, seed, nodes):
+def test_the_selection_is_a_tree_in_breadth_first_order_with_siblings_adjacent(
+    cpu_path, seed, nodes
+):
     grown = grow(*world(seed).tensors(), 16, 4)
     for tokens, parents, _, count in zip(*lists(best_nodes(grown, nodes)), strict=True):
         assert 1 <= count <= nodes + 1
         assert parents[0] == -1
         assert all(0 <= parent < node for node, parent in enumerate(parents[1:count], 1))
-        # Parents in order: levels after one another, and siblings adjacent.
+        # Parents are in order: one level after another, siblings adjacent.
         assert parents[1:count] == sorted(parents[1:count])
         assert min(tokens[:count]) >= 0
         assert tokens[count:] == parents[count:] == [-1] * (nodes + 1 - count)
@@ -91,7 +93,7 @@ def test_what_stays_is_a_tree_breadth_first_with_siblings_together(cpu_path, see
         assert len(set(children)) == count
 
 
-def test_more_nodes_only_add_to_fewer(cpu_path):
+def test_a_larger_selection_contains_a_smaller_one(cpu_path):
     grown = grow(*world(6).tensors(), 16, 4)
     few, many = best_nodes(grown, 6), best_nodes(grown, 20)
     assert many[3].sum() > few[3].sum() > 3
@@ -105,7 +107,7 @@ def test_more_nodes_only_add_to_fewer(cpu_path):
         assert paths[0] <= paths[1]
 
 
-def test_no_trees_keep_no_nodes(cpu_path, interpreter):
+def test_an_empty_batch_gives_no_nodes(cpu_path, interpreter):
     grown = grow(*world(0, batch=0).tensors(), 4, 2)
     for run in (best_nodes, selection._best_triton):
         assert [part.shape for part in run(grown, 3)] == [(0, 4)] * 3 + [(0,)]
@@ -114,7 +116,7 @@ def test_no_trees_keep_no_nodes(cpu_path, interpreter):
 def test_more_nodes_than_columns_are_an_error():
     grown, _ = random_trees(0, 1, 4, 2)
     for nodes in (-1, columns_of(4, 2)):
-        with pytest.raises(ValueError, match="nodes"):
+        with pytest.raises(ValueError, match=r"num_draft_tokens=-?[0-9]+ must be between 0 and 8"):
             best_nodes(grown, nodes)
 
 

@@ -1,4 +1,4 @@
-"""What became of a step's trees, against counting in Python."""
+"""The counters of a step, compared with counting in Python."""
 
 import pytest
 import torch

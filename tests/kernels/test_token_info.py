@@ -1,4 +1,4 @@
-"""The likeliest tokens after each node, against softmax over logits written out row by row."""
+"""Token-info sampling, compared with the softmax over the summed logits of each node."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def by_hand(logits, tokens, table, row_of, hot_tokens, token, request):
 
 @CASES
 @given(cases())
-def test_they_are_the_likeliest_of_the_softmax(case):
+def test_the_tokens_are_the_most_likely_of_the_softmax(case):
     *given_, k = case
     tokens = given_[1]
     found, log_probs = token_info_top(*case)
@@ -78,7 +78,7 @@ def test_the_kernel_gives_the_same(interpreter, case):
 
 @CASES
 @given(cases())
-def test_the_native_code_gives_the_same_as_the_reference(case):
+def test_cpp_gives_the_same_as_the_reference(case):
     tokens, log_probs = module._token_info_reference(*case)
     own_tokens, own_log_probs = token_info_top(*case)
     assert torch.equal(own_tokens, tokens)
@@ -97,7 +97,7 @@ def test_impossible_tokens_have_no_probability():
         torch.testing.assert_close(log_probs[0, 0], expected)
 
 
-def test_among_equals_the_lowest_id_comes_first():
+def test_equal_logits_are_ordered_by_lowest_id():
     hot = torch.tensor([4], dtype=torch.int32)
     row_of = torch.tensor([-1, -1, -1, -1, 0], dtype=torch.int32)
     table = torch.zeros(1, 1)

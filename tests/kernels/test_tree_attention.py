@@ -1,4 +1,4 @@
-"""Attention over paged KV for prompts, single rows and trees at once, against the definition."""
+"""Attention over paged KV for prompts, single tokens and trees, compared with its definition."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,8 @@ from cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree_kernels._kv_shares import shares_of
-from tree_kernels.mask import ancestor_bitmask
+from tree_kernels.mask import tree_mask
+from tree_kernels.mask_rows import mask_rows
 from tree_kernels.tree_attention import _tree_attention_triton, tree_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -17,7 +18,7 @@ UNTOUCHED = 7.0
 
 @dataclass(frozen=True)
 class Request:
-    """A context, rows behind it that are causal, and the parents of a tree behind these."""
+    """A request: its context, its causal rows, and the parents of the tree that follows them."""
 
     context: int
     chunk: int = 0
@@ -33,7 +34,7 @@ def star(nodes):
 
 
 def bush(nodes, seed=0):
-    """Breadth-first, of any shape."""
+    """The parents of a random tree in breadth-first order."""
     draws = torch.Generator().manual_seed(seed)
     steps = torch.randint(1, 6, (nodes,), generator=draws)
     above = (torch.arange(nodes) - steps).clamp(min=0).cummax(0).values
@@ -59,7 +60,7 @@ def make_batch(
     spare_rows=2,
     seed=0,
 ):
-    """Scattered pages in a cache in which all that belongs to no token is NaN."""
+    """Scattered pages in a cache that holds NaN wherever there is no token."""
     torch.manual_seed(seed)
     rows = [request.chunk + len(request.parents) for request in requests]
     lengths = [request.context + count for request, count in zip(requests, rows, strict=True)]
@@ -77,7 +78,7 @@ def make_batch(
         keys, values = torch.full((2, *shape, head_size), torch.nan, dtype=dtype)
     most = max(len(request.parents) for request in requests)
     total = sum(rows) + spare_rows
-    # What stands in the masks of causal rows must not matter.
+    # The masks of causal rows must not be read.
     masks = torch.full((total, -(-most // 32) + spare_words), -1, dtype=torch.int32)
     starts = [sum(rows[:at]) for at in range(len(rows) + 1)]
     for at, request in enumerate(requests):
@@ -88,9 +89,10 @@ def make_batch(
         values[where] = torch.randn(lengths[at], heads[1], head_size).to(dtype)
         if request.parents:
             parents = torch.tensor([request.parents], dtype=torch.int32)
-            bits = ancestor_bitmask(parents, torch.tensor([len(request.parents)]))[0]
-            masks[starts[at] + request.chunk : starts[at + 1]] = 0
-            masks[starts[at] + request.chunk : starts[at + 1], : bits.shape[1]] = bits
+            count = torch.tensor([len(request.parents)])
+            mask_rows(
+                tree_mask(parents, count), torch.tensor([starts[at] + request.chunk]), count, masks
+            )
     query = (2 * torch.randn(total, heads[0], head_size)).to(dtype)
     integers = (starts, lengths, [request.chunk for request in requests])
     arguments = (query, keys, values, table, *(torch.tensor(x).int() for x in integers), masks)
@@ -110,7 +112,7 @@ def by_reference(batch):
 
 
 def attended(batch, at, line, view):
-    """What a row of the request `at` gets from the tokens that it sees, in float64."""
+    """Attention of a row of request `at` to the tokens that it attends to, in float64."""
     query, keys, values, table, *_ = batch.arguments
     token, page = torch.tensor(view), keys.shape[1]
     seen = table[at, token // page].long(), token % page
@@ -121,7 +123,7 @@ def attended(batch, at, line, view):
 
 
 def defined(batch):
-    """Row by row: causal before the tree; in it the context, the ancestors and the row itself."""
+    """Row by row: causal rows; nodes attend to the context, their ancestors and themselves."""
     out = torch.full_like(batch.arguments[0], UNTOUCHED)
     line = 0
     for at, request in enumerate(batch.requests):
@@ -230,8 +232,8 @@ def test_a_chain_is_causal(interpreter):
     assert torch.equal(by_kernel(causal), by_kernel(tree))
 
 
-def test_bits_alone_say_what_a_node_sees(interpreter):
-    """Also nodes behind it, of another program's rows, and only some of its ancestors."""
+def test_the_bits_of_the_mask_decide_what_a_node_attends_to(interpreter):
+    """A mask may also name later nodes, of another program's rows, and only some ancestors."""
     batch = make_batch([Request(20, parents=chain(6))], (16, 1), spare_rows=0)
     nodes = [[0, 2, 5], [1], [5], [0, 1], [], [4, 5]]
     batch.arguments[-1][:, 0] = torch.tensor([sum(1 << node for node in row) for row in nodes])
@@ -248,8 +250,8 @@ def test_scores_may_be_large_and_far_apart(interpreter, shares):
 
 
 @pytest.mark.parametrize("shares", [1, 2])
-def test_requests_without_rows_or_tokens_do_no_harm(interpreter, shares):
-    """A graph's batch is padded: with requests of no rows, or of one row and no tokens."""
+def test_requests_without_rows_or_tokens_are_skipped(interpreter, shares):
+    """The batch of a CUDA graph is padded with requests of no rows, or of one row and no tokens."""
     batch = make_batch([Request(30, chunk=1), Request(20, parents=star(3)), Request(10, chunk=1)])
     query, keys, values, table, starts, lengths, trees, masks = batch.arguments
     expected = by_kernel(batch, shares)
@@ -266,7 +268,7 @@ def test_requests_without_rows_or_tokens_do_no_harm(interpreter, shares):
     assert_near(by_reference(padded_batch), expected)
 
 
-def test_few_programs_over_long_caches_share_the_reading():
+def test_few_programs_split_long_caches_into_shares():
     assert shares_of(8, 131072) == 32
     assert shares_of(48, 131072) == 4
     assert shares_of(8, 2048) == 8
@@ -274,7 +276,7 @@ def test_few_programs_over_long_caches_share_the_reading():
     assert shares_of(1000, 131072) == 1
 
 
-def test_what_does_not_fit_is_an_error():
+def test_shapes_that_do_not_fit_are_errors():
     arguments = make_batch([Request(5, chunk=2)]).arguments
     query, keys, values, table, *integers, masks = arguments
     rest = (*integers, masks)
@@ -311,7 +313,7 @@ def test_one_graph_serves_other_lengths_and_trees():
         make_batch([Request(context, parents=shape(81)) for context in contexts], seed=seed)
         for seed, (shape, contexts) in enumerate([(bush, (100, 130)), (star, (143, 99))])
     ]
-    # As many pages each, so that the second's tensors fit into the first's places.
+    # Both have the same number of pages, so that the second fits into the first's tensors.
     static = tuple(each.cuda() for each in batches[0].arguments)
     on_device = replace(batches[0], arguments=static)
     by_kernel(on_device)

@@ -1,4 +1,4 @@
-"""Texts and their index of n-grams, against appending token by token in Python."""
+"""Texts and their n-gram index, compared with appending token by token in Python."""
 
 import pytest
 import torch
@@ -7,8 +7,14 @@ from draft_worlds import added_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import LONGEST, PlainText, cell
-from tree_kernels import context
-from tree_kernels.context import Contexts, copies, extend_contexts, last_but_one, ngram_cells
+from tree_kernels import ngrams
+from tree_kernels.ngrams import (
+    NgramIndex,
+    extend_ngrams,
+    find_matches,
+    ngram_cells,
+    previous_tokens,
+)
 
 CPU = torch.device("cpu")
 
@@ -17,29 +23,29 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def made(seed, vocab, length, cells, added, extend=extend_contexts, batch=4):
-    """Texts in five slots after several extensions of some, and the same in plain Python."""
+def made(seed, vocab, length, cells, added, extend=extend_ngrams, batch=4):
+    """Texts in five slots, some of them extended several times, and the same in plain Python."""
     generator = torch.Generator().manual_seed(seed)
-    contexts = Contexts.of(5, length, cells, CPU)
+    ngram_index = NgramIndex.of(5, length, cells, CPU)
     plain = [PlainText(length, cells) for _ in range(5)]
     for columns in added:
         slots = torch.randperm(5, generator=generator)[:batch]
         tokens = added_tokens(generator, batch, columns, vocab)
-        extend(contexts, slots, tokens)
+        extend(ngram_index, slots, tokens)
         for slot, line in zip(slots.tolist(), tokens.tolist(), strict=True):
             plain[slot].extend(line)
-    return contexts, plain
+    return ngram_index, plain
 
 
-def check(contexts, plain):
-    assert contexts.lengths.tolist() == [len(text.tokens) for text in plain]
+def check(ngram_index, plain):
+    assert ngram_index.lengths.tolist() == [len(text.tokens) for text in plain]
     for slot, text in enumerate(plain):
-        assert contexts.history[slot, : len(text.tokens)].tolist() == text.tokens
-        assert not contexts.history[slot, len(text.tokens) :].any()
+        assert ngram_index.history[slot, : len(text.tokens)].tolist() == text.tokens
+        assert not ngram_index.history[slot, len(text.tokens) :].any()
         index = [text.index.get(place, -1) for place in range(text.cells)]
-        assert contexts.index[slot].tolist() == index
-    before = [(-1, -1, *text.tokens)[-2] for text in plain]
-    assert last_but_one(contexts, torch.arange(len(plain))).tolist() == before
+        assert ngram_index.index[slot].tolist() == index
+    previous = [(-1, -1, *text.tokens)[-2] for text in plain]
+    assert previous_tokens(ngram_index, torch.arange(len(plain))).tolist() == previous
 
 
 @CASES
@@ -53,9 +59,14 @@ def check(contexts, plain):
 def test_texts_grow_and_every_n_gram_leads_to_its_last_place(
     cpu_path, seed, vocab, length, cells, added
 ):
-    contexts, plain = made(seed, vocab, length, cells, added)
-    assert contexts.history.dtype == contexts.lengths.dtype == contexts.index.dtype == torch.int32
-    check(contexts, plain)
+    ngram_index, plain = made(seed, vocab, length, cells, added)
+    assert (
+        ngram_index.history.dtype
+        == ngram_index.lengths.dtype
+        == ngram_index.index.dtype
+        == torch.int32
+    )
+    check(ngram_index, plain)
 
 
 @pytest.mark.parametrize(
@@ -63,49 +74,49 @@ def test_texts_grow_and_every_n_gram_leads_to_its_last_place(
     [(0, 3, 90, 64, (40, 1, 5)), (1, 50, 30, 512, (20, 40)), (2, 2, 7, 1, (1, 3, 9))],
 )
 def test_kernel_makes_the_same_texts(interpreter, seed, vocab, length, cells, added):
-    check(*made(seed, vocab, length, cells, added, context._extend_triton, batch=2))
+    check(*made(seed, vocab, length, cells, added, ngrams._extend_triton, batch=2))
 
 
 def test_kernel_indexes_across_its_blocks_of_columns(interpreter, monkeypatch):
-    monkeypatch.setattr(context, "_BLOCK", 16)
-    check(*made(3, 3, 50, 128, (40, 3, 33), context._extend_triton, batch=2))
+    monkeypatch.setattr(ngrams, "_BLOCK", 16)
+    check(*made(3, 3, 50, 128, (40, 3, 33), ngrams._extend_triton, batch=2))
 
 
 @CASES
 @given(st.integers(0, 99), st.lists(st.integers(0, 6), max_size=6))
-def test_it_does_not_matter_how_a_text_is_cut_up(cpu_path, seed, cuts):
+def test_appending_in_pieces_gives_the_same_index(cpu_path, seed, cuts):
     generator = torch.Generator().manual_seed(seed)
     tokens, slots = added_tokens(generator, 2, 40, 4), torch.tensor([2, 0])
-    whole, pieces = Contexts.of(3, 30, 64, CPU), Contexts.of(3, 30, 64, CPU)
-    extend_contexts(whole, slots, tokens)
+    whole, pieces = NgramIndex.of(3, 30, 64, CPU), NgramIndex.of(3, 30, 64, CPU)
+    extend_ngrams(whole, slots, tokens)
     for part in tokens.tensor_split(sorted(6 * cut for cut in cuts), 1):
-        extend_contexts(pieces, slots, part)
+        extend_ngrams(pieces, slots, part)
     assert torch.equal(whole.history, pieces.history)
     assert torch.equal(whole.lengths, pieces.lengths)
     assert torch.equal(whole.index, pieces.index)
 
 
-def test_a_cleared_text_begins_anew_and_others_stay(cpu_path):
-    contexts = Contexts.of(2, 10, 32, CPU)
-    extend_contexts(contexts, torch.tensor([0, 1]), int32([[1, 2, 3], [1, 2, 3]]))
-    contexts.clear(0)
-    extend_contexts(contexts, torch.tensor([0]), int32([[7, 8]]))
+def test_clearing_empties_one_text_and_no_other(cpu_path):
+    ngram_index = NgramIndex.of(2, 10, 32, CPU)
+    extend_ngrams(ngram_index, torch.tensor([0, 1]), int32([[1, 2, 3], [1, 2, 3]]))
+    ngram_index.clear(0)
+    extend_ngrams(ngram_index, torch.tensor([0]), int32([[7, 8]]))
     plain = [PlainText(10, 32), PlainText(10, 32)]
     plain[0].extend([7, 8])
     plain[1].extend([1, 2, 3])
-    assert contexts.lengths.tolist() == [2, 3]
+    assert ngram_index.lengths.tolist() == [2, 3]
     for slot, text in enumerate(plain):
         index = [text.index.get(place, -1) for place in range(32)]
-        assert contexts.index[slot].tolist() == index
+        assert ngram_index.index[slot].tolist() == index
 
 
 @CASES
 @given(st.integers(0, 99), st.sampled_from([1, 2, 16, 1 << 14]))
-def test_a_copy_follows_what_stood_there_however_cells_collide(seed, cells):
-    contexts, plain = made(seed, 3, 60, cells, (30, 9, 9))
+def test_matches_are_compared_with_the_text_where_cells_collide(seed, cells):
+    ngram_index, plain = made(seed, 3, 60, cells, (30, 9, 9))
     generator = torch.Generator().manual_seed(seed)
     suffixes = torch.randint(0, 3, (5, 8, LONGEST), generator=generator)
-    tokens, matched = copies(contexts, torch.arange(5), suffixes)
+    tokens, matched = find_matches(ngram_index, torch.arange(5), suffixes)
     for slot, text in enumerate(plain):
         places = {}
         for end in range(1, len(text.tokens)):
@@ -136,35 +147,35 @@ def test_hashes_are_those_of_32_bit_integers(tokens, bits):
 
 
 def test_no_requests_and_no_columns_change_nothing(cpu_path, interpreter):
-    for extend in (extend_contexts, context._extend_triton):
-        contexts = Contexts.of(2, 10, 32, CPU)
-        extend(contexts, torch.empty(0, dtype=torch.int64), int32([]).view(0, 4))
-        extend(contexts, torch.tensor([1]), int32([[]]))
-        check(contexts, [PlainText(10, 32), PlainText(10, 32)])
+    for extend in (extend_ngrams, ngrams._extend_triton):
+        ngram_index = NgramIndex.of(2, 10, 32, CPU)
+        extend(ngram_index, torch.empty(0, dtype=torch.int64), int32([]).view(0, 4))
+        extend(ngram_index, torch.tensor([1]), int32([[]]))
+        check(ngram_index, [PlainText(10, 32), PlainText(10, 32)])
 
 
 def test_shapes_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="power of two"):
-        Contexts.of(1, 5, 12, CPU)
+        NgramIndex.of(1, 5, 12, CPU)
     with pytest.raises(ValueError, match="power of two"):
-        Contexts.of(1, 5, 0, CPU)
-    contexts = Contexts.of(2, 5, 8, CPU)
+        NgramIndex.of(1, 5, 0, CPU)
+    ngram_index = NgramIndex.of(2, 5, 8, CPU)
     with pytest.raises(ValueError, match="do not fit"):
-        extend_contexts(contexts, torch.tensor([0, 1]), int32([[1, 2]]))
+        extend_ngrams(ngram_index, torch.tensor([0, 1]), int32([[1, 2]]))
     with pytest.raises(ValueError, match="do not fit"):
-        extend_contexts(contexts, torch.tensor([0]), int32([1]))
+        extend_ngrams(ngram_index, torch.tensor([0]), int32([1]))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("requests", "columns"), [(1, 5000), (64, 9), (5, 700)])
 def test_cuda_agrees_with_the_cpu(requests, columns):
     generator = torch.Generator().manual_seed(columns)
-    here = Contexts.of(requests, 6000, 1 << 12, CPU)
-    there = Contexts.of(requests, 6000, 1 << 12, torch.device("cuda"))
+    here = NgramIndex.of(requests, 6000, 1 << 12, CPU)
+    there = NgramIndex.of(requests, 6000, 1 << 12, torch.device("cuda"))
     slots = torch.randperm(requests, generator=generator)
     for extra in (columns, 1, 4, columns):
         tokens = added_tokens(generator, requests, extra, 40)
-        extend_contexts(here, slots, tokens)
-        extend_contexts(there, slots.cuda(), tokens.cuda())
+        extend_ngrams(here, slots, tokens)
+        extend_ngrams(there, slots.cuda(), tokens.cuda())
     for name in ("history", "lengths", "index"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())

@@ -1,8 +1,8 @@
-// Appending to requests' texts, indexing them by their n-grams, and reading them, on a CPU.
+// The texts of requests and the index of their n-grams, on a CPU.
 
 #include <cstdint>
 
-#include "ngrams.h"
+#include "hashing.h"
 
 extern "C" void extend(int32_t* history, int64_t length, int32_t* lengths, int32_t* index,
                        int64_t cells, const int64_t* slots, int64_t requests,
@@ -24,7 +24,7 @@ extern "C" void extend(int32_t* history, int64_t length, int32_t* lengths, int32
   }
 }
 
-extern "C" void last_but_one(const int32_t* history, int64_t length, const int32_t* lengths,
+extern "C" void previous_tokens(const int32_t* history, int64_t length, const int32_t* lengths,
                              const int64_t* slots, int64_t requests, int32_t* tokens) {
   for (int64_t request = 0; request < requests; ++request) {
     const int64_t slot = slots[request], place = lengths[slot] - 2;

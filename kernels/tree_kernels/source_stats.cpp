@@ -1,11 +1,11 @@
-// Counting what became of the candidates of each origin, on a CPU.
+// Acceptance statistics of candidates by their source, on a CPU.
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-// Count, for each origin, the nodes whose parent was accepted and those that were accepted.
-extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const int32_t* origins,
+// Counts, for each source, the nodes whose parent was accepted, and those that were accepted too.
+extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const int32_t* sources,
                             const int32_t* path, int64_t requests, int64_t nodes, int64_t depth,
                             int64_t tree_stride, int32_t* tried, int32_t* hit,
                             const float* expected, float* priors, int64_t weight) {
@@ -19,17 +19,17 @@ extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const
     for (int64_t node = 1; node < nodes; ++node) {
       const int64_t at = request * nodes + node;
       if (tokens[at] < 0 || !on[parents[at]]) continue;
-      const int32_t origin = origins[request * tree_stride + node];
-      ++tried[origin];
-      hit[origin] += on[node];
+      const int32_t source = sources[request * tree_stride + node];
+      ++tried[source];
+      hit[source] += on[node];
     }
   }
-  // What was never tried stays as expected.
+  // Only the sources of these trees can have changed.
   for (int64_t request = 0; request < requests; ++request)
     for (int64_t node = 1; node < nodes; ++node) {
-      const int32_t origin = origins[request * tree_stride + node];
-      const float prior = expected[origin] * static_cast<float>(weight);
-      priors[origin] = (prior + static_cast<float>(hit[origin])) /
-                       static_cast<float>(weight + tried[origin]);
+      const int32_t source = sources[request * tree_stride + node];
+      const float prior = expected[source] * static_cast<float>(weight);
+      priors[source] = (prior + static_cast<float>(hit[source])) /
+                       static_cast<float>(weight + tried[source]);
     }
 }

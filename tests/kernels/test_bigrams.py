@@ -1,4 +1,4 @@
-"""The table of pairs, against writing it row by row in Python."""
+"""The update of the bigram table, compared with writing it row by row in Python."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import cell
-from tree_kernels import pairs as module
-from tree_kernels.pairs import update_pairs
+from tree_kernels import bigrams as module
+from tree_kernels.bigrams import update_bigrams
 
 
 def step(seed, rows, vocab, own, k=3, cells=16, slots=3):
-    """Rows with skipped ones, equal pairs and equal cells among them; before is -2 for no token."""
+    """Rows of which some are skipped, some are equal and some share a cell."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low, high, *shape):
@@ -27,9 +27,9 @@ def step(seed, rows, vocab, own, k=3, cells=16, slots=3):
     )
 
 
-def written(table, slots, tokens, before, candidates):
+def written(table, slots, tokens, previous, candidates):
     expected = table.tolist()
-    columns = (each.tolist() for each in (slots, tokens, before, candidates))
+    columns = (each.tolist() for each in (slots, tokens, previous, candidates))
     for slot, token, first, found in zip(*columns, strict=True):
         if token >= 0 and first != -1:
             place = cell((first, token), table.shape[1])
@@ -47,7 +47,7 @@ def written(table, slots, tokens, before, candidates):
 def test_the_last_row_of_a_cell_writes_it(cpu_path, seed, rows, vocab, own):
     case = step(seed, rows, vocab, own)
     expected = written(*case)
-    update_pairs(*case)
+    update_bigrams(*case)
     assert case[0].tolist() == expected
 
 
@@ -72,9 +72,9 @@ def test_a_later_row_is_seen_across_the_kernel_s_blocks(interpreter):
     assert case[0].tolist() == expected
 
 
-def test_bad_shapes_are_named():
+def test_shapes_that_do_not_fit_are_errors():
     table, *columns, candidates = step(0, 5, 9, own=False)
     with pytest.raises(ValueError, match=r"not \[\[1, 16, 4\]"):
-        update_pairs(table[..., 1:], *columns, candidates)
+        update_bigrams(table[..., 1:], *columns, candidates)
     with pytest.raises(ValueError, match=r"\[4\]"):
-        update_pairs(table, columns[0][1:], *columns[1:], candidates)
+        update_bigrams(table, columns[0][1:], *columns[1:], candidates)

@@ -1,10 +1,10 @@
-// Where the n-grams of a text, and pairs of tokens, stand in their tables.
+// The hash of n-grams and bigrams, which gives their cells in the tables.
 
 #pragma once
 
 #include <cstdint>
 
-constexpr int64_t kLongest = 6;  // of the n-grams that are looked for
+constexpr int64_t kLongest = 6;  // length of the longest n-gram, in tokens
 
 static inline uint32_t mixed(uint32_t hash, int32_t token) {
   hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B1u;

@@ -1,0 +1,146 @@
+"""Compilation of the C++ kernels: flags, and the libraries that a wheel ships.
+
+A wheel holds one library for each kernel and instruction set level in `LEVELS`; `shipped_library`
+finds the best one that this processor can run. `setup.py` imports this module when it builds a
+wheel, so it needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tree_kernels.machine import find_compiler, processor_flags
+
+SHIPPED = "_shipped"
+COMPILE_TIMEOUT = 300.0
+
+_COMPILE = (
+    *("-std=c++17", "-O3", "-fPIC", "-Wall"),
+    # The reductions of a matrix product need no more; -ffast-math would change the whole process.
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
+    "-fopenmp",
+)
+# Linked without -fopenmp: the threads are those of the OpenMP library that PyTorch has loaded
+# already. A second library would bring its own threads, which compete with PyTorch's for cores.
+_LINK = ("-shared",)
+
+
+@dataclass(frozen=True)
+class Level:
+    """An instruction set level for which a wheel holds libraries.
+
+    Attributes:
+        march: The level's name, as the compiler's `-march` takes it.
+        flags: The processor flags that the level needs, as `/proc/cpuinfo` writes them.
+    """
+
+    march: str
+    flags: frozenset[str]
+
+
+_V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+# Best level first. PyTorch's own CPU kernels are slow below AVX2, so no wheel is built for less:
+# such processors compile on first use, as do other architectures.
+LEVELS = (Level("x86-64-v4", _V4), Level("x86-64-v3", _V3))
+
+
+def run(*command: str) -> str:
+    """Run a command and return its output.
+
+    Raises:
+        subprocess.SubprocessError: The command failed or took more than `COMPILE_TIMEOUT` seconds.
+    """
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT
+    )
+    return done.stdout
+
+
+def compile_library(program: str, source: Path, march: str, library: Path) -> None:
+    """Compile one C++ file to a shared library.
+
+    The library appears at its path complete or not at all.
+
+    Args:
+        program: The compiler.
+        source: The C++ file.
+        march: The instruction set, as the compiler's `-march` takes it.
+        library: The path to write. Its folder must exist.
+
+    Raises:
+        OSError: The compiler cannot be started.
+        subprocess.SubprocessError: The compiler failed.
+    """
+    compiled, linked = (library.with_name(f".{library.stem}{end}") for end in (".o", ".linked"))
+    run(program, *_COMPILE, f"-march={march}", "-c", str(source), "-o", str(compiled))
+    run(program, *_LINK, str(compiled), "-o", str(linked))
+    compiled.unlink()
+    linked.replace(library)
+
+
+def digest(source: Path, *further: str) -> str:
+    """A hash of a C++ file, the headers beside it, the compiler's flags and `further`."""
+    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+    key = "\n".join((*texts, *_COMPILE, *_LINK, *further))
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def shipped_name(source: Path, level: Level) -> str:
+    """The file name of a kernel's library in the wheel.
+
+    It contains a hash of the sources, so a library of older sources is never loaded.
+    """
+    return f"{source.stem}-{level.march}-{digest(source, level.march)}.so"
+
+
+def shipped_library(source: Path) -> Path | None:
+    """The library that the wheel holds for this kernel and processor; None if it holds none."""
+    present = set(processor_flags())
+    for level in LEVELS:
+        library = source.parent / SHIPPED / shipped_name(source, level)
+        if level.flags <= present and library.is_file():
+            return library
+    return None
+
+
+def can_build_wheel_libraries() -> bool:
+    """Whether this machine can compile libraries for a wheel: Linux, x86-64 and a compiler."""
+    on_x86_linux = sys.platform == "linux" and platform.machine() == "x86_64"
+    return on_x86_linux and find_compiler() is not None
+
+
+def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
+    """Compile every kernel for every level.
+
+    A file that does not compile is left out, as with a compiler older than the float types that
+    it uses: that kernel is compiled on first use, or runs in PyTorch.
+
+    Args:
+        sources: The folder of the C++ files.
+        folder: Where to write the libraries. Anything in it is removed first.
+
+    Returns:
+        What could not be compiled: one line for each library.
+    """
+    program = find_compiler()
+    assert program is not None
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    failures = []
+    for source in sorted(sources.glob("*.cpp")):
+        for level in LEVELS:
+            library = folder / shipped_name(source, level)
+            try:
+                compile_library(program, source, level.march, library)
+            except (OSError, subprocess.SubprocessError) as error:
+                said = getattr(error, "stderr", None) or error
+                failures.append(f"{source.name} for {level.march}: {said}")
+    return failures

@@ -1,0 +1,51 @@
+"""What this machine has: its processor and its C++ compiler."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def find_compiler() -> str | None:
+    """The path of the C++ compiler: the one that `CXX` names, else g++ or clang++; None if there
+    is none."""
+    names = [chosen] if (chosen := os.environ.get("CXX")) else ["g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def processor_name() -> str:
+    """The processor's model name, or its architecture where the system does not tell the model."""
+    name = _of_cpuinfo("model name") or _of_lscpu("Model name")
+    return name or platform.processor() or platform.machine()
+
+
+def processor_flags() -> list[str]:
+    """The instruction-set extensions, such as "avx2", as Linux names them; empty if unknown."""
+    return (_of_cpuinfo("flags") or _of_cpuinfo("Features")).split()
+
+
+def _of_cpuinfo(key: str) -> str:
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return ""
+    return _value(lines, key)
+
+
+def _of_lscpu(key: str) -> str:
+    # On ARM the kernel gives numbers, which lscpu translates.
+    try:
+        done = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return _value(done.stdout.splitlines(), key)
+
+
+def _value(lines: list[str], key: str) -> str:
+    pairs = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), "")

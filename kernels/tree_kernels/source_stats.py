@@ -1,0 +1,187 @@
+"""Acceptance statistics of candidates by their source.
+
+A candidate is tried when its parent was accepted, and hit when it was accepted too. Its acceptance
+probability is estimated as (WEIGHT * expected + hit) / (WEIGHT + tried), the mean of a beta
+distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._triton import jit, next_power_of_2, path_pad, tl
+
+_COUNT = CppFunction("source_stats.cpp", "count_trees", "ppppiiiippppi")
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """The acceptance statistics of S sources: `candidates.NUM_SOURCES` for dynamic trees, one for
+    each node of a static tree.
+
+    Attributes:
+        expected: Float32 `[S]`, the acceptance probability assumed before any candidate is tried.
+        tried: Int32 `[S]`, the number of candidates whose parent was accepted.
+        hit: Int32 `[S]`, the number of tried candidates that were accepted.
+        priors: Float32 `[S]`, the estimated acceptance probability.
+        WEIGHT: The number of tries that `expected` counts as.
+    """
+
+    expected: Tensor
+    tried: Tensor
+    hit: Tensor
+    priors: Tensor
+
+    WEIGHT = 32
+
+    @classmethod
+    def of(cls, expected: Tensor) -> SourceStats:
+        """Statistics before any candidate is tried."""
+        tried = torch.zeros_like(expected, dtype=torch.int32)
+        return cls(expected, tried, tried.clone(), expected.clone())
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        self.tried.zero_()
+        self.hit.zero_()
+        self.priors.copy_(self.expected)
+
+    def refresh(self) -> None:
+        """Estimate `priors` from the counts."""
+        counted = self.expected * self.WEIGHT + self.hit
+        torch.div(counted, self.tried + self.WEIGHT, out=self.priors)
+
+
+@jit(do_not_specialize=["tokens", "parents", "sources", "nodes", "depth"])
+def _count_kernel(
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    sources: tl.tensor,
+    path: tl.tensor,
+    tried: tl.tensor,
+    hit: tl.tensor,
+    nodes: tl.tensor,
+    depth: tl.tensor,
+    sources_stride: tl.tensor,
+    PAD: tl.constexpr,
+    DEPTH_PAD: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.arange(0, PAD)
+    step = tl.arange(0, DEPTH_PAD)
+    inside = node < nodes
+    token = tl.load(tokens + request * nodes + node, mask=inside, other=-1)
+    parent = tl.load(parents + request * nodes + node, mask=inside, other=-1)
+    source = tl.load(sources + request * sources_stride + node, mask=inside, other=0)
+    accepted = tl.load(path + request * depth + step, mask=step < depth, other=-1)[None, :]
+    here = tl.max((accepted == node[:, None]).to(tl.int32), 1)
+    above = tl.max((accepted == parent[:, None]).to(tl.int32), 1)
+    tries = (token >= 0) & (parent >= 0) & (above > 0)
+    tl.atomic_add(tried + source, above, mask=tries, sem="relaxed")
+    tl.atomic_add(hit + source, here, mask=tries, sem="relaxed")
+
+
+@jit
+def _priors_kernel(
+    tried: tl.tensor,
+    hit: tl.tensor,
+    expected: tl.tensor,
+    priors: tl.tensor,
+    total: tl.tensor,
+    WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    source = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = source < total
+    hits = tl.load(hit + source, mask=inside, other=0).to(tl.float32)
+    tries = tl.load(tried + source, mask=inside, other=0) + WEIGHT
+    thought = tl.load(expected + source, mask=inside, other=0.0) * WEIGHT
+    tl.store(priors + source, tl.div_rn(thought + hits, tries.to(tl.float32)), mask=inside)
+
+
+def _count_triton(
+    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+) -> None:
+    batch, nodes = tokens.shape
+    if batch == 0:
+        return
+    _count_kernel[(batch,)](
+        tokens,
+        parents,
+        sources,
+        path,
+        source_stats.tried,
+        source_stats.hit,
+        nodes,
+        path.shape[1],
+        sources.shape[1],
+        PAD=next_power_of_2(nodes),
+        DEPTH_PAD=path_pad(path.shape[1]),
+    )
+    num_sources = len(source_stats.expected)
+    _priors_kernel[(-(-num_sources // _BLOCK),)](
+        source_stats.tried,
+        source_stats.hit,
+        source_stats.expected,
+        source_stats.priors,
+        num_sources,
+        WEIGHT=source_stats.WEIGHT,
+        BLOCK=_BLOCK,
+    )
+
+
+def _count_reference(
+    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+) -> None:
+    batch, nodes = tokens.shape
+    on = torch.zeros(batch, nodes + 1, dtype=torch.int32, device=tokens.device)
+    on.scatter_(1, torch.where(path < 0, nodes, path).long(), 1)
+    above = torch.where(parents < 0, nodes, parents).long()
+    on[:, nodes] = 0
+    tried = on.gather(1, above) * (tokens >= 0)
+    where = sources[:, :nodes].flatten().long()
+    source_stats.tried.scatter_add_(0, where, tried.flatten())
+    source_stats.hit.scatter_add_(0, where, (tried * on[:, :nodes]).flatten())
+    source_stats.refresh()
+
+
+def _count_cpp(
+    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+) -> None:
+    _COUNT.call(
+        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), path.data_ptr()),
+        *(*tokens.shape, path.shape[1], sources.shape[1]),
+        *(
+            source_stats.tried.data_ptr(),
+            source_stats.hit.data_ptr(),
+            source_stats.expected.data_ptr(),
+        ),
+        *(source_stats.priors.data_ptr(), source_stats.WEIGHT),
+    )
+
+
+_COUNT_TREES = Op(
+    "source_stats.count", _count_reference, triton=_count_triton, cpp=_count_cpp, needs=_COUNT
+)
+
+
+def count(
+    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+) -> None:
+    """Add the outcome of a verification to the statistics, in place.
+
+    Args:
+        source_stats: The statistics.
+        tokens: Int32 `[B, N]`, the trees as they were verified; -1 where there is no node.
+        parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
+        sources: Int32 `[B, N']` with N' >= N, the source of each node.
+        path: Int32 `[B, D]`, the accepted nodes, the root included; padded with -1.
+    """
+    tokens, parents = tokens.contiguous(), parents.contiguous()
+    sources, path = sources.contiguous(), path.int().contiguous()
+    _COUNT_TREES.on(tokens)(source_stats, tokens, parents, sources, path)

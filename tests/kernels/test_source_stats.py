@@ -1,0 +1,106 @@
+"""Acceptance statistics after verifications, compared with counting in Python."""
+
+import numpy as np
+import pytest
+import torch
+from cases import CASES
+from hypothesis import given
+from hypothesis import strategies as st
+from tree_kernels import source_stats as module
+from tree_kernels.candidates import NUM_SOURCES
+from tree_kernels.source_stats import SourceStats, count
+from verifications import verification
+
+
+def expected_priors(seed):
+    return torch.rand(NUM_SOURCES, generator=torch.Generator().manual_seed(seed))
+
+
+def counted(expected, verifications):
+    tried, hit = [0] * NUM_SOURCES, [0] * NUM_SOURCES
+    for each in verifications:
+        for tokens, parents, sources, path in zip(*(t.tolist() for t in each), strict=True):
+            for node in range(1, len(tokens)):
+                if tokens[node] >= 0 and parents[node] in path:
+                    tried[sources[node]] += 1
+                    hit[sources[node]] += node in path
+    weight = np.float32(32)
+    priors = [
+        float((np.float32(e) * weight + np.float32(h)) / (weight + np.float32(t)))
+        for e, h, t in zip(expected.tolist(), hit, tried, strict=True)
+    ]
+    return [tried, hit, priors]
+
+
+def lists(source_stats):
+    return [part.tolist() for part in (source_stats.tried, source_stats.hit, source_stats.priors)]
+
+
+@CASES
+@given(st.integers(0, 99), st.lists(st.sampled_from([1, 2, 9, 40]), min_size=1, max_size=3))
+def test_priors_follow_the_counts_of_each_source(cpu_path, seed, sizes):
+    cases = [verification(seed + i, 4, nodes) for i, nodes in enumerate(sizes)]
+    expected = expected_priors(seed)
+    source_stats = SourceStats.of(expected)
+    for case in cases:
+        count(source_stats, *case)
+    assert lists(source_stats) == counted(expected, cases)
+
+
+@pytest.mark.parametrize("nodes", [1, 9, 40])
+def test_kernel_counts_the_same(interpreter, nodes):
+    cases = [verification(seed, 3, nodes) for seed in range(2)]
+    expected = expected_priors(nodes)
+    source_stats = SourceStats.of(expected)
+    for case in cases:
+        module._count_triton(source_stats, *case)
+    assert lists(source_stats) == counted(expected, cases)
+
+
+def test_priors_go_from_the_expected_to_the_measured_probability(cpu_path):
+    source_stats = SourceStats.of(torch.full((NUM_SOURCES,), 0.5))
+    tree = [torch.tensor([line], dtype=torch.int32) for line in ([1, 2, 3], [-1, 0, 0], [0, 7, 8])]
+    path = torch.tensor([[0, 1]], dtype=torch.int32)
+    seen = []
+    for _ in range(320):
+        count(source_stats, *tree, path)
+        seen.append(source_stats.priors[[7, 8]].tolist())
+    better, worse = zip(*seen, strict=True)
+    assert list(better) == sorted(set(better))
+    assert list(worse) == sorted(set(worse), reverse=True)
+    assert (better[-1], worse[-1]) == pytest.approx((336 / 352, 16 / 352))
+    assert source_stats.priors[0] == 0.5
+    source_stats.reset()
+    assert lists(source_stats) == [[0] * NUM_SOURCES, [0] * NUM_SOURCES, [0.5] * NUM_SOURCES]
+    assert source_stats.expected.tolist() == [0.5] * NUM_SOURCES
+
+
+def test_the_expected_probability_stays_unchanged(cpu_path):
+    expected = expected_priors(0)
+    source_stats = SourceStats.of(expected)
+    count(source_stats, *verification(0, 4, 9))
+    assert source_stats.tried.any()
+    assert torch.equal(expected, expected_priors(0))
+    assert not torch.equal(source_stats.priors, expected)
+
+
+def test_an_empty_batch_counts_nothing(cpu_path, interpreter):
+    for run in (count, module._count_triton):
+        source_stats = SourceStats.of(expected_priors(1))
+        run(source_stats, *(part[:0] for part in verification(0, 1, 5)))
+        assert lists(source_stats) == [
+            [0] * NUM_SOURCES,
+            [0] * NUM_SOURCES,
+            source_stats.expected.tolist(),
+        ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 61), (64, 61), (3, 256)])
+def test_cuda_agrees_with_the_cpu(batch, nodes):
+    here, there = SourceStats.of(expected_priors(0)), SourceStats.of(expected_priors(0).cuda())
+    for seed in range(4):
+        case = verification(seed, batch, nodes)
+        count(here, *case)
+        count(there, *(part.cuda() for part in case))
+    assert lists(there) == lists(here)
