@@ -1,3 +1,52 @@
-"""Draft trees for vLLM: the layer that all drafting methods share."""
+"""Draft trees for vLLM and SGLang: what a drafting method is built from.
+
+The names below are the public API; everything else may change between minor versions.
+"""
+
+from drafttree.drafter import (
+    AcceptanceRule,
+    Attend,
+    Drafter,
+    DraftForward,
+    DraftModelDrafter,
+    HiddenStateDrafter,
+    ModelFreeDrafter,
+    Target,
+)
+from drafttree.method import (
+    DRAFT_MODEL,
+    HIDDEN_STATE,
+    MODEL_FREE,
+    DrafterKind,
+    HostSupport,
+    Method,
+    MethodOptions,
+    find_method,
+    installed_methods,
+)
+from drafttree.tree import DraftTree, StaticTree, Verified
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DRAFT_MODEL",
+    "HIDDEN_STATE",
+    "MODEL_FREE",
+    "AcceptanceRule",
+    "Attend",
+    "DraftForward",
+    "DraftModelDrafter",
+    "DraftTree",
+    "Drafter",
+    "DrafterKind",
+    "HiddenStateDrafter",
+    "HostSupport",
+    "Method",
+    "MethodOptions",
+    "ModelFreeDrafter",
+    "StaticTree",
+    "Target",
+    "Verified",
+    "find_method",
+    "installed_methods",
+]

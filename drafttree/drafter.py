@@ -1,225 +1,192 @@
-"""What a drafting method gives the hosts: draft trees for a batch, and what makes them."""
+"""Base classes of drafters: what a method implements, and what a host engine calls.
+
+There are three kinds. A `ModelFreeDrafter` drafts from tokens and target logits that it has seen; a
+`DraftModelDrafter` samples trees from a draft model that the host runs; a `HiddenStateDrafter`
+continues the target's hidden states with one layer whose KV the host stores. All three share the
+vocabulary of `Drafter`. A drafter knows no engine.
+
+Shapes: B is the batch size, N the columns of a draft tree, V the vocabulary size, d the hidden
+size. A slot is the index of a request's state: the host assigns it when the request starts, and it
+stays the same until the request is released, wherever the request stands in the batch.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from drafttree.verify import Verified
+from drafttree.tree import DraftTree, Verified
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over a layer's KV."""
+
+DraftForward = Callable[[DraftTree, int], torch.Tensor]
+"""`(trees, first) -> float32 [B, N - first, V]`: the draft model's next-token distributions after
+the nodes from column `first` on, with the request's temperature and filters applied (without
+filters for requests that are not sampled). The KV of earlier columns is cached; the KV of these
+columns is written. The result for the last level of a complete tree is not used."""
+
+AcceptanceRule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: chooses the token after each node
+from the target's distribution there. Called once per level, the roots' level first."""
 
 
 @dataclass(frozen=True)
-class DraftTree:
-    """The draft trees of a batch, breadth-first; a column with a token of -1 is no node.
+class Target:
+    """The target model, as a host describes it to a method that makes a drafter.
 
     Attributes:
-        tokens: `int32 [B, N]`; column 0 is the root, the last accepted token.
-        parents: `int32 [B, N]`; -1 for the root and where there is no node.
-        num_nodes: `int32 [B]`, the columns up to the last node, the root included.
+        model: Folder of the target in Hugging Face's layout, or the name under which the engine
+            loaded it.
+        vocab_size: Number of tokens of the target's logits.
+        device: Device on which the target runs.
+        dtype: Data type of the target's weights.
+        logger: Logger below the engine's own, so that messages reach the engine's log.
+        embed: `(int [N]) -> [N, d]`, the target's token embeddings; None unless the method's kind
+            needs hidden states.
     """
 
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    num_nodes: torch.Tensor
-
-    @classmethod
-    def of_roots(cls, roots: torch.Tensor) -> DraftTree:
-        """Trees without a draft under `roots`, `int32 [B]`."""
-        tokens = roots[:, None]
-        return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
-
-    @property
-    def drafted(self) -> bool:
-        """Whether there is room for more than roots."""
-        return self.tokens.shape[1] > 1
-
-    def before(self, roots: torch.Tensor) -> torch.Tensor:
-        """The token before each node, `int32 [B, N]`, given those before the roots, `int32 [B]`.
-
-        Where there is no node it is -1.
-        """
-        if not self.drafted:
-            return roots[:, None]
-        above = self.tokens.gather(1, self.parents.clamp(min=0).long())
-        above = above.masked_fill(self.parents < 0, -1)
-        above[:, 0] = roots
-        return above
-
-    def path(self, row: int, column: int) -> list[int]:
-        """The tokens from below the root to a node; none where there is no node."""
-        tokens: list[int] = []
-        while column > 0:
-            tokens.insert(0, int(self.tokens[row, column]))
-            column = int(self.parents[row, column])
-        return [token for token in tokens if token >= 0]
+    model: str
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    logger: logging.Logger
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-class Drafter(Protocol):
-    """Drafts trees and learns from what the target said of them. Knows no engine.
-
-    State that belongs to a request is keyed by a slot, which the host gives it from when it starts
-    to when it is released, never by its row in the batch.
+class Drafter:
+    """What all kinds of drafter have in common; every method here has a default.
 
     Attributes:
-        max_depth: the greatest depth of a node that it drafts.
+        max_depth: Greatest depth of a draft token; the root's depth is 0.
     """
 
     max_depth: int
 
-    def allot(self, slots: int, length: int) -> None:
-        """Make room for the state of requests in `slots` slots, whose texts have at most `length`
-        tokens; once, before all else."""
-
-    def calibrate(self, forward: Callable[[int], float], most: int) -> None:
-        """Hear what the target's forwards cost, before the first request.
+    def allocate(self, max_requests: int, max_model_len: int) -> None:
+        """Allocate per-request state; called once, before any other method.
 
         Args:
-            forward: runs one of so many tokens; its seconds.
-            most: the most tokens that there is room for.
+            max_requests: Number of slots.
+            max_model_len: Greatest number of tokens of a request, prompt and output together.
+        """
+
+    def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
+        """Called after each verification.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            trees: The trees as verified, which may be truncated against those proposed.
+            verified: The outcome. Emitted tokens of -1 do not become part of the text.
+        """
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Requests finished, or were preempted: their state may be dropped."""
+
+    def reset(self) -> None:
+        """Forget everything learned, for instance because the target's weights changed."""
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen: one row per case, ready for JSON."""
+        return []
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often drafts were accepted since the last reset, ready for JSON.
+
+        `tried` counts draft tokens whose parent was accepted, `hit` those accepted themselves.
+
+        Returns:
+            For a static tree `{"paths", "tried", "hit"}`, lists with one entry per node, the root
+            excluded. Otherwise `{"sources": [{"source", "tried", "hit", "share"}]}`, one row per
+            candidate source. Empty if the drafter does not count.
+        """
+        return {}
+
+
+class ModelFreeDrafter(Drafter):
+    """Drafts from tokens and target logits it has seen, without a model of its own."""
+
+    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
+        """Measure the target; called once at start-up, before the first request.
+
+        Args:
+            measure_forward: `measure_forward(n)` runs one target forward over n tokens and returns
+                its latency in seconds.
+            max_tokens: Greatest n that there is memory for.
         """
 
     def start(self, slot: int, text: Sequence[int]) -> None:
-        """A request begins, or begins anew, with all tokens that are known of it."""
-
-    def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Tokens came after the requests' texts without a verification: `int32 [B, E]`, -1 for
-        none; `slots` is `int64 [B]`, here and below."""
-
-    def before(self, slots: torch.Tensor) -> torch.Tensor:
-        """The token before each text's last, `int32 [B]`; -1 where it is not known."""
-
-    def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
-        """Draft one tree under each of `roots` (`int32 [B]`, the texts' last tokens; -1 for none,
-        but not -1 alone)."""
-
-    def observe(
-        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Learn from the target's raw logits.
+        """A request starts, or restarts after preemption, in `slot`.
 
         Args:
-            slots: `int64 [R]`, of the rows' requests.
-            tokens: `int32 [R]`, the token whose next-token logits a row holds; -1 to skip it.
-            before: `int32 [R]`, the token before it; -1 where it is not known.
-            logits: `[R, V]`, before any penalty, mask or temperature.
-
-        Returns:
-            `int32 [R]`: the target's most likely next token after each row, ties to the lowest id.
+            text: All tokens of the request that are known so far.
         """
 
-    def accepted(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
-        """Hear how the last trees fared, as far as they were verified; emitted tokens of -1 do not
-        join the texts."""
+    def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tokens were appended to the requests' texts without a verification.
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Requests ended."""
-
-    def reset(self) -> None:
-        """Forget everything learnt."""
-
-    def explain(self) -> list[dict[str, Any]]:
-        """How it chose the sizes of its trees, a row for each case; ready for JSON."""
-
-    def acceptance(self) -> dict[str, Any]:
-        """How often what it drafted was accepted since it last forgot; ready for JSON.
-
-        `tried` counts drafted nodes whose parent was accepted, `hit` those that were accepted too.
-
-        Returns:
-            For a static tree `{"paths", "tried", "hit"}`, lists of one entry a node, the root not
-            among them. For others `{"sources": [{"source", "tried", "hit", "share"}]}`: rows by
-            where candidates came from, in words of the drafter's own. Nothing if it does not count.
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            tokens: `int32 [B, E]`; -1 is padding.
         """
 
+    def previous_tokens(self, slots: torch.Tensor) -> torch.Tensor:
+        """The last token but one of each text, `int32 [B]`; -1 where it is not known.
 
-DraftForward = Callable[[DraftTree, int], torch.Tensor]
-"""`(trees, first) -> float32 [B, N - first, V]`: what a draft model says may follow each node from
-column `first` on, after the request's temperature and filters (before filters where nothing is
-drawn). It has seen the nodes before, and keeps the KV of these. What it returns for the last level
-of a whole tree is not looked at."""
+        A drafter that does not look at the `previous` argument of `observe` need not know it.
+        """
+        return torch.full_like(slots, -1, dtype=torch.int32)
 
-Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: the token after each node, given
-the target's distributions there. Called once a level, the roots' first."""
+    def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        """Draft one tree under each root.
 
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            roots: `int32 [B]`, the texts' last tokens; -1 for requests that are not to be drafted
+                for. At least one is not -1.
 
-@dataclass(frozen=True)
-class TargetParts:
-    """What a drafter that continues hidden states needs of its target.
+        Returns:
+            At most `num_draft_tokens` nodes per tree, as the method's options declare; hosts drop
+            columns beyond that.
+        """
+        raise NotImplementedError
 
-    Attributes:
-        folder: of the target.
-        embed: `(int [N]) -> [N, d]`, the target's embeddings.
-        dtype: of the target.
-    """
+    def observe(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        previous: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Learn from the target's raw logits, before any penalty, mask or temperature.
 
-    folder: Path
-    embed: Callable[[torch.Tensor], torch.Tensor]
-    dtype: torch.dtype
-    device: torch.device
+        Args:
+            slots: `int64 [R]`, the slot of each row's request.
+            tokens: `int32 [R]`, the token whose next-token logits a row holds; -1 to skip the row.
+            previous: `int32 [R]`, the token before it; -1 where it is not known.
+            logits: `[R, V]`.
 
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over the layer's KV."""
-
-
-class HiddenStateDrafter(Protocol):
-    """Continues the target's hidden states with one layer, whose KV the host keeps.
-
-    Attributes:
-        max_depth: the steps that it goes, and the greatest depth of a node that it drafts.
-        heads: the layer's query heads, KV heads and head size.
-    """
-
-    max_depth: int
-    heads: tuple[int, int, int]
-
-    def allot(self, slots: int) -> None:
-        """Make room for the state of requests in so many slots; once, before all else."""
-
-    def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What the layer reads at known tokens: `[N, d]` before them, and themselves."""
-
-    def between(self, states: torch.Tensor) -> torch.Tensor:
-        """What it reads in its own steps."""
-
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One step, `[N, d]` at `positions [N]`."""
-
-    def most_nodes(self, slots: torch.Tensor) -> torch.Tensor:
-        """How many nodes the next trees can have, `int64 [B]`, the root not counted."""
-
-    def propose(
-        self, slots: torch.Tensor, roots: torch.Tensor, logits: torch.Tensor, steps: torch.Tensor
-    ) -> DraftTree:
-        """The trees under `roots [B]`, from the target's head's logits `[B, L, V]` of all steps, of
-        which each request has `steps [B]`; the requests' state is keyed by `slots [B]`."""
-
-    def accepted(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
-        """How many drafts of the last trees were accepted, `[B]`."""
-
-    def forget(self, slots: torch.Tensor) -> None:
-        """Requests begin there, or begin anew."""
+        Returns:
+            `int32 [R]`, the argmax of each row with ties broken towards the lowest id, if learning
+            computed it on the way; the host then need not read the logits again. Otherwise None.
+        """
+        return None
 
 
-class ModelDrafter(Protocol):
-    """Draws trees from a draft model that the host runs. Knows no engine and keeps no requests.
+class DraftModelDrafter(Drafter):
+    """Samples trees from a draft model that the host runs; keeps no per-request state.
 
     Attributes:
-        max_depth: the greatest depth of a node that it drafts.
-        columns: the parents of a tree with as many nodes at each level as it may have; the root
-            first.
+        columns: Parent of each column of the largest tree, level by level; -1 for the root.
     """
 
-    max_depth: int
     columns: tuple[int, ...]
 
-    def draw(
+    def propose(
         self,
         roots: torch.Tensor,
         seeds: Sequence[int | None],
@@ -227,21 +194,81 @@ class ModelDrafter(Protocol):
         sampled: torch.Tensor,
         forward: DraftForward,
     ) -> tuple[DraftTree, Any]:
-        """Draw one tree under each of `roots`, `int32 [B]`.
+        """Draft one tree under each root.
 
         Args:
-            seeds: of each request that has one.
-            lengths: the tokens before each root.
-            sampled: `bool [B]`: where it is false, nothing is drawn and the likeliest are taken.
+            roots: `int32 [B]`, the texts' last tokens.
+            seeds: Seed of each request, or None.
+            lengths: Number of tokens before each root.
+            sampled: `bool [B]`; where it is false nothing is sampled, and the most likely tokens
+                are drafted.
+            forward: The draft model.
 
         Returns:
-            The trees, and what `verify_with` wants to know of them.
+            The trees, and whatever `acceptance_rule` needs to know of how they were sampled.
         """
+        raise NotImplementedError
 
-    def verify_with(self, trees: DraftTree, drawn: Any) -> Rule:
-        """The rule that makes the output the target's own; `trees` may have been cut by count."""
+    def acceptance_rule(self, trees: DraftTree, drawn: Any) -> AcceptanceRule | None:
+        """The rule under which the output follows the target's distribution.
 
-    def verify_undrafted(
+        Args:
+            trees: The trees as verified, which may be truncated against those proposed.
+            drawn: What `propose` returned beside them.
+
+        Returns:
+            None if the drafts were chosen deterministically: the host then samples each token from
+            the target with its own sampler and accepts the drafts that match.
+        """
+        return None
+
+    def undrafted_rule(
         self, roots: torch.Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
-    ) -> Rule:
-        """The same for roots without drafts, at the end of a prompt."""
+    ) -> AcceptanceRule | None:
+        """The same for roots without drafts, such as the end of a prompt."""
+        return None
+
+
+class HiddenStateDrafter(Drafter):
+    """Continues the target's hidden states with one layer, whose KV the host stores.
+
+    Attributes:
+        heads: The layer's query heads, KV heads and head size.
+    """
+
+    heads: tuple[int, int, int]
+
+    def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The layer's input `[N, d]` at known tokens.
+
+        Args:
+            hidden: `[N, d]`, the target's hidden states before the tokens.
+            tokens: `int [N]`.
+        """
+        raise NotImplementedError
+
+    def between(self, states: torch.Tensor) -> torch.Tensor:
+        """The layer's input `[N, d]` at its own steps, from its last output `[N, d]`."""
+        return states
+
+    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """One step of the layer: `[N, d]` at `positions [N]` to `[N, d]`."""
+        raise NotImplementedError
+
+    def max_draft_tokens(self, slots: torch.Tensor) -> torch.Tensor:
+        """Greatest number of draft tokens of each request's next tree, `int64 [B]`."""
+        raise NotImplementedError
+
+    def propose(
+        self, slots: torch.Tensor, roots: torch.Tensor, logits: torch.Tensor, steps: torch.Tensor
+    ) -> DraftTree:
+        """Draft one tree under each root.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            roots: `int32 [B]`, the texts' last tokens.
+            logits: `[B, L, V]`, the target's output head applied to the layer's L steps.
+            steps: `int64 [B]`, number of steps that are valid for each request; 0 for requests
+                that are not to be drafted for.
+        """
+        raise NotImplementedError

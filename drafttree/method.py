@@ -1,20 +1,34 @@
-"""What makes a drafting method: its name, its options and its drafter.
+"""What makes a drafting method: its name, its kind, its options and its drafter.
 
-Methods are found through the entry-point group `drafttree.methods`, so a method from any package
-stands beside ours.
+Methods are found through the entry-point group `drafttree.methods`, so a method from any package is
+served like the ones of this package.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drafttree.drafter import (
+    Drafter,
+    DraftModelDrafter,
+    HiddenStateDrafter,
+    ModelFreeDrafter,
+    Target,
+)
+
 GROUP = "drafttree.methods"
+
+logger = logging.getLogger(__name__)
+
+D = TypeVar("D", bound=Drafter)
 
 
 class MethodOptions(BaseModel):
@@ -23,62 +37,168 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @property
-    def num_nodes(self) -> int:
-        """The most draft nodes a tree can have, the root not counted."""
+    def num_draft_tokens(self) -> int:
+        """Greatest number of draft tokens of a tree, the root not counted."""
         raise NotImplementedError
 
     @property
     def depth(self) -> int:
-        """The greatest depth of a node."""
+        """Greatest depth of a draft token."""
         raise NotImplementedError
 
     @classmethod
-    def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
-        """The options as given, and what the host's own count of draft nodes says of them."""
+    def apply_num_draft_tokens(cls, given: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
+        """Combine the options with the host's own setting of the number of draft tokens.
+
+        Args:
+            given: The method's options as the user gave them.
+            num_draft_tokens: The host's setting, the root not counted.
+        """
         return given
 
 
 @dataclass(frozen=True)
-class Method:
+class HostSupport:
+    """How one host serves a kind of drafter.
+
+    Attributes:
+        runs: `module:Class` of the host's part, a vLLM model runner or an SGLang worker; a path, so
+            that no engine is imported before it is needed.
+        algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM.
+        devices: Types of devices on which the kind is served.
+        tensor_parallel: Whether it is served with tensor parallelism.
+        older_versions: Whether it is served by host versions that are supported beside the tested
+            one.
+    """
+
+    runs: str
+    algorithm: str = ""
+    devices: tuple[str, ...] = ("cpu",)
+    tensor_parallel: bool = False
+    older_versions: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterKind(Generic[D]):
+    """A kind of drafter: what it needs, and how each host serves it.
+
+    Hosts read these fields and branch on nothing else. A package may define a kind of its own
+    together with a runner and a worker for it.
+
+    Attributes:
+        name: Name in messages.
+        drafter: Base class of the kind's drafters.
+        needs_model: Whether it needs a model of its own, named by the option `model`.
+        needs_vocabulary_of_target: Whether that model must have the target's own vocabulary, as a
+            draft model must, which hosts then check.
+        needs_hidden_states: Whether it reads the target's hidden states.
+        vllm: How vLLM serves it.
+        sglang: How SGLang serves it.
+    """
+
+    name: str
+    drafter: type[D]
+    vllm: HostSupport
+    sglang: HostSupport
+    needs_model: bool = False
+    needs_vocabulary_of_target: bool = False
+    needs_hidden_states: bool = False
+
+
+MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
+    name="model-free",
+    drafter=ModelFreeDrafter,
+    vllm=HostSupport(
+        runs="drafttree.vllm.drafters.model_free:ModelFreeRunner",
+        devices=("cpu", "cuda"),
+        tensor_parallel=True,
+    ),
+    sglang=HostSupport(
+        runs="drafttree.sglang.drafters.model_free:ModelFreeWorker",
+        algorithm="drafttree.sglang.algorithm:TreeAlgorithm",
+        devices=("cpu", "cuda"),
+        older_versions=True,
+    ),
+)
+
+DRAFT_MODEL: DrafterKind[DraftModelDrafter] = DrafterKind(
+    name="draft-model",
+    drafter=DraftModelDrafter,
+    needs_model=True,
+    needs_vocabulary_of_target=True,
+    vllm=HostSupport(runs="drafttree.vllm.drafters.draft_model:DraftModelRunner"),
+    sglang=HostSupport(
+        runs="drafttree.sglang.drafters.draft_model:DraftModelWorker",
+        algorithm="drafttree.sglang.algorithm:DraftModelAlgorithm",
+    ),
+)
+
+HIDDEN_STATE: DrafterKind[HiddenStateDrafter] = DrafterKind(
+    name="hidden-state",
+    drafter=HiddenStateDrafter,
+    needs_model=True,
+    needs_hidden_states=True,
+    vllm=HostSupport(runs="drafttree.vllm.drafters.hidden_state:HiddenStateRunner"),
+    sglang=HostSupport(
+        runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker",
+        algorithm="drafttree.sglang.algorithm:TreeAlgorithm",
+    ),
+)
+
+
+def load(path: str) -> Any:
+    """The object at `module:name`, imported now."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True)
+class Method(Generic[D]):
     """A drafting method.
 
     Attributes:
-        name: as users write it in vLLM's `speculative_config`.
-        title: as people call it.
-        options: the pydantic model that validates its options.
-        make_drafter: `(options, vocab_size, device) -> drafter`; for a `Drafter` there follow the
-            target's folder, or the name by which the engine found it, and the engine's logger.
-        draft_model: whether its drafter is a `ModelDrafter`, which needs the option `model`.
-        hidden_states: whether it is a `HiddenStateDrafter`, made of the options and `TargetParts`,
-            which needs it too.
-        check_model: `(target, model)`, for such a one: refuses a model that cannot serve the
-            target.
-        models: those that come with it, by the name of the target's recipe.
-        prepare: `(target's folder, options)`, for a method that makes something at its first use of
-            a target: makes it now, if it is not there, and shows progress. Raises ValueError if it
-            cannot.
+        name: Name in vLLM's `speculative_config`, with underscores.
+        title: Name in messages.
+        kind: Kind of its drafter.
+        options: Pydantic model that validates its options.
+        make_drafter: `(options, target) -> drafter`.
+        check_model: `(target, model)`; raises ValueError for a model, named by the option `model`,
+            that cannot serve the target.
+        models: Folders of models that come with the method, by the name of the target's recipe.
+        prepare: `(target's folder, options)`; does at once, with progress on the terminal, what the
+            method would otherwise do at its first use of a target. Raises ValueError if it cannot.
     """
 
     name: str
     title: str
+    kind: DrafterKind[D]
     options: type[MethodOptions]
-    make_drafter: Callable[..., Any]
-    draft_model: bool = False
-    hidden_states: bool = False
+    make_drafter: Callable[[Any, Target], D]
     check_model: Callable[[str, str], None] | None = None
     models: Mapping[str, Path] = field(default_factory=dict)
     prepare: Callable[[Path, Any], None] | None = None
 
-    @property
-    def takes_model(self) -> bool:
-        """Whether it needs the option `model`."""
-        return self.draft_model or self.hidden_states
+    def drafter(self, options: MethodOptions, target: Target) -> D:
+        """Make a drafter.
+
+        Raises:
+            TypeError: The method's `make_drafter` returned something that is not of its kind.
+            ValueError: The options do not fit the target.
+        """
+        drafter = self.make_drafter(options, target)
+        if not isinstance(drafter, self.kind.drafter):
+            raise TypeError(
+                f"{self.title} made a {type(drafter).__name__}, which is no "
+                f"{self.kind.drafter.__name__}: make_drafter must return a drafter of its kind, "
+                f"{self.kind.name}"
+            )
+        return drafter
 
     def parse(self, options: dict[str, Any]) -> MethodOptions:
         """Validate options.
 
         Raises:
-            ValueError: naming the option, its value and the mend.
+            ValueError: Naming the option, its value and the fix.
         """
         try:
             return self.options.model_validate(options)
@@ -104,17 +224,27 @@ class Method:
         return reasons
 
 
-def installed_methods() -> dict[str, Method]:
-    """All installed methods by name."""
-    methods = [entry.load() for entry in entry_points(group=GROUP)]
-    return {method.name: method for method in methods}
+def installed_methods() -> dict[str, Method[Any]]:
+    """All installed methods by name; one that cannot be imported is left out with a warning."""
+    methods = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            method = entry.load()
+        except Exception as error:
+            # A broken package of somebody else must not take the engine down.
+            logger.warning(
+                "The method %s (%s) cannot be loaded: %r", entry.name, entry.value, error
+            )
+            continue
+        methods[method.name] = method
+    return methods
 
 
-def find_method(name: str) -> Method:
+def find_method(name: str) -> Method[Any]:
     """The installed method called `name`; `-` and `_` are the same.
 
     Raises:
-        ValueError: there is none; the message lists what is installed.
+        ValueError: There is none; the message lists what is installed.
     """
     methods = installed_methods()
     method = methods.get(name.replace("-", "_"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from tree_kernels.step_counts import COUNTS, count_step
 
-from drafttree.drafter import DraftTree
-from drafttree.verify import Verified
+from drafttree.tree import DraftTree, Verified
 
 
 class Counters:

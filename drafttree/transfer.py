@@ -57,7 +57,7 @@ def unpacked(buffer: torch.Tensor, like: Sequence[np.ndarray[Any, Any]]) -> list
 
 
 @dataclass(frozen=True)
-class Coming:
+class AsyncHostCopy:
     """What the device is still sending, perhaps still making.
 
     Attributes:
@@ -69,7 +69,7 @@ class Coming:
     arrived: torch.Event | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Coming:
+    def of(cls, tensor: torch.Tensor) -> AsyncHostCopy:
         """Have a tensor sent to the host."""
         if tensor.device.type == "cpu":
             return cls(tensor, None)

@@ -11,10 +11,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
-MAX_NODES = 255
+import torch
+
+MAX_DRAFT_TOKENS = 255
 MAX_DEPTH = 32
 
 RankPath = tuple[int, ...]
@@ -45,8 +47,10 @@ class StaticTree:
         known = set(listed)
         if not listed:
             raise ValueError("the tree has no nodes: list at least one rank path")
-        if len(listed) > MAX_NODES:
-            raise ValueError(f"the tree has {len(listed)} nodes: at most {MAX_NODES} are allowed")
+        if len(listed) > MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"the tree has {len(listed)} nodes: at most {MAX_DRAFT_TOKENS} are allowed"
+            )
         if len(known) != len(listed):
             twice = next(path for path in listed if listed.count(path) > 1)
             raise ValueError(f"path {list(twice)} is listed twice: list every node once")
@@ -86,14 +90,16 @@ class StaticTree:
             raise ValueError(f"the tree file {file}: {error}") from error
 
     @classmethod
-    def from_budget(cls, nodes: int, rank_priors: Sequence[float]) -> StaticTree:
-        """The `nodes` nodes of highest path probability.
+    def from_budget(cls, num_draft_tokens: int, rank_priors: Sequence[float]) -> StaticTree:
+        """The tree of the draft tokens of highest path probability.
 
         A path's probability is the product of its ranks' priors. A child never scores above its
         parent, so taking the best first leaves the tree prefix-closed.
         """
-        if not 1 <= nodes <= MAX_NODES:
-            raise ValueError(f"nodes={nodes} is out of range: use 1 to {MAX_NODES}")
+        if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"nodes={num_draft_tokens} is out of range: use 1 to {MAX_DRAFT_TOKENS}"
+            )
         if not rank_priors or not all(0 < prior <= 1 for prior in rank_priors):
             raise ValueError("rank priors must be probabilities above 0")
         frontier: list[tuple[float, int, RankPath]] = [
@@ -101,7 +107,7 @@ class StaticTree:
         ]
         heapq.heapify(frontier)
         chosen: list[RankPath] = []
-        while frontier and len(chosen) < nodes:
+        while frontier and len(chosen) < num_draft_tokens:
             score, depth, path = heapq.heappop(frontier)
             chosen.append(path)
             if depth < MAX_DEPTH:
@@ -119,9 +125,9 @@ class StaticTree:
         for factor in factors:
             width *= factor
             nodes += width
-            if nodes > MAX_NODES:
+            if nodes > MAX_DRAFT_TOKENS:
                 raise ValueError(
-                    f"branching factors {list(factors)} make more than {MAX_NODES} nodes"
+                    f"branching factors {list(factors)} make more than {MAX_DRAFT_TOKENS} nodes"
                 )
         return cls.from_paths(
             path
@@ -145,9 +151,14 @@ class StaticTree:
         return cls.from_branching(factors)
 
     @property
-    def nodes(self) -> int:
-        """The number of draft nodes, the root not counted."""
+    def num_draft_tokens(self) -> int:
+        """The number of draft tokens: of nodes, the root not counted."""
         return len(self.paths)
+
+    @property
+    def tree_size(self) -> int:
+        """The number of nodes, the root counted."""
+        return 1 + len(self.paths)
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
@@ -176,3 +187,146 @@ class StaticTree:
     def width(self) -> int:
         """The number of candidates a token must have: one more than the highest rank."""
         return 1 + max(self.ranks)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The draft trees of a batch of B requests, nodes in breadth-first order.
+
+    Every parent stands before its children, so any prefix of the columns is a valid tree too. A
+    column whose token is -1 holds no node; its parent is -1.
+
+    Attributes:
+        tokens: `int32 [B, N]`; column 0 is the root, the last accepted token, or -1 for a request
+            that is not drafted for.
+        parents: `int32 [B, N]`, the column of each node's parent; -1 for roots.
+        tree_size: `int32 [B]`, number of columns that may hold nodes, the root counted: at least up
+            to the last node.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    tree_size: torch.Tensor
+
+    @classmethod
+    def of_roots(cls, roots: torch.Tensor) -> DraftTree:
+        """Trees without drafts under `roots`, `int32 [B]`."""
+        tokens = roots[:, None]
+        return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there are columns for drafts."""
+        return self.tokens.shape[1] > 1
+
+    def check(self, num_draft_tokens: int | None = None) -> None:
+        """Verify that the tensors are draft trees; reads them on the host.
+
+        Args:
+            num_draft_tokens: Greatest number of columns beside the root, if it is to be checked.
+
+        Raises:
+            ValueError: Naming the request, the column and the rule that is broken.
+        """
+        batch, width = self.tokens.shape if self.tokens.dim() == 2 else (-1, 0)
+        shapes = [tuple(each.shape) for each in (self.parents, self.tree_size)]
+        if width < 1 or shapes != [(batch, width), (batch,)]:
+            raise ValueError(
+                f"tokens {[*self.tokens.shape]}, parents {[*self.parents.shape]} and tree_size "
+                f"{[*self.tree_size.shape]} must be [B, N], [B, N] and [B], N at least 1"
+            )
+        if num_draft_tokens is not None and width > 1 + num_draft_tokens:
+            raise ValueError(
+                f"the trees have {width - 1} columns for drafts and at most {num_draft_tokens} are "
+                "declared"
+            )
+        for tensor in (self.tokens, self.parents, self.tree_size):
+            if tensor.dtype != torch.int32:
+                raise ValueError(f"tokens, parents and tree_size must be int32, not {tensor.dtype}")
+        rows = zip(
+            self.tokens.tolist(), self.parents.tolist(), self.tree_size.tolist(), strict=True
+        )
+        for row, (tokens, parents, size) in enumerate(rows):
+            _check_tree(f"request {row}", tokens, parents, size)
+
+    def truncated(self, num_draft_tokens: int) -> DraftTree:
+        """The trees without the columns beyond `num_draft_tokens` drafts; no copy is made."""
+        width = 1 + num_draft_tokens
+        if self.tokens.shape[1] <= width:
+            return self
+        return DraftTree(
+            self.tokens[:, :width], self.parents[:, :width], self.tree_size.clamp(max=width)
+        )
+
+    def previous_tokens(self, of_roots: torch.Tensor) -> torch.Tensor:
+        """The token before each node, `int32 [B, N]`; -1 where there is no node.
+
+        Args:
+            of_roots: `int32 [B]`, the tokens before the roots.
+        """
+        if not self.drafted:
+            return of_roots[:, None]
+        above = self.tokens.gather(1, self.parents.clamp(min=0).long())
+        above = above.masked_fill(self.parents < 0, -1)
+        above[:, 0] = of_roots
+        return above
+
+    def path(self, row: int, column: int) -> list[int]:
+        """The tokens from below the root down to a node; empty where there is no node."""
+        tokens: list[int] = []
+        while column > 0:
+            tokens.insert(0, int(self.tokens[row, column]))
+            column = int(self.parents[row, column])
+        return [token for token in tokens if token >= 0]
+
+
+def _check_tree(name: str, tokens: list[int], parents: list[int], size: int) -> None:
+    """Check one request's tree; `name` begins the messages."""
+    if parents[0] != -1:
+        raise ValueError(f"{name}: the root's parent is {parents[0]} and must be -1")
+    used = [column for column, token in enumerate(tokens) if token >= 0]
+    if used and used[0] != 0:
+        raise ValueError(f"{name}: column {used[0]} holds a node, and there is no root")
+    last = used[-1] if used else -1
+    if not last < size <= len(tokens):
+        raise ValueError(
+            f"{name}: tree_size is {size}, and the last node stands in column {last} of "
+            f"{len(tokens)}"
+        )
+    depth = {0: 0}
+    siblings: set[tuple[int, int]] = set()
+    for before, column in pairwise(used):
+        parent = parents[column]
+        if parent not in depth:
+            raise ValueError(
+                f"{name}: the parent of column {column} is {parent}, which is no earlier node"
+            )
+        depth[column] = depth[parent] + 1
+        if depth[column] < depth[before]:
+            raise ValueError(
+                f"{name}: column {column} is shallower than column {before}: nodes must stand in "
+                "breadth-first order"
+            )
+        if (parent, tokens[column]) in siblings:
+            raise ValueError(
+                f"{name}: token {tokens[column]} is drafted twice under column {parent}"
+            )
+        siblings.add((parent, tokens[column]))
+    for column, token in enumerate(tokens):
+        if column and token < 0 and parents[column] != -1:
+            raise ValueError(f"{name}: column {column} holds no node, and its parent must be -1")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The outcome of one verification; D is the greatest depth of a draft token.
+
+    Attributes:
+        path: `int32 [B, D + 1]`, the node after which each token was emitted; padded with -1.
+        emitted: `int32 [B, D + 1]`, the accepted tokens, then the bonus token; padded with -1.
+        num_emitted: `int32 [B]`, at least 1.
+    """
+
+    path: torch.Tensor
+    emitted: torch.Tensor
+    num_emitted: torch.Tensor

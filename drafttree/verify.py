@@ -9,34 +9,18 @@ Recycling, arXiv 2408.08696, section 3.2) is the temperature-0 case.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from tree_kernels.accept import accept_step, accept_walk
 from tree_kernels.draw import draw_tokens
 
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree, Verified
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(nodes int32 [B], alive bool [B]) -> tokens int32 [B]`: the target's token after each node.
 
 Rows that are not alive have left their tree; what is returned for them is ignored, and nothing of
 their request's random state may be used up."""
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The outcome of one verification, `D` being the greatest depth.
-
-    Attributes:
-        path: `int32 [B, D + 1]`: the node after which each token was emitted; -1 padded.
-        emitted: `int32 [B, D + 1]`: the accepted tokens, then the bonus token; -1 padded.
-        num_emitted: `int32 [B]`, at least 1.
-    """
-
-    path: torch.Tensor
-    emitted: torch.Tensor
-    num_emitted: torch.Tensor
 
 
 def draws_ahead(logits: torch.Tensor) -> bool:
@@ -61,9 +45,9 @@ def verify_target(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Ver
     drawn ahead.
     """
     if not trees.drafted:
-        return Verified(torch.zeros_like(trees.tokens), target, torch.ones_like(trees.num_nodes))
+        return Verified(torch.zeros_like(trees.tokens), target, torch.ones_like(trees.tree_size))
     path, emitted, num_emitted = accept_walk(
-        trees.tokens, trees.parents, trees.num_nodes, target, max_depth
+        trees.tokens, trees.parents, trees.tree_size, target, max_depth
     )
     return Verified(path, emitted, num_emitted)
 
@@ -87,7 +71,7 @@ def verify_sampled(
         path[:, depth] = torch.where(alive, node, -1)
         emitted[:, depth] = torch.where(alive, token, -1)
         node = accept_step(
-            trees.tokens, trees.parents, trees.num_nodes, torch.where(alive, node, -1), token
+            trees.tokens, trees.parents, trees.tree_size, torch.where(alive, node, -1), token
         )
         alive = node >= 0
         node = node.clamp(min=0)

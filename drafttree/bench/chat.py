@@ -1,4 +1,4 @@
-"""Chats to token ids and back, with the model's own tokenizer and chat template."""
+"""Converts chats to token ids and back with the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 
 from drafttree.bench.errors import InputError
 
-LONGEST_CONTEXT = 2048
+MAX_CONTEXT = 2048
+"""Longest context of a run, in tokens."""
 
 
 def model_context(model: Path) -> int:
-    """The longest context to use: the model's own, at most 2048 tokens."""
+    """The context length to use: the model's own, at most `MAX_CONTEXT` tokens."""
     config = model / "config.json"
     if not config.is_file():
-        raise InputError(f"{model} is no model folder: it has no config.json")
+        raise InputError(f"{model} is not a model folder: it has no config.json")
     try:
         limit = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings")
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"cannot read {config}: {error}") from error
-    return min(LONGEST_CONTEXT, limit) if isinstance(limit, int) else LONGEST_CONTEXT
+    return min(MAX_CONTEXT, limit) if isinstance(limit, int) else MAX_CONTEXT
 
 
 class Chat:
-    """Renders a chat as the model wants it, and reads the model's answers."""
+    """The chat format of a model."""
 
     def __init__(self, model: Path) -> None:
         from transformers import AutoTokenizer
@@ -36,7 +37,7 @@ class Chat:
             raise InputError(f"cannot load the tokenizer in {model}: {error}") from error
 
     def render(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        """The prompt's tokens: the turns so far with the answers so far, one fewer."""
+        """Token ids of a prompt: `turns` with the answers to all of them but the last."""
         messages: list[dict[str, str]] = []
         for index, turn in enumerate(turns):
             messages.append({"role": "user", "content": turn})
@@ -53,5 +54,5 @@ class Chat:
         return [int(token) for token in ids]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """An answer's text, without the special tokens."""
+        """Text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -1,8 +1,8 @@
-"""What verification costs: c(N) / c(1), where c(N) is the time of a target forward over N tokens a
-request, one of them the root.
+"""The cost of verification, c(N) / c(1): c(N) is the time of a target forward over N tokens per
+request, the root included.
 
-It sets what a method can gain: a step emits MAT tokens and takes at least c(N), so decoding is
-MAT / (c(N) / c(1)) times as fast, if nothing else takes time.
+It bounds what a method can gain. A step emits MAT (mean accepted tokens) tokens and takes at least
+c(N), so decoding becomes at most MAT / (c(N) / c(1)) times as fast.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.protocol import ForwardShape, Generation
 
 _ROUNDS = 12
-_FEWEST_ROUNDS = 3
+_MIN_ROUNDS = 3
 _FORWARDS = 5
 _SECONDS = 60.0
-"""After so long no further round begins: large batches take seconds a forward."""
+"""No further round starts after this time: a forward of a large batch takes seconds."""
 
 
 def mean_context(answers: list[list[Generation]]) -> int:
-    """The mean number of tokens before a decode step's own, over a run's answers."""
+    """Mean number of tokens before a decode step, over all answers of a run."""
     every = [answer for prompt in answers for answer in prompt]
     tokens = sum(len(answer.token_ids) for answer in every)
     seen = sum(
@@ -35,16 +35,20 @@ def mean_context(answers: list[list[Generation]]) -> int:
 def verification_cost(
     plain: EngineProcess, method: EngineProcess, requests: int, tokens: int, context: int
 ) -> dict[str, float | int]:
-    """Measure both engines in turn and compare medians.
+    """Measure both engines in turns and compare medians.
 
     Args:
-        tokens: of a request in a verifying step, the root included.
-        context: cached tokens of each request.
+        plain: Engine without a method.
+        method: Engine with the method.
+        requests: Batch size.
+        tokens: Tokens of each request in a verification step, the root included.
+        context: Cached tokens of each request.
 
     Returns:
-        `verify_cost`: c(N) / c(1) for a tree, in the method's engine, against one token in the
-        plain one. `chain_cost`: the same for a causal chain of N tokens in the plain engine.
-        Beside them what they were measured at.
+        `verify_cost`, the time of a tree of N tokens in the method's engine over that of one token
+        in the plain engine; `chain_cost`, the same for a causal chain of N tokens in the plain
+        engine; and `cost_tokens`, `cost_context` and `forward_seconds`, the conditions of the
+        measurement.
     """
     one = ForwardShape(requests, 1, context, tree=False, repeat=_FORWARDS)
     chain = replace(one, tokens=tokens)
@@ -53,12 +57,12 @@ def verification_cost(
         "chain": (plain, chain),
         "tree": (method, replace(chain, tree=True)),
     }
-    for process, shape in sides.values():  # the first of a shape may compile
+    for process, shape in sides.values():  # the first forward of a shape may compile
         process.forward_seconds(shape)
     times: dict[str, list[float]] = {name: [] for name in sides}
     started = perf_counter()
     for number in range(_ROUNDS):
-        if number >= _FEWEST_ROUNDS and perf_counter() - started > _SECONDS:
+        if number >= _MIN_ROUNDS and perf_counter() - started > _SECONDS:
             break
         for name, (process, shape) in sides.items():
             times[name] += process.forward_seconds(shape)

@@ -1,27 +1,32 @@
-"""The figures of a method with a draft model, as the field gives them."""
+"""Figures of a method with a draft model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from drafttree.bench.methods import Method
+from drafttree.bench.methods import BenchMethod
 from drafttree.bench.report import Repetition, totals
-from drafttree.draft_model import weights_size
+from drafttree.model_files import weights_size
 
 
 def draft_model_figures(
-    repetition: Repetition, method: Method, target: Path, draft_seconds: float
+    repetition: Repetition, method: BenchMethod, target: Path, draft_seconds: float
 ) -> dict[str, float]:
-    """The figures of one repetition; none where no model drafts.
+    """Figures of one repetition; empty for a method without a model.
+
+    Args:
+        repetition: Answers of both sides.
+        method: The method measured.
+        target: Folder of the target.
+        draft_seconds: Time spent drafting in this repetition.
 
     Returns:
-        block_efficiency: tokens a step, the bonus token included.
-        mbsu: memory-bound speed-up, the block efficiency over the time of a step in which every
-            model takes as long as its weights are large (RSD, arXiv 2402.14160, appendix D.2).
-        draft_size_ratio: the draft model's weights over the target's.
-        draft_time_share: the part of the method's time that went into drafting.
-
-        Of a drafter that continues the target's hidden states, the last one alone.
+        `block_efficiency`, tokens per step with the bonus token; `mbsu`, the memory-bound speedup,
+        which is the block efficiency over the time of a step in which every forward takes time in
+        proportion to the size of the weights (RSD, arXiv 2402.14160, appendix D.2);
+        `draft_size_ratio`, the size of the draft model's weights over the target's; and
+        `draft_time_share`, the share of the method's time spent drafting. A drafter that continues
+        the target's hidden states has only the last one.
     """
     if not method.timed:
         return {}

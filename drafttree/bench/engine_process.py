@@ -1,7 +1,7 @@
-"""An engine in a process of its own, seen from the bench.
+"""An engine in a process of its own, from the bench's side.
 
-The process is started with `python -m`, so that environment variables hold before any library
-is loaded, and talks through a pipe; what it prints goes to a log file shown if it fails.
+The process is started with `python -m`, so that environment variables are set before any library is
+loaded. It communicates through a pipe, and its output goes to a log file that is shown on failure.
 """
 
 from __future__ import annotations
@@ -59,44 +59,41 @@ class EngineProcess:
         self._pipe.send(spec)
 
     def wait_until_ready(self) -> EngineInfo:
-        """Block until the engine has started; at once if it has been waited for before."""
+        """Block until the engine has started; return at once if it has already."""
         if self._info is None:
             self._info = cast(EngineInfo, self._receive())
         return self._info
 
     def generate(self, requests: list[Request]) -> list[Generation]:
-        """Answer the requests together, as one batch."""
+        """Answer the requests as one batch."""
         return cast(list[Generation], self._call("generate", requests))
 
     def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
-        """The two best next tokens and their log-probabilities."""
+        """The two most likely next tokens and their log-probabilities."""
         return cast(dict[int, float], self._call("top_logprobs", token_ids))
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
-        """The times of target forwards of one shape; nothing may be running."""
+        """Latencies of target forwards of one shape, in seconds; no request may be running."""
         return cast(list[float], self._call("forward_seconds", shape))
 
     def reset(self, tables: bool) -> None:
-        """Forget cached prefixes and, if the method has them, tables and counters."""
+        """Drop cached prefixes; with `tables` also what the method learned and its counters."""
         self._call("reset", tables)
 
     def counters(self) -> dict[str, int]:
-        """The tree worker's own counts since the last reset."""
+        """The method's own counters since the last reset."""
         return cast(dict[str, int], self._call("counters", None))
 
     def explain(self) -> list[dict[str, Any]]:
-        """How the method chose the sizes of its trees; nothing where they are fixed."""
+        """How the method chose the sizes of its trees; empty if they are fixed."""
         return cast(list[dict[str, Any]], self._call("explain", None))
 
     def acceptance(self) -> dict[str, Any]:
-        """How often what the method drafted was accepted, by node or by source; `Drafter` says how.
-
-        Nothing where it is not counted.
-        """
+        """Acceptance statistics by node or by source, as `Drafter.acceptance` describes them."""
         return cast(dict[str, Any], self._call("acceptance", None))
 
     def draft_seconds(self) -> float:
-        """The time that a method with a draft model has spent drafting."""
+        """Seconds that a method with a model has spent drafting."""
         return cast(float, self._call("draft_seconds", None))
 
     def close(self) -> None:
@@ -145,7 +142,7 @@ class EngineProcess:
 
 
 def _sglang_environment() -> dict[str, str]:
-    """What SGLang must be told on a machine without a GPU, in place of flags."""
+    """Environment variables that SGLang needs on a machine without a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -153,6 +150,6 @@ def _sglang_environment() -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
-        # Left to itself the engine binds its threads to cores that may not be ours.
+        # By default the engine binds its threads to cores that may not be allowed to this process.
         "SGLANG_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
     }

@@ -1,9 +1,9 @@
-"""What can go wrong in a bench run: the user's input, or the engine."""
+"""Errors of a bench run."""
 
 
 class InputError(ValueError):
-    """A file, an option or a name the user gave is wrong."""
+    """A file, an option or a name that the user gave is wrong."""
 
 
 class EngineError(RuntimeError):
-    """An engine process failed to start or died."""
+    """An engine process failed to start, or ended unexpectedly."""

@@ -1,14 +1,14 @@
-"""What a run was made with: the names of the processor and of the model."""
+"""The names under which a run's processor and model are reported."""
 
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 from pathlib import Path
 
+from tree_kernels import machine
+
 WIDENED_FROM = "drafttree_widened_from"
-"""In the config.json of a model as dear as a larger one, which says what a small one says."""
+"""Key in the config.json of a widened model: a small one padded to the cost of a large one."""
 
 
 _EXTENSIONS = {
@@ -17,27 +17,18 @@ _EXTENSIONS = {
     "avx512f": "AVX-512",
     "avx2": "AVX2",
 }
-"""By the flag that tells, from the widest: what a further row of a forward costs hangs on them."""
+"""Names of instruction sets by CPU flag, widest first; the cost of verification depends on them."""
 
 
 def processor_name() -> str:
-    """The model name `lscpu` gives and the widest products that it does, or what is known."""
-    try:
-        output = subprocess.run(
-            ["lscpu"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        output = ""
-    pairs = (line.partition(":") for line in output.splitlines())
-    told = {key.strip(): value.strip() for key, _, value in pairs}
-    name = told.get("Model name") or platform.processor() or platform.machine()
-    flags = told.get("Flags", "").split()
+    """The processor's model name and the widest extension that speeds up matrix products."""
+    name, flags = machine.processor_name(), machine.processor_flags()
     widest = next((words for flag, words in _EXTENSIONS.items() if flag in flags), None)
     return f"{name}, {widest}" if widest else name
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name, and for a widened model which one it says the words of."""
+    """The folder's name; for a widened model also the name of the small model inside it."""
     folder = folder.resolve()
     try:
         small = json.loads((folder / "config.json").read_text()).get(WIDENED_FROM)

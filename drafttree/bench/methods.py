@@ -1,4 +1,4 @@
-"""From a method's name and options on the command line to the engine's speculative configuration.
+"""Turns a method's name and options on the command line into a speculative configuration.
 
 Methods that draft trees are found through the entry-point group `drafttree.methods`.
 """
@@ -22,48 +22,55 @@ _NGRAM: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Method:
+class BenchMethod:
     """What is measured against plain decoding.
 
     Attributes:
-        tree_nodes: the draft nodes of a whole tree, for a method that drafts trees.
-        tree_depth: and their greatest depth.
-        draft_model: the folder of the draft model, for a method that has one.
-        timed: whether the engine tells the time spent drafting.
-        prepare: `(target's folder)`, for a method that makes something at its first use of one.
+        name: Name of the method, with hyphens.
+        options: Options as given on the command line.
+        speculative_config: The engine's speculative configuration; None for plain decoding.
+        max_draft_tokens: Greatest number of draft tokens of a tree, the root not counted; None for
+            a method that drafts no trees.
+        tree_depth: Greatest depth of a draft token; None for a method that drafts no trees.
+        draft_model: Folder of the draft model, for a method that has one.
+        timed: Whether the engine reports the time spent drafting.
+        prepare: `(target's folder)`, for a method that has work to do at the first use of a target.
     """
 
     name: str
     options: dict[str, Any]
     speculative_config: dict[str, Any] | None
-    tree_nodes: int | None = None
+    max_draft_tokens: int | None = None
     tree_depth: int | None = None
     draft_model: str | None = None
     timed: bool = False
     prepare: Callable[[Path], None] | None = None
 
-
-def model_free_names() -> list[str]:
-    """The installed tree methods that need no draft model, as typed on the command line."""
-    methods = installed_methods().items()
-    return sorted(name.replace("_", "-") for name, method in methods if not method.takes_model)
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether the method drafts trees, as none and the engine's own ngram do not."""
+        return self.max_draft_tokens is not None
 
 
 def shipped_model(name: str, target: str) -> Path | None:
-    """The model that comes with a method for the target of this recipe, if one does."""
+    """The model that comes with a method for the target of a recipe, if there is one."""
     method = installed_methods().get(name.replace("-", "_"))
     return None if method is None else method.models.get(target)
 
 
-def resolve_method(name: str, options: dict[str, Any]) -> Method:
-    """The method called `name`; hyphens and underscores are alike."""
+def resolve_method(name: str, options: dict[str, Any]) -> BenchMethod:
+    """The method called `name`, with hyphens or underscores.
+
+    Raises:
+        InputError: There is no such method, or its options are wrong.
+    """
     name = name.replace("_", "-")
     if name == "none":
         if options:
             raise InputError("method none takes no options")
-        return Method(name, {}, None)
+        return BenchMethod(name, {}, None)
     if name == "ngram":
-        return Method(name, options, {"method": "ngram", **_NGRAM, **options})
+        return BenchMethod(name, options, {"method": "ngram", **_NGRAM, **options})
     try:
         tree_method = find_method(name)
     except ValueError as error:
@@ -73,21 +80,26 @@ def resolve_method(name: str, options: dict[str, Any]) -> Method:
     except ValueError as error:
         raise InputError(str(error)) from error
     prepare = tree_method.prepare
-    return Method(
+    return BenchMethod(
         name,
         options,
         {"method": tree_method.name, **options},
-        parsed.num_nodes,
+        parsed.num_draft_tokens,
         parsed.depth,
-        str(options["model"]) if tree_method.draft_model else None,
-        tree_method.takes_model,
+        str(options["model"]) if tree_method.kind.needs_vocabulary_of_target else None,
+        tree_method.kind.needs_model,
         None if prepare is None else lambda folder: prepare(folder, parsed),
     )
 
 
-def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -> list[Method]:
-    """The method called `name` with `options`, `KEY=VALUE` pairs, and each of `varied` besides;
-    once if there are none."""
+def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -> list[BenchMethod]:
+    """The method called `name`, once for each of the `varied` pairs.
+
+    Args:
+        name: Name of the method.
+        options: `KEY=VALUE` pairs that all variants have.
+        varied: `KEY=VALUE` pairs, one for each variant; without any there is one variant.
+    """
     given = parse_options(options)
     variants = []
     for pair in varied:
@@ -98,21 +110,21 @@ def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -
     return variants or [resolve_method(name, given)]
 
 
-def check_engine(engine: str, method: Method) -> None:
-    """Refuse a method that the engine cannot run here.
+def check_engine(engine: str, method: BenchMethod) -> None:
+    """Refuse a method that the engine cannot run.
 
     Raises:
-        InputError: with the reason.
+        InputError: The engine cannot run it; the message gives the reason.
     """
     if engine == "sglang" and method.name == "ngram":
         raise InputError(
-            "--method ngram does not run in SGLang on a CPU: the attention backend that it has "
-            "there cannot verify drafts; compare with none, or run a tree method"
+            "--method ngram does not run in SGLang on a CPU, whose attention backend cannot verify "
+            "drafts: use --method none or a tree method"
         )
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
-    """`KEY=VALUE` pairs; a value that is JSON is read as JSON, any other is a string."""
+    """Parse `KEY=VALUE` pairs; values that are not valid JSON are strings."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""Prompts in Spec-Bench's format: one JSON object a line, each a chat of one or more turns."""
+"""Prompts in Spec-Bench's format: one JSON object per line, each a chat of one or more turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from drafttree.bench.errors import InputError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A chat: the user's turns, to be answered one after another."""
+    """A chat.
+
+    Attributes:
+        question_id: Identifier of the prompt.
+        category: Kind of task.
+        turns: The user's turns, answered one after another.
+    """
 
     question_id: int | str
     category: str
@@ -26,7 +32,11 @@ def default_prompts_path() -> Path:
 
 
 def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file; every line read is checked."""
+    """The first `limit` prompts of a file.
+
+    Raises:
+        InputError: The file cannot be read, or a line is not a prompt.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

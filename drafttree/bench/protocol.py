@@ -1,6 +1,6 @@
-"""The messages between the bench and its engine processes.
+"""Messages between the bench and its engine processes.
 
-Plain dataclasses, so that both ends can be imported without an engine.
+They are plain dataclasses, so that both sides can be imported without an engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How an engine process is to be started."""
+    """How to start an engine process.
+
+    Attributes:
+        model: Folder of the target.
+        dtype: Name of the data type of weights and activations.
+        batch_size: Greatest number of requests that run together.
+        max_model_len: Greatest number of tokens of a request, prompt and output together.
+        eager: Whether to skip compilation and CUDA graphs.
+        speculative_config: The engine's speculative configuration; None for plain decoding.
+    """
 
     model: str
     dtype: str = "float32"
@@ -22,13 +31,13 @@ class EngineSpec:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Room for a whole tree of every running request."""
+        """Tokens per step; enough for a complete tree of every request."""
         return max(2048, self.batch_size * 96)
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a started engine says of itself."""
+    """Version and device type of a started engine."""
 
     version: str
     device: str
@@ -36,7 +45,14 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to generate."""
+    """One answer to generate.
+
+    Attributes:
+        token_ids: Tokens of the prompt.
+        max_tokens: Greatest number of tokens to generate.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Seed for sampling.
+    """
 
     token_ids: list[int]
     max_tokens: int
@@ -46,14 +62,14 @@ class Request:
 
 @dataclass(frozen=True)
 class ForwardShape:
-    """A target forward to be timed.
+    """A target forward to time.
 
     Attributes:
-        requests: that are running.
-        tokens: of each, computed by the forward.
-        context: cached tokens of each.
-        tree: whether the tokens are a draft tree or a causal chain.
-        repeat: forwards to time.
+        requests: Batch size.
+        tokens: Query tokens per request.
+        context: Cached tokens per request.
+        tree: Whether the tokens form a draft tree instead of a causal chain.
+        repeat: Number of forwards to time.
     """
 
     requests: int
@@ -67,9 +83,16 @@ class ForwardShape:
 class Generation:
     """One answer, its counts and its share of the time.
 
-    `steps` are the decode steps of this request (those after its first token), and `step_tokens`
-    the tokens they emitted. An engine step's time is shared equally by the requests running in
-    it; the `decode_` figures count only engine steps in which no request was still in prefill.
+    The time of an engine step is shared equally by the requests that run in it.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        token_ids: Tokens generated.
+        steps: Decode steps of this request, which are those after its first token.
+        step_tokens: Tokens emitted by these steps.
+        seconds: Share of the time of all engine steps.
+        decode_tokens: Tokens emitted by engine steps in which no request was in prefill.
+        decode_seconds: Share of the time of these steps.
     """
 
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""From what both sides answered to the figures of a run. Nothing here touches an engine."""
+"""Computes the figures of a run from the answers of both sides, without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ Verdict = Literal["identical", "tie", "different"]
 
 @dataclass
 class Repetition:
-    """One pass over all prompts: for each prompt, each side's answer to each turn."""
+    """One pass over all prompts.
+
+    Attributes:
+        plain: For each prompt, the plain side's answers to its turns.
+        method: For each prompt, the method's answers to its turns.
+    """
 
     plain: list[list[Generation]]
     method: list[list[Generation]]
@@ -25,7 +30,7 @@ class Repetition:
 def first_difference(
     plain: Sequence[Sequence[int]], method: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
-    """The turn and the position at which two chats first differ, or None."""
+    """Turn and position of the first difference between two chats; None if they are identical."""
     for turn, (left, right) in enumerate(zip(plain, method, strict=True)):
         if list(left) != list(right):
             same = (a == b for a, b in zip(left, right, strict=False))
@@ -37,8 +42,8 @@ def first_difference(
 def figures(
     repetitions: Sequence[Repetition], verdicts: Sequence[Verdict], chosen: Sequence[int]
 ) -> dict[str, Any]:
-    """The figures of the chosen prompts: counts of the first repetition, medians of the rates
-    and of what each repetition gained."""
+    """Figures of the chosen prompts: counts of the first repetition, medians of rates and speedups
+    over all repetitions."""
     first = repetitions[0]
     method, plain = Totals(first.method, chosen), Totals(first.plain, chosen)
     rates: dict[str, list[float | None]] = {
@@ -52,7 +57,7 @@ def figures(
     }
 
     def speedup(of: str) -> float | None:
-        """Both sides of a repetition saw the same machine, those of two may not have."""
+        """Median of speedups within a repetition: machine load may differ between repetitions."""
         return _median(map(_quotient, rates[of], rates[f"baseline_{of}"]))
 
     return {
@@ -77,9 +82,13 @@ def report(
     verdicts: Sequence[Verdict],
     costs: Mapping[str, float | int],
 ) -> dict[str, Any]:
-    """The figures of the whole run, by category, and the rates of each repetition.
+    """Figures of the whole run, figures by category, and the rates of each repetition.
 
-    `costs` are `verification_cost`'s; with them comes the speedup that they leave possible.
+    Args:
+        prompts: All prompts.
+        repetitions: All repetitions.
+        verdicts: For each prompt, how the two sides' answers compare.
+        costs: Result of `verification_cost`, from which the possible speedup is computed, or empty.
     """
     everything = range(len(prompts))
     categories = sorted({prompt.category for prompt in prompts})
@@ -107,11 +116,14 @@ def report(
 
 
 def check_counters(repetition: Repetition, counters: dict[str, int]) -> None:
-    """Raise unless the tree worker counted the decode steps that the engine's outputs show.
+    """Check the method's counters against the engine's outputs.
 
-    Its emitted tokens may exceed those the engine returned, by what an accepted path held beyond
-    an end-of-text or the token limit; they can never be fewer, and never by more than was
-    accepted.
+    The counters may have more emitted tokens than the engine returned, because an accepted path can
+    go beyond an end-of-text token or the token limit. They never have fewer, and the surplus never
+    exceeds the accepted tokens.
+
+    Raises:
+        EngineError: The counters and the outputs disagree.
     """
     sums = totals(repetition.method)
     surplus = counters["emitted"] - sums.step_tokens
@@ -124,12 +136,12 @@ def check_counters(repetition: Repetition, counters: dict[str, int]) -> None:
 
 
 def totals(side: Sequence[Sequence[Generation]]) -> Totals:
-    """The sums over all of one side's answers."""
+    """Sums over all answers of one side."""
     return Totals(side, range(len(side)))
 
 
 class Totals:
-    """Sums over the answers of one side to the chosen prompts."""
+    """Sums over one side's answers to the chosen prompts."""
 
     def __init__(self, side: Sequence[Sequence[Generation]], chosen: Iterable[int]) -> None:
         answers = [answer for i in chosen for answer in side[i]]

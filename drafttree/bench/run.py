@@ -1,4 +1,4 @@
-"""A bench run: both engines side by side, one working at a time, batch by batch in turn."""
+"""A bench run: two engines side by side that answer the same batches in turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafttree.bench.draft_model import draft_model_figures
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name
-from drafttree.bench.methods import Method
+from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
 from drafttree.bench.report import Repetition, Verdict, check_counters, first_difference, report
@@ -29,11 +29,25 @@ _WARM_UP_TOKENS = 24
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a run is asked to measure."""
+class BenchSettings:
+    """What a run measures.
+
+    Attributes:
+        engine: `vllm` or `sglang`.
+        method: The method to compare with plain decoding.
+        model: Folder of the target.
+        prompts: Prompts to answer.
+        max_new_tokens: Greatest number of tokens of an answer.
+        batch_size: Prompts answered together.
+        temperature: Sampling temperature; 0 is greedy.
+        dtype: Data type of both engines.
+        repeat: Number of repetitions.
+        eager: Whether the engines skip compilation and CUDA graphs.
+        verbose: Whether to show the engines' output.
+    """
 
     engine: str
-    method: Method
+    method: BenchMethod
     model: Path
     prompts: list[Prompt]
     max_new_tokens: int = 128
@@ -46,10 +60,10 @@ class Settings:
 
 
 class Observer(Protocol):
-    """Told how far a run has come."""
+    """Receives the progress of a run."""
 
     def status(self, text: str) -> None:
-        """What is being done now."""
+        """A new stage of the run starts."""
 
     def advance(self) -> None:
         """One side has answered one batch."""
@@ -58,14 +72,19 @@ class Observer(Protocol):
         """Both sides have answered a prompt, in the first repetition."""
 
 
-def batches(settings: Settings) -> list[list[Prompt]]:
-    """The prompts in the order given, `batch_size` at a time."""
+def batches(settings: BenchSettings) -> list[list[Prompt]]:
+    """The prompts in the given order, `batch_size` at a time."""
     size = settings.batch_size
     return [settings.prompts[i : i + size] for i in range(0, len(settings.prompts), size)]
 
 
-def run(settings: Settings, observer: Observer) -> dict[str, Any]:
-    """Measure the method against plain decoding; the report is ready for JSON."""
+def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
+    """Measure the method against plain decoding and return a report, ready for JSON.
+
+    Raises:
+        InputError: The settings do not fit the model.
+        EngineError: An engine failed, or its outputs disagree with the method's counters.
+    """
     context = model_context(settings.model)
     if settings.max_new_tokens >= context:
         raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
@@ -77,7 +96,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         eager=settings.eager,
     )
     method_spec = replace(plain_spec, speculative_config=settings.method.speculative_config)
-    drafts_trees = settings.method.tree_nodes is not None
+    drafts_trees = settings.method.drafts_trees
     chat = Chat(settings.model)
     with ExitStack() as stack:
         observer.status("starting the engines")
@@ -85,7 +104,7 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
         for label, spec in (("plain", plain_spec), (settings.method.name, method_spec)):
             process = EngineProcess(settings.engine, label, spec, verbose=settings.verbose)
             processes.append(stack.enter_context(process))
-            if not settings.eager:  # the second start then finds what the first one compiled
+            if not settings.eager:  # the second engine then reuses the first one's compile cache
                 process.wait_until_ready()
         info, _ = [process.wait_until_ready() for process in processes]
         pair = _Run(settings, observer, chat, context, processes[0], processes[1])
@@ -151,11 +170,11 @@ def run(settings: Settings, observer: Observer) -> dict[str, Any]:
 
 
 class _Run:
-    """The two started engines and what they are asked."""
+    """The two started engines and the requests to them."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: BenchSettings,
         observer: Observer,
         chat: Chat,
         context: int,
@@ -171,19 +190,19 @@ class _Run:
         self.cut: set[int | str] = set()
 
     def draft_seconds(self) -> float:
-        """What drafting has taken so far, where the engine tells; else 0."""
+        """Seconds spent drafting so far; 0 if the engine does not report them."""
         return self.method.draft_seconds() if self.settings.method.timed else 0.0
 
     def warm_up(self) -> None:
-        """A few short answers on each side, which are then forgotten."""
+        """Generate a few short answers on each side, which are not counted."""
         for process in (self.plain, self.method):
             for _ in range(2):
                 self._answer(process, list(_WARM_UP), _WARM_UP_TOKENS)
 
     def repetition(self, number: int) -> Repetition:
-        """All prompts on both sides, from empty caches and tables."""
+        """Answer all prompts on both sides, starting from empty caches and tables."""
         self.plain.reset(tables=False)
-        self.method.reset(tables=self.settings.method.tree_nodes is not None)
+        self.method.reset(tables=self.settings.method.drafts_trees)
         result = Repetition([], [])
         for index, batch in enumerate(batches(self.settings)):
             sides = [(self.plain, result.plain), (self.method, result.method)]
@@ -196,7 +215,7 @@ class _Run:
         return result
 
     def verdict(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> Verdict:
-        """Whether both sides answered alike and, if not, whether a tie parted them."""
+        """Whether both answers are identical and, if not, whether a tie of tokens explains it."""
         difference = first_difference(
             [answer.token_ids for answer in plain], [answer.token_ids for answer in method]
         )
@@ -217,7 +236,7 @@ class _Run:
     def _answer(
         self, process: EngineProcess, batch: list[Prompt], max_new_tokens: int
     ) -> list[list[Generation]]:
-        """All turns of a batch of prompts, each with the answers so far."""
+        """Answer all turns of a batch of prompts, each with the answers so far as its context."""
         answers: list[list[Generation]] = [[] for _ in batch]
         texts: list[list[str]] = [[] for _ in batch]
         for turn in range(max(len(prompt.turns) for prompt in batch)):
@@ -234,7 +253,7 @@ class _Run:
     def _request(
         self, prompt: Prompt, turn: int, answers: list[str], max_new_tokens: int
     ) -> Request:
-        """One turn's request; a chat too long for the context loses its beginning."""
+        """The request of one turn; a chat too long for the context is cut at its start."""
         token_ids = self.chat.render(prompt.turns[: turn + 1], answers)
         room = self.context - max_new_tokens
         if len(token_ids) > room:

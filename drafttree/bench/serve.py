@@ -1,4 +1,4 @@
-"""An engine process's end of the pipe, the same for every engine."""
+"""The engine process's side of the pipe, the same for every engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from drafttree.bench.protocol import EngineSpec
 
 
 def serve(start: Callable[[EngineSpec], Any]) -> None:
-    """Start the engine the first message describes, then answer calls until the pipe closes.
+    """Start the engine that the first message describes, then answer calls until the pipe closes.
 
-    The pipe's file descriptor is the program's argument. `start` gives an engine with the methods
-    that `EngineProcess` calls, and with `info`, its `EngineInfo`.
+    The file descriptor of the pipe is the program's argument.
+
+    Args:
+        start: Returns an engine that has the methods `EngineProcess` calls, and `info`, an
+            `EngineInfo`.
     """
     pipe = Connection(int(sys.argv[1]))
     try:

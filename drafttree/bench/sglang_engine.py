@@ -1,8 +1,8 @@
-"""The SGLang side of the bench: its scheduler in this process, stepped by hand, serving a pipe.
+"""The SGLang side of the bench: its scheduler in this process, stepped by hand, behind a pipe.
 
-Stepping it ourselves lets every engine step be timed and every decode step be counted from the
-engine's own requests, in the same way for plain decoding and for any method. Steps run one after
-another, as they would on a CPU anyway.
+Because the bench steps the scheduler itself, it can time every engine step and count decode steps
+from the engine's own requests, in the same way for plain decoding and for every method. Steps do
+not overlap, as they would not on a CPU anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drafttree.bench.serve import serve
 
 
 class SglangEngine:
-    """One scheduler with its model, and no server around it."""
+    """A scheduler with its model, without a server around it."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import sglang
@@ -43,7 +43,7 @@ class SglangEngine:
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         configure_scheduler_process(arguments, 0)
         self._scheduler = Scheduler(arguments, PortArgs.init_new(arguments))
-        # Answers are read off the requests; nobody listens at the other end.
+        # Answers are read from the requests, so the output sockets have no reader.
         self._scheduler.ipc_channels.send_to_detokenizer.send_output = _ignore
         self._scheduler.ipc_channels.send_to_tokenizer.send_output = _ignore
         self._next_id = 0
@@ -51,7 +51,7 @@ class SglangEngine:
         self.info = EngineInfo(version=str(sglang.__version__), device=device)
 
     def generate(self, requests: list[Request]) -> list[Generation]:
-        """Answer all requests together, timing each engine step."""
+        """Answer all requests together and time each engine step."""
         running: list[tuple[Any, Generation]] = []
         results: list[Generation] = []
         started = perf_counter()
@@ -86,7 +86,7 @@ class SglangEngine:
         return results
 
     def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
-        """The two best next tokens after `token_ids` and their log-probabilities."""
+        """The two most likely next tokens after `token_ids` and their log-probabilities."""
         request = self._submit(token_ids, {"temperature": 0.0, "max_new_tokens": 1}, logprobs=2)
         while not request.finished():
             self._step()
@@ -95,7 +95,7 @@ class SglangEngine:
         return {int(token): float(value) for token, value in zip(tokens, values, strict=True)}
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
-        """Time forwards of a made-up batch; cached prefixes are lost."""
+        """Time forwards of an artificial batch; cached prefixes are lost."""
         from drafttree.sglang.forward import forward_seconds
 
         self._idle()
@@ -104,32 +104,32 @@ class SglangEngine:
         return seconds
 
     def reset(self, tables: bool) -> None:
-        """Forget cached prefixes; a method forgets what it learned and counted with them."""
+        """Drop cached prefixes, and with them what the method learned and its counters."""
         self._idle()
         if not self._scheduler.flush_cache():
             raise RuntimeError("SGLang's cache was not flushed")
 
     def counters(self, _: None) -> dict[str, int]:
-        """The tree worker's counts."""
+        """The tree worker's counters."""
         counts: dict[str, int] = self._scheduler.draft_worker.counters.as_dict()
         return counts
 
     def explain(self, _: None) -> list[dict[str, Any]]:
-        """How the method chose the sizes of its trees."""
+        """How the method chose the sizes of its trees; empty if they are fixed."""
         rows: list[dict[str, Any]] = self._scheduler.draft_worker.explain()
         return rows
 
     def acceptance(self, _: None) -> dict[str, Any]:
-        """How often what the method drafted was accepted."""
+        """The method's acceptance statistics."""
         counts: dict[str, Any] = self._scheduler.draft_worker.acceptance()
         return counts
 
     def draft_seconds(self, _: None) -> float:
-        """The time spent drafting with a draft model."""
+        """Seconds spent drafting with a model."""
         return float(self._scheduler.draft_worker.draft_seconds)
 
     def _submit(self, token_ids: list[int], sampling: dict[str, Any], logprobs: int = 0) -> Any:
-        """Queue a request; the host's own `Req`, which fills as it runs."""
+        """Queue a request and return the host's own `Req`, which collects the output."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -158,7 +158,7 @@ class SglangEngine:
         return self._scheduler.waiting_queue[-1]
 
     def _step(self) -> None:
-        """One turn of the scheduler's own loop."""
+        """Run one iteration of the scheduler's own loop."""
         import torch
 
         scheduler = self._scheduler
@@ -173,12 +173,12 @@ class SglangEngine:
             scheduler.last_batch = batch
 
     def _idle(self) -> None:
-        """Let the scheduler notice that the last batch is over."""
+        """Let the scheduler retire the last batch."""
         self._step()
 
 
 def _speculative(spec: EngineSpec) -> dict[str, Any]:
-    """The host's arguments for a method of ours, whose options travel in the environment."""
+    """Server arguments for a method of ours, whose options are passed in the environment."""
     from drafttree.sglang.options import set_options
 
     if spec.speculative_config is None:
@@ -191,7 +191,7 @@ def _speculative(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _kv_slots(spec: EngineSpec) -> int:
-    """Room for every running request's whole context, and for two trees a request."""
+    """KV slots for the whole context and for two trees of every request."""
     return spec.batch_size * (spec.max_model_len + 512)
 
 

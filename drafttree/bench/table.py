@@ -1,16 +1,17 @@
-"""A run's figures as a table for the terminal."""
+"""Tables of a run's figures for the terminal."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 _ROWS = (
     ("new tokens", "baseline_new_tokens", "new_tokens", ",d"),
     ("decode steps", "baseline_steps", "steps", ",d"),
     (
-        "tokens a decode step (mean accepted)",
+        "tokens per decode step (mean accepted)",
         "baseline_mean_accepted_tokens",
         "mean_accepted_tokens",
         ".2f",
@@ -19,16 +20,25 @@ _ROWS = (
     ("speedup", None, "speedup", ".2f"),
     ("speedup of decode steps alone", None, "decode_speedup", ".2f"),
 )
-# With a short name for a column.
+# Name of the row, name of the column in a comparison, key of the report.
 _DRAFT_MODEL_ROWS = (
     ("block efficiency over memory-bound time (MBSU)", "MBSU", "mbsu"),
-    ("part of the time spent drafting", "drafting", "draft_time_share"),
+    ("share of the time spent drafting", "drafting", "draft_time_share"),
 )
 _COST_ROWS = (
     ("forward of {cost_tokens} tokens against 1: tree", "verify_cost"),
     ("forward of {cost_tokens} tokens against 1: chain", "chain_cost"),
     ("mean accepted / cost of the tree", "possible_decode_speedup"),
 )
+
+_EXPLAINED_HEADINGS = {
+    "num_draft_tokens": "draft tokens",
+    "predicted_ms": "model ms",
+    "observed_ms": "real ms",
+    "expected_tokens": "model tokens",
+    "realised_tokens": "real tokens",
+    "tokens_per_second": "tokens /s",
+}
 
 
 def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
@@ -48,28 +58,28 @@ def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
     identical = f"{report['identical']} of {report['prompts']}"
     if report["ties"]:
         identical += f", {report['ties']} ties"
-    table.add_row("prompts answered alike", "", identical)
+    table.add_row("prompts with identical answers", "", identical)
     return table
 
 
 def comparison_table(reports: list[dict[str, Any]]) -> Table:
-    """A method's runs with different options, one a row; each beside a plain run of its own."""
+    """Runs of a method with different options, one per row, each against its own plain run."""
     table = Table()
     first = reports[0]["options"]
     keys = dict.fromkeys(key for report in reports for key in report["options"])
     varied = [key for key in keys if any(r["options"].get(key) != first.get(key) for r in reports)]
     columns = [
-        ("tokens a step", "mean_accepted_tokens"),
+        ("tokens/step", "mean_accepted_tokens"),
         *[(short, key) for _, short, key in _DRAFT_MODEL_ROWS if key in reports[0]],
         ("speedup", "speedup"),
         ("decode", "decode_speedup"),
     ]
     for key in varied:
         table.add_column(key, no_wrap=True)
-    table.add_column("nodes", justify="right")
+    table.add_column("draft tokens", justify="right")
     for heading, _ in columns:
         table.add_column(heading, justify="right")
-    table.add_column("alike", justify="right")
+    table.add_column("identical", justify="right")
     for report in reports:
         counters = report["counters"]
         steps = counters.get("drafted_steps", 0)
@@ -83,10 +93,10 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
 
 
 def category_table(report: dict[str, Any]) -> Table:
-    """The method's figures by category of prompt."""
+    """Figures of the method by category of prompt."""
     table = Table()
     table.add_column("category")
-    for heading in ("prompts", "identical", "new tokens", "tokens a step", "speedup", "decode"):
+    for heading in ("prompts", "identical", "new tokens", "tokens/step", "speedup", "decode"):
         table.add_column(heading, justify="right")
     for category, figures in report["per_category"].items():
         table.add_row(
@@ -102,13 +112,16 @@ def category_table(report: dict[str, Any]) -> Table:
 
 
 def explained_table(report: dict[str, Any]) -> Table:
-    """How a method chose the sizes of its trees."""
-    table = Table()
+    """How a method chose `num_draft_tokens`: the rows of its `explain()`."""
+    # Narrow enough for 80 columns, beyond which values would be cut off.
+    table = Table(box=SIMPLE_HEAD, padding=0)
     rows = report["explained"]
-    for heading in rows[0] if rows else ():
-        table.add_column(heading.replace("_", " "), justify="right")
+    for key in rows[0] if rows else ():
+        heading = _EXPLAINED_HEADINGS.get(key, key.replace("_", " "))
+        table.add_column(heading, justify="right", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{value:.4g}" for value in row.values()))
+        values = row.values()
+        table.add_row(*(str(v) if isinstance(v, int) else f"{v:.3g}" for v in values))
     return table
 
 

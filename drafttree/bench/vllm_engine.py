@@ -1,7 +1,7 @@
-"""The vLLM side of the bench: an in-process engine, stepped by hand, serving a pipe.
+"""The vLLM side of the bench: an in-process engine, stepped by hand, behind a pipe.
 
-Stepping it ourselves lets every engine step be timed and every decode step be counted from the
-engine's own outputs, in the same way for plain decoding and for any method.
+Because the bench steps the engine itself, it can time every engine step and count decode steps from
+the engine's own outputs, in the same way for plain decoding and for every method.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from drafttree.bench.serve import serve
 
 
 class VllmEngine:
-    """One `vllm.LLM`, in this process."""
+    """A `vllm.LLM` in this process."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import vllm
@@ -39,7 +39,7 @@ class VllmEngine:
         self.info = EngineInfo(version=str(vllm.__version__), device=device)
 
     def generate(self, requests: list[Request]) -> list[Generation]:
-        """Answer all requests together, timing each engine step."""
+        """Answer all requests together and time each engine step."""
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -80,7 +80,7 @@ class VllmEngine:
         return results
 
     def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
-        """The two best next tokens after `token_ids` and their log-probabilities."""
+        """The two most likely next tokens after `token_ids` and their log-probabilities."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
@@ -90,34 +90,34 @@ class VllmEngine:
         return {int(token): float(entry.logprob) for token, entry in entries}
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
-        """Time forwards of a made-up batch; cached prefixes are lost."""
+        """Time forwards of an artificial batch; cached prefixes are lost."""
         self._llm.reset_prefix_cache()
         times: list[float] = self._llm.collective_rpc(_forward_seconds, args=astuple(shape))[0]
         return times
 
     def reset(self, tables: bool) -> None:
-        """Forget cached prefixes; with `tables`, what the method learned and counted as well."""
+        """Drop cached prefixes; with `tables` also what the method learned and its counters."""
         self._llm.reset_prefix_cache()
         if tables:
             self._llm.collective_rpc("drafttree_reset")
 
     def counters(self, _: None) -> dict[str, int]:
-        """The tree worker's counts (every rank counts the same)."""
+        """The tree worker's counters, which are equal on all ranks."""
         counts: dict[str, int] = self._llm.collective_rpc("drafttree_counters")[0]
         return counts
 
     def explain(self, _: None) -> list[dict[str, Any]]:
-        """How the method chose the sizes of its trees."""
+        """How the method chose the sizes of its trees; empty if they are fixed."""
         rows: list[dict[str, Any]] = self._llm.collective_rpc("drafttree_explain")[0]
         return rows
 
     def acceptance(self, _: None) -> dict[str, Any]:
-        """How often what the method drafted was accepted."""
+        """The method's acceptance statistics."""
         counts: dict[str, Any] = self._llm.collective_rpc("drafttree_acceptance")[0]
         return counts
 
     def draft_seconds(self, _: None) -> float:
-        """The time spent drafting with a draft model."""
+        """Seconds spent drafting with a model."""
         return float(self._llm.collective_rpc("drafttree_draft_seconds")[0])
 
 

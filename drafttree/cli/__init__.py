@@ -1,8 +1,9 @@
-"""The `drafttree` command: one module a subcommand."""
+"""The `drafttree` command, with one module per subcommand."""
 
 import typer
 
 from drafttree.cli.bench import bench
+from drafttree.cli.budget import budget
 from drafttree.cli.demo import demo
 from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
@@ -23,4 +24,5 @@ app.command()(prepare)
 app.command()(bench)
 app.command()(demo)
 app.command()(tree)
+app.command()(budget)
 app.add_typer(train, name="train")

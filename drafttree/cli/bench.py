@@ -1,4 +1,4 @@
-"""`drafttree bench`: a draft method against plain decoding, in one run of the real engine."""
+"""`drafttree bench`: measures a draft method against plain decoding in the real engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import Method, check_engine, resolve_variants
+from drafttree.bench.methods import BenchMethod, check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
-from drafttree.bench.run import Settings, batches, run
+from drafttree.bench.run import BenchSettings, batches, run
 from drafttree.bench.table import (
     category_table,
     comparison_table,
@@ -27,14 +27,14 @@ from drafttree.bench.table import (
 
 
 class Dtype(StrEnum):
-    """The number formats a run can use."""
+    """Data types a run can use."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
 
 class ProgressObserver:
-    """Shows a run's progress as a bar."""
+    """Shows the progress of a run as a bar."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -51,7 +51,7 @@ class ProgressObserver:
 
 
 def progress_bar(console: Console) -> Progress:
-    """The bar both commands show."""
+    """A progress bar with counts and elapsed time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -61,8 +61,8 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def _prepare(method: Method, model: Path) -> None:
-    """Make beforehand what the engine would make while it is measured."""
+def _prepare(method: BenchMethod, model: Path) -> None:
+    """Do the method's one-time work now, so that it does not disturb the measurement."""
     assert method.prepare is not None
     try:
         method.prepare(model)
@@ -77,31 +77,31 @@ def bench(
     engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts in Spec-Bench's format; those shipped if not given."),
+        typer.Option(help="Prompts in Spec-Bench's format; if not given, the shipped ones."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens a turn, at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    dtype: Annotated[Dtype, typer.Option(help="The engines' number format.")] = Dtype.float32,
-    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; medians are given.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="The engines' data type.")] = Dtype.float32,
+    repeat: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported.")] = 1,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=VALUE, an option of the method; may be given again."),
+        typer.Option(help="KEY=VALUE, an option of the method; may be repeated."),
     ] = None,
     vary: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=VALUE, given more than once: a run for each, and a comparison."),
+        typer.Option(help="KEY=VALUE; repeat it for one run per value and a comparison."),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show how the sizes of trees were chosen.")
+        bool, typer.Option("--explain", help="Show how tree sizes were chosen.")
     ] = False,
     eager: Annotated[
-        bool, typer.Option("--eager/--compiled", help="Start faster, or run faster.")
+        bool, typer.Option("--eager/--compiled", help="Faster start, or faster run.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' output.")] = False,
 ) -> None:
-    """Measure a method against plain decoding, both in one run; or more settings one by one."""
+    """Measure a method, or several settings of it, against plain decoding."""
     errors = Console(stderr=True)
     reports: list[dict[str, Any]] = []
     try:
@@ -111,7 +111,7 @@ def bench(
             raise InputError(f"the folder of {output} does not exist")
         variants = resolve_variants(method, option or [], vary or [])
         check_engine(engine, variants[0])
-        settings = Settings(
+        settings = BenchSettings(
             engine=engine,
             method=variants[0],
             model=model,
@@ -132,7 +132,7 @@ def bench(
             observer = ProgressObserver(progress, total)
             for variant in variants:
                 reports.append(run(replace(settings, method=variant), observer))
-                # What was measured is kept, should a later run fail.
+                # Written after each run, so that a later failure loses nothing.
                 written: Any = {"runs": reports} if vary else reports[0]
                 output.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     except InputError as error:
@@ -152,5 +152,5 @@ def bench(
             if report["explained"]:
                 console.print(explained_table(report))
             else:
-                console.print(f"{report['method']}: the sizes of its trees are fixed")
+                console.print(f"{report['method']}: tree sizes are fixed")
     console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`drafttree demo`: a few prompts answered twice, plainly and with a draft method."""
+"""`drafttree demo`: answers a few prompts twice, with plain decoding and with a draft method."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from rich.markup import escape
 from drafttree.bench.chat import Chat
 from drafttree.bench.engine_process import ENGINES, TITLES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import model_free_names, resolve_method, shipped_model
+from drafttree.bench.methods import resolve_method, shipped_model
+from drafttree.bench.models import ModelError, ensure, fetch
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
-from drafttree.bench.run import Settings, run
+from drafttree.bench.run import BenchSettings, run
 from drafttree.bench.table import figures_table
-from drafttree.models import ModelError, ensure
 
+_METHOD = "token-recycling"
 _MODEL = "smollm2-135m"
 _CATEGORIES = ("writing", "math", "coding", "stem", "translation", "summarization")
 _NEW_TOKENS = 64
 
 
 class Narrator:
-    """Tells what is happening and shows each prompt's answer as it is there."""
+    """Prints progress, and each prompt's answer as soon as both sides have given it."""
 
     def __init__(self, console: Console, chat: Chat, engine: str, method: str, total: int) -> None:
         self._console = console
@@ -44,7 +45,7 @@ class Narrator:
         self._console.print(f"[dim]{text} …[/dim]")
 
     def advance(self) -> None:
-        """One side alone is not shown."""
+        """Nothing is shown before both sides have answered."""
 
     def answered(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> None:
         self._shown += 1
@@ -76,11 +77,11 @@ def demo_prompts() -> list[Prompt]:
 def demo(
     engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     method: Annotated[
-        str | None,
-        typer.Option(help="The draft method; the first that needs no model if not given."),
-    ] = None,
+        str, typer.Option(help="The draft method; one that needs a model must come with it.")
+    ] = _METHOD,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Draft nodes a tree; the method's default if not.")
+        int | None,
+        typer.Option(min=1, help="Draft tokens per tree; if not given, the method's default."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' output.")] = False,
 ) -> None:
@@ -89,16 +90,15 @@ def demo(
     try:
         if engine not in ENGINES:
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
-        name = method or next(iter(model_free_names()), None)
-        if name is None:
-            raise InputError("no draft method is installed")
         options: dict[str, Any] = {} if nodes is None else {"nodes": nodes}
-        if (drafter := shipped_model(name, _MODEL)) is not None:
+        if (drafter := shipped_model(method, _MODEL)) is not None:
             options["model"] = str(drafter)
-        resolved = resolve_method(name, options)
-        model = ensure(_MODEL, lambda step: console.print(f"[dim]{step} …[/dim]"))
+        resolved = resolve_method(method, options)
+        # Shipped drafters were trained on the pinned weights and refuse others.
+        get = fetch if drafter is None else ensure
+        model = get(_MODEL, lambda step: console.print(f"[dim]{escape(step)} …[/dim]"))
         prompts = demo_prompts()
-        settings = Settings(
+        settings = BenchSettings(
             engine=engine,
             method=resolved,
             model=model,
@@ -109,7 +109,7 @@ def demo(
         )
         console.print(
             f"{_MODEL}, float32, greedy: {len(prompts)} prompts, at most {_NEW_TOKENS} new tokens "
-            f"each, plainly and with {resolved.name}"
+            f"each, with plain decoding and with {resolved.name}"
         )
         narrator = Narrator(console, Chat(model), engine, resolved.name, len(prompts))
         report = run(settings, narrator)
@@ -125,17 +125,17 @@ def demo(
 
 
 def _verdict(report: dict[str, Any]) -> str:
-    """What the figures say, and what they do not."""
+    """One or two sentences that sum up the figures."""
     saved = 1 - report["steps"] / report["baseline_steps"] if report["baseline_steps"] else 0.0
     lines = [
         f"{report['identical']} of {report['prompts']} answers are the same token for token"
-        + (f" ({report['ties']} part at a tie of two tokens)" if report["ties"] else "")
+        + (f" ({report['ties']} differ from a tie of two tokens on)" if report["ties"] else "")
         + f"; {report['method']} took {saved:.0%} fewer decode steps."
     ]
     if report["device"] == "cpu":
         lines.append(
-            "On a CPU fewer steps need not mean less time: each step checks a whole tree of "
-            "tokens, and a few cores have little arithmetic to spare for it. --nodes 7 gives "
-            "a tree that costs a CPU less."
+            "On a CPU fewer steps need not mean less time: each step verifies a whole tree of "
+            "tokens, and a few cores have little spare compute for it. --nodes 7 gives trees that "
+            "are cheaper to verify."
         )
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""What `drafttree doctor` finds out about a machine and an environment.
+"""The checks of `drafttree doctor`.
 
-Whatever may be broken is imported in a process of its own, so that it is reported, not raised.
+Packages that may be broken are imported in separate processes, so that failures can be reported.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import psutil
 from pydantic import BaseModel
-from tree_kernels._native import compiler
+from tree_kernels.machine import find_compiler, processor_name
 
 from drafttree import __version__
 from drafttree.method import GROUP, Method
@@ -25,13 +25,24 @@ from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 PLUGIN_GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
 PLUGIN_CHOICES = {"vLLM": "VLLM_PLUGINS", "SGLang": "SGLANG_PLUGINS"}
+PLUGIN = "drafttree"
+# Package indexes serve CUDA builds of these. With a CPU build of torch they cannot be imported, and
+# vLLM fails with them, although it does not need them.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 Status = Literal["ok", "note", "problem"]
 
 
 class Finding(BaseModel):
-    """One line of the report; `advice` says what to do, where something is to be done."""
+    """One line of the report.
+
+    Attributes:
+        section: Heading of the line.
+        name: What was checked.
+        value: What was found.
+        status: How serious it is.
+        advice: What to do about it; empty if nothing needs to be done.
+    """
 
     section: str
     name: str
@@ -41,14 +52,19 @@ class Finding(BaseModel):
 
 
 class Trial(BaseModel):
-    """What came of importing a package in a fresh process."""
+    """Result of importing a package in a new process; neither field is set if it is not installed.
+
+    Attributes:
+        version: Version of the package, if the import succeeded.
+        error: Last line of the error, if it failed.
+    """
 
     version: str | None = None
     error: str | None = None
 
 
 def diagnose() -> list[Finding]:
-    """Everything there is to say, section by section."""
+    """Run all checks, section by section."""
     parts: list[Callable[[], Iterator[Finding]]] = [machine, libraries, engines, methods, traps]
     return [finding for part in parts for finding in part()]
 
@@ -64,7 +80,7 @@ def machine() -> Iterator[Finding]:
         advice="" if supported else "use Python 3.11, 3.12 or 3.13",
     )
     yield Finding(section="machine", name="platform", value=platform.platform())
-    yield Finding(section="machine", name="processor", value=_processor())
+    yield Finding(section="machine", name="processor", value=processor_name())
     yield Finding(section="machine", name="cores", value=str(_cores()))
     yield Finding(section="machine", name="memory", value=_memory())
 
@@ -79,7 +95,7 @@ def libraries() -> Iterator[Finding]:
             name="torch",
             value=torch.error or "not installed",
             status="problem",
-            advice="reinstall torch: nothing works without it",
+            advice="reinstall torch, which everything else needs",
         )
     else:
         yield Finding(section="libraries", name="torch", value=f"{torch.version}, {_devices()}")
@@ -119,7 +135,7 @@ def engines() -> Iterator[Finding]:
 
 
 def methods() -> Iterator[Finding]:
-    """The registered drafting methods, and whether the engines will load their plugins."""
+    """The installed methods, and whether the engines will load the plugin that registers them."""
     found = list(entry_points(group=GROUP))
     if not found:
         yield Finding(
@@ -131,20 +147,20 @@ def methods() -> Iterator[Finding]:
         )
     for entry in found:
         yield _judge_method(entry)
+    for engine in PLUGIN_GROUPS:
+        yield _judge_plugin(engine)
 
 
 def traps() -> Iterator[Finding]:
-    """What is known to go wrong, where it does here."""
-    for package in CUDA_COMPANIONS:
-        error = try_import(package).error
-        if error is not None:
-            yield Finding(
-                section="traps",
-                name=package,
-                value=f"broken: {error}",
-                status="problem",
-                advice=f"it is built for another torch and breaks vLLM: pip uninstall {package}",
-            )
+    """Known problems that this environment has."""
+    for package, error in broken_companions().items():
+        yield Finding(
+            section="traps",
+            name=package,
+            value=f"broken: {error}",
+            status="problem",
+            advice=f"it was built for another torch and breaks vLLM: pip uninstall {package}",
+        )
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
         yield Finding(
             section="traps",
@@ -159,26 +175,34 @@ def traps() -> Iterator[Finding]:
             name="VLLM_CPU_KVCACHE_SPACE",
             value="not set",
             status="note",
-            advice="on a CPU vLLM claims nearly all memory without it: set it to GiB, such as 1",
+            advice="on a CPU vLLM takes nearly all memory without it: set it to GiB, such as 1",
         )
-    if compiler() is None:
+    if find_compiler() is None:
         yield Finding(
             section="traps",
             name="C++ compiler",
             value="not found",
             status="note",
-            advice="vLLM's compiled mode and the kernels for the CPU need one: install g++",
+            advice="vLLM's compiled mode needs one, and so do CPU kernels that the wheel does not "
+            "contain: install g++",
         )
+
+
+def broken_companions() -> dict[str, str]:
+    """The error of each of torch's companions that is installed but cannot be imported."""
+    trials = {package: try_import(package).error for package in CUDA_COMPANIONS}
+    return {package: error for package, error in trials.items() if error is not None}
 
 
 def try_import(
     package: str, further: str = "", environment: Mapping[str, str] | None = None
 ) -> Trial:
-    """Import a package, run the statement `further`, and report version or error.
+    """Import a package in a new process and return its version or the error.
 
-    `environment` is added to this process's own.
-
-    Neither is set if the package is not installed.
+    Args:
+        package: Name of the package.
+        further: Statement to run after the import.
+        environment: Environment variables to add to those of this process.
     """
     if find_spec(package) is None:
         return Trial()
@@ -230,10 +254,10 @@ def _judge_sglang() -> Finding:
     finding = Finding(section="engines", name="SGLang", value="not installed", status="note")
     if found.error is not None:
         finding.value, finding.status = f"broken: {found.error}", "problem"
-        finding.advice = "on a CPU take the environment that make demo ENGINE=sglang makes"
+        finding.advice = "on a CPU use the environment that make demo ENGINE=sglang creates"
     elif found.version is None:
-        finding.advice = "make demo ENGINE=sglang makes an environment with it"
-    elif not sglang_versions.is_supported(found.version, takes_model=False):
+        finding.advice = "make demo ENGINE=sglang creates an environment with it"
+    elif not sglang_versions.is_supported(found.version, older_versions=True):
         finding.value, finding.status = f"{found.version}, unsupported", "problem"
         finding.advice = f"use {sglang_versions.TESTED}"
     elif not sglang_versions.is_tested(found.version):
@@ -249,7 +273,7 @@ def _judge_sglang() -> Finding:
 
 def _judge_method(entry: EntryPoint) -> Finding:
     try:
-        method: Method = entry.load()
+        method: Method[Any] = entry.load()
     except Exception as error:
         return Finding(
             section="methods",
@@ -258,34 +282,27 @@ def _judge_method(entry: EntryPoint) -> Finding:
             status="problem",
             advice=f"reinstall the package that holds {entry.module}",
         )
-    finding = Finding(section="methods", name=method.name, value=method.title)
-    problems = []
-    for engine, group in PLUGIN_GROUPS.items():
-        plugin = _plugin(entry, group)
-        choice = PLUGIN_CHOICES[engine]
-        if plugin is None:
-            problems.append(f"it registers nothing in {group}: reinstall its package")
-        elif not _loads(plugin, choice):
-            problems.append(f"{choice} leaves it out: add {plugin.name} to it, or unset it")
-    if problems:
-        finding.status, finding.advice = "problem", "; ".join(problems)
+    return Finding(section="methods", name=method.name, value=method.title)
+
+
+def _judge_plugin(engine: str) -> Finding:
+    """Whether an engine will load the plugin that registers all methods with it."""
+    group, choice = PLUGIN_GROUPS[engine], PLUGIN_CHOICES[engine]
+    finding = Finding(section="methods", name=f"{engine} plugin", value="registered")
+    if not any(plugin.name == PLUGIN for plugin in entry_points(group=group)):
+        finding.value, finding.status = f"not registered in {group}", "problem"
+        finding.advice = "reinstall drafttree: its entry points are missing"
+    elif not _loads_plugin(choice):
+        finding.value, finding.status = f"left out by {choice}", "problem"
+        finding.advice = f"add {PLUGIN} to {choice}, or unset it"
     return finding
 
 
-def _plugin(method: EntryPoint, group: str) -> EntryPoint | None:
-    """The plugin of an engine's group that lives in the method's own package."""
-    package = method.module.partition(".")[0]
-    for plugin in entry_points(group=group):
-        if plugin.module.partition(".")[0] == package:
-            return plugin
-    return None
-
-
-def _loads(plugin: EntryPoint, choice: str) -> bool:
+def _loads_plugin(choice: str) -> bool:
     chosen = os.environ.get(choice)
     if chosen == "" and choice == PLUGIN_CHOICES["SGLang"]:
-        return True  # to SGLang an empty list is none at all
-    return chosen is None or plugin.name in [name.strip() for name in chosen.split(",")]
+        return True  # SGLang treats an empty list as unset
+    return chosen is None or PLUGIN in [name.strip() for name in chosen.split(",")]
 
 
 def _has_cuda() -> bool:
@@ -307,16 +324,6 @@ def _devices() -> str:
     return f"CUDA {torch.version.cuda}: {names}"
 
 
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -324,8 +331,4 @@ def _cores() -> int:
 
 
 def _memory() -> str:
-    try:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return "unknown"
-    return f"{size / 2**30:.1f} GiB"
+    return f"{psutil.virtual_memory().total / 2**30:.1f} GiB"

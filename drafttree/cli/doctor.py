@@ -1,4 +1,4 @@
-"""`drafttree doctor`: versions, what is supported here, what is not and what to do about it."""
+"""`drafttree doctor`: reports versions, what is supported and how to fix what is not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say what is installed here, what works and what to do about the rest."""
-    with Console(stderr=True).status("Looking around"):
+    """Show what is installed, what works and how to fix the rest."""
+    with Console(stderr=True).status("Checking the environment"):
         findings = diagnose()
     if as_json:
         print(json.dumps([finding.model_dump() for finding in findings], indent=2))

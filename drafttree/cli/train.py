@@ -1,6 +1,7 @@
-"""`drafttree train`: one command for each installed method that is trained.
+"""`drafttree train`: one subcommand for each installed method with a trainer.
 
-Found through the entry-point group `drafttree.trainers`: functions that typer makes a command of.
+Trainers are functions in the entry-point group `drafttree.trainers`, which typer turns into
+commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`drafttree tree`: what became of the drafts of a bench run, and the tree that fits it best."""
+"""`drafttree tree`: shows the acceptance of drafts in a bench run and fits a better tree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from drafttree.acceptance import MeasuredTree, Shares, fit, read_run, tokens_a_step
+from drafttree.bench.tree_fit import MeasuredTree, Shares, fit, read_run, tokens_per_step
 from drafttree.tree import BRANCHING, MAX_DEPTH, RankPath, StaticTree
 
 
@@ -23,29 +23,29 @@ def tree(
     ] = None,
     alone: Annotated[
         str | None,
-        typer.Option("--tree", help="Show a tree without a run: its file, or branch:4-2-1."),
+        typer.Option("--tree", help="A tree to show without a run: a file, or branch:4-2-1."),
     ] = None,
     fitted: Annotated[
         int | None,
-        typer.Option("--fit", help="Fit the static tree of so many nodes to the run."),
+        typer.Option("--fit", help="Number of draft tokens of a static tree to fit to the run."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The file to write the fitted tree to, for option tree.")
+        Path | None, typer.Option(help="File for the fitted tree, which the option tree can load.")
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the static tree that is shown into this PNG file.")
+        Path | None, typer.Option(help="PNG file for a picture of the static tree.")
     ] = None,
 ) -> None:
-    """Show how often each node of the draft tree was accepted, or fit a better tree."""
+    """Show the acceptance of each node of a draft tree, or fit a better tree."""
     try:
         if (run is None) == (alone is None):
-            raise ValueError("give either a bench run or --tree")
+            raise ValueError("give either a bench run or --tree, not both")
         if (fitted is None) != (output is None):
-            raise ValueError("--fit and --output belong together: a size, and the file to write")
+            raise ValueError("--fit and --output need each other: give a size and a file to write")
         if run is not None:
             _show_run(run, fitted, output, picture)
         elif fitted is not None:
-            raise ValueError("--fit needs a bench run to fit the tree to")
+            raise ValueError("--fit fits a tree to a bench run: give the run instead of --tree")
         else:
             assert alone is not None
             _show_alone(alone, picture)
@@ -60,7 +60,7 @@ def _show_alone(notation: str, picture: Path | None) -> None:
         topology = StaticTree.from_notation(notation)
     else:
         topology = StaticTree.from_file(Path(notation))
-    title = f"{topology.nodes} nodes, depth {topology.depth}"
+    title = f"{topology.num_draft_tokens} draft tokens, depth {topology.depth}"
     _print_tree(_outline(title, topology, lambda path: ""))
     _draw(topology, None, picture)
 
@@ -71,8 +71,8 @@ def _show_run(run: Path, fitted: int | None, output: Path | None, picture: Path 
     if "sources" in acceptance:
         if fitted is not None or picture is not None:
             raise ValueError(
-                f"{run} drafted no static tree, which --fit and --picture need: its trees differ "
-                "from step to step"
+                f"the trees of {run} differ from step to step, but --fit and --picture need a "
+                "static tree: bench the method with one"
             )
         Console(highlight=False).print(_sources(run, acceptance["sources"]))
         return
@@ -80,26 +80,28 @@ def _show_run(run: Path, fitted: int | None, output: Path | None, picture: Path 
         measured = MeasuredTree.from_counts(acceptance, report["counters"].get("steps", 0))
     except ValueError as error:
         raise ValueError(f"{run}: {error}") from error
-    before = tokens_a_step(measured.tree, measured.shares)
+    before = tokens_per_step(measured.tree, measured.shares)
     if fitted is None or output is None:
         title = (
-            f"{report['method']} in {report['engine']}: {measured.tree.nodes} nodes, "
+            f"{report['method']} in {report['engine']}: "
+            f"{measured.tree.num_draft_tokens} draft tokens, "
             f"{measured.steps} decode steps of {before:.2f} tokens"
         )
         _print_tree(_outline(title, measured.tree, lambda path: _measured(measured, path)))
         _draw(measured.tree, measured.shares, picture)
         return
     topology, shares = fit(measured, fitted)
-    title = f"fitted: {topology.nodes} nodes, depth {topology.depth}"
+    title = f"fitted: {topology.num_draft_tokens} draft tokens, depth {topology.depth}"
     _print_tree(_outline(title, topology, lambda path: _share(shares, path)))
-    after = tokens_a_step(topology, shares)
-    _say(
-        f"expected tokens a step: {before:.2f} before, with {measured.tree.nodes} nodes; "
-        f"{after:.2f} after, with {topology.nodes}"
+    after = tokens_per_step(topology, shares)
+    _print(
+        f"expected tokens per step: {before:.2f} before, "
+        f"with {measured.tree.num_draft_tokens} draft tokens; "
+        f"{after:.2f} after, with {topology.num_draft_tokens}"
     )
     text = json.dumps({"paths": [list(path) for path in topology.paths]})
     output.write_text(text + "\n", encoding="utf-8")
-    _say(f"written to {output}")
+    _print(f"written to {output}")
     _draw(topology, shares, picture)
 
 
@@ -116,7 +118,7 @@ def _outline(title: str, topology: StaticTree, describe: Callable[[RankPath], st
 def _measured(measured: MeasuredTree, path: RankPath) -> str:
     text = _share(measured.shares, path)
     if missing := measured.undrafted(path):
-        text += f", missing {missing} times"
+        text += f", not drafted {missing} times"
     return text
 
 
@@ -124,11 +126,11 @@ def _share(shares: Shares, path: RankPath) -> str:
     above = shares[path[:-1]]
     if not above:
         return "parent never accepted"
-    return f"{shares[path] / above:.1%} of its parent's, {shares[path]:.1%} of steps"
+    return f"accepted in {shares[path]:.1%} of steps, {shares[path] / above:.1%} of its parent's"
 
 
 def _sources(run: Path, rows: Any) -> Table:
-    table = Table(caption="Drafts whose parent was accepted, by where they came from")
+    table = Table(caption="Draft tokens whose parent was accepted, by candidate source")
     table.add_column("source")
     for heading in ("tried", "accepted", "share"):
         table.add_column(heading, justify="right")
@@ -144,19 +146,19 @@ def _sources(run: Path, rows: Any) -> Table:
 def _draw(topology: StaticTree, shares: Shares | None, file: Path | None) -> None:
     if file is None:
         return
-    from drafttree.picture import draw
+    from drafttree.cli.tree_picture import draw
 
     try:
         draw(topology, shares, file)
     except ImportError as error:
-        raise ValueError("--picture needs matplotlib, which is missing: install it") from error
-    _say(f"drawn into {file}")
+        raise ValueError("--picture needs matplotlib: pip install matplotlib") from error
+    _print(f"drawn into {file}")
 
 
 def _print_tree(shown: Tree) -> None:
-    # Where a deep tree is wider than the terminal, rich would leave out the deepest nodes.
+    # In a narrow terminal rich would leave out the deepest nodes.
     Console(highlight=False, width=4 * MAX_DEPTH + 80).print(shown)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     Console(highlight=False).print(text, markup=False, soft_wrap=True)

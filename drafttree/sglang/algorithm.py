@@ -1,4 +1,4 @@
-"""A tree method as SGLang's scheduler sees it."""
+"""Tree methods as SGLang's scheduler sees them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from drafttree.method import Method
+from drafttree.method import Method, load
 from drafttree.sglang.options import parse_options
-from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
+from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
 
 if TYPE_CHECKING:
     import torch
@@ -19,47 +19,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_RUNNING_REQUESTS = 48
-"""What the host takes for its own drafting methods where nothing is given."""
+"""SGLang's own default for speculative decoding."""
 
 
 class TreeAlgorithm(CustomSpecAlgo):
-    """Takes the host's branches for drafts that need no model and are verified as a tree.
+    """Makes the scheduler treat a method like its built-in NGRAM algorithm: tree mask, no draft KV.
 
-    The host asks custom algorithms for more than their base class has; the last four methods are
-    those.
+    SGLang calls more methods of a custom algorithm than its base class has; the last four supply
+    them.
+
+    Attributes:
+        method: The method.
     """
 
-    method: Method
+    method: Method[Any]
 
     def is_ngram(self) -> bool:
-        """The host's word for a verify input with a tree mask and without a draft model."""
+        """SGLang's name for a verify input with a tree mask and no draft model."""
         return True
 
     def has_draft_kv(self) -> bool:
-        """Nothing but the target writes KV."""
+        """Only the target writes KV."""
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Settle what the user left open.
+        """Set the server arguments that depend on the method and its options.
 
         Raises:
-            ValueError: the method's options are wrong; the message says how to mend them.
+            ValueError: The method's options are wrong; the message names the option and the fix.
         """
         options = parse_options(
             self.method,
             server_args.speculative_num_draft_tokens,
             server_args.speculative_draft_model_path,
         )
-        tokens = options.num_nodes + 1
-        server_args.speculative_num_draft_tokens = tokens
-        # The host reserves max(steps * width, tokens) slots for a tree: these add nothing.
-        server_args.speculative_eagle_topk = min(8, tokens)
-        server_args.speculative_num_steps = tokens // min(8, tokens)
-        _check_room(server_args.max_total_tokens, tokens)
+        # SGLang counts the root.
+        tree_size = options.num_draft_tokens + 1
+        server_args.speculative_num_draft_tokens = tree_size
+        # SGLang reserves max(steps * width, tree size) slots for a tree: these add nothing.
+        server_args.speculative_eagle_topk = min(8, tree_size)
+        server_args.speculative_num_steps = tree_size // min(8, tree_size)
+        _check_kv_slots(server_args.max_total_tokens, tree_size)
         if server_args.device == "cpu":
             server_args.attention_backend = CPU_BACKEND
         else:
-            _settle_cuda(server_args)
+            _choose_cuda_backend(server_args)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
             logger.warning(
@@ -68,14 +72,17 @@ class TreeAlgorithm(CustomSpecAlgo):
             )
         if server_args.enable_mixed_chunk:
             server_args.enable_mixed_chunk = False
-            logger.warning("Prefill and decoding are not mixed in one batch: drafts are trees")
+            logger.warning(
+                "--enable-mixed-chunk is ignored: draft trees are verified in batches without "
+                "prefills"
+            )
 
     def carries_draft_hidden_states(self) -> bool:
-        """There are none."""
+        """No hidden states are passed between steps."""
         return False
 
     def need_topk(self) -> bool:
-        """No draft probabilities pass from step to step."""
+        """No draft probabilities are passed between steps."""
         return False
 
     def create_future_map(
@@ -85,7 +92,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> FutureMap:
-        """What carries the steps' results past the overlapping scheduler."""
+        """SGLang's own relay of step results under overlapping scheduling."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(
@@ -93,23 +100,23 @@ class TreeAlgorithm(CustomSpecAlgo):
         )
 
     def get_platform_worker_cls(self) -> None:
-        """No platform brings a worker of its own."""
+        """No platform has a worker class of its own."""
         return None
 
 
 class DraftModelAlgorithm(TreeAlgorithm):
-    """Takes the host's branches for a draft model with a vocabulary and a KV cache of its own."""
+    """Makes the scheduler treat a method like its built-in STANDALONE algorithm: a draft model."""
 
     def is_ngram(self) -> bool:
         """There is a draft model."""
         return False
 
     def is_standalone(self) -> bool:
-        """The host's word for a draft model that needs nothing of the target's."""
+        """SGLang's name for a draft model that needs nothing from the target."""
         return True
 
     def supports_target_verify_for_draft(self) -> bool:
-        """The draft model reads the nodes of a tree as the target does."""
+        """The draft model computes the nodes of a tree as the target does."""
         return True
 
     def has_draft_kv(self) -> bool:
@@ -117,33 +124,33 @@ class DraftModelAlgorithm(TreeAlgorithm):
         return True
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Settle what the user left open; `TreeAlgorithm` says what is wrong."""
+        """As `TreeAlgorithm`, and without overlapping scheduling."""
         super().handle_server_args(server_args)
         server_args.disable_overlap_schedule = True
 
 
-def _settle_cuda(server_args: Any) -> None:
+def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
+    """The class from which SGLang makes the method's algorithm."""
+    base: type[TreeAlgorithm] = load(method.kind.sglang.algorithm)
+    return type(base.__name__, (base,), {"method": method})
+
+
+def _choose_cuda_backend(server_args: Any) -> None:
     logger.warning("Draft trees have not been run on CUDA yet: compare answers first")
     if server_args.attention_backend not in CUDA_BACKENDS:
         logger.warning(
-            "--attention-backend=%s takes no tree's mask; %s is used instead",
+            "--attention-backend=%s accepts no tree mask; %s is used instead",
             server_args.attention_backend,
             CUDA_BACKENDS[0],
         )
         server_args.attention_backend = CUDA_BACKENDS[0]
 
 
-def _check_room(max_total_tokens: int | None, tokens: int) -> None:
-    """The host reserves two trees a request, and a request needs a slot of its own at least."""
-    needed = 2 * tokens + 1
+def _check_kv_slots(max_total_tokens: int | None, tree_size: int) -> None:
+    """SGLang reserves two trees per request, and each request needs at least one slot besides."""
+    needed = 2 * tree_size + 1
     if max_total_tokens is not None and max_total_tokens < needed:
         raise ValueError(
-            f"--max-total-tokens={max_total_tokens} has no room for draft trees of {tokens} "
+            f"--max-total-tokens={max_total_tokens} has no room for draft trees of {tree_size} "
             f"tokens: set it to {needed} or more, or --speculative-num-draft-tokens lower"
         )
-
-
-def algorithm_for(method: Method) -> type[TreeAlgorithm]:
-    """The class that the host makes the method's algorithm of."""
-    base = DraftModelAlgorithm if method.draft_model else TreeAlgorithm
-    return type(base.__name__, (base,), {"method": method})

@@ -1,7 +1,7 @@
 """Tree attention on SGLang's CPU backend.
 
-Rows of a draft tree see the context, their ancestors and themselves. The host's backend has no
-branch for verification, so trees are served here and all else there.
+Rows of a draft tree attend to the context, their ancestors and themselves. SGLang's backend has no
+branch for verification, so verification is computed here and everything else by SGLang's backend.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 @dataclass(frozen=True)
 class VerifyMasks:
-    """What every layer of one verification needs.
+    """Attention masks of one verification, the same for every layer.
 
     Attributes:
-        nodes: rows of each request, padding included.
-        slots: for each request `int64 [length]`, its context's and then its nodes' KV slots.
-        biases: for each request `[nodes, length]`, what is added to the scores: 0 or -inf.
+        rows: Number of rows of each request, padding included.
+        slots: For each request `int64 [length]`, the KV slots of its context and then its nodes.
+        biases: For each request `[rows, length]`, the bias added to the attention scores: 0 or
+            -inf.
     """
 
-    nodes: int
+    rows: int
     slots: list[torch.Tensor]
     biases: list[torch.Tensor]
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):
-    """The host's backend, and masked attention for the rows of draft trees."""
+    """SGLang's backend, and masked attention for the rows of draft trees."""
 
     needs_cpu_seq_lens = True
 
@@ -43,14 +44,15 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare for one forward.
 
-        In verification `spec_info.custom_mask` is `bool [B, R, N]`, the last R nodes being rows.
+        In verification `spec_info.custom_mask` is `bool [B, R, N]`: ancestor masks of the last R of
+        N nodes.
         """
         super().init_forward_metadata(forward_batch)
         self._verify = None
         if not forward_batch.forward_mode.is_target_verify():
             return
         masks = forward_batch.spec_info.custom_mask
-        nodes, columns = masks.shape[1:]
+        rows, columns = masks.shape[1:]
         lengths = forward_batch.seq_lens.tolist()
         table = self.req_to_token_pool.req_to_token
         slots, biases = [], []
@@ -58,10 +60,10 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
             forward_batch.req_pool_indices.tolist(), lengths, masks, strict=True
         ):
             slots.append(table[row, : length + columns].long())
-            bias = torch.zeros(nodes, length + columns, dtype=self._dtype)
+            bias = torch.zeros(rows, length + columns, dtype=self._dtype)
             bias[:, length:].masked_fill_(~mask, -torch.inf)
             biases.append(bias)
-        self._verify = VerifyMasks(nodes, slots, biases)
+        self._verify = VerifyMasks(rows, slots, biases)
 
     def forward_extend(
         self,
@@ -72,7 +74,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Attend: `q` is `[tokens, heads * head_size]`, and so is what is returned."""
+        """Attention output, `[tokens, heads * head_size]` as `q`."""
         verify = self._verify
         if verify is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
@@ -81,13 +83,13 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        nodes, heads, size = verify.nodes, layer.tp_k_head_num, layer.qk_head_dim
+        per_request, heads, size = verify.rows, layer.tp_k_head_num, layer.qk_head_dim
         group = layer.tp_q_head_num // heads
-        queries = q.view(-1, nodes, heads, group, size).permute(0, 2, 3, 1, 4)
+        queries = q.view(-1, per_request, heads, group, size).permute(0, 2, 3, 1, 4)
         output = torch.empty_like(q)
-        rows = output.view(-1, nodes, heads, group, layer.v_head_dim).permute(0, 2, 3, 1, 4)
+        rows = output.view(-1, per_request, heads, group, layer.v_head_dim).permute(0, 2, 3, 1, 4)
         for query, out, slots, bias in zip(queries, rows, verify.slots, verify.biases, strict=True):
-            # One batch entry a KV head; the query heads of its group share keys and values.
+            # One batch entry per KV head; the query heads of its group share keys and values.
             shape = (heads, group, len(slots), -1)
             attended = F.scaled_dot_product_attention(
                 query,

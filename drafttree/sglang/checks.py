@@ -1,34 +1,28 @@
-"""What tree verification cannot serve in SGLang is refused before anything is started."""
+"""Refusal, before anything is started, of servers that cannot verify draft trees."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from drafttree.draft_model import check_draft_model
 from drafttree.method import Method
-from drafttree.sglang.plugin import CPU_BACKEND, CUDA_BACKENDS
-from drafttree.sglang.versions import TESTED, is_supported
+from drafttree.model_files import check_draft_model
+from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS, TESTED, is_supported
 
 # Below SGLang's own logger, or nothing would print it.
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-def check_server(method: Method, server_args: Any) -> None:
+def check_server(method: Method[Any], server_args: Any) -> None:
     """Refuse a server that cannot verify a method's trees.
 
     Raises:
-        ValueError: naming the option, its value and the mend.
+        ValueError: Naming the option, its value and the fix.
     """
     _check_version(method)
-    if server_args.device not in ("cpu", "cuda"):
-        raise ValueError(
-            f"draft trees do not work with --device={server_args.device}: use cuda or cpu, or "
-            "leave --speculative-algorithm out"
-        )
-    for option, served, mend in (
+    _check_device(method, server_args)
+    for option, served, fix in (
         ("pp_size", 1, "set it to 1"),
-        ("tp_size", 1, "set it to 1"),
         ("dp_size", 1, "set it to 1"),
         ("enable_dp_attention", False, "leave it out"),
         ("disaggregation_mode", "null", "leave it out"),
@@ -45,12 +39,12 @@ def check_server(method: Method, server_args: Any) -> None:
         value = getattr(server_args, option, served)
         if value is not None and value != served:
             flag = option.replace("_", "-")
-            raise ValueError(f"draft trees do not work with --{flag}={value}: {mend}")
+            raise ValueError(f"draft trees do not work with --{flag}={value}: {fix}")
     cuda = server_args.device == "cuda"
     backends = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
     for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         value = getattr(server_args, option)
-        # What the host itself has settled on cannot be told from what was asked for.
+        # SGLang's own choice cannot be told from the user's.
         default = option == "attention_backend" and (cuda or value == "intel_amx")
         if value is not None and value not in backends and not default:
             flag = option.replace("_", "-")
@@ -62,34 +56,48 @@ def check_server(method: Method, server_args: Any) -> None:
     _check_draft_model(method, server_args)
 
 
-def _check_version(method: Method) -> None:
+def _check_version(method: Method[Any]) -> None:
     import sglang
 
-    if not is_supported(sglang.__version__, method.takes_model):
+    if not is_supported(sglang.__version__, method.kind.sglang.older_versions):
         raise ValueError(
             f"{method.title} does not work with SGLang {sglang.__version__}: install {TESTED}, or "
             "leave --speculative-algorithm out"
         )
 
 
+def _check_device(method: Method[Any], server_args: Any) -> None:
+    support = method.kind.sglang
+    if server_args.device not in support.devices:
+        raise ValueError(
+            f"{method.title} does not work with --device={server_args.device} in SGLang: use "
+            f"{' or '.join(support.devices)}, or leave --speculative-algorithm out"
+        )
+    if server_args.tp_size > 1 and not support.tensor_parallel:
+        raise ValueError(
+            f"{method.title} does not work with --tp-size={server_args.tp_size} in SGLang: set it "
+            "to 1"
+        )
+
+
 def _check_model(server_args: Any) -> None:
     model = _model_config(server_args)
-    kind_of_attention = model.attention_arch.name
+    attention = model.attention_arch.name
     window = getattr(model.hf_text_config, "sliding_window", None)
     uses_window = getattr(model.hf_text_config, "use_sliding_window", window is not None)
-    for found, kind in (
+    for found, trait in (
         (not model.is_generation, "does not generate text"),
         (model.is_multimodal, "is multimodal"),
         (model.is_encoder_decoder, "is an encoder-decoder"),
-        (kind_of_attention == "MLA", "uses latent attention (MLA)"),
-        (kind_of_attention == "SSM", "has recurrent layers instead of attention"),
+        (attention == "MLA", "uses latent attention (MLA)"),
+        (attention == "SSM", "has recurrent layers instead of attention"),
         (_has_recurrent_layers(model), "is a hybrid with recurrent layers"),
         (model.is_hybrid_swa or (window and uses_window), f"has a sliding window of {window}"),
         (model.quantization is not None, "is quantised"),
     ):
         if found:
             raise ValueError(
-                f"draft trees do not work with --model-path={model.model_path}, which {kind}: "
+                f"draft trees do not work with --model-path={model.model_path}, which {trait}: "
                 "use a decoder with full attention, or leave --speculative-algorithm out"
             )
 
@@ -99,30 +107,25 @@ def _model_config(server_args: Any) -> Any:
         from sglang.srt.arg_groups.model_override_base import model_config_of
     except ImportError:
         return server_args.get_model_config()  # in 0.5.17
-    # The host hands plugins a recorder of what they change; the record lies behind it.
+    # SGLang hands plugins a recorder of their changes, which wraps the arguments.
     return model_config_of(getattr(server_args, "_cfg", server_args))
 
 
-def _check_draft_model(method: Method, server_args: Any) -> None:
+def _check_draft_model(method: Method[Any], server_args: Any) -> None:
     path = server_args.speculative_draft_model_path
-    if not method.takes_model:
+    if not method.kind.needs_model:
         if path is not None:
             raise ValueError(
                 f"--speculative-draft-model-path={path}: {method.title} needs no draft model, "
                 "leave it out"
             )
         return
-    if server_args.device != "cpu":
-        raise ValueError(
-            f"{method.title} works on SGLang's CPU backend only so far, not on "
-            f"--device={server_args.device}: leave --speculative-algorithm out"
-        )
     if path is None:
         raise ValueError(
             f"{method.title} needs a draft model: name its folder with "
             "--speculative-draft-model-path"
         )
-    if method.draft_model:
+    if method.kind.needs_vocabulary_of_target:
         check_draft_model(server_args.model_path, path, logger)
     if method.check_model is not None:
         method.check_model(server_args.model_path, path)

@@ -1,7 +1,7 @@
-"""The time of one forward of SGLang's target model, alone: no scheduling, sampling or drafting.
+"""Latency of one forward of SGLang's target model, without scheduling, sampling or drafting.
 
-The batch is made up: requests of one length, each with its last tokens to compute. What they are
-and what the KV cache holds does not change the work.
+The batch is made up: requests of one length, of which the last tokens are computed. Neither the
+tokens nor the content of the KV cache changes the work.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from tree_kernels.mask import tree_mask
 def forward_seconds(
     runner: Any, requests: int, tokens: int, context: int, tree: bool, repeat: int
 ) -> list[float]:
-    """Time `repeat` forwards, logits of all tokens included; the cache must be empty.
+    """Time forwards, logits of all tokens included; the cache must be empty.
 
     Args:
-        runner: the target's model runner.
-        tokens: per request, after `context` tokens whose KV is cached.
-        tree: whether they are a draft tree, which needs a tree method's worker, or a causal chain.
+        runner: The target's model runner.
+        requests: Batch size.
+        tokens: Query tokens per request.
+        context: Cached tokens per request.
+        tree: Whether the query tokens form a draft tree, which needs a tree method's attention, or
+            a causal chain.
+        repeat: Number of forwards.
 
     Returns:
-        Seconds, one figure a forward.
+        Latency of each forward in seconds.
     """
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -45,7 +49,7 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
     length = context + tokens
-    # Page 0 is the host's own for padding; what these rows said before is written anew when used.
+    # Page 0 is SGLang's own for padding. The rows' old content is written again before it is used.
     first = runner.page_size
     slots = first + torch.arange(requests * length).view(requests, length)
     table = runner.req_to_token_pool.req_to_token
@@ -64,11 +68,11 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
     batch.extend_prefix_lens = torch.full((requests,), context)
     batch.extend_seq_lens = torch.full((requests,), tokens)
     if tree:
-        # Who sees whom changes nothing of the work: any tree of this size will do.
+        # The mask does not change the work: any tree of this size will do.
         parents = ((torch.arange(tokens, dtype=torch.int32) - 1) >> 1).expand(requests, -1)
-        nodes = torch.full((requests,), tokens, dtype=torch.int32)
+        tree_size = torch.full((requests,), tokens, dtype=torch.int32)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.spec_info = NgramVerifyInput(
-            custom_mask=tree_mask(parents, nodes), draft_token_num=tokens
+            custom_mask=tree_mask(parents, tree_size), draft_token_num=tokens
         )
     return batch

@@ -1,6 +1,7 @@
-"""A method's options in SGLang, whose command line a plugin cannot extend; needs no engine.
+"""A method's options in SGLang; needs no engine.
 
-They travel in an environment variable, which the engine's own processes inherit.
+A plugin cannot extend SGLang's command line, so the options are passed in an environment variable,
+which the engine's processes inherit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ VARIABLE = "DRAFTTREE_OPTIONS"
 
 
 def set_options(**options: Any) -> None:
-    """Set the options of the method that engines started from now on use; none clears them.
+    """Set the method's options for engines that are started from now on; without any, clear them.
 
-    The Python form of `DRAFTTREE_OPTIONS`; what is set last holds.
+    This sets `DRAFTTREE_OPTIONS`; each call replaces what an earlier one set.
     """
     if options:
         os.environ[VARIABLE] = json.dumps(options)
@@ -27,10 +28,10 @@ def set_options(**options: Any) -> None:
 
 
 def given_options() -> dict[str, Any]:
-    """What `DRAFTTREE_OPTIONS` says: JSON, or the path of a file that holds it.
+    """The options in `DRAFTTREE_OPTIONS`, which is JSON or the path of a JSON file.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: It is neither.
     """
     value = os.environ.get(VARIABLE, "").strip()
     if not value:
@@ -47,7 +48,7 @@ def given_options() -> dict[str, Any]:
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{VARIABLE}={value!r} holds no JSON ({error}): mend it") from error
+        raise ValueError(f"{VARIABLE}={value!r} holds no JSON ({error}): correct it") from error
     if not isinstance(options, dict):
         raise ValueError(
             f"{VARIABLE}={value!r} is no JSON object: write it as in '{{\"nodes\": 15}}'"
@@ -56,31 +57,33 @@ def given_options() -> dict[str, Any]:
 
 
 def parse_options(
-    method: Method, num_draft_tokens: int | None, draft_model: str | None = None
+    method: Method[Any], num_draft_tokens: int | None, draft_model: str | None = None
 ) -> MethodOptions:
-    """The method's options together with the host's own.
+    """The method's options combined with SGLang's own.
 
     Args:
-        num_draft_tokens: `--speculative-num-draft-tokens`, the root included; None if not given.
+        method: The method.
+        num_draft_tokens: `--speculative-num-draft-tokens`, in which SGLang counts the root; None
+            if not given.
         draft_model: `--speculative-draft-model-path`; None if not given.
 
     Raises:
-        ValueError: naming the option, its value and the mend.
+        ValueError: Naming the option, its value and the fix.
     """
     given = {name.replace("-", "_"): value for name, value in given_options().items()}
     if num_draft_tokens is not None and num_draft_tokens < 2:
         raise ValueError(
-            f"--speculative-num-draft-tokens={num_draft_tokens} leaves no node beside the root: "
-            "set it to 2 or more"
+            f"--speculative-num-draft-tokens={num_draft_tokens} leaves no draft token beside "
+            "the root: set it to 2 or more"
         )
     if draft_model is not None:
         given["model"] = draft_model
     if num_draft_tokens is not None:
-        given = method.options.sized(given, num_draft_tokens - 1)
+        given = method.options.apply_num_draft_tokens(given, num_draft_tokens - 1)
     options = method.parse(given)
-    if num_draft_tokens not in (None, options.num_nodes + 1):
+    if num_draft_tokens not in (None, options.num_draft_tokens + 1):
         raise ValueError(
             f"--speculative-num-draft-tokens={num_draft_tokens} but the tree of {method.title} "
-            f"has {options.num_nodes + 1} with its root: leave one of the two out"
+            f"has {options.num_draft_tokens + 1} with its root: leave one of the two out"
         )
     return options

@@ -1,7 +1,7 @@
 """Penalties along a tree's path, computed by SGLang's own penalizers.
 
-The host feeds its penalizers one token a decode step, whatever the step emitted. Each request that
-asks for penalties therefore has penalizers of its own here, fed every token that it emits.
+SGLang feeds its penalizers one token per decode step, whatever the step emitted. So each request
+with penalties has its own penalizers here, which are fed every token that it emits.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ _KINDS = {
 
 @dataclass
 class _BatchOfOne:
-    """What the penalizers look at of a batch."""
+    """The attributes of a batch that the penalizers read."""
 
     reqs: list[Any]
     device: torch.device
 
 
 class RequestPenalties:
-    """The penalties of one request.
+    """Penalties of one request.
 
     Args:
-        request: the host's `Req`.
-        emitted: the tokens that it has emitted so far.
+        request: SGLang's `Req`.
+        emitted: Tokens that the request has emitted so far.
+        vocab_size: Number of tokens of the target's logits.
+        device: Device of the logits.
     """
 
     def __init__(
         self, request: Any, emitted: Iterable[int], vocab_size: int, device: torch.device
     ) -> None:
-        # The penalizers refer to it weakly.
+        # The penalizers keep only a weak reference to it.
         self._batch = _BatchOfOne([request], device)
         self._penalizers = penaltylib.BatchedPenalizerOrchestrator(vocab_size, self._batch, _KINDS)
         for token in emitted:
@@ -50,16 +52,16 @@ class RequestPenalties:
 
     @property
     def is_required(self) -> bool:
-        """Whether the request asks for any penalty at all."""
+        """Whether the request has any penalty."""
         return bool(self._penalizers.is_required)
 
     def add(self, token: int) -> None:
-        """The request has emitted `token`."""
+        """Count a token that the request has emitted."""
         self._penalizers.cumulate_output_tokens(torch.tensor([token], device=self._batch.device))
 
     @contextmanager
     def ahead(self, path: Iterable[int]) -> Iterator[None]:
-        """As if the request had emitted `path` already."""
+        """Count the tokens of `path` as emitted inside the block."""
         kept = [
             (penalizer, name, value.clone())
             for penalizer in self._penalizers.penalizers.values()
@@ -75,7 +77,7 @@ class RequestPenalties:
                 setattr(penalizer, name, value)
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits`, `[1, V]`, as the host does: what is added first, then what scales."""
+        """Change `logits [1, V]` as SGLang does: additive penalties first, then scaling ones."""
         additive = torch.zeros_like(logits, dtype=torch.float32)
         self._penalizers.accumulate_additive_penalties(additive)
         logits.add_(additive)

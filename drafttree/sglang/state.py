@@ -1,26 +1,54 @@
-"""What a tree worker keeps of its requests, indexed by their slots in the host's request pool.
+"""Per-request state of a tree worker, by slot, and the state of one decode step.
 
-With overlapping scheduling a step is prepared before the host has read the last one's result, so
-what a step needs of the last one stays in tensors on the device.
+A slot is a request's index in SGLang's request pool. With overlapping scheduling a step is prepared
+before SGLang has read the last step's result, so what one step needs of the last one stays in
+tensors on the device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drafttree.tree import DraftTree
+
+if TYPE_CHECKING:
+    from drafttree.sglang.penalties import RequestPenalties
+
 OPT_OUT = "drafttree"
-"""The key of a request's `custom_params` that turns drafting off for it when false."""
+"""Key in a request's `custom_params` that turns drafting off for it when false."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of B requests, once its trees are known.
+
+    Attributes:
+        batch: SGLang's batch.
+        trees: Draft trees as they are verified, N columns.
+        depths: `int32 [B, N]`, depth of each node.
+        penalties: Penalties of each request; None for a request without any. Empty if no request of
+            the batch has any.
+        drawn: What `DraftModelDrafter.propose` returned beside the trees.
+    """
+
+    batch: Any
+    trees: DraftTree
+    depths: torch.Tensor
+    penalties: Sequence[RequestPenalties | None] = ()
+    drawn: Any = None
 
 
 class RequestStates:
-    """The states of all slots.
+    """Tensors indexed by slot; S is the number of slots.
 
     Attributes:
-        roots: `int32 [P]`, the last token that was emitted.
-        limits: `int64 [P]`, the greatest length, prompt included.
-        drafting: `bool [P]`, whether the request may have drafts.
+        roots: `int32 [S]`, the last emitted token.
+        limits: `int64 [S]`, greatest length, prompt included.
+        drafting: `bool [S]`, whether the request is drafted for.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -28,8 +56,8 @@ class RequestStates:
         self.limits = torch.zeros(slots, dtype=torch.int64, device=device)
         self.drafting = torch.zeros(slots, dtype=torch.bool, device=device)
 
-    def join(self, slots: torch.Tensor, requests: list[Any]) -> None:
-        """Requests begin, or begin anew, in `slots`, `int64 [B]`."""
+    def start(self, slots: torch.Tensor, requests: list[Any]) -> None:
+        """Requests start, or restart after they were retracted, in `slots`, `int64 [B]`."""
         limits = [
             len(request.origin_input_ids) + request.sampling_params.max_new_tokens
             for request in requests
@@ -40,14 +68,14 @@ class RequestStates:
 
 
 def may_draft(request: Any) -> bool:
-    """Whether a request wants drafts and they can be verified for it."""
-    wanted = (request.sampling_params.custom_params or {}).get(OPT_OUT) is not False
-    return wanted and not is_bound(request)
+    """Whether a request allows drafts and they can be verified for it."""
+    allowed = (request.sampling_params.custom_params or {}).get(OPT_OUT) is not False
+    return allowed and not advances_once_a_step(request)
 
 
-def is_bound(request: Any) -> bool:
-    """Whether a request's tokens depend on state of the host that moves once a step.
+def advances_once_a_step(request: Any) -> bool:
+    """Whether a request has sampling state that SGLang advances by one token per step.
 
-    These are grammars and custom logit processors.
+    Grammars and custom logit processors have; they cannot follow the branches of a tree.
     """
     return request.grammar is not None or request.custom_logit_processor is not None

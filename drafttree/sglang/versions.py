@@ -1,6 +1,7 @@
-"""Which SGLang is supported; needs no engine.
+"""What is supported of SGLang: its versions and attention backends; needs no engine.
 
-A plugin's side of SGLang changes from release to release, so only what was run is supported.
+SGLang's plugin interface changes from release to release, so only versions that were run are
+supported.
 """
 
 from __future__ import annotations
@@ -8,7 +9,14 @@ from __future__ import annotations
 TESTED = "0.5.23"
 
 OLDER = "0.5.17"
-"""Serves methods that take no model; run by hand only."""
+"""Serves the kinds of drafter that declare `older_versions`; run by hand only."""
+
+CPU_BACKEND = "torch_native"
+"""Attention backend for draft trees on a CPU. SGLang branches on this name in several places, so
+tree attention is registered under it and not under a name of its own."""
+
+CUDA_BACKENDS = ("triton", "flashinfer")
+"""SGLang's own attention backends that accept a tree mask; the first is the default."""
 
 
 def is_tested(version: str) -> bool:
@@ -16,14 +24,19 @@ def is_tested(version: str) -> bool:
     return version.partition("+")[0] == TESTED
 
 
+def is_supported(version: str, older_versions: bool) -> bool:
+    """Whether a version serves a kind of drafter.
+
+    Args:
+        version: SGLang's version, which may name what it was built for, as in `0.5.23+cpu`.
+        older_versions: What the kind declares in `HostSupport.older_versions`.
+    """
+    return is_tested(version) or (version.partition("+")[0] == OLDER and older_versions)
+
+
 def unknown(reason: str) -> RuntimeError:
-    """The error for a host that is not as we know it; `reason` says in what."""
+    """The error for an SGLang that differs from the supported ones; `reason` says where."""
     return RuntimeError(
-        f"drafttree does not know this SGLang: {reason}. Install SGLang {TESTED}, or leave the "
-        "speculative algorithm out"
+        f"drafttree does not know this SGLang: {reason}. Install SGLang {TESTED}, or leave "
+        "--speculative-algorithm out"
     )
-
-
-def is_supported(version: str, takes_model: bool) -> bool:
-    """Whether a version serves methods that take a draft model, or those that take none."""
-    return is_tested(version) or (version.partition("+")[0] == OLDER and not takes_model)

@@ -1,1 +1,1 @@
-"""Tree verification inside vLLM, on its CPU backend."""
+"""Draft trees in vLLM: a model runner, attention backends and a worker for each kind of device."""

@@ -1,9 +1,9 @@
-"""What tree verification cannot serve in vLLM is refused before anything is started."""
+"""Refuses, before anything is started, engines in vLLM that cannot serve draft trees."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from drafttree.method import Method
 
-# Below vLLM's own logger, or nothing would print it.
+# A logger below vLLM's own: others are not printed.
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -23,31 +23,43 @@ WORKERS = {
     "cpu": "drafttree.vllm.cpu_worker.TreeCPUWorker",
     "cuda": "drafttree.vllm.gpu_worker.TreeGPUWorker",
 }
-"""By the kind of device."""
+"""Worker classes by type of device."""
 
 TRITON = "TRITON_ATTN"
+"""The attention backend on CUDA that draft trees replace."""
 
 
 def check_engine(
-    method: Method, engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig
+    method: Method[Any], engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig
 ) -> str:
-    """Refuse an engine that cannot verify trees.
+    """Refuse an engine that cannot serve a method.
+
+    Args:
+        method: The method that was asked for.
+        engine: The engine's arguments.
+        model: The target.
+        parallel: The engine's parallelism.
 
     Returns:
-        The class of the worker that can.
+        The path of the worker class that serves it.
 
     Raises:
-        ValueError: naming the option, its value and the mend.
+        ValueError: Naming the option, its value and the fix.
     """
     _check_version()
     device = _check_platform(method, engine)
     ranks = parallel.tensor_parallel_size
-    if ranks != 1 and (method.draft_model or method.hidden_states):
+    if ranks != 1 and not method.kind.vllm.tensor_parallel:
         raise ValueError(
             f"{method.title} does not work with tensor_parallel_size={ranks!r}: set it to 1"
         )
-    for option, value, served, mend in (
-        ("worker_cls", parallel.worker_cls, "auto", "leave it out: draft trees bring their own"),
+    for option, value, served, fix in (
+        (
+            "worker_cls",
+            parallel.worker_cls,
+            "auto",
+            "leave it out: draft trees need a worker of their own",
+        ),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "set it to 1"),
         ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
@@ -57,12 +69,12 @@ def check_engine(
         ("quantization", model.quantization, None, "use a model that is not quantised"),
     ):
         if value != served:
-            raise ValueError(f"draft trees do not work with {option}={value!r}: {mend}")
+            raise ValueError(f"draft trees do not work with {option}={value!r}: {fix}")
     budget = engine.max_num_batched_tokens
     if budget is not None and budget < 2:
         raise ValueError(
-            f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to at "
-            "least one more than the nodes of a tree"
+            f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to more "
+            "than the number of draft tokens of a tree"
         )
     _check_model(model)
     return WORKERS[device]
@@ -79,7 +91,7 @@ def _check_version() -> None:
         )
 
 
-def _check_platform(method: Method, engine: EngineArgs) -> str:
+def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
     from vllm.platforms import CpuArchEnum, current_platform
 
     device = "cuda" if current_platform.is_cuda() else str(current_platform.device_type)
@@ -90,10 +102,17 @@ def _check_platform(method: Method, engine: EngineArgs) -> str:
         )
     if device == "cpu" and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ValueError(
-            "draft trees know the KV layout of x86 CPUs only: leave the speculative method out"
+            "draft trees rely on the KV layout of x86 CPUs: use one, or leave the speculative "
+            "method out"
+        )
+    if device not in method.kind.vllm.devices:
+        raise ValueError(
+            f"{method.title} does not work on device={device!r} in vLLM, only on "
+            f"{', '.join(method.kind.vllm.devices)}: use Token Recycling, or leave the speculative "
+            "method out"
         )
     if device == "cuda":
-        _check_cuda(method, engine)
+        _check_cuda(engine)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         raise ValueError(
             "VLLM_USE_V2_MODEL_RUNNER=1 forces a model runner without hooks for draft trees: "
@@ -102,20 +121,15 @@ def _check_platform(method: Method, engine: EngineArgs) -> str:
     return device
 
 
-def _check_cuda(method: Method, engine: EngineArgs) -> None:
-    if method.draft_model or method.hidden_states:
-        raise ValueError(
-            f"{method.title} works on vLLM's CPU backend only so far: use Token Recycling, or "
-            "leave the speculative method out"
-        )
+def _check_cuda(engine: EngineArgs) -> None:
     backends = {engine.attention_backend, engine.attention_config.backend} - {None}
     wrong = [each for each in backends if getattr(each, "name", each) != TRITON]
     if wrong:
         raise ValueError(
-            f"draft trees bring an attention backend that takes the place of {TRITON}, not of "
+            f"draft trees replace the attention backend {TRITON}, not "
             f"attention_backend={wrong[0]!s}: leave it out"
         )
-    logger.warning("Draft trees on CUDA were tested away from GPUs only: expect surprises")
+    logger.warning("Draft trees on CUDA were tested without a GPU only: expect surprises")
 
 
 def _check_model(model: ModelConfig) -> None:

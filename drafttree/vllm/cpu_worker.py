@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, verifying draft trees."""
+"""vLLM's CPU worker with verification of draft trees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from drafttree.vllm.cpu_attention import CpuTreeBackend
+from drafttree.vllm.attention.cpu import CpuTreeBackend
 from drafttree.vllm.worker import TreeWorker
 
 
@@ -14,6 +14,6 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
     """Serves on CPUs."""
 
     stock_runner = CPUModelRunner
-    # The engine picks it whatever is asked for.
-    backend = AttentionBackendEnum.CPU_ATTN
-    ours = CpuTreeBackend
+    # The engine chooses it whatever the user asks for.
+    stock_backend = AttentionBackendEnum.CPU_ATTN
+    tree_backend = CpuTreeBackend

@@ -1,7 +1,7 @@
-"""The time of one forward of vLLM's target model, alone: no scheduling, no sampling, no drafting.
+"""Latency of one forward of vLLM's target model, without scheduling, sampling or drafting.
 
-The batch is made up: requests of one length, each with its last tokens to compute. What they are
-and what the KV cache holds does not change the work.
+The batch is made up: requests of one length, each with its last tokens to compute. Neither the
+tokens nor the contents of the KV cache change the work.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from tree_kernels.mask import tree_mask
 def forward_seconds(
     runner: Any, requests: int, tokens: int, context: int, tree: bool, repeat: int
 ) -> list[float]:
-    """Time `repeat` forwards, logits of all tokens included; between requests.
+    """Measure forwards, logits of all tokens included. No request may be running.
 
     Args:
-        runner: the worker's model runner.
-        tokens: per request, after `context` tokens whose KV is cached.
-        tree: whether they are a draft tree, which needs a tree method's worker, or a causal chain.
+        runner: The worker's model runner.
+        requests: Batch size.
+        tokens: Number of tokens to compute for each request.
+        context: Number of cached tokens before them.
+        tree: Whether the tokens of a request are a draft tree, which needs the worker of a method
+            of ours, or a causal chain.
+        repeat: Number of forwards.
 
     Returns:
-        Seconds, one figure a forward.
+        The latency of each forward in seconds.
     """
     from vllm.forward_context import set_forward_context
 
@@ -34,7 +38,7 @@ def forward_seconds(
     ids = torch.zeros(total, dtype=torch.int32, device=device)
     metadata, slots = _attention_metadata(runner, requests, tokens, positions, tree)
     if runner.lora_config:
-        # Its layers want to be told whose rows they see: nobody's.
+        # LoRA layers must know the adapter of each row: none.
         runner._set_active_loras((0,) * total, (0,) * total, set())
     seconds = []
     with torch.inference_mode():
@@ -57,8 +61,11 @@ def forward_seconds(
 
 
 def step_seconds(runner: Any, tokens: int) -> float:
-    """Time one forward as the engine runs it in a step of so many tokens, logits included: from a
-    captured graph, where it has one. Whole trees are taken for such."""
+    """Measure one forward as in a step of `tokens` tokens, logits included, in seconds.
+
+    The engine runs it from a captured graph if it has one of that size. A multiple of a tree's size
+    counts as a step of whole trees.
+    """
     with torch.inference_mode():
         torch.accelerator.synchronize(runner.device)
         started = perf_counter()
@@ -97,20 +104,21 @@ def _attention_metadata(
         block_table_tensor=blocks,
         slot_mapping=slots.flatten() + positions % block_size,
     )
-    trees = None
+    masks = None
     if tree:
-        # Who sees whom changes nothing of the work: any tree of this size will do.
+        # The topology does not change the work: any tree of this size will do.
         parents = ((torch.arange(tokens, dtype=torch.int32, device=device) - 1) >> 1).expand(
             requests, -1
         )
-        nodes = torch.full((requests,), tokens, device=device)
-        masks = tree_mask(parents, nodes.int())
-        trees = StepMasks(torch.arange(requests, device=device), nodes, masks)
+        sizes = torch.full((requests,), tokens, device=device)
+        masks = StepMasks(
+            torch.arange(requests, device=device), sizes, tree_mask(parents, sizes.int())
+        )
     metadata = {}
     for group in runner.attn_groups[0]:
         builder = group.get_metadata_builder(0)
         if tree:
-            builder.step_trees = trees
+            builder.step_masks = masks
         built = builder.build(0, common)
         metadata.update(dict.fromkeys(group.layer_names, built))
     return metadata, dict.fromkeys(metadata, common.slot_mapping)

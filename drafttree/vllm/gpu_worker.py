@@ -1,4 +1,4 @@
-"""vLLM's worker for CUDA, verifying draft trees."""
+"""vLLM's CUDA worker with verification of draft trees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from drafttree.vllm.triton_attention import TritonTreeBackend
+from drafttree.vllm.attention.triton import TritonTreeBackend
 from drafttree.vllm.worker import TreeWorker
 
 
@@ -14,6 +14,6 @@ class TreeGPUWorker(TreeWorker, Worker):
     """Serves on CUDA GPUs."""
 
     stock_runner = GPUModelRunner
-    # Asked for when the engine's configuration is made.
-    backend = AttentionBackendEnum.TRITON_ATTN
-    ours = TritonTreeBackend
+    # `plugin` asks for it when the configuration is made.
+    stock_backend = AttentionBackendEnum.TRITON_ATTN
+    tree_backend = TritonTreeBackend

@@ -1,4 +1,4 @@
-"""CUDA graphs over whole trees, and over what is smaller than one."""
+"""Sizes of the steps that vLLM captures as CUDA graphs: whole trees, and steps smaller than one."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-MOST_REQUESTS = 16
-"""Graphs serve so many whole trees together; of small trees more, up to `MOST_TOKENS`."""
+MAX_REQUESTS = 16
+"""Greatest number of whole trees in a graph; more of small trees, up to `MAX_TOKENS`."""
 
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 
 _CHOSEN = "drafttree_graphs"
-"""On the engine's configuration: the sizes are ours."""
+"""The attribute of the engine's configuration that says that the sizes are ours."""
 
 
-def capture_sizes(nodes: int) -> list[int]:
-    """Tokens of the batches to capture, of trees of `nodes` nodes, the root not counted.
+def capture_sizes(num_draft_tokens: int) -> list[int]:
+    """Numbers of tokens of the steps to capture in which every request has a whole tree.
 
-    The engine captures whole steps at multiples of a tree's size alone.
+    The engine captures whole steps at multiples of a tree's size only.
+
+    Args:
+        num_draft_tokens: Draft tokens of a tree.
     """
-    tree = 1 + nodes
-    most = max(MOST_REQUESTS, MOST_TOKENS // tree)
-    requests = [*range(1, MOST_REQUESTS + 1), *range(MOST_REQUESTS + 8, most + 1, 8)]
-    return [tree * each for each in requests]
+    tree_size = 1 + num_draft_tokens
+    most = max(MAX_REQUESTS, MAX_TOKENS // tree_size)
+    requests = [*range(1, MAX_REQUESTS + 1), *range(MAX_REQUESTS + 8, most + 1, 8)]
+    return [tree_size * each for each in requests]
 
 
-def small_sizes(tree: int) -> list[int]:
-    """Tokens of the batches below a whole tree of `tree` nodes, the root counted."""
-    return [size for size in (1, 2, 4, *range(8, tree, 8)) if size < tree]
+def small_sizes(tree_size: int) -> list[int]:
+    """Numbers of tokens of the steps to capture that are smaller than a tree."""
+    return [size for size in (1, 2, 4, *range(8, tree_size, 8)) if size < tree_size]
 
 
-def capture_whole_trees(engine: EngineArgs, config: SpeculativeConfig, nodes: int) -> None:
+def capture_whole_trees(
+    engine: EngineArgs, config: SpeculativeConfig, num_draft_tokens: int
+) -> None:
     """Let steps in which every request has a whole tree run as one graph each.
 
-    The engine gives up such graphs under a schedule of drafts by batch size, as their number may
-    then change. Ours, which keeps it from filling up requests, changes nothing: it need not know.
-    Sizes that were asked for stay.
+    Sizes that the user has set are kept.
     """
-    # Called without arguments `bool` says no, and it can be sent to the engine's other processes.
-    object.__setattr__(config, "uses_dynamic_speculative_decoding", bool)
     compilation = engine.compilation_config
     asked = (
         engine.cudagraph_capture_sizes,
@@ -51,9 +52,9 @@ def capture_whole_trees(engine: EngineArgs, config: SpeculativeConfig, nodes: in
         compilation.max_cudagraph_capture_size,
     )
     budget = engine.max_num_batched_tokens
-    sizes = [size for size in capture_sizes(nodes) if budget is None or size <= budget]
+    sizes = [size for size in capture_sizes(num_draft_tokens) if budget is None or size <= budget]
     if sizes and all(each is None for each in asked):
-        # Read after this; whoever makes a second configuration of these arguments finds it.
+        # The engine reads this later, also for further configurations of these arguments.
         engine.cudagraph_capture_sizes = sizes
         object.__setattr__(config, _CHOSEN, True)
 
@@ -61,15 +62,15 @@ def capture_whole_trees(engine: EngineArgs, config: SpeculativeConfig, nodes: in
 def capture_small_batches(
     config: SpeculativeConfig, compilation: CompilationConfig, dispatcher: CudagraphDispatcher
 ) -> None:
-    """Let plain steps and small trees run as graphs of their own size, piece by piece.
+    """Let plain steps and small trees run as piecewise graphs of their own size.
 
-    The engine has rounded all sizes up to whole trees and knows its graphs: without this a single
-    token would be computed as a whole tree. Sizes that were asked for stay.
+    By now the engine has rounded all sizes up to whole trees. With those alone, a step with a
+    single token would be padded to a whole tree. Sizes that the user has set are kept.
     """
     mode = dispatcher.cudagraph_mode
     if not getattr(config, _CHOSEN, False) or mode.mixed_mode().name != "PIECEWISE":
         return
-    tree = 1 + config.num_speculative_tokens
-    whole = [size for size in compilation.cudagraph_capture_sizes or () if size >= tree]
-    compilation.cudagraph_capture_sizes = [*small_sizes(tree), *whole]
-    dispatcher.initialize_cudagraph_keys(mode, tree)
+    tree_size = 1 + config.num_speculative_tokens
+    whole = [size for size in compilation.cudagraph_capture_sizes or () if size >= tree_size]
+    compilation.cudagraph_capture_sizes = [*small_sizes(tree_size), *whole]
+    dispatcher.initialize_cudagraph_keys(mode, tree_size)

@@ -1,125 +1,115 @@
-"""Registration with vLLM: makes a method's name valid in `speculative_config`.
+"""Registration with vLLM: makes the names of methods valid in `speculative_config`.
 
-vLLM calls this in every process. One function is wrapped at registration and passes everything
-through but our own methods; anything else changes only once a method of ours is asked for.
+vLLM calls `register` in every process. What is replaced in the engine is listed in `patches`.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from drafttree.method import Method
+from drafttree.method import Method, installed_methods
+from drafttree.vllm import patches
 
-# Below vLLM's own logger, or nothing would print it.
+# A logger below vLLM's own: others are not printed.
 logger = logging.getLogger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
-_METHODS: dict[str, Method] = {}
-
-MARK = "_drafttree"
-"""Tells our wrappers from those of other plugins."""
-
-CREATE_SIGNATURE = ["self", "target_model_config", "target_parallel_config"]
-VALIDATE_SIGNATURE = ["self", "speculative_config"]
+_METHODS: dict[str, Method[Any]] = {}
 
 
-def register_method(method: Method) -> None:
-    """Make `speculative_config={"method": method.name, ...}` valid. May be called repeatedly."""
-    _METHODS[method.name] = method
-    _wrap_create_speculative_config()
+def register() -> None:
+    """Make all installed methods valid in `speculative_config`. May be called repeatedly."""
+    _METHODS.update(installed_methods())
+    patches.wrap_create_speculative_config(_find, _create)
 
 
-def requested(speculative_config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
-    """The method's name and options if `speculative_config` asks for a method of ours."""
-    return getattr(speculative_config, "drafttree", None)
+def _named(engine: EngineArgs) -> list[str]:
+    """The method's name wherever the engine arguments give it."""
+    given = engine.speculative_config or {}
+    names = (getattr(engine, "spec_method", None), given.get("method"))
+    return [str(name) for name in names if name]
 
 
-def _wrap_create_speculative_config() -> None:
-    """vLLM validates the method's name against a fixed list, so ours is translated before that."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    original = EngineArgs.create_speculative_config
-    if hasattr(original, MARK):
-        return
-
-    @functools.wraps(original)
-    def create_speculative_config(
-        self: EngineArgs, *args: Any, **kwargs: Any
-    ) -> SpeculativeConfig | None:
-        given = dict(self.speculative_config or {})
-        named = [name for name in (getattr(self, "spec_method", None), given.get("method")) if name]
-        method = next(filter(None, (_METHODS.get(str(n).replace("-", "_")) for n in named)), None)
-        if method is None:
-            return original(self, *args, **kwargs)
-
-        _require_known("EngineArgs.create_speculative_config", original, CREATE_SIGNATURE)
-        target_model_config, target_parallel_config = _bind(*args, **kwargs)
-        if len(named) > 1:
-            raise ValueError(
-                f"--spec-method={named[0]!r} and --speculative-config['method']={named[1]!r} are "
-                "mutually exclusive: leave one of them out"
-            )
-        from drafttree.vllm.checks import TRITON, WORKERS, check_engine
-
-        worker = check_engine(method, self, target_model_config, target_parallel_config)
-        given.pop("method", None)
-        _take_model(method, given, self.spec_model)
-        options, nodes = _parse(method, given, self.spec_tokens)
-        if method.draft_model:
-            from drafttree.draft_model import check_draft_model
-
-            check_draft_model(target_model_config.model, str(options["model"]), logger)
-        if method.check_model is not None:
-            method.check_model(target_model_config.model, str(options["model"]))
-        _allow_sampling_parameters()
-        kept = self.speculative_config, self.spec_method, self.spec_tokens, self.spec_model
-        self.speculative_config = {
-            "method": "custom_class",
-            "model": "drafttree.vllm.runner.HostProposer",
-            "num_speculative_tokens": nodes,
-            # As the engine then never fills a request that joins up to a whole tree with tokens
-            # that are none: it would verify them, and wait for a step with room for as many.
-            "num_speculative_tokens_per_batch_size": [[1, 1, nodes]],
-        }
-        self.spec_method = self.spec_tokens = self.spec_model = None
-        try:
-            config = original(self, target_model_config, target_parallel_config)
-        finally:
-            (
-                self.speculative_config,
-                self.spec_method,
-                self.spec_tokens,
-                self.spec_model,
-            ) = kept
-        if method.hidden_states:
-            from drafttree.vllm.prefix_hits import drop_last_block
-
-            drop_last_block(config)
-        # A plain attribute travels with the configuration to the engine's other processes.
-        object.__setattr__(config, "drafttree", (method.name, options))
-        target_parallel_config.worker_cls = worker
-        if worker == WORKERS["cuda"]:
-            from drafttree.vllm.graphs import capture_whole_trees
-
-            capture_whole_trees(self, config, nodes)
-            if self.attention_config.backend is None:
-                # Read after this; whoever makes a second configuration of these arguments finds it.
-                self.attention_backend = TRITON
-        return config
-
-    setattr(create_speculative_config, MARK, True)
-    EngineArgs.create_speculative_config = create_speculative_config
+def _find(engine: EngineArgs) -> Method[Any] | None:
+    """The method of ours that the engine arguments name, if they name one."""
+    found = (_METHODS.get(name.replace("-", "_")) for name in _named(engine))
+    return next(filter(None, found), None)
 
 
-def _take_model(method: Method, given: dict[str, Any], spec_model: str | None) -> None:
-    """Put the draft model, wherever it was named, among the method's options."""
+def _create(
+    method: Method[Any],
+    original: Callable[..., SpeculativeConfig],
+    engine: EngineArgs,
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
+) -> SpeculativeConfig:
+    """Make the engine's configuration for a method of ours, once it is known to be served."""
+    from drafttree.vllm.checks import TRITON, WORKERS, check_engine
+
+    named = _named(engine)
+    if len(named) > 1:
+        raise ValueError(
+            f"--spec-method={named[0]!r} and --speculative-config['method']={named[1]!r} are "
+            "mutually exclusive: leave one of them out"
+        )
+    worker = check_engine(method, engine, target_model_config, target_parallel_config)
+    given = dict(engine.speculative_config or {})
+    given.pop("method", None)
+    _take_model(method, given, engine.spec_model)
+    options, num_draft_tokens = _parse(method, given, engine.spec_tokens)
+    _check_model(method, target_model_config.model, options)
+    patches.allow_sampling_parameters()
+    config = _as_custom_class(
+        original, engine, target_model_config, target_parallel_config, num_draft_tokens
+    )
+    if method.kind.needs_hidden_states:
+        patches.drop_last_block(config)
+    patches.mark_requested(config, method.name, options)
+    target_parallel_config.worker_cls = worker
+    if worker == WORKERS["cuda"]:
+        from drafttree.vllm.graphs import capture_whole_trees
+
+        patches.hide_draft_schedule(config)
+        capture_whole_trees(engine, config, num_draft_tokens)
+        if engine.attention_config.backend is None:
+            # The engine reads this later, also for further configurations of these arguments.
+            engine.attention_backend = TRITON
+    return config
+
+
+def _as_custom_class(
+    original: Callable[..., SpeculativeConfig],
+    engine: EngineArgs,
+    target_model_config: ModelConfig,
+    target_parallel_config: ParallelConfig,
+    num_draft_tokens: int,
+) -> SpeculativeConfig:
+    """The engine's own configuration for a custom proposer; the arguments stay as given."""
+    names = ("speculative_config", "spec_method", "spec_tokens", "spec_model")
+    given = {name: getattr(engine, name) for name in names}
+    engine.speculative_config = {
+        "method": "custom_class",
+        "model": "drafttree.vllm.proposer.HostProposer",
+        "num_speculative_tokens": num_draft_tokens,
+        # Under such a schedule the engine does not pad the drafts of a request that joins up to a
+        # whole tree. It would verify the padding, and wait for a step with room for it.
+        "num_speculative_tokens_per_batch_size": [[1, 1, num_draft_tokens]],
+    }
+    engine.spec_method = engine.spec_tokens = engine.spec_model = None
+    try:
+        return original(target_model_config, target_parallel_config)
+    finally:
+        for name, value in given.items():
+            setattr(engine, name, value)
+
+
+def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | None) -> None:
+    """Put the method's model, wherever it was named, among the method's options."""
     if spec_model is not None:
         if "model" in given:
             raise ValueError(
@@ -127,69 +117,45 @@ def _take_model(method: Method, given: dict[str, Any], spec_model: str | None) -
                 "exclusive: leave one of them out"
             )
         given["model"] = spec_model
-    if method.takes_model and "model" not in given:
+    if method.kind.needs_model and "model" not in given:
         raise ValueError(
             f"{method.title} needs a draft model: name its folder as 'model' in speculative_config"
         )
-    if not method.takes_model and "model" in given:
+    if not method.kind.needs_model and "model" in given:
         raise ValueError(f"model={given['model']!r}: {method.title} takes no model, leave it out")
 
 
-def _bind(
-    target_model_config: ModelConfig, target_parallel_config: ParallelConfig
-) -> tuple[ModelConfig, ParallelConfig]:
-    return target_model_config, target_parallel_config
+def _check_model(method: Method[Any], target: str, options: dict[str, Any]) -> None:
+    """Refuse a model that does not fit the target."""
+    if method.kind.needs_vocabulary_of_target:
+        from drafttree.model_files import check_draft_model
+
+        check_draft_model(target, str(options["model"]), logger)
+    if method.check_model is not None:
+        method.check_model(target, str(options["model"]))
 
 
 def _parse(
-    method: Method, given: dict[str, Any], spec_tokens: int | None
+    method: Method[Any], given: dict[str, Any], spec_tokens: int | None
 ) -> tuple[dict[str, Any], int]:
-    """Validate a method's options together with the host's own count of draft tokens."""
+    """Validate a method's options together with the engine's own number of draft tokens.
+
+    Returns:
+        The options, and the greatest number of draft tokens of a tree.
+    """
     if spec_tokens is not None and "num_speculative_tokens" in given:
         raise ValueError(
             f"--spec-tokens={spec_tokens} and --speculative-config['num_speculative_tokens'] are "
             "mutually exclusive: leave one of them out"
         )
-    host_nodes = given.pop("num_speculative_tokens", spec_tokens)
+    asked = given.pop("num_speculative_tokens", spec_tokens)
     options = {key.replace("-", "_"): value for key, value in given.items()}
-    if host_nodes is not None:
-        options = method.options.sized(options, host_nodes)
-    nodes = method.parse(options).num_nodes
-    if host_nodes not in (None, nodes):
+    if asked is not None:
+        options = method.options.apply_num_draft_tokens(options, asked)
+    num_draft_tokens = method.parse(options).num_draft_tokens
+    if asked not in (None, num_draft_tokens):
         raise ValueError(
-            f"num_speculative_tokens={host_nodes!r} but the tree of {method.title} has {nodes} "
-            "nodes: leave num_speculative_tokens out"
+            f"num_speculative_tokens={asked!r} but the tree of {method.title} has "
+            f"{num_draft_tokens} draft tokens: leave num_speculative_tokens out"
         )
-    return options, nodes
-
-
-def _allow_sampling_parameters() -> None:
-    """vLLM refuses min_p and logit_bias under speculation, as its chain verification cannot serve
-    them. Ours draws with the engine's own sampler, so for our methods the refusal is lifted."""
-    from vllm.sampling_params import SamplingParams
-
-    original = SamplingParams._validate_spec_decode
-    if hasattr(original, MARK):
-        return
-    _require_known("SamplingParams._validate_spec_decode", original, VALIDATE_SIGNATURE)
-
-    @functools.wraps(original)
-    def _validate_spec_decode(
-        self: SamplingParams, speculative_config: SpeculativeConfig | None
-    ) -> None:
-        if requested(speculative_config) is None:
-            original(self, speculative_config)
-
-    setattr(_validate_spec_decode, MARK, True)
-    SamplingParams._validate_spec_decode = _validate_spec_decode
-
-
-def _require_known(name: str, function: Callable[..., Any], parameters: list[str]) -> None:
-    found = list(inspect.signature(function).parameters)
-    if found != parameters:
-        import vllm
-
-        raise RuntimeError(
-            f"drafttree does not know this vLLM ({vllm.__version__}): {name} takes {found}, "
-            f"expected {parameters}. Install vLLM 0.32, or leave the speculative method out."
-        )
+    return options, num_draft_tokens

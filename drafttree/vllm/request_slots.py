@@ -1,4 +1,4 @@
-"""Where a runner keeps what belongs to a request: slots, which stay when the batch is reordered."""
+"""Slots of requests: indices of their state, which stay the same when the batch is reordered."""
 
 from __future__ import annotations
 
@@ -6,25 +6,36 @@ from collections.abc import Iterable, Sequence
 
 
 class RequestSlots:
-    """The slots of requests by name; there are `count`, one for each that can run at once."""
+    """Assigns slots to requests by name.
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    Args:
+        max_requests: Number of slots, one for each request that can run at once.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
         self._slots: dict[str, int] = {}
 
     def of(self, names: Sequence[str]) -> tuple[list[int], list[str], list[int]]:
-        """The slots of all requests that run, which of them had none so far, and the slots of
-        others that lost theirs to them."""
+        """Slots of the running requests, assigned where they have none.
+
+        Args:
+            names: All running requests.
+
+        Returns:
+            The slot of each request, the requests that had none before, and the slots that were
+            taken from other requests for them.
+        """
         arrived = [name for name in names if name not in self._slots]
-        lost: list[int] = []
+        taken: list[int] = []
         if arrived:
-            if len(self._slots) + len(arrived) > self._count:
-                # Sessions that pause hold slots too; they come back as new requests.
-                lost = self.free(self._slots.keys() - set(names))
-            free = sorted(set(range(self._count)) - set(self._slots.values()))
+            if len(self._slots) + len(arrived) > self._max_requests:
+                # Paused streaming sessions hold slots too; they come back as new requests.
+                taken = self.free(self._slots.keys() - set(names))
+            free = sorted(set(range(self._max_requests)) - set(self._slots.values()))
             self._slots.update(zip(arrived, free[: len(arrived)], strict=True))
-        return [self._slots[name] for name in names], arrived, lost
+        return [self._slots[name] for name in names], arrived, taken
 
     def free(self, names: Iterable[str]) -> list[int]:
-        """Requests ended, were preempted, or begin anew; the slots that they had."""
+        """Free the slots of requests that finished, were preempted or restart; returns them."""
         return [self._slots.pop(name) for name in names if name in self._slots]

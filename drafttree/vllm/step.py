@@ -1,9 +1,9 @@
-"""The draft trees of one engine step: which of the batch's rows belong to which node."""
+"""The draft trees of one engine step: which rows of the batch belong to which node."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,100 +11,103 @@ import numpy as np
 import torch
 from tree_kernels.mask import tree_mask
 
-from drafttree.drafter import DraftTree
 from drafttree.transfer import all_on_device
+from drafttree.tree import DraftTree
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+LongArray = np.ndarray[Any, np.dtype[np.int64]]
+
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class StoredTree:
-    """A request's tree from when it was drafted to when it is verified, root included.
+    """The layout of a request's tree, kept on the host from drafting to verification.
 
     Attributes:
-        parents: `int32 [n]`, breadth-first, -1 for the root.
-        depths: `int32 [n]`.
+        parents: Column of each node's parent, `int32 [n]`, in breadth-first order; -1 for the root.
+        depths: Depth of each node, `int32 [n]`; 0 for the root.
     """
 
     parents: IntArray
     depths: IntArray
 
 
-NO_TOKEN = -1
-
 ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
 
 
 @dataclass(frozen=True)
 class StepMasks:
-    """The trees of a step, on the device.
+    """Attention masks of a step's T trees with drafts, on the device.
 
     Attributes:
-        requests: `int64 [T]`, their rows in the batch.
-        nodes: `int64 [T]`, root included; they are the request's last tokens.
-        masks: `bool [T, N, N]`: node i sees node j.
+        requests: Rows of the trees' requests in the batch, `int64 [T]`.
+        tree_sizes: Number of nodes of each tree, the root counted, `int64 [T]`. A tree's nodes are
+            the last tokens of its request in the step.
+        masks: `bool [T, N, N]`, whether node i attends to node j.
     """
 
     requests: torch.Tensor
-    nodes: torch.Tensor
+    tree_sizes: torch.Tensor
     masks: torch.Tensor
 
 
-class SentStep(NamedTuple):
-    """What the host knows of a step's trees, on the device; `T` requests have more than a root.
+class StepTensors(NamedTuple):
+    """Device copies of a step's tree layout; T of the B requests have drafts.
 
     Attributes:
-        parents: `int32 [B, N]`.
-        sizes: `int32 [B]`.
-        padding: `bool [B, N]`: there is no node.
-        row_of_node: `int64 [B, N]`, among the R rows; padding repeats the last one.
-        cell_of_row: `int64 [R]`, the row's node in a flat `[B * N]`.
-        request_of_row: `int64 [R]`.
-        starts: `int64 [B]`.
-        trees: `int64 [T]`, the requests with trees.
-        tree_sizes: `int64 [T]`, of these.
-        counted: `bool [B]`.
-        position_offsets: `int64 [tokens]`.
+        parents: Column of each node's parent, `int32 [B, N]`, padded with -1.
+        tree_size: Number of nodes of each tree, the root counted, `int32 [B]`.
+        padding: Whether a column holds no node, `bool [B, N]`.
+        row_of_node: Logits row of each node, `int64 [B, N]`; padding repeats the last one.
+        cell_of_row: Index of each row's node in a flattened `[B, N]`, `int64 [R]`.
+        request_of_row: Request of each row, `int64 [R]`.
+        starts: Logits row of each root, `int64 [B]`.
+        drafted: Requests with drafts, `int64 [T]`.
+        drafted_sizes: Number of nodes of these requests' trees, the root counted, `int64 [T]`.
+        counted: Whether this is a decode step of the request, `bool [B]`.
+        position_offsets: What is added to positions along a chain, `int64 [tokens]`.
     """
 
     parents: torch.Tensor
-    sizes: torch.Tensor
+    tree_size: torch.Tensor
     padding: torch.Tensor
     row_of_node: torch.Tensor
     cell_of_row: torch.Tensor
     request_of_row: torch.Tensor
     starts: torch.Tensor
-    trees: torch.Tensor
-    tree_sizes: torch.Tensor
+    drafted: torch.Tensor
+    drafted_sizes: torch.Tensor
     counted: torch.Tensor
     position_offsets: torch.Tensor
 
 
 @dataclass(frozen=True)
 class StepTrees:
-    """The trees that the engine scheduled for one step, as far as it scheduled them.
+    """The trees of one step, truncated to what the engine scheduled of them.
 
-    `R` rows have logits: for every request its root's and then its nodes'. The root is the last
-    accepted token, or the last token of a prefill chunk.
+    R rows of the batch have logits: for each request those of its root and of its draft tokens. The
+    root is the last accepted token, or the last token of a prefill chunk.
 
     Attributes:
-        rows: `[R]`, each such row's place in the batch of tokens.
-        starts: `int64 [B]`, each request's root among the R rows.
-        sizes: `int64 [B]`, each request's nodes, root included.
-        requests: `int64 [R]`, whose each row is.
-        counted: `bool [B]`: it is a decode step of the request.
-        parents: `int32 [B, N]`, padded with -1.
-        position_offsets: `int64 [tokens]`, what to add to positions counted along a chain.
-        max_depth: the greatest depth of a node.
+        rows: Place of each such row in the batch of tokens, `int [R]`.
+        starts: Logits row of each request's root, `int64 [B]`.
+        tree_sizes: Number of nodes of each tree, the root counted, `int64 [B]`.
+        request_of_row: Request of each row, `int64 [R]`.
+        counted: Whether this is a decode step of the request, `bool [B]`.
+        parents: Column of each node's parent, `int32 [B, N]`, padded with -1.
+        position_offsets: What is added to positions along a chain, `int64 [tokens]`.
+        max_depth: Greatest depth of a node.
     """
 
     rows: torch.Tensor
-    starts: np.ndarray[Any, np.dtype[np.int64]]
-    sizes: np.ndarray[Any, np.dtype[np.int64]]
-    requests: np.ndarray[Any, np.dtype[np.int64]]
-    counted: np.ndarray[Any, np.dtype[np.bool_]]
+    starts: LongArray
+    tree_sizes: LongArray
+    request_of_row: LongArray
+    counted: BoolArray
     parents: IntArray
-    position_offsets: np.ndarray[Any, np.dtype[np.int64]]
+    position_offsets: LongArray
     max_depth: int
 
     @classmethod
@@ -114,13 +117,18 @@ class StepTrees:
         scheduled: Mapping[str, Sequence[int]],
         stored: Mapping[str, StoredTree],
         num_scheduled_tokens: np.ndarray[Any, Any],
-        answering: np.ndarray[Any, np.dtype[np.bool_]],
+        decoding: BoolArray,
         rows: torch.Tensor,
     ) -> StepTrees:
-        """Cut the stored trees to what was scheduled of them: prefixes, so still trees.
+        """Truncate the stored trees to what was scheduled of them.
 
         Args:
-            answering: `bool [B]`: the request has an answer already and goes on with it.
+            request_ids: Names of the requests in the batch.
+            scheduled: Scheduled draft tokens by request.
+            stored: Trees by request.
+            num_scheduled_tokens: Number of tokens of each request in the step, `int [B]`.
+            decoding: Whether the request has output tokens and no unread prompt, `bool [B]`.
+            rows: Place of each logits row in the batch of tokens, `int [R]`.
         """
         sizes = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
         parents = np.full((len(sizes), sizes.max()), -1, np.int32)
@@ -136,11 +144,11 @@ class StepTrees:
         return cls(
             rows=rows,
             starts=np.cumsum(sizes) - sizes,
-            sizes=sizes,
-            requests=np.repeat(np.arange(len(sizes)), sizes),
-            # A step may read more of a request than its tree, though it was answering: one that
-            # was preempted reads its answer again.
-            counted=answering & (num_scheduled_tokens == sizes),
+            tree_sizes=sizes,
+            request_of_row=np.repeat(np.arange(len(sizes)), sizes),
+            # A request that was preempted computes its output again, in steps with more tokens than
+            # its tree has: they are not decode steps.
+            counted=decoding & (num_scheduled_tokens == sizes),
             parents=parents,
             position_offsets=offsets,
             max_depth=max_depth,
@@ -152,50 +160,67 @@ class StepTrees:
         return self.parents.shape[1] > 1
 
     def by_node(self, values: torch.Tensor) -> torch.Tensor:
-        """What is known of the R rows, for the nodes: `[B, N]`; padding repeats the last one."""
+        """Gather values of rows, `[R]`, into `[B, N]`; padding repeats a request's last row."""
         if not self.drafted:
             return values[:, None]
-        return values[self.sent.row_of_node]
+        return values[self.tensors.row_of_node]
 
     def by_row(self, values: torch.Tensor) -> torch.Tensor:
-        """What is known of the nodes, `int32 [B, N]`, for the R rows."""
-        return values.flatten()[self.sent.cell_of_row] if self.drafted else values[:, 0]
+        """Gather values of nodes, `[B, N]`, into `[R]`."""
+        return values.flatten()[self.tensors.cell_of_row] if self.drafted else values[:, 0]
 
     def trees(self, tokens: torch.Tensor) -> DraftTree:
-        """The batch's trees, given the R rows' input tokens (`int32 [R]`)."""
+        """The batch's trees, given the input token of each row, `int32 [R]`."""
         if not self.drafted:
             return DraftTree.of_roots(tokens.to(torch.int32))
         rows = self.by_node(tokens).to(torch.int32)
-        sent = self.sent
-        return DraftTree(rows.masked_fill(sent.padding, NO_TOKEN), sent.parents, sent.sizes)
+        tensors = self.tensors
+        return DraftTree(
+            rows.masked_fill(tensors.padding, NO_TOKEN), tensors.parents, tensors.tree_size
+        )
 
     def masks(self) -> StepMasks:
-        """Who sees whom in the trees that have more than a root."""
-        sent = self.sent
-        parents, sizes = sent.parents, sent.sizes
-        if len(sent.trees) < len(sizes):
-            parents, sizes = parents[sent.trees], sizes[sent.trees]
-        return StepMasks(sent.trees, sent.tree_sizes, tree_mask(parents, sizes))
+        """Attention masks of the trees with drafts."""
+        tensors = self.tensors
+        parents, sizes = tensors.parents, tensors.tree_size
+        if len(tensors.drafted) < len(sizes):
+            parents, sizes = parents[tensors.drafted], sizes[tensors.drafted]
+        return StepMasks(tensors.drafted, tensors.drafted_sizes, tree_mask(parents, sizes))
 
     @cached_property
-    def sent(self) -> SentStep:
-        """Sent to the device once a step, in one piece."""
-        sizes, width = self.sizes, self.parents.shape[1]
-        nodes = np.arange(width)
-        trees = np.flatnonzero(sizes > 1)
-        node_of_row = np.arange(len(self.requests)) - self.starts[self.requests]
+    def tensors(self) -> StepTensors:
+        """The layout on the device, copied once per step in one piece."""
+        sizes, width = self.tree_sizes, self.parents.shape[1]
+        columns = np.arange(width)
+        drafted = np.flatnonzero(sizes > 1)
+        column_of_row = np.arange(len(self.request_of_row)) - self.starts[self.request_of_row]
         arrays = {
             "parents": self.parents,
-            "sizes": sizes.astype(np.int32),
-            "padding": nodes >= sizes[:, None],
-            "row_of_node": self.starts[:, None] + np.minimum(nodes, sizes[:, None] - 1),
-            "cell_of_row": self.requests * width + node_of_row,
-            "request_of_row": self.requests,
+            "tree_size": sizes.astype(np.int32),
+            "padding": columns >= sizes[:, None],
+            "row_of_node": self.starts[:, None] + np.minimum(columns, sizes[:, None] - 1),
+            "cell_of_row": self.request_of_row * width + column_of_row,
+            "request_of_row": self.request_of_row,
             "starts": self.starts,
-            "trees": trees,
-            "tree_sizes": sizes[trees],
+            "drafted": drafted,
+            "drafted_sizes": sizes[drafted],
             "counted": self.counted,
             "position_offsets": self.position_offsets,
         }
-        sent = all_on_device([*arrays.values()], self.rows.device)
-        return SentStep(**dict(zip(arrays, sent, strict=True)))
+        tensors = all_on_device([*arrays.values()], self.rows.device)
+        return StepTensors(**dict(zip(arrays, tensors, strict=True)))
+
+
+@dataclass
+class StepState:
+    """What one engine step passes from callback to callback; dropped when it has been sampled.
+
+    Attributes:
+        trees: Layout of the step's trees.
+        masks: Attention masks of the trees; None if the step has no drafts.
+        drafts: The trees as verified.
+    """
+
+    trees: StepTrees
+    masks: StepMasks | None = None
+    drafts: DraftTree = field(init=False)

@@ -1,4 +1,4 @@
-"""Which vLLM is supported; needs no engine."""
+"""Supported versions of vLLM; needs no engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,22 @@ def is_supported(version: str) -> bool:
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version, whatever it was built for, is the one that the tests run."""
+    """Whether a version, whichever device it was built for, is the one that the tests run."""
     return version.partition("+")[0] == TESTED
 
 
 def window() -> str:
-    """The supported versions in words."""
+    """The range of supported versions, for messages."""
     return f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+
+
+def unknown(reason: str) -> RuntimeError:
+    """The error for an engine that differs from what drafttree was written for.
+
+    Args:
+        reason: What differs.
+    """
+    return RuntimeError(
+        f"drafttree does not know this vLLM: {reason}. Install vLLM {TESTED}, or leave the "
+        "speculative method out."
+    )

@@ -107,7 +107,7 @@ def test_tree_methods() -> None:
         method = resolve_method(name, {"nodes": 15})
         assert method.name == "token-recycling"
         assert method.speculative_config == {"method": "token_recycling", "nodes": 15}
-        assert method.tree_nodes == 15
+        assert method.max_draft_tokens == 15
     with pytest.raises(InputError, match=r"token_recycling, besides none and .* ngram"):
         resolve_method("oracle", {})
     with pytest.raises(InputError, match="no option 'leaves'"):

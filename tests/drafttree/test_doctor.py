@@ -48,11 +48,11 @@ def test_the_command_prints_json() -> None:
 def test_the_table_shows_every_finding(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trap = Finding(section="traps", name="a trap", value="seen", status="problem", advice="mend it")
+    trap = Finding(section="traps", name="a trap", value="seen", status="problem", advice="fix it")
     monkeypatch.setitem(doctor.__globals__, "diagnose", lambda: [MACHINE, trap])
     doctor()
     shown = capsys.readouterr().out
-    for text in ("Python", "3.12.1", "a trap", "seen", "problem", "mend it"):
+    for text in ("Python", "3.12.1", "a trap", "seen", "problem", "fix it"):
         assert text in shown
 
 
@@ -100,15 +100,21 @@ def test_the_tested_version_is_ok_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert find(list(diagnosis.engines()), "vLLM").status == "note"
 
 
-@pytest.mark.parametrize("choice", ["VLLM_PLUGINS", "SGLANG_PLUGINS"])
-def test_a_method_whose_plugin_is_left_out_is_a_problem(
-    choice: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
+def test_a_plugin_that_an_engine_will_not_load_is_a_problem(
+    engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {finding.status for finding in diagnosis.methods()} == {"ok"}
-    monkeypatch.setenv(choice, "another")
-    for finding in diagnosis.methods():
-        assert finding.status == "problem"
-        assert choice in finding.advice
+    findings = list(diagnosis.methods())
+    assert {finding.status for finding in findings} == {"ok"}
+    assert {"lyanna", "rsd", "token_recycling"} <= {finding.name for finding in findings}
+    choice = diagnosis.PLUGIN_CHOICES[engine]
+    for chosen, status in (("another, drafttree", "ok"), ("another", "problem")):
+        monkeypatch.setenv(choice, chosen)
+        assert find(list(diagnosis.methods()), f"{engine} plugin").status == status
+    (problem,) = [finding for finding in diagnosis.methods() if finding.status == "problem"]
+    assert f"add drafttree to {choice}" in problem.advice
+    monkeypatch.setattr(diagnosis, "PLUGIN", "absent")
+    assert "reinstall" in find(list(diagnosis.methods()), f"{engine} plugin").advice
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_the_version_of_sglang_is_judged(
 
 def test_the_traps_of_the_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
-    monkeypatch.setattr(diagnosis, "compiler", lambda: None)
+    monkeypatch.setattr(diagnosis, "find_compiler", lambda: None)
     monkeypatch.setattr(diagnosis, "CUDA_COMPANIONS", ())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     found = {finding.name: finding.status for finding in diagnosis.traps()}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import struct
 import subprocess
+import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -78,3 +82,29 @@ def test_an_engine_without_a_cpu_build_is_refused(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="none of sglang"):
         pack.main("sglang", tmp_path, cpu=True)
     assert (tmp_path / "kept").exists()
+
+
+def test_stubs_of_packages_that_are_left_out_can_be_imported(tmp_path: Path) -> None:
+    recipe = tomllib.loads((pack.ROOT / "scripts" / "gpu" / "sglang.toml").read_text())
+    for name, text in recipe["stubs"].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for file in recipe["copies"]:
+        shutil.copy(pack.ROOT / file, tmp_path)
+    program = """
+import flashinfer
+from flashinfer.comm.any import Anything
+from IPython.display import HTML
+class Mine(flashinfer.Base, Anything): pass
+try:
+    flashinfer.run()
+except RuntimeError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert result.stdout == "run belongs to a package that is not installed here\n", result.stderr

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from drafttree.drafter import DraftTree
 from drafttree.metrics import Counters
+from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
 
 

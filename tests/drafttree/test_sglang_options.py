@@ -20,7 +20,7 @@ def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_none_given_are_the_defaults() -> None:
     assert given_options() == {}
-    assert parse_options(METHOD, None).num_nodes == 80
+    assert parse_options(METHOD, None).num_draft_tokens == 80
 
 
 def test_json_and_a_file_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,22 +31,22 @@ def test_json_and_a_file_say_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     file.write_text(json.dumps(options))
     monkeypatch.setenv(VARIABLE, str(file))
     assert parse_options(METHOD, None) == from_json
-    assert from_json.num_nodes == 15
+    assert from_json.num_draft_tokens == 15
 
 
 def test_the_function_sets_what_engines_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "{}")
     set_options(nodes=7, hot_start=False)
     assert json.loads(os.environ[VARIABLE]) == {"nodes": 7, "hot_start": False}
-    assert parse_options(METHOD, None).num_nodes == 7
+    assert parse_options(METHOD, None).num_draft_tokens == 7
     set_options()
     assert given_options() == {}
 
 
 def test_the_hosts_size_counts_the_root() -> None:
-    assert parse_options(METHOD, 16).num_nodes == 15
+    assert parse_options(METHOD, 16).num_draft_tokens == 15
     set_options(tree="branch:3-2")
-    assert parse_options(METHOD, 10).num_nodes == 9
+    assert parse_options(METHOD, 10).num_draft_tokens == 9
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which methods are served in which SGLang."""
+"""Which kinds of drafter are served in which SGLang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from drafttree.sglang.versions import is_supported
 
 
 @pytest.mark.parametrize(
-    ("version", "without_model", "with_model"),
+    ("version", "served", "served_by_tested_only"),
     [
         ("0.5.23", True, True),
         ("0.5.23+cpu", True, True),
@@ -16,8 +16,8 @@ from drafttree.sglang.versions import is_supported
         ("0.5.22", False, False),
     ],
 )
-def test_the_older_one_serves_methods_without_a_model(
-    version: str, without_model: bool, with_model: bool
+def test_the_older_version_serves_the_kinds_that_declare_it(
+    version: str, served: bool, served_by_tested_only: bool
 ) -> None:
-    assert is_supported(version, takes_model=False) is without_model
-    assert is_supported(version, takes_model=True) is with_model
+    assert is_supported(version, older_versions=True) is served
+    assert is_supported(version, older_versions=False) is served_by_tested_only

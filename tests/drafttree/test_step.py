@@ -32,12 +32,12 @@ def test_rows_and_nodes() -> None:
     assert rows.tolist() == [[0, 1, 2], [3, 3, 3], [4, 5, 6], [7, 7, 7]]
     nodes = torch.arange(12, dtype=torch.int32).view(4, 3)
     assert trees.by_row(nodes).tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
-    sent = trees.sent
-    assert sent.request_of_row.tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
-    assert sent.starts.tolist() == [0, 3, 4, 7]
+    tensors = trees.tensors
+    assert tensors.request_of_row.tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
+    assert tensors.starts.tolist() == [0, 3, 4, 7]
     # Along a chain the third row would be one further.
-    assert sent.position_offsets.tolist() == [0, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert sent.counted.tolist() == [True, False, True, False]
+    assert tensors.position_offsets.tolist() == [0, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert tensors.counted.tolist() == [True, False, True, False]
 
 
 def test_trees_and_masks() -> None:
@@ -45,7 +45,7 @@ def test_trees_and_masks() -> None:
     drafts = trees.trees(torch.arange(20, 28))
     assert drafts.tokens.tolist() == [[20, 21, 22], [23, -1, -1], [24, 25, 26], [27, -1, -1]]
     assert drafts.parents.tolist() == [[-1, 0, 0], [-1, -1, -1], [-1, 0, 1], [-1, -1, -1]]
-    assert drafts.num_nodes.tolist() == [3, 1, 3, 1]
+    assert drafts.tree_size.tolist() == [3, 1, 3, 1]
     masks = trees.masks()
     assert masks.requests.tolist() == [0, 2]
     assert masks.nodes.tolist() == [3, 3]
@@ -70,4 +70,4 @@ def test_without_drafts_a_row_is_a_request() -> None:
     assert trees.by_node(torch.tensor([3, 4])).tolist() == [[3], [4]]
     assert trees.by_row(torch.tensor([[3], [4]])).tolist() == [3, 4]
     assert trees.trees(torch.tensor([3, 4])).tokens.tolist() == [[3], [4]]
-    assert trees.sent.counted.tolist() == [True, False]
+    assert trees.tensors.counted.tolist() == [True, False]

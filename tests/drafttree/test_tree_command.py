@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from drafttree.acceptance import MeasuredTree, fit, tokens_a_step
+from drafttree.bench.tree_fit import MeasuredTree, fit, tokens_per_step
 from drafttree.cli import app
 from drafttree.tree import StaticTree
 
@@ -50,13 +50,13 @@ def test_the_tree_is_shown_with_its_shares(run: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = [line.lstrip(" │├└─") for line in result.output.splitlines()]
     assert lines == [
-        "some-method in vllm: 6 nodes, 100 decode steps of 2.25 tokens",
-        "rank 0: 50.0% of its parent's, 50.0% of steps",
-        "rank 0: 60.0% of its parent's, 30.0% of steps, missing 10 times",
-        "rank 0: 40.0% of its parent's, 12.0% of steps",
-        "rank 1: 16.0% of its parent's, 8.0% of steps",
-        "rank 1: 20.0% of its parent's, 20.0% of steps",
-        "rank 0: 25.0% of its parent's, 5.0% of steps",
+        "some-method in vllm: 6 draft tokens, 100 decode steps of 2.25 tokens",
+        "rank 0: accepted in 50.0% of steps, 50.0% of its parent's",
+        "rank 0: accepted in 30.0% of steps, 60.0% of its parent's, not drafted 10 times",
+        "rank 0: accepted in 12.0% of steps, 40.0% of its parent's",
+        "rank 1: accepted in 8.0% of steps, 16.0% of its parent's",
+        "rank 1: accepted in 20.0% of steps, 20.0% of its parent's",
+        "rank 0: accepted in 5.0% of steps, 25.0% of its parent's",
     ]
 
 
@@ -76,7 +76,7 @@ def test_runs_of_other_trees_are_shown_by_source(tmp_path: Path) -> None:
         assert cell in shown
     result = command(file, "--fit", 3, "--output", tmp_path / "tree.json")
     assert result.exit_code == 2
-    assert "no static tree" in result.output
+    assert "need a static tree" in result.output
 
 
 def test_the_fitted_tree_is_the_best_of_all() -> None:
@@ -102,8 +102,8 @@ def test_the_fitted_tree_is_the_best_of_all() -> None:
             if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
         )
         tree, shares = fit(measured, nodes)
-        assert tree.nodes == nodes
-        assert tokens_a_step(tree, shares) == pytest.approx(best)
+        assert tree.num_draft_tokens == nodes
+        assert tokens_per_step(tree, shares) == pytest.approx(best)
     # [0, 0, 0, 0] and [0, 1, 0] were not in the run's tree.
     tree, shares = fit(measured, 8)
     assert {(0, 0, 0, 0), (0, 0, 1)} <= set(tree.paths)
@@ -115,7 +115,10 @@ def test_the_fitted_tree_is_written_for_the_option_tree(run: Path, tmp_path: Pat
     result = command(run, "--fit", 3, "--output", output)
     assert result.exit_code == 0, result.output
     assert StaticTree.from_file(output).paths == ((0,), (1,), (0, 0))
-    assert "expected tokens a step: 2.25 before, with 6 nodes; 2.00 after, with 3" in result.output
+    assert (
+        "expected tokens per step: 2.25 before, with 6 draft tokens; 2.00 after, with 3"
+        in result.output
+    )
     assert "30.0% of steps" in result.output
 
 
@@ -130,7 +133,7 @@ def test_a_tree_is_shown_alone() -> None:
     result = command("--tree", "branch:2-1")
     assert result.exit_code == 0, result.output
     assert [line.lstrip(" │├└─") for line in result.output.splitlines()] == [
-        "4 nodes, depth 2",
+        "4 draft tokens, depth 2",
         *("rank 0", "rank 0", "rank 1", "rank 0"),
     ]
 
@@ -160,11 +163,11 @@ def test_a_picture_needs_matplotlib(
     ("content", "message"),
     [
         ("nonsense", "is not JSON"),
-        ("[]", "no bench report"),
-        ('{"paths": [[0]]}', "no bench report"),
+        ("[]", "not a bench report"),
+        ('{"paths": [[0]]}', "not a bench report"),
         ({"runs": [report(), report()]}, "holds 2 runs"),
-        (report(acceptance={}), "does not say which nodes were accepted"),
-        ({key: report()[key] for key in ("engine", "method", "counters")}, "drafttree was older"),
+        (report(acceptance={}), "has no acceptance statistics"),
+        ({key: report()[key] for key in ("engine", "method", "counters")}, "older version"),
         (report(counters={}), "no decode steps"),
         (report(acceptance={"paths": PATHS}), "cannot be read"),
         (report(acceptance={**COUNTS, "hit": [1]}), "cannot be read"),
@@ -191,9 +194,9 @@ def test_wrong_arguments(run: Path, tmp_path: Path) -> None:
         ([tmp_path / "absent.json"], "No such file"),
         (["--tree", tmp_path / "absent.json"], "No such file"),
         (["--tree", "branch:2-x"], "branching factors"),
-        (["--tree", "branch:2", "--fit", 3, "--output", output], "needs a bench run"),
-        ([run, "--fit", 3], "belong together"),
-        ([run, "--output", output], "belong together"),
+        (["--tree", "branch:2", "--fit", 3, "--output", output], "give the run instead"),
+        ([run, "--fit", 3], "need each other"),
+        ([run, "--output", output], "need each other"),
         ([run, "--fit", 0, "--output", output], "use 1 to 255"),
         ([run, "--fit", 256, "--output", output], "use 1 to 255"),
     ):
@@ -205,5 +208,5 @@ def test_wrong_arguments(run: Path, tmp_path: Path) -> None:
 
 def test_more_nodes_than_the_measured_ranks_make() -> None:
     counts = {"paths": [[0]], "tried": [10], "hit": [6]}
-    with pytest.raises(ValueError, match="there are 32"):
+    with pytest.raises(ValueError, match="measured allow 32"):
         fit(MeasuredTree.from_counts(counts, 10), 33)

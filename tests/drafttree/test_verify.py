@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree
 from drafttree.verify import verify_sampled, verify_target
 
 # Two requests: a tree 5 -> (6 -> 8, 7 -> 9) and one that was cut to 5 -> 6.
 TREES = DraftTree(
     tokens=torch.tensor([[5, 6, 7, 8, 9], [5, 6, -1, -1, -1]], dtype=torch.int32),
     parents=torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, -1, -1, -1]], dtype=torch.int32),
-    num_nodes=torch.tensor([5, 2], dtype=torch.int32),
+    tree_size=torch.tensor([5, 2], dtype=torch.int32),
 )
 
 

@@ -1,0 +1,77 @@
+"""Measures the target's forwards at start-up, before the first request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+from drafttree.drafter import ModelFreeDrafter
+
+_CONTEXT = 128
+"""Cached tokens of the request whose forwards are timed."""
+
+_TOKEN_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256, 512, 1024, 2048, 4096, 8192)
+_REPEATS = 3
+_MAX_SECONDS = 10.0
+"""No larger forward is measured once all of them took this long together."""
+
+Forwards = Callable[[int, int, int, bool, int], list[float]]
+"""A host's function to time forwards: `(num_requests, tokens_per_request, context, tree, repeats)
+-> seconds of each forward`."""
+
+
+def of_one_request(forwards: Forwards, room: int) -> Callable[[int], float]:
+    """The function `measure_forward(num_tokens)` of a drafter, from a host's own.
+
+    Args:
+        forwards: The host's function.
+        room: Largest number of tokens of one request that the host's KV cache holds.
+
+    Returns:
+        A function that runs one forward of one request and returns its seconds.
+    """
+    return lambda tokens: forwards(1, tokens, min(_CONTEXT, room - tokens), tokens > 1, 1)[0]
+
+
+def profile_drafter(
+    drafter: ModelFreeDrafter,
+    measure_forward: Callable[[int], float],
+    max_tokens: int,
+    logger: logging.Logger,
+) -> None:
+    """Call `drafter.profile`, and warn if it fails.
+
+    Args:
+        drafter: The drafter to profile.
+        measure_forward: Runs one forward over a number of tokens and returns its seconds.
+        max_tokens: Largest number of tokens that a step may verify; nothing happens below 1.
+        logger: Logger of the warning.
+    """
+    try:
+        if max_tokens >= 1:
+            drafter.profile(measure_forward, max_tokens)
+    except Exception as error:
+        # Models differ, and an engine must not fail to start for want of a measurement.
+        logger.warning("The model's forwards cannot be timed: %s", error)
+
+
+def measure_forwards(measure_forward: Callable[[int], float], max_tokens: int) -> dict[int, float]:
+    """Measure forwards of up to `max_tokens` tokens.
+
+    Args:
+        measure_forward: Runs one forward over a number of tokens and returns its seconds.
+        max_tokens: Number of tokens of the largest forward.
+
+    Returns:
+        Median seconds by token count. The largest counts are missing if they would take too long.
+    """
+    started = perf_counter()
+    seconds: dict[int, float] = {}
+    for count in (*(count for count in _TOKEN_COUNTS if count < max_tokens), max_tokens):
+        measure_forward(count)  # The first forward of a size may compile.
+        seconds[count] = median(measure_forward(count) for _ in range(_REPEATS))
+        if perf_counter() - started > _MAX_SECONDS:
+            break
+    return seconds

@@ -1,0 +1,192 @@
+"""Local model folders in Hugging Face's layout: fingerprints, size, and whether a draft model fits.
+
+Nothing here needs an engine or loads weights into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+DIGITS = 16
+"""Hexadecimal digits of a fingerprint."""
+
+# Files up to this size are hashed whole. Larger files of a folder share this many samples.
+_WHOLE_FILE = 1 << 20
+_SAMPLE_SIZE = 4096
+_SAMPLES = 1024
+_MIN_SAMPLES = 16
+
+# A fast tokenizer is one file. Without it, all of these decide the ids of tokens.
+_FAST_TOKENIZER = "tokenizer.json"
+_TOKENIZER_PARTS = (
+    "*.model",
+    "*.tiktoken",
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def weights_size(folder: Path) -> int:
+    """Size of a model's weights in bytes; 0 for a folder without any."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """Content hash of a model folder's weights, `*.safetensors`, and of its `config.json`.
+
+    For a large file it covers the name, the size, the header (names, types and shapes of all
+    tensors) and evenly spaced samples of the data, so hundreds of gigabytes take a fraction of a
+    second. Further training changes nearly every byte and is always seen; an edit of a few bytes
+    may not be.
+
+    Raises:
+        ValueError: The folder has no weights, or they cannot be read.
+    """
+    files = _weights(folder)
+    samples = max(_MIN_SAMPLES, _SAMPLES // len(files))
+    digest = hashlib.sha256()
+    try:
+        for file in files:
+            _add(digest, file, samples)
+        config = folder / "config.json"
+        if config.is_file():
+            _add(digest, config, samples)
+    except OSError as error:
+        raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
+    return digest.hexdigest()[:DIGITS]
+
+
+def first_rows_fingerprint(folder: Path) -> str:
+    """Content hash of the name and the first row of every tensor of a model folder.
+
+    Trained drafters store it as the identity of their target. They do not store
+    `weights_fingerprint`, because copies of a target may have another `config.json` or may be split
+    into files otherwise, and because drafters that are in use already carry this one.
+
+    Raises:
+        ValueError: The folder has no weights, or they cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    digest = hashlib.sha256()
+    try:
+        for file in _weights(folder):
+            with safe_open(file, "pt") as weights:
+                for name in sorted(weights.keys()):
+                    first = weights.get_slice(name)[:1].float()
+                    digest.update(name.encode() + first.numpy().tobytes())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
+    return digest.hexdigest()[:DIGITS]
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Content hash of the files that decide the token ids of a model folder.
+
+    These are `tokenizer.json` or, if there is none, all files of a slow tokenizer.
+
+    Raises:
+        ValueError: The folder has no tokenizer, or it cannot be read.
+    """
+    files = _found(folder, (_FAST_TOKENIZER,)) or _found(folder, _TOKENIZER_PARTS)
+    if not files:
+        raise ValueError(
+            f"{folder} has no tokenizer: expected {_FAST_TOKENIZER}, or files such as "
+            "tokenizer.model or vocab.json"
+        )
+    digest = hashlib.sha256()
+    try:
+        for file in files:
+            content = file.read_bytes()
+            digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
+    except OSError as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    return digest.hexdigest()[:DIGITS]
+
+
+def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
+    """Refuse a draft model whose token ids are not the target's; warn about one that is too large.
+
+    Without a `tokenizer.json` in both folders only the sizes of the vocabularies are compared.
+
+    Args:
+        target: Folder of the target, or a name that transformers resolves.
+        draft: Folder of the draft model, or a name that transformers resolves.
+        logger: Logger for the warning.
+
+    Raises:
+        ValueError: The vocabularies differ, or a configuration cannot be read.
+    """
+    sizes = [_vocabulary_size("target", target), _vocabulary_size("draft model", draft)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the draft model {draft} has {sizes[1]} tokens and the target {target} has "
+            f"{sizes[0]}: use a draft model of the same family"
+        )
+    files = [Path(folder) / _FAST_TOKENIZER for folder in (target, draft)]
+    if all(file.is_file() for file in files):
+        vocabularies = [_read(file).get("model", {}).get("vocab") for file in files]
+        if vocabularies[0] != vocabularies[1]:
+            raise ValueError(
+                f"the tokenizers of the draft model {draft} and of the target {target} differ: use "
+                "a draft model of the same family"
+            )
+    if 0 < weights_size(Path(target)) <= weights_size(Path(draft)):
+        logger.warning(
+            "The draft model %s is no smaller than the target %s: it will not be faster",
+            draft,
+            target,
+        )
+
+
+def _vocabulary_size(name: str, model: str) -> int:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the {name} {model} cannot be read: {error}") from error
+    return int(config.get_text_config().vocab_size)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+def _weights(folder: Path) -> list[Path]:
+    files = _found(folder, ("*.safetensors",))
+    if not files:
+        raise ValueError(f"{folder} has no .safetensors file: name the folder of a model's weights")
+    return files
+
+
+def _found(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({f for pattern in patterns for f in folder.glob(pattern) if f.is_file()})
+
+
+def _add(digest: hashlib._Hash, file: Path, samples: int) -> None:
+    with file.open("rb", buffering=0) as data:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        if size <= _WHOLE_FILE:
+            digest.update(data.readall())
+            return
+        # A safetensors file starts with the length of its header, which may be wrong if the file is
+        # damaged.
+        header = min(int.from_bytes(data.read(8), "little"), size - 8)
+        digest.update(data.read(header))
+        first, last = 8 + header, max(8 + header, size - _SAMPLE_SIZE)
+        for number in range(samples):
+            data.seek(first + (last - first) * number // (samples - 1))
+            digest.update(data.read(_SAMPLE_SIZE))

@@ -1,0 +1,70 @@
+"""SGLang's sampler with the draw itself replaced by an acceptance rule.
+
+Custom processors, temperatures, greedy requests and logprobs stay SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import Sampler
+
+from drafttree.drafter import AcceptanceRule
+
+
+class AcceptanceSampler(Sampler):
+    """Draws as SGLang does, except inside `using`."""
+
+    _rule: AcceptanceRule | None = None
+    _nodes: torch.Tensor | None = None
+
+    @contextmanager
+    def using(self, rule: AcceptanceRule | None, nodes: torch.Tensor) -> Iterator[None]:
+        """Let a rule choose the tokens that are sampled inside the block.
+
+        Args:
+            rule: The rule; None leaves the draw to SGLang.
+            nodes: `int32 [B]`, the node of each request after which a token is sampled.
+        """
+        self._rule, self._nodes = rule, nodes
+        try:
+            yield
+        finally:
+            self._rule = self._nodes = None
+
+    def _sample_from_probs(
+        self, probs: torch.Tensor, sampling_info: Any, *given: Any
+    ) -> tuple[torch.Tensor, Any]:
+        if self._rule is None or self._nodes is None:
+            drawn: tuple[torch.Tensor, Any] = super()._sample_from_probs(
+                probs, sampling_info, *given
+            )
+            return drawn
+        return self._rule(filter_probs(probs.float(), sampling_info), self._nodes).long(), None
+
+
+def filter_probs(probs: torch.Tensor, info: Any) -> torch.Tensor:
+    """Apply top-k, top-p and min-p by the same comparisons as SGLang's own sampler.
+
+    Args:
+        probs: `float32 [B, V]`, or `[B, n, V]` with n distributions per request.
+        info: SGLang's sampling parameters of the batch.
+
+    Returns:
+        Filtered and renormalised distributions, float32 of the same shape.
+    """
+    if not (info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling):
+        return probs
+    by_request = (-1, *[1] * (probs.dim() - 1))
+    count = min(info.max_top_k or probs.shape[-1], probs.shape[-1])
+    best, tokens = probs.topk(count)
+    before = best.cumsum(-1) - best
+    kept = torch.arange(count, device=probs.device) < info.top_ks.view(by_request)
+    kept = kept & (before <= info.top_ps.view(by_request))
+    if info.need_min_p_sampling:
+        kept = kept & (best >= best[..., :1] * info.min_ps.view(by_request))
+    left = best * kept
+    return torch.zeros_like(probs).scatter_(-1, tokens, left / left.sum(-1, keepdim=True))

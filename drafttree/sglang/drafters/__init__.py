@@ -1,0 +1,1 @@
+"""SGLang workers, one for each kind of drafter."""

@@ -1,0 +1,175 @@
+"""The worker of methods that sample their drafts from a draft model, which runs beside the target.
+
+Both models share the table of KV slots: a token's KV stands in the same slot of both caches. So
+prompts are computed by both, cached prefixes hold for both, and in each step the draft model
+computes the nodes as it drafts them.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import attention_backends
+from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from tree_kernels.mask import depths
+
+from drafttree.drafter import DraftModelDrafter
+from drafttree.method import Method
+from drafttree.sglang.acceptance_sampler import filter_probs
+from drafttree.sglang.kv_cache import kv_movers
+from drafttree.sglang.patches import install_acceptance_sampler
+from drafttree.sglang.penalties import RequestPenalties
+from drafttree.sglang.state import Step
+from drafttree.sglang.verify_input import prepare_verify
+from drafttree.sglang.worker import Penalties, TreeWorker
+from drafttree.tree import DraftTree, Verified
+
+
+class _DraftModel(EagleDraftWorkerBase):
+    """The draft model as SGLang asks for it."""
+
+    def __init__(self, bundle: Any) -> None:
+        super().__init__()
+        self.draft_worker = bundle.draft_worker
+        self.draft_runner = bundle.draft_model_runner
+
+    def draft(self) -> None:
+        """Not used: the tree worker drafts."""
+
+    def draft_extend(self) -> None:
+        """Not used: the tree worker computes prompts."""
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Allocate the draft model's KV cache, in the target's slots."""
+        self.draft_worker.alloc_memory_pool(**pools)
+
+    def init_attention_backend(self) -> None:
+        """Not used: drafting runs as verification, with the draft worker's own backend."""
+
+    def _capture_cuda_graphs(self) -> None:
+        pass
+
+
+class DraftModelWorker(TreeWorker):
+    """Drafts with a `DraftModelDrafter` and the draft model that SGLang was given.
+
+    Attributes:
+        draft_seconds: Host time spent drafting.
+    """
+
+    drafter: DraftModelDrafter
+
+    def __init__(
+        self,
+        method: Method[Any],
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: Any,
+    ) -> None:
+        super().__init__(method, server_args, gpu_id, nccl_port, target_worker)
+        most = self._options.num_draft_tokens
+        if len(self.drafter.columns) > 1 + most:
+            # The draft model writes KV while it drafts: cutting the trees would be too late.
+            raise ValueError(
+                f"{type(self.drafter).__qualname__} samples {len(self.drafter.columns) - 1} draft "
+                f"tokens and the options of {method.title} declare {most}: they must agree"
+            )
+        self._draft_worker = _DraftModel(
+            build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=self._runner.model_config,
+                algo_label=method.title,
+                attention_backend_override=attention_backends()[0],
+            )
+        )
+        self.draft_seconds = 0.0
+        install_acceptance_sampler(self._runner)
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Take the target's memory pools, and give the draft model a KV cache in the same slots."""
+        super().alloc_memory_pool(**pools)
+        self._draft_worker.alloc_memory_pool(**pools)
+        self._movers += kv_movers(self._draft_worker.draft_runner.token_to_kv_pool)
+
+    def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
+        roots = torch.zeros(len(batch.reqs), dtype=torch.int32, device=self._device)
+        before = [length - 1 for length in batch.seq_lens.tolist()]
+        rule = self.drafter.undrafted_rule(roots, _seeds(batch), before)
+        with self._runner.sampler.using(rule, roots):
+            result = super()._forward_prompt(batch)
+        batch.spec_info = None
+        self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
+        return result
+
+    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
+        started = perf_counter()
+        info = batch.sampling_info
+        sampled = (info.top_ks != 1).view(-1)
+
+        def forward(trees: DraftTree, first: int) -> torch.Tensor:
+            logits = self._forward_draft(batch, trees, first)
+            if trees.tokens.shape[1] == len(self.drafter.columns):
+                return logits  # nothing is sampled below the leaves
+            logits = logits.float()
+            for row, own in enumerate(penalties):
+                if own is not None:
+                    _penalise(logits[row], own, trees, row, first)
+            return _distributions(logits, info, sampled)
+
+        trees, drawn = self.drafter.propose(
+            self._states.roots[batch.req_pool_indices],
+            _seeds(batch),
+            batch.seq_lens.tolist(),
+            sampled,
+            forward,
+        )
+        self.draft_seconds += perf_counter() - started
+        return trees, drawn
+
+    def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
+        """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`."""
+        depth = depths(trees.parents, trees.tree_size)
+        prepare_verify(batch, trees, depth, self.req_to_token_pool.req_to_token, first)
+        worker = self._draft_worker.draft_worker
+        output = worker.forward_batch_generation(batch, is_verify=True).logits_output
+        logits: torch.Tensor = output.next_token_logits
+        return logits.view(len(depth), -1, self._vocab_size)
+
+    def _verify(self, step: Step, output: Any) -> Verified:
+        rule = self.drafter.acceptance_rule(step.trees, step.drawn)
+        return self._verify_trees(step, output, rule=rule)
+
+
+def _seeds(batch: Any) -> list[int | None]:
+    return [request.sampling_params.sampling_seed for request in batch.reqs]
+
+
+def _penalise(
+    logits: torch.Tensor, penalties: RequestPenalties, trees: DraftTree, row: int, first: int
+) -> None:
+    """Apply a request's penalties to its logits `[n, V]` of the nodes from column `first` on."""
+    for column in range(first, trees.tokens.shape[1]):
+        with penalties.ahead(trees.path(row, column)):
+            penalties.apply(logits[column - first][None])
+
+
+def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> torch.Tensor:
+    """The distributions from which children are sampled, `float32 [B, n, V]`.
+
+    Any distribution would do: the closer to the target's, the more drafts are accepted. So
+    temperature and filters are applied as to the target's logits. Requests that are not sampled
+    keep all tokens.
+    """
+    if info.logit_bias is not None:
+        logits = logits + info.logit_bias[:, None]
+    probs = (logits / info.temperatures[:, :, None]).softmax(-1)
+    if info.is_all_greedy:
+        return probs
+    return torch.where(sampled[:, None, None], filter_probs(probs, info), probs)

@@ -1,0 +1,84 @@
+"""The worker of methods that draft without a model, from what the target generated before."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from drafttree.budget.forward_profile import of_one_request, profile_drafter
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.sglang.forward import forward_seconds
+from drafttree.sglang.patches import observe_prefill
+from drafttree.sglang.state import Step
+from drafttree.sglang.worker import Penalties, TreeWorker
+from drafttree.tree import DraftTree, Verified
+
+# Below SGLang's own logger, or nothing would print it.
+logger = logging.getLogger(f"sglang.{__name__}")
+
+
+class ModelFreeWorker(TreeWorker):
+    """Drafts with a `ModelFreeDrafter`, which observes all of the target's logits."""
+
+    drafter: ModelFreeDrafter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        observe_prefill(self._runner, self._observe_prefill)
+
+    @property
+    def draft_worker(self) -> None:
+        """There is no draft model."""
+        return None
+
+    def init_cuda_graphs(self) -> None:
+        """SGLang's last call before it serves: time forwards of the model as it will run."""
+        super().init_cuda_graphs()
+        if self._device.type != "cpu":
+            return
+        room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
+
+        profile_drafter(
+            self.drafter,
+            of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room),
+            min(room, self._options.num_draft_tokens + 1),
+            logger,
+        )
+
+    def _observe_prefill(self, batch: Any, logits: torch.Tensor) -> None:
+        lengths = batch.extend_seq_lens
+        last = lengths.cumsum(0) - 1
+        tokens = batch.input_ids.int()
+        previous = tokens[(last - 1).clamp(min=0)].masked_fill(lengths < 2, -1)
+        self.drafter.observe(batch.req_pool_indices, tokens[last], previous, logits)
+
+    def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
+        for request in batch.reqs:
+            text = [*request.origin_input_ids, *request.output_ids]
+            self.drafter.start(self._slots[request.rid], text)
+        result = super()._forward_prompt(batch)
+        self.drafter.extend(batch.req_pool_indices, result.next_token_ids[:, None].int())
+        return result
+
+    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
+        slots = batch.req_pool_indices
+        roots, drafting = self._states.roots[slots], self._states.drafting[slots]
+        if self._device.type == "cpu" and not drafting.any():
+            return DraftTree.of_roots(roots), None
+        trees = self.drafter.propose(slots, roots.masked_fill(~drafting, -1))
+        trees.tokens[:, 0] = roots
+        return trees, None
+
+    def _verify(self, step: Step, output: Any) -> Verified:
+        slots, tokens = step.batch.req_pool_indices, step.trees.tokens
+        previous = step.trees.previous_tokens(self.drafter.previous_tokens(slots))
+        argmax = self.drafter.observe(
+            slots.repeat_interleave(tokens.shape[1]),
+            tokens.flatten(),
+            previous.flatten(),
+            output.next_token_logits,
+        )
+        return self._verify_trees(step, output, argmax)

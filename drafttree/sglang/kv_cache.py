@@ -1,0 +1,69 @@
+"""KV in the slots of SGLang's KV pool: moving accepted rows, and the cache of a drafter's layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from torch.nn import functional as F
+from tree_kernels.kv_move import KvMover, movers_of
+
+
+def kv_movers(cache: Any) -> list[KvMover]:
+    """What moves rows of SGLang's KV cache.
+
+    Raises:
+        RuntimeError: The cache is of a kind that we do not know.
+    """
+    if not isinstance(cache, MHATokenToKVPool):
+        raise RuntimeError(
+            f"draft trees do not know the KV cache that this model has in SGLang, a "
+            f"{type(cache).__name__}: leave --speculative-algorithm out"
+        )
+    # To the mover each slot is a block of one row.
+    return movers_of(layer.unsqueeze(2) for layer in (*cache.k_buffer, *cache.v_buffer))
+
+
+class LayerCache:
+    """Keys and values of the layer, `[slots, heads, size]` each, by the target's KV slots."""
+
+    def __init__(self, slots: int, heads: int, size: int, dtype: torch.dtype) -> None:
+        self._keys = torch.zeros(slots, heads, size, dtype=dtype)
+        self._values = torch.zeros_like(self._keys)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        counts: list[int],
+        slots: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Write the last rows of each request, and attend from them causally.
+
+        Args:
+            q: Queries `[N, heads, size]`, request by request.
+            k: Keys `[N, KV heads, size]`.
+            v: Values `[N, KV heads, size]`.
+            counts: Number of rows of each request.
+            slots: For each request the KV slots of all its tokens, these rows included.
+        """
+        here = torch.cat([own[-count:] for own, count in zip(slots, counts, strict=True)])
+        self._keys[here], self._values[here] = k, v
+        output = torch.empty_like(q)
+        first = 0
+        for count, own in zip(counts, slots, strict=True):
+            rows = slice(first, first + count)
+            mask = torch.ones(count, len(own), dtype=torch.bool).tril(len(own) - count)
+            # The batch dimension selects the fused kernel, which does not materialise the scores.
+            attended = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1)[None],
+                self._keys[own].transpose(0, 1)[None],
+                self._values[own].transpose(0, 1)[None],
+                attn_mask=mask,
+                enable_gqa=True,
+            )
+            output[rows] = attended[0].transpose(0, 1)
+            first += count
+        return output

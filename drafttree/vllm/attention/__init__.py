@@ -1,0 +1,1 @@
+"""Attention backends for vLLM that apply tree masks."""

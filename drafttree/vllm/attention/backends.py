@@ -1,0 +1,54 @@
+"""What attention backends that apply tree masks have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend
+
+from drafttree.vllm.step import StepMasks
+
+
+class TreeBackend(AttentionBackend):
+    """An attention backend that the tree runner can use."""
+
+    @staticmethod
+    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's cache: keys and values, `[blocks, heads, block_size, head_size]`."""
+        raise NotImplementedError
+
+
+class TreeMetadataBuilder:
+    """Mixin for the metadata builder of a `TreeBackend`.
+
+    Attributes:
+        step_masks: Masks of the step whose metadata is built next; None if it has no drafts.
+    """
+
+    step_masks: StepMasks | None = None
+
+
+def refuse_unsupported(layer: Any, *features: tuple[bool, str]) -> None:
+    """Refuse attention with features that tree attention does not compute.
+
+    Args:
+        layer: The backend's implementation of a layer.
+        features: Whether the layer has a feature, and the feature's name, beside those that are
+            checked for every backend.
+
+    Raises:
+        ValueError: The layer has an unsupported feature; the message names it.
+    """
+    for found, feature in (
+        *features,
+        (layer.alibi_slopes is not None, "ALiBi slopes"),
+        (layer.logits_soft_cap != 0, f"logits soft cap ({layer.logits_soft_cap})"),
+        (layer.sinks is not None, "attention sinks"),
+        (layer.kv_sharing_target_layer_name is not None, "KV shared between layers"),
+    ):
+        if found:
+            raise ValueError(
+                f"draft trees do not work with this model's attention: {feature}. "
+                "Leave the speculative method out."
+            )

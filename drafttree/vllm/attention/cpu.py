@@ -1,0 +1,188 @@
+"""Tree attention on vLLM's CPU backend.
+
+Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
+knows causal masks only: it computes prefill and undrafted rows, and this module computes trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tree_kernels.cpu_attention import PagedTrees, TreeAttention
+from vllm import _custom_ops as ops
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+
+from drafttree.vllm.attention.backends import (
+    TreeBackend,
+    TreeMetadataBuilder,
+    refuse_unsupported,
+)
+from drafttree.vllm.versions import unknown
+
+ISA = "vec"
+"""The KV layout that `kv_views` reads. The engine may prefer AMX tiles, whose layout it does not
+publish; the builder then falls back to this one."""
+
+
+@dataclass
+class CpuTreeMetadata(CPUAttentionMetadata):
+    """The engine's metadata and the trees of the step.
+
+    Attributes:
+        trees: The step's trees; None if there is none.
+        attend: Attention for the rows of the trees.
+        only_trees: Whether no row of the batch is left for the engine's kernel.
+    """
+
+    trees: PagedTrees | None = None
+    attend: TreeAttention | None = None
+    only_trees: bool = False
+
+
+class CpuTreeBackend(CPUAttentionBackend, TreeBackend):
+    """Replaces the CPU backend, under its name, while a model is loaded for a tree runner."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CpuTreeImpl]:
+        """The class that computes a layer's attention."""
+        return CpuTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CpuTreeMetadataBuilder]:
+        """The class that prepares a step."""
+        return CpuTreeMetadataBuilder
+
+    @staticmethod
+    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of keys and values; a block stores its keys, transposed, before its values."""
+        keys, values = kv_views(kv_cache)
+        return keys.transpose(2, 3), values
+
+
+class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
+    """Adds the masks of a step's trees to its metadata."""
+
+    isa: str
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.isa != ISA:
+            self.isa = ISA
+            self._set_isa_to_layers(self.layer_names)
+        check_kv_layout(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
+        self._attend = TreeAttention(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CpuTreeMetadata:
+        """Build the metadata of the step that `step_masks` describes."""
+        stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self.step_masks is None:
+            return CpuTreeMetadata(**vars(stock))
+        rows, sizes = self.step_masks.requests, self.step_masks.tree_sizes
+        return CpuTreeMetadata(
+            **vars(stock),
+            trees=PagedTrees(
+                starts=common_attn_metadata.query_start_loc_cpu[rows + 1] - sizes,
+                nodes=sizes,
+                lengths=common_attn_metadata.seq_lens[rows].long(),
+                blocks=stock.block_table[rows],
+                masks=self.step_masks.masks,
+            ),
+            attend=self._attend,
+            only_trees=int(sizes.sum()) == stock.num_actual_tokens,
+        )
+
+
+class CpuTreeImpl(CPUAttentionBackendImpl):
+    """The engine's kernel for causal rows, masked attention for the rows of trees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_unsupported(
+            self, (self.sliding_window != -1, f"sliding window ({self.sliding_window})")
+        )
+        self._cache: torch.Tensor | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CpuTreeMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: `query` and `output` are `[tokens, heads, head_size]`."""
+        if attn_metadata is None or not attn_metadata.only_trees:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if attn_metadata is None or attn_metadata.trees is None:
+            return output
+        assert attn_metadata.attend is not None
+        if kv_cache is not self._cache:
+            # The cache stays the same one, and five views per layer would cost time in each step.
+            self._cache, self._kv = kv_cache, kv_views(kv_cache)
+        keys, values = self._kv
+        attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale)
+        return output
+
+
+def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a layer's cache, declared as `[blocks, heads, block_size, 2 * head_size]`.
+
+    Returns:
+        Keys `[blocks, heads, head_size, block_size]`, which the layout stores transposed, and
+        values `[blocks, heads, block_size, head_size]`.
+    """
+    blocks, heads, block_size, both = kv_cache.shape
+    halves = kv_cache.view(blocks, heads, 2, block_size * both // 2)
+    keys = halves[:, :, 0].view(blocks, heads, both // 2, block_size)
+    return keys, halves[:, :, 1].view(blocks, heads, block_size, both // 2)
+
+
+def check_kv_layout(heads: int, block_size: int, head_size: int, dtype: torch.dtype) -> None:
+    """Let the engine write a few rows, and check that `kv_views` finds them.
+
+    Raises:
+        RuntimeError: This build of the engine has another layout of its cache.
+    """
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.tensor([1, block_size - 1, block_size + 5])
+    key, value = (
+        torch.randn(len(slots), heads, head_size, generator=generator).to(dtype) for _ in range(2)
+    )
+    cache = torch.zeros(2, heads, block_size, 2 * head_size, dtype=dtype)
+    halves = cache.view(2, heads, 2 * block_size, head_size).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, ISA)
+    keys, values = kv_views(cache)
+    block, offset = slots // block_size, slots % block_size
+    if not (
+        torch.equal(keys[block, :, :, offset], key) and torch.equal(values[block, :, offset], value)
+    ):
+        raise unknown("its CPU KV cache has another layout")

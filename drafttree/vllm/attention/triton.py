@@ -1,0 +1,221 @@
+"""Tree attention on CUDA: one launch computes prompts, plain rows and trees of any shape.
+
+The KV cache has the layout of the engine's Triton backend and is written by it. A step's trees are
+described by buffers that never move, so that a captured graph serves any trees, and a prompt chunk
+with as many tokens as a tree stays causal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from tree_kernels.mask_rows import mask_rows
+from tree_kernels.tree_attention import tree_attention
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from drafttree.vllm.attention.backends import (
+    TreeBackend,
+    TreeMetadataBuilder,
+    refuse_unsupported,
+)
+
+_WORD = 32
+
+
+@dataclass
+class TritonTreeMetadata:
+    """The arguments of `tree_attention` that are the same for all layers of a step.
+
+    Attributes:
+        num_actual_tokens: Number of rows of the batch.
+        slot_mapping: KV slots to which the rows' keys and values are written, `int64 [T]`.
+        query_starts: First row of each request, and the number of rows, `int32 [B + 1]`.
+        lengths: Number of tokens of each request, this step's included, `int32 [B]`.
+        block_table: KV blocks of each request, `int32 [B, P]`.
+        tree_starts: First row of each request's tree, counted within the request, `int32 [B]`.
+        masks: Ancestors of each row as bits, `int32 [T, words]`.
+        max_query: Greatest number of rows of a request.
+    """
+
+    num_actual_tokens: int
+    slot_mapping: torch.Tensor
+    query_starts: torch.Tensor
+    lengths: torch.Tensor
+    block_table: torch.Tensor
+    tree_starts: torch.Tensor
+    masks: torch.Tensor
+    max_query: int
+
+
+class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
+    """Replaces the Triton backend, under its name, while a model is loaded for a tree runner."""
+
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonTreeImpl]:
+        """The class that computes a layer's attention."""
+        return TritonTreeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TritonTreeMetadataBuilder]:
+        """The class that prepares a step."""
+        return TritonTreeMetadataBuilder
+
+    @staticmethod
+    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of keys and values; a token's value is stored right after its key."""
+        keys, values = kv_cache.chunk(2, dim=-1)
+        return keys, values
+
+    # Features that the engine's own kernel computes and ours does not.
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Not supported."""
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Not supported."""
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Not supported."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Not supported."""
+        return False
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Not supported."""
+        return False
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Not supported."""
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Only decoders are supported."""
+        return attn_type == AttentionType.DECODER
+
+
+class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[TritonTreeMetadata]):
+    """Writes the ancestor masks into buffers that all steps share."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        scheduler = vllm_config.scheduler_config
+        words = -(-(1 + vllm_config.num_speculative_tokens) // _WORD)
+        self._tree_starts = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        self._masks = torch.zeros(
+            scheduler.max_num_batched_tokens, words, dtype=torch.int32, device=device
+        )
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonTreeMetadata:
+        """Build the metadata of the step that `step_masks` describes."""
+        starts = common_attn_metadata.query_start_loc
+        tree_starts = self._tree_starts[: len(starts) - 1]
+        torch.sub(starts[1:], starts[:-1], out=tree_starts)
+        trees = self.step_masks
+        if trees is not None:
+            requests, sizes = trees.requests, trees.tree_sizes
+            tree_starts[requests] -= sizes.int()
+            mask_rows(trees.masks, starts[requests + 1] - sizes, sizes, self._masks)
+        tokens = common_attn_metadata.num_actual_tokens
+        return TritonTreeMetadata(
+            num_actual_tokens=tokens,
+            slot_mapping=common_attn_metadata.slot_mapping,
+            query_starts=starts,
+            lengths=common_attn_metadata.seq_lens,
+            block_table=common_attn_metadata.block_table_tensor,
+            tree_starts=tree_starts,
+            masks=self._masks[:tokens],
+            max_query=common_attn_metadata.max_query_len,
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TritonTreeMetadata:
+        """Capture over short contexts, which is fast; the graph serves any length."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.lengths.fill_(1)
+        return metadata
+
+
+class TritonTreeImpl(TritonAttentionImpl):
+    """Writes the cache with the engine's kernel, and computes attention with ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse_unsupported(
+            self,
+            (self.sliding_window != (-1, -1), f"sliding window ({self.sliding_window})"),
+            (self.attn_type != AttentionType.DECODER, f"attention type {self.attn_type}"),
+        )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Not supported."""
+        return False
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend: `query` and `output` are `[tokens, heads, head_size]`."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        assert isinstance(attn_metadata, TritonTreeMetadata)
+        rows = slice(attn_metadata.num_actual_tokens)
+        keys, values = TritonTreeBackend.kv_rows(kv_cache)
+        tree_attention(
+            query[rows],
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_metadata.block_table,
+            attn_metadata.query_starts,
+            attn_metadata.lengths,
+            attn_metadata.tree_starts,
+            attn_metadata.masks,
+            self.scale,
+            attn_metadata.max_query,
+            out=output[rows],
+        )
+        return output

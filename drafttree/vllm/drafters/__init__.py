@@ -1,0 +1,1 @@
+"""vLLM model runners, one for each kind of drafter."""

@@ -1,0 +1,231 @@
+"""vLLM's model runner with a draft model beside the target.
+
+The draft model's layers join the engine's KV cache groups, so they share the target's block tables:
+both models read prompts, use cached prefixes, and have the KV of accepted paths moved. The
+scheduler grants KV slots for as many draft tokens as the tree has columns, and the tree is sampled
+at the beginning of the step that verifies it, when the slots exist.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.compilation.backends import set_model_tag
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
+from vllm.v1.sample.ops.penalties import apply_all_penalties
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from drafttree.drafter import AcceptanceRule, DraftModelDrafter
+from drafttree.method import Method
+from drafttree.tree import DraftTree
+from drafttree.vllm.acceptance_sampler import AcceptanceSampler
+from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
+from drafttree.vllm.step import IntArray, StepTrees
+
+PREFIX = "draft_model"
+"""Prefix of the draft model's layers in the engine's registry of layers."""
+
+_GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
+
+
+@dataclass
+class DraftModelStep(InStepState):
+    """A step whose trees are sampled from a draft model.
+
+    Attributes:
+        rule: The acceptance rule of the step's trees; None if the engine's sampler verifies them.
+    """
+
+    rule: AcceptanceRule | None = None
+
+
+class DraftModelRunner(InStepRunner[DraftModelStep]):
+    """Drafts with a `DraftModelDrafter`."""
+
+    _drafter: DraftModelDrafter
+
+    def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
+        self._drafter = method.drafter(method.parse(options), self._target())
+        self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+        self._draft_path = str(options["model"])
+        self._rule_sampler = AcceptanceSampler(self.sampler)
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Load the target, and then the draft model."""
+        super().load_model(load_dummy_weights)
+        target = self.model_config
+        config = copy.copy(self.vllm_config)
+        config.quant_config = None
+        config.model_config = ModelConfig(
+            model=self._draft_path,
+            tokenizer=target.tokenizer,
+            trust_remote_code=target.trust_remote_code,
+            dtype=target.dtype,
+            seed=target.seed,
+            max_model_len=target.max_model_len,
+            enforce_eager=target.enforce_eager,
+            skip_tokenizer_init=True,
+        )
+        with set_model_tag(PREFIX):
+            self._draft_model = get_model(vllm_config=config, prefix=PREFIX)
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        """Layers with KV of one shape share a metadata builder, which has one number of heads."""
+        heads: dict[tuple[int, int], set[int]] = {}
+        for layer in self.compilation_config.static_forward_context.values():
+            if isinstance(layer, Attention):
+                shape = layer.num_kv_heads, layer.head_size
+                heads.setdefault(shape, set()).add(layer.num_heads)
+        for (kv_heads, size), counts in heads.items():
+            if len(counts) > 1:
+                raise ValueError(
+                    f"model={self._draft_path!r} and the target both have {kv_heads} KV heads of "
+                    f"size {size} but {sorted(counts)} query heads, which vLLM cannot serve "
+                    "together: use another draft model"
+                )
+
+    def _propose(self, roots: IntArray) -> DraftTree:
+        """Placeholders, for which the scheduler grants slots."""
+        parents = torch.tensor(self._drafter.columns, dtype=torch.int32)
+        parents = parents.expand(len(roots), -1).contiguous()
+        tree_size = torch.full((len(roots),), parents.shape[1], dtype=torch.int32)
+        trees = DraftTree(torch.full_like(parents, PLACEHOLDER), parents, tree_size)
+        return self._as_declared(trees)
+
+    def _new_step(self, trees: StepTrees) -> DraftModelStep:
+        return DraftModelStep(trees)
+
+    def _draft(self, step: DraftModelStep, roots: torch.Tensor) -> DraftTree:
+        """Sample the step's trees, and let the draft model read all of the step."""
+        names = self.input_batch.req_ids
+        seeds = [self._seed(name) for name in names]
+        lengths = step.root_positions.tolist()
+        if not step.trees.drafted:
+            self._draft_model(input_ids=step.input_ids, positions=step.positions)
+            step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)
+            return DraftTree.of_roots(roots)
+        sampled = self._sampled(len(names))
+
+        def forward(trees: DraftTree, first: int) -> torch.Tensor:
+            return self._read(step, trees, first, sampled)
+
+        trees, drawn = self._drafter.propose(roots, seeds, lengths, sampled, forward)
+        drafts = self._as_scheduled(step, trees)
+        self._show_trees(step, drafts.parents)
+        step.rule = self._drafter.acceptance_rule(drafts, drawn)
+        return drafts
+
+    def _read(
+        self, step: DraftModelStep, trees: DraftTree, first: int, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """A `DraftForward` within the step."""
+        rows = step.trees.by_node(step.trees.rows)
+        width = rows.shape[1]
+        columns = trees.tokens.shape[1]
+        if first >= width:  # the engine scheduled none of these columns
+            return torch.zeros(len(rows), columns - first, self._vocab_size)
+        last = min(columns, width)
+        rows = rows[:, first:last]
+        exists = ~step.trees.tensors.padding[:, first:last]
+        tokens = trees.tokens[:, first:last].clamp(min=0)
+        step.input_ids[rows[exists]] = tokens[exists].to(step.input_ids.dtype)
+        self._show_trees(step, trees.parents[:, :last])
+        hidden = self._draft_model(input_ids=step.input_ids, positions=step.positions)
+        if columns == len(self._drafter.columns):
+            return hidden[:0]  # nothing is drafted below the leaves
+        logits = self._draft_model.compute_logits(hidden[rows.flatten()])
+        logits = self._adjusted(logits.float().view(*rows.shape, -1), trees, first)
+        probs = self._distributions(logits, sampled)
+        return torch.nn.functional.pad(probs, (0, 0, 0, columns - last))
+
+    def _sampler_and_rule(self, step: DraftModelStep) -> tuple[Sampler, AcceptanceRule | None]:
+        return (self.sampler if step.rule is None else self._rule_sampler), step.rule
+
+    # The distributions from which children are sampled.
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.model_config.get_vocab_size())
+
+    def _seed(self, name: str) -> int | None:
+        """The seed of a request, if it has one."""
+        parameters = self.requests[name].sampling_params
+        return None if parameters is None else parameters.seed
+
+    def _sampled(self, count: int) -> torch.Tensor:
+        """Which of `count` requests are sampled rather than greedy, `bool [B]`."""
+        temperature = self.input_batch.sampling_metadata.temperature
+        if temperature is None:
+            return torch.zeros(count, dtype=torch.bool)
+        return temperature >= _GREEDY_BELOW
+
+    def _adjusted(self, logits: torch.Tensor, trees: DraftTree, first: int) -> torch.Tensor:
+        """Apply the target's penalties, biases and allowed tokens along each node's path.
+
+        Stateful processors and bad words are left to verification.
+
+        Args:
+            logits: Logits of the columns from `first` on, `[B, n, V]`.
+            trees: The trees drafted so far.
+            first: The first of these columns.
+        """
+        metadata = self.input_batch.sampling_metadata
+        requests, nodes, vocab = logits.shape
+        if metadata.allowed_token_ids_mask is not None:
+            logits = logits.masked_fill(metadata.allowed_token_ids_mask[:, None], -torch.inf)
+        for processor in metadata.logitsprocs.non_argmax_invariant:
+            if type(processor) is LogitBiasLogitsProcessor and processor.biases:
+                columns = [processor.apply(column) for column in logits.unbind(1)]
+                logits = torch.stack(columns, 1)
+        if metadata.no_penalties:
+            return logits
+        outputs = [
+            [*output, *trees.path(row, first + node)]
+            for row, output in enumerate(self.input_batch.req_output_token_ids[:requests])
+            for node in range(nodes)
+        ]
+        penalised: torch.Tensor = apply_all_penalties(
+            logits.reshape(-1, vocab),
+            *(
+                each.repeat_interleave(nodes, 0)
+                for each in (
+                    *(metadata.prompt_token_ids, metadata.presence_penalties),
+                    *(metadata.frequency_penalties, metadata.repetition_penalties),
+                )
+            ),
+            outputs,
+        )
+        return penalised.view(requests, nodes, vocab)
+
+    def _distributions(self, logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+        """Distributions of the children, `float32 [B, n, V]`, with the target's own filters.
+
+        The output follows the target with any distribution here, but the closer the two are, the
+        more drafts are accepted. Requests that are not sampled keep all tokens.
+        """
+        metadata = self.input_batch.sampling_metadata
+        plain = logits.softmax(-1)
+        if metadata.temperature is None:
+            return plain
+        requests, nodes, vocab = logits.shape
+        temperatures = torch.where(sampled, metadata.temperature, 1.0)
+        rows = (logits / temperatures[:, None, None]).view(-1, vocab)
+        for processor in metadata.logitsprocs.argmax_invariant:
+            if type(processor) is MinPLogitsProcessor and processor.min_p_count:
+                least = processor.min_p.view(-1).repeat_interleave(nodes)[:, None]
+                probs = rows.softmax(-1)
+                rows = rows.masked_fill(probs < probs.amax(1, keepdim=True) * least, -torch.inf)
+        k, p = (
+            None if each is None else each.repeat_interleave(nodes)
+            for each in (metadata.top_k, metadata.top_p)
+        )
+        drawn = apply_top_k_top_p(rows, k, p).softmax(-1).view(requests, nodes, vocab)
+        return torch.where(sampled[:, None, None], drawn, plain)

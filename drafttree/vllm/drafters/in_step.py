@@ -1,0 +1,140 @@
+"""What model runners have in common that draft at the beginning of the step that verifies.
+
+Such drafts need KV slots of their own. The scheduler grants slots for placeholders, and the next
+step writes the draft tokens in their place before the target runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+from tree_kernels.adjacency import top_candidates
+from tree_kernels.mask import tree_mask
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from drafttree.drafter import AcceptanceRule
+from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.runner import TreeModelRunner
+from drafttree.vllm.sampling import is_plain_greedy, sample_trees
+from drafttree.vllm.step import NO_TOKEN, StepState
+
+PLACEHOLDER = 0
+"""Token id of each node until it is drafted."""
+
+
+@dataclass
+class InStepState(StepState):
+    """A step that drafts the trees it verifies.
+
+    Attributes:
+        input_ids: Input tokens of the step's forward; draft tokens are written into them.
+        positions: Positions of these tokens.
+        root_positions: Positions of the roots, `int64 [B]`.
+    """
+
+    input_ids: torch.Tensor = field(init=False)
+    positions: torch.Tensor = field(init=False)
+    root_positions: torch.Tensor = field(init=False)
+
+
+I = TypeVar("I", bound=InStepState)  # noqa: E741
+
+
+class InStepRunner(TreeModelRunner[I]):
+    """Base class of runners that draft within the step."""
+
+    def _draft(self, step: I, roots: torch.Tensor) -> DraftTree:
+        """Draft the trees of a step, within the engine's forward context.
+
+        Args:
+            step: The step.
+            roots: Last token of each request, `int32 [B]`.
+
+        Returns:
+            The trees to verify, with the columns that the engine scheduled.
+        """
+        raise NotImplementedError
+
+    def _sampler_and_rule(self, step: I) -> tuple[Sampler, AcceptanceRule | None]:
+        """The sampler that verifies the step's trees, and its acceptance rule if it has one."""
+        return self.sampler, None
+
+    def _model_forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        step = self._step
+        if step is not None:
+            assert input_ids is not None
+            assert positions is not None
+            started = perf_counter()
+            root_rows = step.trees.rows[step.trees.tensors.starts]
+            step.input_ids, step.positions = input_ids, positions
+            step.root_positions = positions[root_rows].clone()
+            step.drafts = self._draft(step, input_ids[root_rows].to(torch.int32))
+            if step.trees.drafted:
+                self.draft_seconds += perf_counter() - started
+        return super()._model_forward(input_ids, positions, *args, **kwargs)
+
+    def _as_scheduled(self, step: I, trees: DraftTree) -> DraftTree:
+        """Trees with the columns that the engine scheduled of each, `[B, N]`.
+
+        Args:
+            step: The step.
+            trees: The trees as drafted, with fewer or more columns than were scheduled.
+        """
+        tensors = step.trees.tensors
+        width = tensors.parents.shape[1]
+        missing = max(width - trees.tokens.shape[1], 0)
+        tokens, parents = (
+            torch.nn.functional.pad(each, (0, missing), value=-1)[:, :width]
+            for each in (trees.tokens, trees.parents)
+        )
+        return without_nodes(
+            DraftTree(tokens, parents, tensors.tree_size), tensors.padding | (tokens < 0)
+        )
+
+    def _show_trees(self, step: I, parents: torch.Tensor) -> None:
+        """Let attention apply the masks of the trees' first columns.
+
+        Args:
+            step: The step.
+            parents: Parents of these columns, `int32 [B, n]`.
+        """
+        assert step.masks is not None
+        masks = step.masks.masks
+        columns = parents.shape[1]
+        padded = torch.full(masks.shape[:2], -1, dtype=torch.int32)
+        padded[:, :columns] = parents[step.masks.requests]
+        masks.copy_(tree_mask(padded, step.masks.tree_sizes.to(torch.int32).clamp(max=columns)))
+
+    def _verify(self, step: I, logits: torch.Tensor) -> tuple[SamplerOutput, Verified]:
+        greedy = is_plain_greedy(self.input_batch.sampling_metadata)
+        argmax = top_candidates(logits, 1)[:, 0] if greedy else None
+        sampler, rule = self._sampler_and_rule(step)
+        return sample_trees(
+            self.input_batch, sampler, step.trees, step.drafts, logits, argmax, rule
+        )
+
+
+def without_nodes(trees: DraftTree, dropped: torch.Tensor) -> DraftTree:
+    """Trees without some of their nodes; roots are kept.
+
+    Args:
+        trees: The trees.
+        dropped: Which nodes to drop, all of their descendants included, `bool [B, N]`.
+    """
+    dropped = dropped.clone()
+    dropped[:, 0] = False
+    return DraftTree(
+        tokens=trees.tokens.masked_fill(dropped, NO_TOKEN),
+        parents=trees.parents.masked_fill(dropped, -1),
+        tree_size=trees.tree_size,
+    )

@@ -1,0 +1,264 @@
+"""Everything that drafttree replaces in vLLM: what, when and why, and the code that does it.
+
+One method of the engine is wrapped at registration, and passes everything on unless a method of
+ours is asked for. All other patches are made only then. Each checks that the engine is the one that
+it was written for, and making it twice is the same as making it once. Importing this module imports
+no part of vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from drafttree.patches import Patch
+from drafttree.vllm.versions import unknown
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        when="At registration, in every process. Other methods are passed on unchanged.",
+        reason="vLLM checks the method's name against a fixed list, so the names of installed "
+        "methods are translated before that.",
+    ),
+    Patch(
+        target="vllm.sampling_params:SamplingParams._validate_spec_decode",
+        when="When a method of ours is first asked for. Other methods are checked as before.",
+        reason="vLLM refuses min_p and logit_bias with speculation, because its own verification "
+        "cannot serve them. Draft trees are verified with vLLM's sampler, which can.",
+    ),
+    Patch(
+        target="vllm.config:SpeculativeConfig.use_eagle_block_drop",
+        when="On the configuration of an engine whose method reads the target's hidden states.",
+        reason="The drafter's layer stores with each token what the next token says too. The last "
+        "block of a prefix hit may belong to a text with another next token, so it is read again.",
+    ),
+    Patch(
+        target="vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding",
+        when="On the configuration of an engine on CUDA.",
+        reason="vLLM gives up CUDA graphs of whole trees when the number of draft tokens may "
+        "change with the batch size. The schedule given to it never changes the number.",
+    ),
+    Patch(
+        target="vllm.config:ModelConfig.logits_processors",
+        when="On one engine's configuration, while its stock model runner is built.",
+        reason="vLLM refuses custom logits processors with speculation. The tree runner builds "
+        "them itself and applies them along each path.",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+        when="The class of a worker's model runner, before the model is loaded.",
+        reason="vLLM offers no hook for a model runner. The runner keeps all that its class has "
+        "set up, and gains the steps that verify trees.",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs",
+        when="On the input batch of an adopted model runner.",
+        reason="With speculation vLLM builds only the logits processors that its own verification "
+        "can serve.",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu_input_batch:InputBatch.thinking_budget_state_holder",
+        when="On the input batch of an adopted model runner.",
+        reason="vLLM's counts the logits rows of a chain. Trees are sampled level by level, one "
+        "row for each request.",
+    ),
+    Patch(
+        target="vllm.v1.attention.backends.registry:AttentionBackendEnum",
+        when="While the attention layers of a model with draft trees are built.",
+        reason="Layers look up their backend by name. Ours stands under the name of the stock "
+        "backend, for which everything else of the engine is configured.",
+    ),
+)
+
+_MARK = "_drafttree"  # an attribute of every function of ours that replaces one of the engine
+_REQUEST = "drafttree"  # the attribute of a SpeculativeConfig that names a method of ours
+
+R = TypeVar("R")
+
+
+def requested(config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of the method, if `config` asks for a method of ours."""
+    return getattr(config, _REQUEST, None)
+
+
+def mark_requested(config: SpeculativeConfig, name: str, options: dict[str, Any]) -> None:
+    """Note on the configuration that it asks for a method of ours."""
+    # A plain attribute is pickled with the configuration to the engine's other processes.
+    object.__setattr__(config, _REQUEST, (name, options))
+
+
+def wrap_create_speculative_config(
+    find: Callable[[EngineArgs], Any | None], create: Callable[..., SpeculativeConfig]
+) -> None:
+    """Let methods of ours be asked for.
+
+    Args:
+        find: The method of ours that engine arguments ask for, if they ask for one.
+        create: `(method, original, engine, target_model_config, target_parallel_config)`: makes
+            the configuration for that method; `original` is the engine's own bound method.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_speculative_config
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def create_speculative_config(
+        self: EngineArgs, *args: Any, **kwargs: Any
+    ) -> SpeculativeConfig | None:
+        method = find(self)
+        if method is None:
+            return cast("SpeculativeConfig | None", stock(self, *args, **kwargs))
+        _check_signature(stock, ["self", "target_model_config", "target_parallel_config"])
+        return create(method, functools.partial(stock, self), self, *args, **kwargs)
+
+    setattr(create_speculative_config, _MARK, True)
+    EngineArgs.create_speculative_config = create_speculative_config
+
+
+def allow_sampling_parameters() -> None:
+    """Let requests to methods of ours use min_p and logit_bias."""
+    from vllm.sampling_params import SamplingParams
+
+    stock = SamplingParams._validate_spec_decode
+    if hasattr(stock, _MARK):
+        return
+    _check_signature(stock, ["self", "speculative_config"])
+
+    @functools.wraps(stock)
+    def _validate_spec_decode(
+        self: SamplingParams, speculative_config: SpeculativeConfig | None
+    ) -> None:
+        if requested(speculative_config) is None:
+            stock(self, speculative_config)
+
+    setattr(_validate_spec_decode, _MARK, True)
+    SamplingParams._validate_spec_decode = _validate_spec_decode
+
+
+def drop_last_block(config: SpeculativeConfig) -> None:
+    """Let the scheduler leave the last block out of each prefix hit, as for vLLM's EAGLE.
+
+    Where two blocks hold the same text, the scheduler may still find the one before another text.
+    Drafts are then a little worse for a while, as EAGLE's are.
+    """
+    _answer(config, "use_eagle_block_drop", True)
+
+
+def hide_draft_schedule(config: SpeculativeConfig) -> None:
+    """Let vLLM capture whole trees in spite of the schedule of draft tokens by batch size."""
+    _answer(config, "uses_dynamic_speculative_decoding", False)
+
+
+def _answer(config: SpeculativeConfig, name: str, answer: bool) -> None:
+    """Fix what a method without arguments returns, on one configuration."""
+    if not callable(getattr(type(config), name, None)):
+        raise unknown(f"SpeculativeConfig has no method {name}")
+    # `bool` and `partial` can be pickled to the engine's other processes, unlike a closure.
+    object.__setattr__(config, name, functools.partial(bool, answer))
+
+
+@contextmanager
+def without_logits_processors(config: ModelConfig) -> Iterator[Sequence[Any] | None]:
+    """Hide custom logits processors while the stock model runner is built; yields them."""
+    processors = config.logits_processors
+    config.logits_processors = None
+    try:
+        yield processors
+    finally:
+        config.logits_processors = processors
+
+
+def adopt(runner: Any, stock: type, ours: type[R]) -> R:
+    """Turn a stock model runner that has not loaded its model into one of class `ours`.
+
+    Args:
+        runner: The engine's runner.
+        stock: The class that it must have.
+        ours: A subclass of the base class that all runners of the engine share.
+
+    Raises:
+        RuntimeError: The runner is of another class.
+    """
+    if isinstance(runner, ours):
+        return runner
+    if type(runner) is not stock:
+        raise RuntimeError(
+            f"draft trees need vLLM's {stock.__name__}, not {type(runner).__name__}: unset "
+            "VLLM_USE_V2_MODEL_RUNNER"
+        )
+    runner.__class__ = type(ours.__name__, (ours, stock), {})
+    return cast(R, runner)
+
+
+def replace_logits_processors(batch: Any, processors: Any, custom: bool) -> None:
+    """Let an input batch apply `processors`.
+
+    Args:
+        batch: The engine's input batch.
+        processors: The engine's collection of logits processors.
+        custom: Whether there are custom ones, which may read the requests' output tokens.
+    """
+    for name in ("logitsprocs", "logitsprocs_need_output_token_ids"):
+        if not hasattr(batch, name):
+            raise unknown(f"its input batch has no {name}")
+    batch.logitsprocs = processors
+    batch.logitsprocs_need_output_token_ids = custom
+
+
+def replace_thinking_budgets(batch: Any, holder: Any) -> None:
+    """Let an input batch keep the state of thinking budgets in `holder`."""
+    if not hasattr(batch, "thinking_budget_state_holder"):
+        raise unknown("its input batch has no thinking_budget_state_holder")
+    batch.thinking_budget_state_holder = holder
+
+
+@contextmanager
+def override_backend(backend: AttentionBackendEnum, ours: type) -> Iterator[None]:
+    """Let attention layers that are built inside the context use our backend.
+
+    It stands under the stock backend's name, for which everything else is configured already, and
+    only while the layers are built: other engines of the process keep the stock one.
+
+    Args:
+        backend: The stock backend.
+        ours: The class of the backend that replaces it.
+    """
+    from vllm.v1.attention.backends.registry import register_backend
+
+    previous = backend.get_path() if backend.is_overridden() else None
+    register_backend(backend, f"{ours.__module__}.{ours.__name__}")
+    _forget_selected_backends()
+    try:
+        yield
+    finally:
+        backend.clear_override()
+        if previous is not None:
+            register_backend(backend, previous)
+        _forget_selected_backends()
+
+
+def _forget_selected_backends() -> None:
+    """Clear the caches of the engine's backend selection."""
+    from vllm.v1.attention import selector
+
+    for function in vars(selector).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
+def _check_signature(function: Callable[..., Any], parameters: list[str]) -> None:
+    found = list(inspect.signature(function).parameters)
+    if found != parameters:
+        raise unknown(f"{function.__qualname__} takes {found}, expected {parameters}")

@@ -1,0 +1,261 @@
+"""A drafter that is not Token Recycling is sized by the node budget, and its steps are replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from drafttree.budget import NodeBudget
+from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.recording import (
+    RECORD_VARIABLE,
+    RecordedPlanner,
+    RecordedStep,
+    RecordingPlanner,
+    read_recording,
+)
+from drafttree.budget.replay import changed_constants, recorded_choice, replay
+from drafttree.cli import app
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.tree import DraftTree, Verified
+
+SIZES = (0, 2, 4, 8)
+FORWARDS = {1: 0.02, 4: 0.022, 16: 0.03, 64: 0.1}
+Logits = torch.Tensor
+RECIPROCALS = ("draft_smoothing", "level_rate", "ratio_rate", "min_ratio_rate", "noise_rate")
+
+
+class RepeatingDrafter(ModelFreeDrafter):
+    """Drafts a chain that repeats the root; each token is expected to be accepted with `p`."""
+
+    max_depth = SIZES[-1]
+
+    def __init__(self, p: float, budget: NodeBudget) -> None:
+        self.p = p
+        self.budget = budget
+
+    def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        if self.budget.should_skip_drafting(slots):
+            return DraftTree.of_roots(roots)
+        expected = [sum(self.p**depth for depth in range(size + 1)) for size in SIZES]
+        size = self.budget.choose(slots, torch.tensor([expected] * len(slots)))
+        if not size:
+            return DraftTree.of_roots(roots)
+        tokens = roots[:, None].repeat(1, size + 1)
+        parents = torch.arange(-1, size, dtype=torch.int32).expand(len(roots), -1)
+        trees = DraftTree(tokens, parents, torch.full_like(roots, size + 1))
+        self.budget.proposed(trees)
+        return trees
+
+    def observe(
+        self, slots: torch.Tensor, tokens: torch.Tensor, previous: torch.Tensor, logits: Logits
+    ) -> torch.Tensor:
+        return logits.argmax(1).int()
+
+    def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
+        self.budget.verified(slots, trees, verified)
+
+
+class Engine:
+    """Decodes with a simulated clock; each draft token is accepted with a true probability."""
+
+    def __init__(self, p: float, expected_p: float | None = None, seed: int = 3) -> None:
+        self.now = 0.0
+        self.p = p
+        self.rng = np.random.default_rng(seed)
+        self.budget = NodeBudget.from_forwards(SIZES, FORWARDS, self._clock)
+        self.drafter = RepeatingDrafter(p if expected_p is None else expected_p, self.budget)
+        self.sizes: list[int] = []
+
+    def _clock(self) -> float:
+        self.now += 1e-5
+        return self.now
+
+    def run(self, steps: int, batch_size: int = 1) -> None:
+        slots = torch.arange(batch_size)
+        roots = torch.ones(batch_size, dtype=torch.int32)
+        for step in range(steps):
+            trees = self.drafter.propose(slots, roots)
+            size = trees.tokens.shape[1] - 1
+            self.sizes.append(size)
+            emitted = torch.full((batch_size, size + 1), -1, dtype=torch.int32)
+            for row in range(batch_size):
+                misses = np.flatnonzero(self.rng.random(size) >= self.p)
+                emitted[row, : 1 + (misses[0] if len(misses) else size)] = 1
+            counts = (emitted >= 0).sum(1).int()
+            seconds = 0.02 + 0.0005 * batch_size * (size + 1)
+            self.now += seconds * float(1 + 0.05 * self.rng.standard_normal())
+            if step % 97 == 96:
+                trees = DraftTree.of_roots(roots)  # the host truncated the trees
+            self.drafter.on_verified(slots, trees, Verified(emitted, emitted, counts))
+            if step % 61 == 60:
+                self.budget.discard()
+
+
+@pytest.fixture
+def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recorded run whose acceptance is first overestimated, then right."""
+    file = tmp_path / "steps.jsonl"
+    monkeypatch.setenv(RECORD_VARIABLE, str(file))
+    engine = Engine(0.0, expected_p=0.7)
+    engine.run(300)
+    engine.p = 0.7
+    engine.run(300)
+    engine.run(200, batch_size=5)
+    return file
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["budget", *map(str, arguments)])
+
+
+def test_any_drafter_drafts_where_its_tokens_are_accepted() -> None:
+    good, bad = Engine(0.9), Engine(0.0, expected_p=0.9)
+    good.run(400)
+    bad.run(1000)
+    assert np.mean(np.array(good.sizes[100:]) == 8) > 0.8
+    assert np.mean(np.array(bad.sizes[100:]) == 0) > 0.9
+    assert sum(row["steps"] for row in good.budget.explain()) > 350
+
+
+def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RECORD_VARIABLE, raising=False)
+    assert not isinstance(Engine(0.5).budget.planner, RecordingPlanner)
+
+
+def test_a_recorded_run_replays_to_the_decisions_it_made(recording: Path) -> None:
+    first, steps = read_recording(recording)
+    assert first.candidate_sizes == SIZES
+    assert first.forward_seconds == FORWARDS
+    assert len(steps) > 780
+    outcomes = {(step.seconds is None, step.is_truncated) for step in steps}
+    assert outcomes == {(False, False), (False, True), (True, False)}
+    result = replay(first, steps)
+    recorded = [recorded_choice(step) for step in steps]
+    assert {0, 8, None} <= set(recorded)
+    assert result.choices == recorded
+    assert result.replayed == result.recorded
+
+
+def test_the_replay_ends_with_the_budgets_and_the_report_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "steps.jsonl"
+    monkeypatch.setenv(RECORD_VARIABLE, str(file))
+    engine = Engine(0.6)
+    engine.run(200)
+    result = replay(*read_recording(file))
+    assert result.final == engine.budget.planner.budgets
+    assert result.rows == engine.budget.explain()
+    for name in ("probe", "trial", "loss"):
+        assert getattr(result.lowest, name) <= getattr(result.final, name)
+
+
+def test_other_constants_make_other_decisions(recording: Path) -> None:
+    first, steps = read_recording(recording)
+    never = replay(first, steps, changed_constants(first.constants, {"MARGIN": "100"}))
+    assert never.replayed.drafted == 0
+    assert never.recorded.drafted > 100
+    assert never.replayed.tokens == sum(
+        step.batch_size for step in steps if step.seconds is not None
+    )
+    # Plain steps take 0.0205 seconds here, and those of five requests 0.0225.
+    assert 1 / 0.021 < never.replayed.tokens_per_second < 5 / 0.0225
+    assert never.replayed.tokens_per_second < never.recorded.tokens_per_second
+
+
+def test_a_step_that_is_drafted_in_the_replay_alone_has_the_predicted_outcome() -> None:
+    expected = [[1.0, 2.0]]
+    first = RecordedPlanner(
+        candidate_sizes=(0, 3),
+        forward_seconds={1: 1.0, 4: 1.0},
+        constants=BudgetConstants(margin=50),
+    )
+    plain = RecordedStep(
+        batch_size=1, expected_tokens=expected, seconds=1.0, draft_seconds=0.001, emitted_tokens=1
+    )
+    result = replay(first, [plain] * 40, BudgetConstants())
+    assert result.recorded.drafted == 0
+    assert result.replayed.drafted > 20
+    drafted = result.replayed.drafted
+    assert result.replayed.tokens == pytest.approx(40 + drafted)
+    assert result.replayed.seconds == pytest.approx(40, rel=0.01)
+
+
+def test_the_command_shows_the_replay(recording: Path) -> None:
+    result = command(recording)
+    assert result.exit_code == 0, result.output
+    total = len(read_recording(recording)[1])
+    assert f"{total} of {total} decisions as recorded" in result.output
+    for word in ("draft", "wasted", "probe", "trial", "loss", "steps with drafts", "tokens/s"):
+        assert word in result.output, word
+    changed = command(recording, "--set", "MARGIN=100")
+    assert changed.exit_code == 0, changed.output
+    assert f"{total} of {total}" not in changed.output
+    assert "0.0%" in changed.output
+
+
+def test_the_command_names_what_is_wrong(recording: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"engine": "vllm"}, indent=2) + "\n")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(recording.read_text().splitlines()[0] + "\n")
+    lines = recording.read_text().splitlines()
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("\n".join([lines[0], '{"batch_size": 1, "expected_tokens": [[1.0]]}']) + "\n")
+    for arguments, words in (
+        ((tmp_path / "none.jsonl",), "cannot read"),
+        ((report,), "DRAFTTREE_RECORD_STEPS=FILE"),
+        ((empty,), "holds no steps"),
+        ((wrong,), "line 2"),
+        ((recording, "--set", "margin"), "NAME=VALUE"),
+        ((recording, "--set", "marge=1.1"), "no constant of the node budget"),
+        ((recording, "--set", "margin=0.5"), "margin=0.5"),
+    ):
+        result = command(*arguments)
+        assert result.exit_code == 2, result.output
+        assert words in result.output
+
+
+def test_a_recording_is_bounded_and_may_be_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    with file.open("w") as stream:
+        planner = RecordingPlanner(SIZES, FORWARDS, stream, max_steps=3)
+        for _ in range(5):
+            if not planner.should_skip_drafting(1):
+                planner.choose(1, np.ones((1, 4), np.float32))
+            planner.record_step(1, 0, 0.02, 0.0, 1)
+    assert len(read_recording(file)[1]) == 3
+    file.write_text(file.read_text()[:-10])
+    assert len(read_recording(file)[1]) == 2
+
+
+def test_the_process_id_may_be_part_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getpid", lambda: 4321)
+    monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "steps-%p.jsonl"))
+    Engine(0.5)
+    assert (tmp_path / "steps-4321.jsonl").exists()
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "missing" / "steps.jsonl"))
+    engine = Engine(0.5)
+    assert not isinstance(engine.budget.planner, RecordingPlanner)
+    assert "steps are not recorded" in caplog.text
+
+
+def test_every_constant_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "node_budget.md").read_text()
+    for name, constant in BudgetConstants.model_fields.items():
+        default = constant.default
+        shown = f"1/{round(1 / default)}" if name in RECIPROCALS else default
+        assert f"| `{name}` | {shown} | {constant.description} |" in page, name

@@ -1,0 +1,456 @@
+"""The planner finds the best size and never loses much to plain decoding.
+
+A simulated machine follows synthetic cost curves. The planner sees noisy times and sampled tokens;
+the score counts true times and expected tokens, so that no result depends on a lucky sample.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafttree.budget.costs import CostModel, batch_bucket
+from drafttree.budget.planner import Planner
+
+CPU = (0, 3, 7, 11, 15, 23, 31, 47, 63, 80)
+CUDA = (0, 7, 15, 31, 80)
+MEASURED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256)
+
+Cost = Callable[[int, int], float]
+
+
+def memory_bound(batch: int, n: int) -> float:
+    return 0.02 * max(1.0, (batch * (n + 1) / 64) ** 0.7)
+
+
+def compute_bound(batch: int, n: int) -> float:
+    return 0.005 * batch * (n + 1)
+
+
+def stepwise(batch: int, n: int) -> float:
+    return 0.01 + 0.003 * math.ceil(batch * (n + 1) / 8)
+
+
+def between(batch: int, n: int) -> float:
+    return 0.02 + 0.0008 * batch * (n + 1)
+
+
+def gain_of(n: int, quality: float = 1.0) -> float:
+    """Expected tokens of a request with `n` draft tokens: each adds less than the one before."""
+    return 1 + quality * 1.9 * (1 - math.exp(-((n / 14) ** 0.7)))
+
+
+@dataclass
+class Machine:
+    """A simulated machine and the texts that it decodes.
+
+    Attributes:
+        cost: Seconds of a step at (batch, n) without the drafter's time.
+        wasted: Time of looking up drafts that are not used, as a share of a plain step.
+        draft: Time of drafting for a step that verifies drafts, likewise.
+        quality: Scale of the tokens that drafts add.
+        sway: Standard deviation of the logarithm of `quality` from step to step.
+        optimism: Ratio of expected to true acceptance.
+        noise: Standard deviation of a step's time.
+        outliers: Whether one step in 50 takes five times as long.
+        slow: Factor on the time of all steps.
+        dear: Factor on the time of steps with drafts.
+    """
+
+    cost: Cost
+    wasted: float = 0.03
+    draft: float = 0.05
+    quality: float = 1.0
+    sway: float = 0.0
+    optimism: float = 1.0
+    noise: float = 0.02
+    outliers: bool = False
+    slow: float = 1.0
+    dear: float = 1.0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
+
+    def true_seconds(self, batch: int, n: int, drafted: bool) -> float:
+        plain = self.cost(batch, 0)
+        if n == 0:
+            return self.slow * plain * (1 + self.wasted * drafted)
+        return self.slow * self.dear * (self.cost(batch, n) + self.draft * plain)
+
+    def forwards(self, off: Callable[[int], float] = lambda tokens: 1.0) -> dict[int, float]:
+        return {t: self.cost(1, t - 1) * off(t) for t in MEASURED}
+
+    def rate(self, batch: int, n: int) -> float:
+        """Tokens a second of a request when `n` is kept."""
+        return gain_of(n, self.quality) / self.true_seconds(batch, n, drafted=False)
+
+    def seen(self, seconds: float) -> float:
+        seconds *= max(0.3, 1 + self.noise * self.rng.standard_normal())
+        return seconds * (5 if self.outliers and self.rng.random() < 0.02 else 1)
+
+
+@dataclass
+class Score:
+    """Totals of a run, in true seconds and expected tokens."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    plain: float = 0.0
+    best: float = 0.0
+    sizes: list[int] = field(default_factory=list)
+
+    @property
+    def over_plain(self) -> float:
+        """Tokens in this time over those of plain decoding."""
+        return self.plain / self.seconds
+
+    @property
+    def over_best(self) -> float:
+        """The same against the best fixed size."""
+        return self.best / self.seconds
+
+    def mostly(self, last: int = 500) -> int:
+        return Counter(self.sizes[-last:]).most_common(1)[0][0]
+
+    def share(self, n: int, first: int, last: int) -> float:
+        return self.sizes[first:last].count(n) / (last - first)
+
+
+def play(
+    machine: Machine, planner: Planner, steps: int, batch: Callable[[int], int] | int = 1
+) -> Score:
+    """Run steps; `plain` and `best` are the seconds for the same tokens at a fixed size."""
+    score = Score()
+    for step in range(steps):
+        b = batch if isinstance(batch, int) else batch(step)
+        quality = machine.quality * math.exp(machine.sway * machine.rng.standard_normal())
+        drafted = not planner.should_skip_drafting(b)
+        n = 0
+        if drafted:
+            gains = [gain_of(m, quality * machine.optimism) for m in planner.candidate_sizes]
+            n = planner.choose(b, np.array([gains] * b))
+        seconds = machine.true_seconds(b, n, drafted)
+        gain = gain_of(n, quality)
+        emitted = b + (int(machine.rng.binomial(8 * b, min(1.0, (gain - 1) / 8))) if n else 0)
+        draft_seconds = machine.slow * machine.wasted * machine.cost(b, 0) if drafted else 0.0
+        planner.record_step(b, n, machine.seen(seconds), draft_seconds, emitted)
+        score.sizes.append(n)
+        score.seconds += seconds
+        score.tokens += b * gain
+        score.plain += gain / machine.rate(b, 0)
+        score.best += gain / max(machine.rate(b, m) for m in planner.candidate_sizes)
+    return score
+
+
+@pytest.mark.parametrize("cost", [memory_bound, stepwise, between, compute_bound])
+@pytest.mark.parametrize("noisy", [False, True], ids=["quiet", "noisy"])
+def test_it_comes_near_the_best_fixed_size(cost: Cost, noisy: bool) -> None:
+    machine = Machine(cost, noise=0.1 if noisy else 0.02, outliers=noisy)
+    score = play(machine, Planner(CPU, machine.forwards()), 2000)
+    assert score.over_plain >= 0.98
+    assert score.over_best >= (0.95 if noisy else 0.97)
+
+
+def test_on_an_idle_machine_it_takes_many_nodes() -> None:
+    machine = Machine(memory_bound)
+    assert play(machine, Planner(CUDA, machine.forwards()), 400).mostly(200) >= 31
+    assert play(machine, Planner(CUDA, machine.forwards()), 400, batch=32).mostly(200) <= 7
+
+
+def test_where_each_token_costs_it_settles_at_plain() -> None:
+    machine = Machine(compute_bound, wasted=0.2)
+    score = play(machine, Planner(CPU, machine.forwards()), 3000, batch=8)
+    assert score.over_plain >= 0.98
+    assert score.share(0, 500, 3000) > 0.99
+
+
+def test_tokens_up_to_the_next_step_of_the_costs_are_used() -> None:
+    machine = Machine(stepwise)
+    assert play(machine, Planner(CPU, machine.forwards()), 500).mostly(200) in (7, 15, 23)
+
+
+@pytest.mark.parametrize("cost", [between, compute_bound])
+def test_overestimated_acceptance_costs_little(cost: Cost) -> None:
+    machine = Machine(cost, optimism=2.0, quality=0.25, draft=0.1)
+    score = play(machine, Planner(CPU, machine.forwards()), 3000, batch=4)
+    assert machine.rate(4, 0) == max(machine.rate(4, n) for n in CPU)
+    assert score.over_plain >= 0.98
+    assert score.mostly() == 0
+
+
+@pytest.mark.parametrize("off", [0.5, 2.0])
+@pytest.mark.parametrize("beyond", [0, 4])
+@pytest.mark.parametrize("cost", [memory_bound, between, compute_bound])
+def test_wrong_measurements_at_start_are_put_right(cost: Cost, beyond: int, off: float) -> None:
+    """All forwards taken for twice as dear or cheap as they are, or only the larger ones."""
+    machine = Machine(cost, noise=0.05)
+    planner = Planner(CPU, machine.forwards(lambda tokens: off if tokens > beyond else 1.0))
+    score = play(machine, planner, 2000)
+    assert score.over_plain >= 0.98
+    assert score.over_best >= 0.93
+
+
+def test_gains_are_followed_from_step_to_step() -> None:
+    machine = Machine(between, sway=0.8)
+    assert play(machine, Planner(CPU, machine.forwards()), 1500).over_best > 1.02
+
+
+def test_a_machine_that_slows_down_for_everything_does_not_flip_the_choice() -> None:
+    machine = Machine(between, noise=0.05, outliers=True)
+    planner = Planner(CPU, machine.forwards())
+    before = play(machine, planner, 600)
+    machine.slow = 2.0
+    after = play(machine, planner, 600)
+    assert {before.mostly(300), after.mostly(300)} <= {7, 11}  # as good as equal
+    assert after.share(0, 0, 600) < 0.1
+    assert after.over_best >= 0.95
+    for step in range(8):
+        machine.slow = 2.0 * 1.1**step
+        after = play(machine, planner, 100)
+        assert after.share(0, 0, 100) < 0.2
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_it_leaves_drafting_that_became_dear_and_comes_back_to_cheap(batch: int) -> None:
+    machine = Machine(memory_bound, noise=0.05)
+    planner = Planner(CPU, machine.forwards())
+    assert play(machine, planner, 600, batch).share(0, 300, 600) < 0.05
+    machine.dear = 4.0
+    dear = play(machine, planner, 2000, batch)
+    assert dear.over_plain >= 0.98
+    assert dear.share(0, 100, 2000) > 0.97
+    machine.dear = 1.0
+    cheap = play(machine, planner, 800, batch)
+    assert cheap.share(0, 500, 800) < 0.05
+
+
+def test_it_comes_back_when_drafts_begin_to_hit() -> None:
+    machine = Machine(between, quality=0.0)
+    planner = Planner(CPU, machine.forwards())
+    assert play(machine, planner, 2000).over_plain >= 0.98
+    machine.quality = 1.0
+    assert play(machine, planner, 500).share(0, 300, 500) < 0.05
+
+
+@pytest.mark.parametrize("period", [1, 7, 300])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+def test_batches_that_come_and_go(cost: Cost, period: int) -> None:
+    machine = Machine(cost, noise=0.05, outliers=True)
+    score = play(
+        machine,
+        Planner(CPU, machine.forwards()),
+        2400,
+        batch=lambda step: (1, 8, 32)[step // period % 3],
+    )
+    assert score.over_plain >= 0.98
+    assert score.over_best >= 0.94
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    flat=st.floats(0.0, 1.0),
+    draft=st.floats(0.0, 1.0),
+    wasted=st.floats(0.0, 0.3),
+    quality=st.floats(0.0, 1.2),
+    optimism=st.floats(0.5, 3.0),
+    batch=st.sampled_from([1, 3, 8, 32]),
+    seed=st.integers(0, 1000),
+)
+def test_it_never_loses_much_to_plain_decoding(
+    flat: float, draft: float, wasted: float, quality: float, optimism: float, batch: int, seed: int
+) -> None:
+    machine = Machine(
+        lambda b, n: 0.02 * (flat + (1 - flat) * b * (n + 1) / 16 + 0.01),
+        wasted=wasted,
+        draft=draft,
+        quality=quality,
+        optimism=optimism,
+        sway=0.3,
+        noise=0.1,
+        outliers=True,
+        rng=np.random.default_rng(seed),
+    )
+    assert play(machine, Planner(CPU, machine.forwards()), 1500, batch).over_plain >= 0.98
+
+
+@pytest.mark.parametrize(("wasted", "share"), [(0.002, 1.0), (0.02, 0.25), (0.2, 0.025)])
+def test_wasted_drafting_takes_its_share_of_the_time(wasted: float, share: float) -> None:
+    machine = Machine(compute_bound, wasted=wasted, noise=0.0)
+    planner = Planner(CPU, machine.forwards())
+    probes = 0
+    for step in range(2000):
+        drafted = not planner.should_skip_drafting(8)
+        if drafted:
+            assert planner.choose(8, np.ones((8, len(CPU)))) == 0
+        seconds = machine.true_seconds(8, 0, drafted)
+        planner.record_step(8, 0, seconds, wasted * machine.cost(8, 0) * drafted, 8)
+        probes += drafted and step >= 500
+    assert probes / 1500 == pytest.approx(share, rel=0.2)
+
+
+def test_a_text_that_repeats_itself_now_and_then_is_found_out() -> None:
+    """Each row costs nearly half a plain step, so drafts pay while copies hit, and else never."""
+    machine = Machine(lambda b, n: 0.03 * b * (1 + 0.45 * n), wasted=0.007, draft=0.01)
+    planner = Planner(CPU, machine.forwards())
+    new, copies = Score(), Score()
+    for _ in range(12):
+        for quality, steps, total in ((0.8, 150, new), (5.0, 24, copies)):
+            machine.quality = quality
+            score = play(machine, planner, steps)
+            total.plain += score.plain
+            total.seconds += score.seconds
+    assert new.over_plain >= 0.98
+    assert copies.over_plain >= 1.4
+
+
+def two_cores(batch: int, n: int) -> float:
+    """As measured on two cores: a step hardly gets cheaper as requests leave the batch."""
+    return 0.035 + 0.0006 * batch + 0.00075 * batch * n
+
+
+@pytest.mark.parametrize("batch", [8, 16, 32])
+def test_requests_that_copy_do_not_make_all_others_wait(batch: int) -> None:
+    """All of a batch answer at equal length, and it is done when the slowest is."""
+    machine = Machine(two_cores, wasted=0.01)
+    planner = Planner((0, 3), machine.forwards())
+    spent = plain = 0.0
+    for _ in range(30):
+        quality = np.where(np.arange(batch) < batch // 3, 5.0, 0.4)
+        left = np.full(batch, 60.0)
+        plain += 60 * machine.cost(batch, 0)
+        while (left > 0).any():
+            here = left > 0
+            b, drafted = int(here.sum()), not planner.should_skip_drafting(int(here.sum()))
+            tokens = np.array([[1.0, gain_of(3, each)] for each in quality[here]])
+            n = planner.choose(b, tokens) if drafted else 0
+            emitted = tokens[:, 1] if n else np.ones(b)
+            seconds = machine.true_seconds(b, n, drafted)
+            draft_seconds = machine.wasted * machine.cost(b, 0) * drafted
+            planner.record_step(
+                b, n, machine.seen(seconds), draft_seconds, round(float(emitted.sum()))
+            )
+            left[here] -= emitted
+            spent += seconds
+    assert plain / spent >= 0.98
+
+
+def test_the_same_steps_make_the_same_choices() -> None:
+    scores = []
+    for _ in range(2):
+        machine = Machine(between, noise=0.1, outliers=True, sway=0.3)
+        scores.append(play(machine, Planner(CPU, machine.forwards()), 400))
+    assert scores[0] == scores[1]
+
+
+def test_explain_gives_predictions_and_measurements_by_size() -> None:
+    machine = Machine(memory_bound, noise=0.0)
+    planner = Planner(CUDA, machine.forwards(lambda tokens: 2.0))
+    score = play(machine, planner, 300, batch=lambda step: 1 if step < 200 else 8)
+    rows = json.loads(json.dumps(planner.explain()))
+    assert [(row["batch"], row["num_draft_tokens"]) for row in rows] == sorted(
+        {(1 if step < 200 else 8, n) for step, n in enumerate(score.sizes)}
+    )
+    assert sum(row["steps"] for row in rows) == 300
+    for row in rows:
+        seconds = machine.true_seconds(row["batch"], row["num_draft_tokens"], drafted=False)
+        assert row["observed_ms"] == pytest.approx(1e3 * seconds, rel=0.05)
+        assert row["tokens_per_second"] == pytest.approx(
+            row["batch"] * row["realised_tokens"] / row["observed_ms"] * 1e3
+        )
+    top = max((row for row in rows if row["batch"] == 1), key=lambda row: row["steps"])
+    assert top["num_draft_tokens"] == score.mostly(300)
+    assert top["realised_tokens"] == pytest.approx(gain_of(top["num_draft_tokens"]), rel=0.1)
+    assert top["expected_tokens"] == pytest.approx(top["realised_tokens"], rel=0.1)
+
+
+def test_buckets_are_powers_of_two() -> None:
+    assert [batch_bucket(b) for b in (1, 2, 3, 5, 6, 8, 11, 12, 31, 33)] == [
+        *(1, 2, 4, 4, 8, 8, 8, 16, 32, 32)
+    ]
+
+
+def test_forwards_are_interpolated_and_go_on_by_the_last_slope() -> None:
+    costs = CostModel({2: 1.0, 4: 2.0, 8: 2.4})
+    assert [costs.forward(t) for t in (1, 2, 3, 6, 8, 16)] == pytest.approx(
+        [1.0, 1.0, 1.5, 2.2, 2.4, 3.2]
+    )
+    assert CostModel({1: 2.0, 4: 1.5}).forward(100) == 1.5
+    assert CostModel({4: 1.5}).forward(100) == 1.5
+
+
+def test_samples_of_one_size_carry_over_to_its_neighbours() -> None:
+    costs = CostModel({1: 1.0, 1000: 1.0})
+    for _ in range(20):
+        costs.observe(1, 0, 1.0)
+        costs.observe(1, 15, 1.5)
+    assert costs.seconds(1, 0) == pytest.approx(1.0)
+    assert costs.seconds(1, 7) == pytest.approx(costs.seconds(1, 15)) == pytest.approx(1.5)
+    assert costs.seconds(32, 0) == pytest.approx(1.0)
+    assert costs.seconds(32, 7) == pytest.approx(1.5)
+    assert costs.needs_sample(1, 7)
+    assert not costs.needs_sample(1, 15)
+
+
+def test_one_late_step_changes_little_and_many_change_all() -> None:
+    costs = CostModel({1: 1.0, 1000: 1.0})
+    for _ in range(10):
+        costs.observe(1, 0, 1.0)
+    for _ in range(60):
+        costs.observe(1, 15, 1.5)
+    costs.observe(1, 15, 7.5)
+    assert costs.seconds(1, 15) == pytest.approx(1.5, rel=0.05)
+    for _ in range(10):
+        costs.observe(1, 15, 3.0)
+    assert costs.seconds(1, 15) == pytest.approx(3.0, rel=0.02)
+    assert costs.seconds(1, 0) == pytest.approx(2.0, rel=0.02)
+    assert costs.needs_sample(1, 0)
+    for _ in range(4):
+        costs.observe(1, 0, 1.0)
+    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
+    assert costs.seconds(1, 15) == pytest.approx(3.0, rel=0.02)
+
+
+def test_errors_name_what_was_given() -> None:
+    costs = CostModel({1: 1.0})
+    with pytest.raises(ValueError, match="forward_seconds"):
+        CostModel({})
+    with pytest.raises(ValueError, match="forward_seconds"):
+        CostModel({1: 0.0})
+    with pytest.raises(ValueError, match="seconds=0"):
+        costs.observe(1, 0, 0)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        costs.seconds(0, 0)
+    with pytest.raises(ValueError, match="start at 0 and ascend"):
+        Planner((7, 15), {1: 1.0})
+    with pytest.raises(ValueError, match="start at 0 and ascend"):
+        Planner((0, 15, 7), {1: 1.0})
+    with pytest.raises(ValueError, match="2 columns: give one for each of the 5"):
+        Planner(CUDA, {1: 1.0}).choose(1, np.array([[1.0, 2.0]]))
+
+
+def test_nothing_is_drafted_where_there_is_nothing_to_draft() -> None:
+    planner = Planner((0, 3, 7), {1: 2.0, 4: 1.0, 8: 1.1})
+    for _ in range(20):
+        if not planner.should_skip_drafting(1):
+            assert planner.choose(1, np.ones((1, 3))) == 0
+        planner.record_step(1, 0, 2.0, 0.0, 1)
+    assert planner.choose(1, np.array([[1.0, 1.5, 1.5]])) in (0, 3)
+
+
+def test_steps_that_are_always_truncated_cannot_lose_for_long() -> None:
+    """Near their ends requests' trees are truncated, so that no size is ever measured."""
+    planner = Planner((0, 7), {1: 1.0, 8: 1.0})
+    lost = 0.0
+    for _ in range(2000):
+        if planner.should_skip_drafting(1) or planner.choose(1, np.array([[1.0, 3.0]])) == 0:
+            planner.record_step(1, 0, 1.0, 0.0, 1)
+        else:
+            planner.record_truncated_step(1, 3.0, 1)
+            lost += 2.0
+    assert 0 < lost < 0.02 * 2000

@@ -1,0 +1,201 @@
+"""Which steps the node budget measures, and what it passes to the planner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
+from drafttree.budget.planner import Planner
+from drafttree.transfer import AsyncHostCopy
+from drafttree.tree import DraftTree, Verified
+
+DRAFT_SECONDS = 0.25
+"""Seconds of looking up drafts by the tests' clock."""
+
+
+SCORES = torch.tensor([[1.0, 0.5, 0.1, 0.25, 0.2, 0.0, 0.0], [1.0, 0.9, 0.8, 0.9, 0.9, 0.8, 0.8]])
+"""Scores of the nodes of two requests, the root's first."""
+
+
+class FixedPlanner(Planner):
+    """A planner that always chooses 3 draft tokens and stores the arguments of each call."""
+
+    def __init__(self) -> None:
+        super().__init__((0, 3, 7), {1: 1.0})
+        self.expected: list[list[list[float]]] = []
+        self.recorded: list[tuple[int, int, float, float, float]] = []
+        self.truncated: list[tuple[int, float, float]] = []
+        self.skips = False
+
+    def should_skip_drafting(self, batch_size: int) -> bool:
+        return self.skips
+
+    def choose(self, batch_size: int, expected_tokens: np.ndarray[Any, Any]) -> int:
+        self.expected.append(expected_tokens.tolist())
+        return 3
+
+    def record_truncated_step(self, batch_size: int, seconds: float, emitted_tokens: float) -> None:
+        self.truncated.append((batch_size, seconds, emitted_tokens))
+
+    def record_step(
+        self,
+        batch_size: int,
+        num_draft_tokens: int,
+        seconds: float,
+        draft_seconds: float,
+        emitted_tokens: float,
+    ) -> None:
+        self.recorded.append((batch_size, num_draft_tokens, seconds, draft_seconds, emitted_tokens))
+
+
+class Steps:
+    """Two requests with trees of three nodes, decoding by a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.planner = FixedPlanner()
+        self.budget = NodeBudget(self.planner, lambda: self.now)
+
+    def propose(self, *slots: int) -> None:
+        batch = len(slots)
+        self.slots = torch.tensor(slots)
+        if self.budget.should_skip_drafting(self.slots):
+            return
+        self.now += DRAFT_SECONDS
+        self.budget.choose_best_first(self.slots, SCORES[:batch])
+        tokens = torch.arange(4, dtype=torch.int32).expand(batch, -1)
+        parents = torch.tensor([-1, 0, 0, 1], dtype=torch.int32).expand(batch, -1)
+        self.trees = DraftTree(tokens, parents, torch.full((batch,), 4, dtype=torch.int32))
+        self.budget.proposed(self.trees)
+
+    def verify(self, *emitted: int, trees: DraftTree | None = None) -> None:
+        tokens = torch.full((len(emitted), 3), -1, dtype=torch.int32)
+        for row, count in enumerate(emitted):
+            tokens[row, :count] = 5
+        counts = torch.tensor(emitted, dtype=torch.int32)
+        self.budget.verified(self.slots, trees or self.trees, Verified(tokens, tokens, counts))
+
+
+def test_a_step_lasts_from_one_proposal_to_the_next() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    steps.now = 2.0
+    steps.verify(1, 3)
+    steps.now = 3.0
+    steps.propose(4, 2)
+    assert steps.planner.recorded == [(2, 3, 3.0, DRAFT_SECONDS, 4)]
+    steps.now = 3.5
+    steps.verify(2, 1)
+    steps.propose(4, 2)
+    assert steps.planner.recorded[1:] == [(2, 3, 0.5, DRAFT_SECONDS, 3)]
+
+
+def test_plain_steps_are_timed_too() -> None:
+    steps = Steps()
+    steps.planner.skips = True
+    steps.propose(4, 2)
+    steps.now = 2.0
+    steps.verify(1, 1, trees=DraftTree.of_roots(torch.tensor([7, 8], dtype=torch.int32)))
+    steps.propose(4, 2)
+    assert steps.planner.recorded == [(2, 0, 2.0, 0.0, 2)]
+
+
+def test_the_expected_tokens_of_a_size_are_those_of_its_best_nodes() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    first, second = steps.planner.expected[0]
+    assert first == pytest.approx([1.0, 1.95, 2.05])
+    assert second == pytest.approx([1.0, 3.7, 6.1])
+
+
+def test_steps_that_were_not_verified_as_proposed_are_discarded() -> None:
+    def another_batch(steps: Steps) -> None:
+        steps.verify(1, 1)
+        steps.propose(4)
+
+    def a_prefill_between(steps: Steps) -> None:
+        steps.verify(1, 1)
+        steps.budget.discard()
+
+    def a_prompt_read_in_part(steps: Steps) -> None:
+        steps.verify(1, 0)
+
+    def two_steps(steps: Steps) -> None:
+        steps.verify(1, 1)
+        steps.verify(1, 1)
+
+    def never_verified(steps: Steps) -> None:
+        pass
+
+    for happens in (
+        another_batch,
+        a_prefill_between,
+        a_prompt_read_in_part,
+        two_steps,
+        never_verified,
+    ):
+        steps = Steps()
+        steps.propose(4, 2)
+        steps.now = 1.0
+        happens(steps)
+        steps.now = 2.0
+        steps.propose(4, 2)
+        assert steps.planner.recorded == [], happens.__name__
+        assert steps.planner.truncated == [], happens.__name__
+
+
+def test_steps_that_the_host_truncated_are_charged_for() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    cut = DraftTree(
+        steps.trees.tokens[:, :2], steps.trees.parents[:, :2], steps.trees.tree_size - 2
+    )
+    steps.verify(1, 2, trees=cut)
+    steps.now = 2.0
+    steps.propose(4, 2)
+    assert steps.planner.recorded == []
+    assert steps.planner.truncated == [(2, 2.0, 3)]
+
+
+def test_forwards_are_measured_up_to_the_largest_step() -> None:
+    measured: list[int] = []
+
+    def measure_forward(num_tokens: int) -> float:
+        measured.append(num_tokens)
+        return 1.0 + num_tokens
+
+    seconds = measure_forwards(measure_forward, 17)
+    assert seconds == {count: 1.0 + count for count in (1, 2, 4, 8, 12, 16, 17)}
+    assert set(measured) == set(seconds)
+    assert measure_forwards(measure_forward, 1) == {1: 2.0}
+
+
+def test_the_candidate_sizes_end_with_the_largest() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert candidate_sizes(80, cpu)[-2:] == (63, 80)
+    assert candidate_sizes(10, cpu) == (0, 3, 7, 10)
+    assert candidate_sizes(1, cpu) == (0, 1)
+    assert candidate_sizes(80, cuda) == (0, 7, 15, 31, 80)
+    assert candidate_sizes(20, cuda) == (0, 7, 15, 20)
+
+
+def test_scores_of_a_device_are_read_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def in_flight(tensor: torch.Tensor) -> AsyncHostCopy:
+        return AsyncHostCopy(tensor, torch.Event("cpu"))
+
+    monkeypatch.setattr(AsyncHostCopy, "of", in_flight)
+    monkeypatch.setattr(AsyncHostCopy, "wait", lambda copy: copy.values)
+    steps = Steps()
+    steps.propose(4, 2)
+    first = steps.planner.expected[0]
+    better = torch.tensor([[1.0, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9]])
+    steps.budget.choose_best_first(torch.tensor([4]), better)
+    assert steps.planner.expected[1] == first
+    steps.budget.choose_best_first(torch.tensor([4]), better)
+    assert steps.planner.expected[2] == [pytest.approx([1.0, 3.7, 6.4])]

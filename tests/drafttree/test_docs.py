@@ -1,0 +1,133 @@
+"""The documentation builds, is up to date, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import drafttree
+from drafttree.cli import app
+from drafttree.method import installed_methods
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted(DOCS.glob("*.md"))
+LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built documentation."""
+    folder = tmp_path_factory.mktemp("site")
+    built = run("-m", "mkdocs", "build", "--strict", "--site-dir", str(folder))
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    for page in DOCS.glob("*.md"):
+        if page.stem != "index":
+            assert f'href="{page.stem}/"' in home, page.name
+
+
+def test_nothing_is_loaded_from_the_network(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|img|link rel=\"stylesheet\")[^>]*(?:src|href)=\"?https?://")
+    for page in site.rglob("*.html"):
+        assert not loaded.search(page.read_text()), page
+
+
+def test_images_outside_docs_are_part_of_the_site(site: Path) -> None:
+    shown = re.findall(r'src="([^"]+\.png)"', (site / "benchmarks" / "index.html").read_text())
+    assert len(shown) == len(list((ROOT / "results").glob("*.png")))
+    assert all((site / "benchmarks" / image).is_file() for image in shown)
+
+
+def test_the_public_api_is_documented(site: Path) -> None:
+    page = (site / "api" / "index.html").read_text()
+    for name in drafttree.__all__:
+        assert name in page, name
+    assert "check_drafter" in page
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    checked = run("scripts/docs/generate.py", "--check")
+    assert checked.returncode == 0, (
+        f"{checked.stdout}{checked.stderr}: run scripts/docs/generate.py"
+    )
+
+
+def test_a_stale_page_is_named_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "docs")
+    generate = importlib.import_module("generate")
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- generated: options rsd -->\nstale text\n<!-- end -->\nz\n")
+    assert generate.main(["--check"]) == 1
+    assert capsys.readouterr().out == "docs/page.md is out of date\n"
+    assert generate.main([]) == 0
+    text = page.read_text()
+    assert "stale text" not in text
+    assert "| `model` | required |" in text
+    assert text.startswith("a\n")
+    assert text.endswith("<!-- end -->\nz\n")
+    assert generate.main(["--check"]) == 0
+
+
+def test_every_option_is_described() -> None:
+    options = (DOCS / "options.md").read_text()
+    ours = {entry.name for entry in entry_points(group="drafttree.methods")} & {
+        "lyanna",
+        "rsd",
+        "token_recycling",
+    }
+    assert len(ours) == 3
+    for method in ours:
+        for name, field in installed_methods()[method].options.model_fields.items():
+            assert field.description, f"{method}: {name}"
+            assert f"| `{name}` |" in options
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_the_number_in_the_readme_is_measured() -> None:
+    run = json.loads((ROOT / "results/vllm-cpu/bfloat16-auto-batch-1.json").read_text())
+    assert f"**{run['speedup']:.2f} times" in (ROOT / "README.md").read_text().replace("\n", " ")
+
+
+def test_every_subcommand_is_documented() -> None:
+    page = (DOCS / "command.md").read_text()
+    for name in get_command(app).commands:
+        assert f"`drafttree {name}`" in page, name
+
+
+def test_every_environment_variable_is_documented() -> None:
+    page = (DOCS / "command.md").read_text()
+    packages = ("drafttree", "kernels", "lyanna_plugin", "recycle_plugin", "rsd_plugin")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    used = {name for file in files for name in re.findall(r"DRAFTTREE_[A-Z_]+", file.read_text())}
+    assert "DRAFTTREE_CACHE" in used
+    assert used == set(re.findall(r"^\| `(DRAFTTREE_[A-Z_]+)` \|", page, re.M))

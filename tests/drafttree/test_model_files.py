@@ -1,0 +1,132 @@
+"""Fingerprints tell models apart by their weights and their tokenizers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from drafttree.model_files import (
+    first_rows_fingerprint,
+    tokenizer_fingerprint,
+    weights_fingerprint,
+    weights_size,
+)
+
+
+def make_weights(folder: Path, rows: int = 64, **files: int) -> Path:
+    """A folder with a weights file of each name, random from the seed given."""
+    folder.mkdir(exist_ok=True)
+    for name, seed in files.items():
+        generator = torch.Generator().manual_seed(seed)
+        weights = {"a": torch.randn(rows, 64, generator=generator), "b": torch.ones(3)}
+        save_file(weights, folder / f"{name}.safetensors")
+    (folder / "config.json").write_text('{"vocab_size": 64}')
+    return folder
+
+
+def test_equal_weights_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
+    one = weights_fingerprint(make_weights(tmp_path / "one", model=1))
+    assert len(one) == 16
+    assert one == weights_fingerprint(make_weights(tmp_path / "two", model=1))
+
+
+@pytest.mark.parametrize("rows", [64, 16384])
+def test_other_weights_names_files_and_configurations_differ(tmp_path: Path, rows: int) -> None:
+    folders = [
+        make_weights(tmp_path / "one", rows, model=1),
+        make_weights(tmp_path / "other weights", rows, model=2),
+        make_weights(tmp_path / "other name", rows, weights=1),
+        make_weights(tmp_path / "more", rows, model=1, more=1),
+        make_weights(tmp_path / "other size", rows + 1, model=1),
+        make_weights(tmp_path / "other config", rows, model=1),
+    ]
+    (folders[-1] / "config.json").write_text('{"vocab_size": 65}')
+    assert len({weights_fingerprint(folder) for folder in folders}) == len(folders)
+
+
+def test_a_large_file_is_sampled_from_its_first_byte_to_its_last(tmp_path: Path) -> None:
+    folder = make_weights(tmp_path / "model", 16384, model=1)
+    file = folder / "model.safetensors"
+    seen = {weights_fingerprint(folder)}
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    for place in (header, file.stat().st_size - 1):
+        with file.open("r+b") as data:
+            data.seek(place)
+            data.write(b"\xab")
+        seen.add(weights_fingerprint(folder))
+    assert len(seen) == 3
+
+
+def test_a_huge_folder_is_not_read_whole(tmp_path: Path) -> None:
+    for part in range(40):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.write((2).to_bytes(8, "little") + b"{}")
+            os.ftruncate(file.fileno(), 1 << 36)
+    assert weights_fingerprint(tmp_path)  # 2.5 TB would never end
+
+
+def test_a_damaged_header_is_hashed_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * (2 << 20))
+    assert weights_fingerprint(tmp_path)
+
+
+def test_a_tokenizer_is_known_by_its_main_file(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    slow = tokenizer_fingerprint(tmp_path)
+    (tmp_path / "merges.txt").write_text("a b")
+    assert tokenizer_fingerprint(tmp_path) != slow
+    (tmp_path / "tokenizer.json").write_text("{}")
+    fast = tokenizer_fingerprint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "new"}')
+    assert tokenizer_fingerprint(tmp_path) == fast
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert tokenizer_fingerprint(tmp_path) != fast
+
+
+def test_nothing_to_hash_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+        weights_fingerprint(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tokenizer: expected tokenizer\.json"):
+        tokenizer_fingerprint(tmp_path)
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+        weights_fingerprint(tmp_path / "nowhere")
+
+
+def test_weights_alone_are_enough(tmp_path: Path) -> None:
+    whole = weights_fingerprint(make_weights(tmp_path, model=1))
+    (tmp_path / "config.json").unlink()
+    assert weights_fingerprint(tmp_path) != whole
+
+
+def test_first_rows_are_known_whatever_files_they_are_in(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+    weights = {"a": torch.arange(6.0).view(3, 2), "b": torch.ones(2)}
+    save_file(weights, one / "model.safetensors")
+    for name, tensor in weights.items():
+        save_file({name: tensor}, two / f"model-{name}.safetensors")
+    (two / "config.json").write_text("{}")
+    assert first_rows_fingerprint(one) == first_rows_fingerprint(two)
+    assert weights_fingerprint(one) != weights_fingerprint(two)
+    save_file({**weights, "b": torch.zeros(2)}, one / "model.safetensors")
+    assert first_rows_fingerprint(one) != first_rows_fingerprint(two)
+    # Drafters in use carry the fingerprint of their target: the algorithm must not change.
+    assert first_rows_fingerprint(two) == "d8de5f913168eb28"
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
+        first_rows_fingerprint(tmp_path)
+    (one / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"the weights in .*one cannot be read"):
+        first_rows_fingerprint(one)
+
+
+def test_the_size_of_weights_is_that_of_all_their_files(tmp_path: Path) -> None:
+    assert weights_size(tmp_path) == 0
+    for name, size in (("a.safetensors", 3), ("b.safetensors", 4), ("c.bin", 5)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert weights_size(tmp_path) == 7

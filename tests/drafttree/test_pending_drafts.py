@@ -1,0 +1,43 @@
+"""Trees are truncated to a share of the step and to the end of the request."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from drafttree.tree import DraftTree
+from drafttree.vllm.pending_drafts import PendingDrafts
+
+PARENTS = [[-1, 0, 0, 1, 1, 3], [-1, 0, 1, -1, -1, -1]]
+TOKENS = [[7, 11, 12, 13, 14, 15], [8, 21, 22, -1, -1, -1]]
+TREES = DraftTree(
+    torch.tensor(TOKENS, dtype=torch.int32),
+    torch.tensor(PARENTS, dtype=torch.int32),
+    torch.tensor([6, 3], dtype=torch.int32),
+)
+
+
+@pytest.mark.parametrize(
+    ("share", "left", "wanted", "expected"),
+    [
+        (81, [9, 9], [True, True], [[11, 12, 13, 14, 15], [21, 22]]),
+        (4, [9, 9], [True, True], [[11, 12, 13], [21, 22]]),
+        (1, [9, 9], [True, True], [[], []]),
+        (81, [3, 2], [True, True], [[11, 12, 13, 14], [21]]),
+        (81, [1, 9], [True, True], [[], [21, 22]]),
+        (81, [9, 9], [False, True], [[], [21, 22]]),
+    ],
+)
+def test_nodes_that_do_not_fit_are_dropped(
+    share: int, left: list[int], wanted: list[bool], expected: list[list[int]]
+) -> None:
+    pending = PendingDrafts.of(["a", "b"], np.array(wanted), TREES)
+    drafts, stored = pending.truncate(share, np.array(left, np.int32))
+    assert drafts == expected
+    depths = [[0, 1, 1, 2, 2, 3], [0, 1, 2]]
+    for row, tree in enumerate(stored):
+        size = 1 + len(expected[row])
+        if size > 1:
+            assert tree.parents.tolist() == PARENTS[row][:size]
+            assert tree.depths.tolist() == depths[row][:size]

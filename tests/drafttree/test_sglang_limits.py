@@ -1,0 +1,46 @@
+"""Trees that are larger than their method declares are cut, with one warning."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from drafttree.sglang.limits import limit_trees
+from drafttree.tree import DraftTree
+
+
+class WideDrafter:
+    """Names the warning."""
+
+
+class OtherDrafter:
+    """Has not been warned of."""
+
+
+def chain(num_draft_tokens: int) -> DraftTree:
+    columns = torch.arange(num_draft_tokens + 1, dtype=torch.int32)[None]
+    return DraftTree(columns + 5, columns - 1, torch.tensor([num_draft_tokens + 1]).int())
+
+
+def test_trees_of_the_declared_size_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    trees = chain(4)
+    with caplog.at_level(logging.WARNING):
+        assert limit_trees(trees, 4, OtherDrafter()) is trees
+    assert not caplog.records
+
+
+def test_larger_ones_are_cut_and_the_drafter_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            trees = limit_trees(chain(100), 32, WideDrafter())
+            trees.check(num_draft_tokens=32)
+            assert trees.tokens.tolist() == [list(range(5, 38))]
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "WideDrafter proposes 100 draft tokens" in message
+    assert "32" in message
+    assert record.name.startswith("sglang.")
