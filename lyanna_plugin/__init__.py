@@ -1,14 +1,26 @@
-"""Lyanna: a trained drafter that continues the target's hidden states."""
+"""Lyanna: draft trees from a trained layer that continues the target's hidden states."""
+
+from __future__ import annotations
 
 from pathlib import Path
 
-from drafttree.method import Method
+from drafttree.drafter import Target
+from drafttree.method import HIDDEN_STATE, Method
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaDrafter
 
 
-def _check(target: str, model: str) -> None:
-    # Its libraries are loaded when they are needed.
+def make_drafter(options: LyannaOptions, target: Target) -> LyannaDrafter:
+    """Make the drafter for a target.
+
+    Raises:
+        ValueError: The folder that the options name does not hold a drafter of this target.
+    """
+    return LyannaDrafter(options, target)
+
+
+def _check_model(target: str, model: str) -> None:
+    # Loads transformers, which the options alone do not need.
     from lyanna_plugin.checkpoint import check
 
     check(target, model)
@@ -19,11 +31,11 @@ _DRAFTERS = Path(__file__).with_name("drafters")
 METHOD = Method(
     name="lyanna",
     title="Lyanna",
+    kind=HIDDEN_STATE,
     options=LyannaOptions,
-    make_drafter=LyannaDrafter,
-    hidden_states=True,
-    check_model=_check,
+    make_drafter=make_drafter,
+    check_model=_check_model,
     models={file.parent.name: file.parent for file in _DRAFTERS.glob("*/config.json")},
 )
 
-__all__ = ["METHOD", "LyannaDrafter", "LyannaOptions"]
+__all__ = ["METHOD", "LyannaDrafter", "LyannaOptions", "make_drafter"]

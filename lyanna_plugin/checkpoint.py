@@ -1,25 +1,25 @@
 """A drafter's folder in Hugging Face's layout: `config.json` and `model.safetensors`.
 
-`config.json` is the target's with one layer, so that the hosts can size a KV cache by it, and
-Lyanna's own settings under one key.
+`config.json` is the target's with one layer, from which the hosts compute the size of the KV cache,
+with Lyanna's own settings under the key `lyanna`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lyanna_plugin.config_file import ARCHITECTURE, KEY, DrafterConfig
-from lyanna_plugin.model import Drafter
+from drafttree.model_files import first_rows_fingerprint
+from lyanna_plugin.model import LyannaConfig, LyannaModel
 
 FAMILIES = ("llama", "qwen2")
+_KEY = "lyanna"
 _WEIGHTS = "model.safetensors"
 
 
@@ -27,7 +27,7 @@ def layer_config(target: Path) -> Any:
     """The target's configuration with one layer.
 
     Raises:
-        ValueError: the target cannot be read, or is of a family that is not known.
+        ValueError: The target cannot be read, or belongs to a family that is not supported.
     """
     from transformers import AutoConfig
 
@@ -37,7 +37,7 @@ def layer_config(target: Path) -> Any:
         raise ValueError(f"the target {target} cannot be read: {error}") from error
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"the target {target} is a {config.model_type} model: Lyanna knows the families "
+            f"the target {target} is a {config.model_type} model: Lyanna supports the families "
             f"{' and '.join(FAMILIES)}"
         )
     config.num_hidden_layers = 1
@@ -50,36 +50,15 @@ def layer_config(target: Path) -> Any:
     return config
 
 
-def fingerprint(target: Path) -> str:
-    """A short hash of the beginnings of all the target's tensors.
-
-    Raises:
-        ValueError: they cannot be read.
-    """
-    digest = hashlib.sha256()
-    try:
-        files = sorted(target.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError("there is no .safetensors file")
-        for file in files:
-            with safe_open(file, "pt") as weights:
-                for name in sorted(weights.keys()):
-                    first = weights.get_slice(name)[:1].float()
-                    digest.update(name.encode() + first.numpy().tobytes())
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"the weights of the target {target} cannot be read: {error}") from error
-    return digest.hexdigest()[:16]
-
-
-def save(drafter: Drafter, folder: Path) -> None:
-    """Write a drafter's folder, its weights in bfloat16; files there are replaced whole."""
+def save(drafter: LyannaModel, folder: Path) -> None:
+    """Write a drafter's folder, with weights in bfloat16. Each file is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     written = drafter.layer_config.to_dict() | {
-        "architectures": [ARCHITECTURE],
+        "architectures": [drafter.architecture],
         "dtype": "bfloat16",
-        KEY: drafter.config.model_dump(),
+        _KEY: drafter.config.model_dump(),
     }
-    # Where the target lay while this was trained is of no use to others.
+    # The target's path on the machine that trained this is of no use elsewhere.
     written.pop("_name_or_path", None)
     weights = {
         name: (value.bfloat16() if value.is_floating_point() else value).contiguous().cpu()
@@ -93,60 +72,59 @@ def save(drafter: Drafter, folder: Path) -> None:
     partial.replace(folder / "config.json")
 
 
-def _read_config(folder: Path) -> tuple[DrafterConfig, dict[str, Any]]:
-    """Lyanna's part of a folder's configuration, and the whole.
+def _read_config(folder: Path) -> tuple[LyannaConfig, dict[str, Any]]:
+    """Lyanna's part of a folder's configuration, and all of it.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: There is no configuration, or it is damaged.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"model={str(folder)!r} is no drafter: it has no config.json")
+        raise ValueError(f"model={str(folder)!r} is not a drafter: it has no config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        if KEY not in config:
+        if _KEY not in config:
             raise ValueError(
-                f"model={str(folder)!r} is no Lyanna drafter: make one with "
+                f"model={str(folder)!r} is not a Lyanna drafter: train one with "
                 "`drafttree train lyanna`"
             )
-        return DrafterConfig.model_validate(config[KEY]), config
+        return LyannaConfig.model_validate(config[_KEY]), config
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def check(target: str, drafter: str) -> None:
-    """Refuse a folder that holds no drafter to serve the target with; no weights are loaded.
+    """Check that a drafter can serve a target, without loading its weights.
 
     Raises:
-        ValueError: naming what is wrong and the mend.
+        ValueError: It cannot; the message names the reason and the fix.
     """
     if not Path(target).is_dir():
         raise ValueError(
-            f"the target {target!r} is no folder: Lyanna must look at its weights, so name the "
-            "folder that they are in"
+            f"the target {target!r} is not a folder: Lyanna compares its weights with the "
+            "drafter's, so give the path of the target's folder"
         )
-    config, _ = _checked(Path(drafter), Path(target))
-    if config.feeds_tokens or not config.token_info:
-        lacks = "feeds every token back" if config.feeds_tokens else "has no token info"
-        raise ValueError(
-            f"model={drafter!r} {lacks}, so it serves comparisons only: train one without --eagle "
-            "and --no-token-info"
-        )
+    _checked(Path(drafter), Path(target), LyannaModel)
 
 
-def load(folder: Path, target: Path) -> Drafter:
-    """The drafter in `folder`, in float32, checked against the target that it is for.
+def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> LyannaModel:
+    """Load a drafter in float32.
+
+    Args:
+        folder: The drafter's folder.
+        target: Folder of the target.
+        model: Class of the drafter; its architecture must be the folder's.
 
     Raises:
-        ValueError: it was trained for another target, or the folder is damaged.
+        ValueError: The drafter was trained for another target, is of another class, or is damaged.
     """
-    config, layer = _checked(folder, target)
+    config, layer = _checked(folder, target, model)
     try:
         weights = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the weights in {folder} are damaged: {error}") from error
     hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))
-    drafter = Drafter(layer, config, hot)
+    drafter = model(layer, config, hot)
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:
@@ -154,9 +132,14 @@ def load(folder: Path, target: Path) -> Drafter:
     return drafter.float()
 
 
-def _checked(folder: Path, target: Path) -> tuple[DrafterConfig, Any]:
-    """A drafter's configuration, and its layer's, made for the target."""
+def _checked(folder: Path, target: Path, model: type[LyannaModel]) -> tuple[LyannaConfig, Any]:
+    """The configurations of a drafter and of its layer, checked against the target."""
     config, found = _read_config(folder)
+    if found.get("architectures") != [model.architecture]:
+        raise ValueError(
+            f"model={str(folder)!r} has architectures={found.get('architectures')}, not "
+            f"{[model.architecture]}: train a drafter with `drafttree train lyanna`"
+        )
     layer = layer_config(target)
     for key in ("hidden_size", "vocab_size", "model_type"):
         if found.get(key) != getattr(layer, key):
@@ -165,7 +148,7 @@ def _checked(folder: Path, target: Path) -> tuple[DrafterConfig, Any]:
                 f"{found.get(key)}, but the target {target.name} has {getattr(layer, key)}: use "
                 "the drafter of this target"
             )
-    if fingerprint(target) != config.fingerprint:
+    if first_rows_fingerprint(target) != config.fingerprint:
         raise ValueError(
             f"model={str(folder)!r} was trained for {config.target}, whose weights are not those "
             f"of the target {target.name}: use the drafter of this target"

@@ -7,72 +7,94 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from drafttree.method import MethodOptions
-from drafttree.tree import MAX_DEPTH, MAX_NODES
+from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
 
 
 class LyannaOptions(MethodOptions):
-    """The options of Lyanna; the defaults are those of the paper's runs.
+    """The options of Lyanna. The defaults are those of the paper's runs."""
 
-    Attributes:
-        model: the drafter's folder.
-        steps: hidden states to draft, and so the tree's greatest depth.
-        width: children of a node, and nodes of a level that live on.
-        nodes: draft nodes of the regular tree, the root not counted.
-        resample: whether what a rejected draft leaves is drafted from once more (algorithm 2).
-        resample_nodes: draft nodes of that second tree.
-        resample_min_steps: the second tree needs more steps left than these.
-        table: in what the token info's table is kept: the target's own floats, or 8-bit ones
-            (e4m3).
-        fusion: whether both trees are verified together; else the second alone, before the next
-            regular one.
-    """
-
-    model: str
-    steps: int = Field(3, ge=1, le=MAX_DEPTH)
-    width: int = Field(4, ge=1)
-    nodes: int = Field(12, ge=1, le=MAX_NODES)
-    resample: bool = True
-    resample_nodes: int = Field(12, ge=1, le=MAX_NODES)
-    resample_min_steps: int = Field(0, ge=0)
-    fusion: bool = True
-    table: Literal["model", "float8"] = "model"
+    model: str = Field(
+        description="The folder of the drafter, trained for the target. In SGLang it is given by "
+        "`--speculative-draft-model-path`."
+    )
+    steps: int = Field(
+        default=3,
+        ge=1,
+        le=MAX_DEPTH,
+        description="Hidden states to draft per step, which is the depth of the tree.",
+    )
+    width: int = Field(
+        default=4,
+        ge=1,
+        description="Children of a node, and nodes of a level that are expanded further.",
+    )
+    nodes: int = Field(
+        default=12,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="Draft tokens of the regular tree, the root not counted.",
+    )
+    resample: bool = Field(
+        default=True,
+        description="Draft a second tree from the logits that remain after a rejection "
+        "(algorithm 2 of the paper).",
+    )
+    resample_nodes: int = Field(
+        default=12, ge=1, le=MAX_DRAFT_TOKENS, description="Draft tokens of the second tree."
+    )
+    resample_min_steps: int = Field(
+        default=0,
+        ge=0,
+        description="A second tree is drafted only if more steps than this remain after the "
+        "rejection.",
+    )
+    table: Literal["model", "float8"] = Field(
+        default="model",
+        description="The number format of the token info table. `model`: the target's own. "
+        "`float8`: 8-bit floats (e4m3), which take less memory.",
+    )
+    fusion: bool = Field(
+        default=True,
+        description="Verify both trees together, with common paths merged. With `false` the "
+        "second tree is verified alone, before the next regular one.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.num_nodes > MAX_NODES:
+        if self.num_draft_tokens > MAX_DRAFT_TOKENS:
             raise ValueError(
                 f"nodes={self.nodes} and resample_nodes={self.resample_nodes} are more than "
-                f"{MAX_NODES} together: choose fewer, or fusion=false"
+                f"{MAX_DRAFT_TOKENS} together: choose fewer, or fusion=false"
             )
         if self.nodes < self.steps:
             raise ValueError(
-                f"nodes={self.nodes} are fewer than steps={self.steps}: a tree of that depth has a "
-                "node at least for each step"
+                f"nodes={self.nodes} are fewer than steps={self.steps}: a tree of that depth has "
+                "at least one node per step"
             )
         return self
 
-    def nodes_of(self, levels: int, budget: int) -> int:
-        """The most nodes of a tree: what there is of its levels, cut to its budget."""
-        return min(budget, self.width + (levels - 1) * self.width**2) if levels else 0
-
     @property
-    def first_nodes(self) -> int:
-        """The most nodes of a regular tree."""
-        return self.nodes_of(self.steps, self.nodes)
+    def regular_draft_tokens(self) -> int:
+        """Greatest number of draft tokens of a regular tree."""
+        return self._draft_tokens(self.steps, self.nodes)
 
-    def second_nodes(self, steps: int) -> int:
-        """The most nodes of a second tree, of so many steps left."""
+    def second_draft_tokens(self, steps: int) -> int:
+        """Greatest number of draft tokens of a second tree for which `steps` steps remain."""
         if not self.resample or steps <= self.resample_min_steps:
             return 0
-        return self.nodes_of(steps, self.resample_nodes)
+        return self._draft_tokens(steps, self.resample_nodes)
+
+    def _draft_tokens(self, depth: int, limit: int) -> int:
+        """The nodes of a tree of that depth before it is pruned, or the limit if that is less."""
+        return min(limit, self.width + (depth - 1) * self.width**2) if depth else 0
 
     @property
-    def num_nodes(self) -> int:
-        """The most nodes that are verified together, the root not counted."""
-        second = self.second_nodes(self.steps - 1)
-        return self.first_nodes + second if self.fusion else max(self.first_nodes, second)
+    def num_draft_tokens(self) -> int:
+        """Greatest number of draft tokens that are verified together, the root not counted."""
+        regular, second = self.regular_draft_tokens, self.second_draft_tokens(self.steps - 1)
+        return regular + second if self.fusion else max(regular, second)
 
     @property
     def depth(self) -> int:
-        """The greatest depth of a node."""
+        """Greatest depth of a draft token."""
         return self.steps

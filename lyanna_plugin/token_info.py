@@ -1,8 +1,8 @@
-"""What a parent token says about its child (Lyanna, section 4.2): an addition to the logits.
+"""Token info (Lyanna, section 4.2): what a token adds to the logits of the token after it.
 
-`RMSNorm(E(t) W1 W2)`, of which only the most frequent tokens of the text, the hot ones, have rows
-and columns: a cold token adds nothing, and nothing is added to a cold token's logit. In training it
-is kept low-rank; for serving it is collapsed into a table.
+Token t adds `RMSNorm(E(t) W1 W2)`. Only the most frequent tokens of the training text, the hot
+tokens, have rows and columns: a cold token adds nothing, and nothing is added to its logit. In
+training the low-rank form is used; for serving it is collapsed into a table.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ _EPS = 1e-6
 
 
 class TokenInfo(nn.Module):
-    """The low-rank form.
+    """The low-rank form of token info.
+
+    H is the number of hot tokens, V the vocabulary size, d the hidden size.
 
     Args:
-        hidden_size: of the target's embeddings.
-        rank: of the form.
-        hot_tokens: `int [H]`, ids.
-        vocab_size: of the target.
+        hidden_size: Size of the target's embeddings.
+        rank: Rank of the low-rank form.
+        hot_tokens: `int [H]`, ids of the hot tokens.
+        vocab_size: Vocabulary size of the target.
+
+    Attributes:
+        hot_tokens: `int32 [H]`, ids of the hot tokens.
+        row_of: `int32 [V]`, the row of each token; -1 for cold tokens.
     """
 
     hot_tokens: Tensor
@@ -39,11 +45,11 @@ class TokenInfo(nn.Module):
     def codes(self, tokens: Tensor, embedded: Tensor) -> Tensor:
         """Normalised codes whose product with `columns()` is the token info.
 
-        The norm of `z W2` is that of `z (W2 W2^T) z^T`, so no row as wide as the table is formed.
+        The squared norm of `z W2` is computed as `z (W2 W2^T) z^T`, without forming `z W2`.
 
         Args:
-            tokens: int `[N]`, the parents.
-            embedded: `[N, d]`, the target's embeddings of them.
+            tokens: `int [N]`.
+            embedded: `[N, d]`, the target's embeddings of the tokens.
 
         Returns:
             `[N, rank]`; zeros for cold tokens.
@@ -54,21 +60,22 @@ class TokenInfo(nn.Module):
         return z * torch.rsqrt(square + _EPS) * (self.row_of[tokens] >= 0)[:, None]
 
     def columns(self) -> Tensor:
-        """`[rank, H]`: what a code is multiplied with."""
+        """The factor by which codes are multiplied, `[rank, H]`."""
         return self.w2 * self.gain
 
     def collapse(self, embedded: Tensor, dtype: torch.dtype) -> Tensor:
-        """The table `[H, H]`: row i is what hot token i adds to the logits of the hot tokens.
+        """The table of token info, `[H, H]`: row i is added to the logits after hot token i.
 
         Args:
             embedded: `[H, d]`, the target's embeddings of the hot tokens.
+            dtype: Data type of the table.
         """
         hot = self.hot_tokens.long()
         columns = self.columns()
-        most = torch.finfo(dtype).max
-        # In pieces: in float32 the whole would be twice the table.
+        limit = torch.finfo(dtype).max
+        # Converted in pieces, since the whole in float32 would take twice the table's memory.
         pieces = [
-            (self.codes(tokens, part.to(columns.dtype)) @ columns).clamp(-most, most).to(dtype)
+            (self.codes(tokens, part.to(columns.dtype)) @ columns).clamp(-limit, limit).to(dtype)
             for tokens, part in zip(
                 torch.split(hot, 1024), torch.split(embedded, 1024), strict=True
             )
@@ -76,5 +83,5 @@ class TokenInfo(nn.Module):
         return torch.cat(pieces)
 
     def add_to(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Add rows over the hot tokens `[..., H]` to logits over all `[..., V]`."""
+        """Add `rows [..., H]`, over the hot tokens, to `logits [..., V]`."""
         return logits.index_add(-1, self.hot_tokens.long(), rows.to(logits.dtype))

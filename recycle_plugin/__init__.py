@@ -1,70 +1,86 @@
-"""Token Recycling: drafts from an adjacency matrix of recycled candidate tokens.
+"""Token Recycling (arXiv 2408.08696): drafts from an adjacency matrix of recycled candidates.
 
-Training-free; arXiv 2408.08696.
+The target computes the likely next tokens at every node that it verifies and plain speculative
+decoding throws all of them away but one. Token Recycling keeps them. It needs no training, no
+draft model and, for a vocabulary of V and k = 8 candidates, a matrix of V x 8 token ids:
+
+    matrix = full((V, k), -1)                      # row t: likely next tokens after token t
+
+    def draft(root):                               # section 3.3: breadth-first, one level at a time
+        tokens = [root]
+        for parent, rank in topology:              # parents come before their children
+            tokens.append(matrix[tokens[parent], rank])
+        return tokens
+
+    def decode(root):
+        while True:
+            tokens = draft(root)
+            logits = target(tokens, tree_mask)     # one forward verifies all paths of the tree
+            matrix[tokens] = logits.topk(k)        # section 3.2: accepted or not, all are recycled
+            path, bonus = longest_path(tokens, logits.argmax(-1))
+            yield from (*path, bonus)
+            root = bonus
+
+`tables.py` holds the matrix (and what is learned after two tokens), `static.py` is `draft` above
+with the paper's topology. `dynamic.py` goes beyond the paper: it chooses the nodes of each tree by
+expected acceptance, out of the matrix, a bigram table and n-gram matches in the request's own text;
+`priors.py` and `sources.py` say how candidates are valued and counted by source. `storage` keeps
+tables between runs (hot start) and fills the matrix before the first request (priming). The loop
+itself, the target's forward and verification belong to the engines and to `drafttree`.
 """
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from drafttree.method import Method
+from drafttree.drafter import Target
+from drafttree.method import MODEL_FREE, Method
 from recycle_plugin.config import RecycleOptions
-from recycle_plugin.grown import GrownDrafter
-from recycle_plugin.static import StaticDrafter
+from recycle_plugin.dynamic import DynamicTreeDrafter
+from recycle_plugin.static import StaticTreeDrafter
 from recycle_plugin.tables import Tables
 
-if TYPE_CHECKING:
-    import torch
 
-
-def make_drafter(
-    options: RecycleOptions,
-    vocab_size: int,
-    device: torch.device,
-    target: str,
-    logger: logging.Logger,
-) -> GrownDrafter | StaticDrafter:
-    """The drafter that the options ask for.
-
-    Args:
-        target: the target's folder, or the name by which the engine found it.
-        logger: the engine's.
+def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter | StaticTreeDrafter:
+    """Build the drafter that the options describe.
 
     Raises:
-        ValueError: it does not fit the vocabulary.
+        ValueError: The target's vocabulary has fewer than `k` tokens.
     """
-    # These libraries are loaded where something is drafted.
-    from recycle_plugin.background import Priming
-    from recycle_plugin.kept import keep
+    # Imported here: processes that only read the options need none of these libraries.
+    from recycle_plugin.storage.background import BackgroundPriming
+    from recycle_plugin.storage.hot_start import open_hot_start
 
-    grown = options.drafting == "grown"
     tables = Tables(
-        vocab_size, options.k, device, pairs=grown, hot_start=options.hot_start is not False
+        target.vocab_size,
+        options.k,
+        target.device,
+        bigrams=options.is_dynamic,
+        hot_start=options.hot_start is not False,
     )
-    logger.info(
+    target.logger.info(
         "Token Recycling's tables take %.1f MiB",
-        (tables.matrix.nbytes + tables.pairs.nbytes) / 2**20,
+        (tables.matrix.nbytes + tables.bigrams.nbytes) / 2**20,
     )
     if options.prime:
-        tables.priming = Priming.begin(target, options.k, vocab_size, logger)
+        tables.priming = BackgroundPriming.start(
+            target.model, options.k, target.vocab_size, target.logger
+        )
     if isinstance(options.hot_start, Path):
-        tables.keeper = keep(tables, options.hot_start, target, logger)
-    if grown:
-        return GrownDrafter(
+        tables.saver = open_hot_start(tables, options.hot_start, target.model, target.logger)
+    if options.is_dynamic:
+        return DynamicTreeDrafter(
             tables,
-            options.num_nodes,
+            options.num_draft_tokens,
             auto=options.nodes == "auto",
             private=options.sharing == "request",
         )
-    return StaticDrafter(tables, options.topology)
+    return StaticTreeDrafter(tables, options.topology)
 
 
 def _prepare(folder: Path, options: RecycleOptions) -> None:
     if options.prime:
-        # Its libraries are loaded when they are needed.
-        from recycle_plugin.priming import prepare
+        from recycle_plugin.storage.priming import prepare
 
         prepare(folder, options.k)
 
@@ -72,9 +88,17 @@ def _prepare(folder: Path, options: RecycleOptions) -> None:
 METHOD = Method(
     name="token_recycling",
     title="Token Recycling",
+    kind=MODEL_FREE,
     options=RecycleOptions,
     make_drafter=make_drafter,
     prepare=_prepare,
 )
 
-__all__ = ["METHOD", "GrownDrafter", "RecycleOptions", "StaticDrafter", "Tables", "make_drafter"]
+__all__ = [
+    "METHOD",
+    "DynamicTreeDrafter",
+    "RecycleOptions",
+    "StaticTreeDrafter",
+    "Tables",
+    "make_drafter",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -10,73 +12,104 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from drafttree.method import MethodOptions
-from drafttree.tree import BRANCHING, MAX_NODES, StaticTree
+from drafttree.tree import BRANCHING, MAX_DRAFT_TOKENS, StaticTree
 from recycle_plugin.priors import DEPTH, ROW_PRIORS
 
 PAPER_NODES = 80
 CANDIDATES = len(ROW_PRIORS)
+DYNAMIC = "dynamic"
+STATIC = "static"
+
+_FORMER_DRAFTING = {"grown": DYNAMIC, "paper": STATIC}
+
+logger = logging.getLogger(__name__)
 
 
 class RecycleOptions(MethodOptions):
-    """The options of Token Recycling.
+    """The options of Token Recycling."""
 
-    Attributes:
-        drafting: `grown` for a tree grown best first for each request in each step, `paper` for the
-            paper's one static tree; `tree` asks for a static one too.
-        nodes: draft nodes a tree, the root not counted; `auto` for as many as pay in each step, at
-            most `max_nodes`. At 80 the static tree is the paper's (appendix, figure 5); at other
-            sizes it is the one of highest path probability. With `tree` it must agree with the tree
-            or be left out. A static tree has 80 if nothing is said.
-        max_nodes: of a tree with `nodes="auto"`; what the engine keeps room for.
-        tree: a JSON file of rank paths, or branching factors as in `branch:4-2-1`.
-        k: candidates kept for each token; fewer than 8 for static trees only.
-        prime: begin with what the target says after each token alone, which is made once for a
-            model and kept in the user's cache.
-        hot_start: keep what was learnt from one request to the next. Off, all of it is forgotten
-            whenever a request arrives and no other is running. A file's name: load what was learnt
-            from it at start, if it is there, and save it there.
-        sharing: `engine`: requests learn from one another. `request`: each learns for itself over
-            what was primed, so that no one's text shows in the time that another's answer takes.
-    """
-
-    drafting: Literal["grown", "paper"] = "grown"
-    nodes: int | Literal["auto"] = "auto"
-    max_nodes: int = Field(default=PAPER_NODES, ge=1, le=MAX_NODES)
-    tree: str | None = None
-    k: int = Field(default=CANDIDATES, ge=1, le=CANDIDATES)
-    prime: bool = True
-    hot_start: bool | Path = True
-    sharing: Literal["engine", "request"] = "engine"
+    tree: str = Field(
+        default=DYNAMIC,
+        description="The shape of draft trees. `dynamic`: each request gets its own tree in every "
+        "step, built best first from the adjacency matrix, the bigram table and n-gram matches in "
+        "the request's text. `static`: one fixed tree; with 80 draft tokens it is the paper's "
+        "(appendix, figure 5), with other sizes the tree of highest path probability. "
+        "`branch:4-2-1`: a static tree with these numbers of children at each level. Anything "
+        'else is the path of a JSON file with a static tree, `{"paths": [[0], [1], [0, 0], ...]}`, '
+        "where each path lists the candidate ranks from the root to a node.",
+    )
+    nodes: int | Literal["auto"] = Field(
+        default="auto",
+        description="Draft tokens per tree, 1 to 255, the root not counted. `auto` means that a "
+        "cost model chooses the number in each step, up to `max_nodes`, and 0 when drafting would "
+        "not help; for a static tree it means 80, or the size of the given tree.",
+    )
+    max_nodes: int = Field(
+        default=PAPER_NODES,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="The largest number of draft tokens that `nodes=auto` may choose, and for "
+        "which the engine reserves KV slots. The engine's own count of draft tokens sets it too.",
+    )
+    k: int = Field(
+        default=CANDIDATES,
+        ge=1,
+        le=CANDIDATES,
+        description="Candidates kept for each token. Values below 8 are for static trees only.",
+    )
+    prime: bool = Field(
+        default=True,
+        description="Start with the target's own predictions after each single token. They are "
+        "computed once for a model, in the background at the lowest priority, and kept in the "
+        "user's cache folder.",
+    )
+    hot_start: bool | Path = Field(
+        default=True,
+        description="Keep what was learned from one request to the next. With `false`, everything "
+        "is forgotten when a request arrives while no other is running. With the path of a file, "
+        "the tables are loaded from it at start if it exists, and saved to it.",
+    )
+    sharing: Literal["engine", "request"] = Field(
+        default="engine",
+        description="Who learns from whom. `engine`: all requests share what was learned. "
+        "`request`: each request learns for itself, on top of the primed tables, so that no "
+        "request's text shows in the response time of another.",
+    )
 
     @classmethod
-    def sized(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
-        """The host's count bounds `auto`, and is the size of a static tree that has none."""
-        if given.get("tree") is not None:
-            return given
-        if given.get("drafting") == "paper":
+    def apply_num_draft_tokens(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
+        """Apply the host's count: the bound of `auto`, or the size of `tree=static`."""
+        given = _without_drafting(given)
+        tree = given.get("tree", DYNAMIC)
+        if tree == STATIC:
             return {"nodes": nodes, **given}
-        return {"max_nodes": nodes, **given} if given.get("nodes", "auto") == "auto" else given
+        if tree == DYNAMIC and given.get("nodes", "auto") == "auto":
+            return {"max_nodes": nodes, **given}
+        return given
 
     @field_validator("nodes", mode="before")
     @classmethod
     def _count_or_auto(cls, given: Any) -> Any:
-        if given == "auto" or (type(given) is int and 1 <= given <= MAX_NODES):
+        if given == "auto" or (type(given) is int and 1 <= given <= MAX_DRAFT_TOKENS):
             return given
-        raise ValueError(f"use a number from 1 to {MAX_NODES}, or 'auto'")
+        raise ValueError(f"use a number from 1 to {MAX_DRAFT_TOKENS}, or 'auto'")
 
     @model_validator(mode="before")
     @classmethod
-    def _tree_is_static(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("tree") is not None:
-            return {"drafting": "paper", **given}
-        return given
+    def _take_drafting(cls, given: Any) -> Any:
+        return _without_drafting(given) if isinstance(given, dict) else given
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each request gets its own tree in every step."""
+        return self.tree == DYNAMIC
 
     @cached_property
     def topology(self) -> StaticTree:
         """The static draft tree that these options ask for."""
-        if self.tree is not None:
-            if self.tree.startswith(BRANCHING):
-                return StaticTree.from_notation(self.tree)
+        if self.tree.startswith(BRANCHING):
+            return StaticTree.from_notation(self.tree)
+        if self.tree not in (DYNAMIC, STATIC):
             return StaticTree.from_file(Path(self.tree))
         nodes = PAPER_NODES if self.nodes == "auto" else self.nodes
         if (nodes, self.k) == (PAPER_NODES, CANDIDATES):
@@ -86,33 +119,27 @@ class RecycleOptions(MethodOptions):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if "max_nodes" in self.model_fields_set and (
-            self.nodes != "auto" or self.drafting == "paper"
-        ):
+        if "max_nodes" in self.model_fields_set and not (self.nodes == "auto" and self.is_dynamic):
             raise ValueError(
-                f"max_nodes={self.max_nodes} bounds nodes='auto' of grown trees: leave it out"
+                f"max_nodes={self.max_nodes} bounds nodes='auto' of dynamic trees: leave it out"
             )
-        if self.sharing == "request" and (self.drafting, self.hot_start) != ("grown", True):
+        if self.sharing == "request" and not (self.is_dynamic and self.hot_start is True):
             raise ValueError(
-                "sharing='request' keeps nothing of a request and is for grown trees: leave "
-                "hot_start, tree and drafting out"
+                "sharing='request' keeps nothing of a request and needs dynamic trees: leave "
+                "hot_start and tree out"
             )
-        if self.drafting == "grown":
-            if self.tree is not None:
-                raise ValueError(
-                    f"tree={self.tree!r} is static but drafting='grown': leave one of them out"
-                )
+        if self.is_dynamic:
             if self.k != CANDIDATES:
                 raise ValueError(
-                    f"k={self.k} but grown trees take {CANDIDATES} candidates a token: leave k "
-                    "out, or add drafting='paper'"
+                    f"k={self.k} but dynamic trees need {CANDIDATES} candidates per token: leave "
+                    "k out, or add tree='static'"
                 )
             return self
         tree = self.topology
-        if self.nodes not in ("auto", tree.nodes):
+        if self.nodes not in ("auto", tree.num_draft_tokens):
             raise ValueError(
-                f"nodes={self.nodes} but tree={self.tree!r} has {tree.nodes} nodes: "
-                "leave one of them out"
+                f"nodes={self.nodes} but tree={self.tree!r} has {tree.num_draft_tokens} draft "
+                "tokens: leave one of them out"
             )
         if tree.width > self.k:
             raise ValueError(
@@ -122,13 +149,43 @@ class RecycleOptions(MethodOptions):
         return self
 
     @property
-    def num_nodes(self) -> int:
-        """The most draft nodes of a tree, the root not counted."""
-        if self.drafting == "paper":
-            return self.topology.nodes
+    def num_draft_tokens(self) -> int:
+        """The largest number of draft tokens of a tree, the root not counted."""
+        if not self.is_dynamic:
+            return self.topology.num_draft_tokens
         return self.max_nodes if self.nodes == "auto" else self.nodes
 
     @property
     def depth(self) -> int:
         """The depth of the deepest node."""
-        return DEPTH if self.drafting == "grown" else self.topology.depth
+        return DEPTH if self.is_dynamic else self.topology.depth
+
+
+def _without_drafting(given: dict[str, Any]) -> dict[str, Any]:
+    """The same options with `tree` in place of its former name `drafting`.
+
+    Raises:
+        ValueError: `drafting` has an unknown value, or contradicts `tree`.
+    """
+    if "drafting" not in given:
+        return given
+    drafting = given["drafting"]
+    if drafting not in _FORMER_DRAFTING:
+        raise ValueError(
+            f"drafting={drafting!r} is not known: use tree='{DYNAMIC}' or tree='{STATIC}'"
+        )
+    tree = _FORMER_DRAFTING[drafting]
+    rest = {name: value for name, value in given.items() if name != "drafting"}
+    if drafting == "grown" and rest.get("tree", DYNAMIC) != DYNAMIC:
+        raise ValueError(
+            f"tree={rest['tree']!r} is static but drafting='grown': leave drafting out"
+        )
+    _warn_of_drafting(drafting, tree)
+    return {"tree": tree, **rest}
+
+
+@functools.cache
+def _warn_of_drafting(drafting: str, tree: str) -> None:
+    logger.warning(
+        "Token Recycling's option drafting=%s is deprecated: use tree=%s", drafting, tree
+    )

@@ -1,8 +1,8 @@
-"""What Token Recycling learns: which tokens the target thought likely after a token, or after two.
+"""The tables that Token Recycling learns: likely next tokens after one token, and after two.
 
 Row t of the adjacency matrix holds the target's k most likely next tokens the last time token t was
-verified (arXiv 2408.08696, section 3.2). The pair table holds the same by the last two tokens, for
-as many pairs as it has cells; a pair takes the cell of another with the same hash.
+verified (arXiv 2408.08696, section 3.2). The bigram table holds the same by the last two tokens. It
+is a hash table of fixed size without probing: a bigram overwrites another with the same hash.
 """
 
 from __future__ import annotations
@@ -12,120 +12,138 @@ from typing import TYPE_CHECKING
 
 import torch
 from tree_kernels.adjacency import recycle, top_candidates
-from tree_kernels.offers import ALONE
-from tree_kernels.pairs import update_pairs
-from tree_kernels.tally import Tally
+from tree_kernels.bigrams import update_bigrams
+from tree_kernels.candidates import ALONE
+from tree_kernels.source_stats import SourceStats
 
 from drafttree.transfer import on_device
 from recycle_plugin.priors import expected_priors
 
 if TYPE_CHECKING:
-    from recycle_plugin.background import Priming
-    from recycle_plugin.files import Keeper
+    from recycle_plugin.storage.background import BackgroundPriming
+    from recycle_plugin.storage.table_files import TableSaver
 
 EMPTY = -1
 
-PAIR_CELLS = 1 << 16
+BIGRAM_CELLS = 1 << 16
+"""Cells of the shared bigram table."""
 PRIVATE_CELLS = 1 << 12
+"""Cells of each request's table if tables are private."""
 
 
 class Tables:
     """The tables that all requests of an engine share.
 
+    Args:
+        vocab_size: Width of the target's logits, V.
+        k: Candidates kept for each token.
+        device: Device that the tables live on.
+        bigrams: Whether to keep a bigram table.
+        hot_start: Whether to keep what was learned when no request is running.
+
     Attributes:
-        matrix: `int32 [V, k]`, most likely first; -1 in rows that are not known.
-        pairs: `int32 [P, S, 2 + k]`: two tokens and what followed; -1 in free cells. S is 1 where
-            pairs are not kept; P is 1 where requests share what is learnt. Else each has a table of
-            its own, which holds single tokens too, and the matrix keeps what was primed.
-        tally: what candidates turned out to be worth.
-        priming: what fills rows before they are learnt.
-        keeper: what saves the tables.
+        matrix: Adjacency matrix, `int32 [V, k]`, most likely candidates first; -1 in unknown rows.
+        bigrams: Bigram tables, `int32 [P, S, 2 + k]`: two tokens and their candidates; -1 in free
+            cells. S is 1 if no bigrams are kept. P is 1 if requests share what they learn. With
+            private tables P is the number of slots, each table also holds the candidates of single
+            tokens, and the matrix keeps the primed rows only.
+        source_stats: Acceptance statistics by candidate source.
+        priming: Source of primed rows while more may come, else None.
+        saver: Background writer of the hot start file, if there is one.
+
+    Raises:
+        ValueError: The vocabulary has fewer than `k` tokens.
     """
 
     def __init__(
-        self, vocab_size: int, k: int, device: torch.device, *, pairs: bool, hot_start: bool
+        self, vocab_size: int, k: int, device: torch.device, *, bigrams: bool, hot_start: bool
     ) -> None:
         if vocab_size < k:
             raise ValueError(
                 f"k={k} candidates do not fit a vocabulary of {vocab_size}: lower k, with "
-                "drafting='paper'"
+                "tree='static'"
             )
         self.matrix = torch.full((vocab_size, k), EMPTY, dtype=torch.int32, device=device)
-        shape = 1, PAIR_CELLS if pairs else 1, 2 + k
-        self.pairs = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
-        self._pairs = pairs
+        shape = 1, BIGRAM_CELLS if bigrams else 1, 2 + k
+        self.bigrams = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+        self._bigrams = bigrams
         self._private = False
-        self.tally = Tally.of(expected_priors().to(device))
-        self.priming: Priming | None = None
-        self.keeper: Keeper | None = None
+        self.source_stats = SourceStats.of(expected_priors().to(device))
+        self.priming: BackgroundPriming | None = None
+        self.saver: TableSaver | None = None
         self._primed = self.matrix
         self._hot_start = hot_start
         self._running: set[int] = set()
 
-    def part(self, slots: int) -> None:
-        """From now on, nothing that is learnt of one of the requests in `slots` reaches another."""
+    def make_private(self, slots: int) -> None:
+        """Give each of `slots` slots a table of its own, so that no request learns of another."""
         self._private = True
-        shape = slots, PRIVATE_CELLS, self.pairs.shape[2]
-        self.pairs = torch.full(shape, EMPTY, dtype=torch.int32, device=self.matrix.device)
+        shape = slots, PRIVATE_CELLS, self.bigrams.shape[2]
+        self.bigrams = torch.full(shape, EMPTY, dtype=torch.int32, device=self.matrix.device)
 
     def begin(self, slot: int) -> None:
-        """A request begins; with a cold start the first forgets what was learnt."""
+        """Register a request; without hot start the first of a busy period resets the tables."""
         if self._private:
-            self.pairs[slot] = EMPTY
+            self.bigrams[slot] = EMPTY
         elif not self._hot_start and not self._running:
             self.reset()
         self._running.add(slot)
 
     def end(self, slots: Sequence[int]) -> None:
-        """Requests ended."""
+        """Unregister finished requests."""
         self._running.difference_update(slots)
 
     def reset(self) -> None:
-        """Forget what was learnt; what was primed stays."""
+        """Forget what was learned; primed rows stay."""
         if self._primed is self.matrix:
             self.matrix.fill_(EMPTY)
         else:
             self.matrix.copy_(self._primed)
-        self.pairs.fill_(EMPTY)
-        self.tally.reset()
+        self.bigrams.fill_(EMPTY)
+        self.source_stats.reset()
 
     def refresh(self) -> None:
-        """Take over rows that were primed meanwhile, once a step; what was learnt stays."""
+        """Copy newly primed rows into rows that are still unknown; called once a step."""
         if self.priming is None:
             return
         running = self.priming.running
         while (rows := self.priming.poll()) is not None:
             if self._primed is self.matrix:
                 self._primed = torch.full_like(self.matrix, EMPTY)
-            part = slice(rows.first, rows.first + len(rows.candidates))
-            self._primed[part] = on_device(rows.candidates.numpy(), self.matrix.device)
-            unknown = self.matrix[part, :1] == EMPTY
-            self.matrix[part] = torch.where(unknown, self._primed[part], self.matrix[part])
+            span = slice(rows.first, rows.first + len(rows.candidates))
+            self._primed[span] = on_device(rows.candidates.numpy(), self.matrix.device)
+            unknown = self.matrix[span, :1] == EMPTY
+            self.matrix[span] = torch.where(unknown, self._primed[span], self.matrix[span])
         if not running:
             self.priming = None
 
     def learn(
-        self, slots: torch.Tensor, tokens: torch.Tensor, before: torch.Tensor, logits: torch.Tensor
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        previous: torch.Tensor,
+        logits: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the top k of the target's logits after each token into its row and its pair's.
+        """Write the top k of the logits into the matrix row and the bigram cell of each token.
 
         Args:
-            slots: `int64 [R]`, of the requests.
-            tokens: `int32 [R]`; -1 to skip one. The last of equal tokens wins.
-            before: `int32 [R]`, the token before each; -1 where it is not known.
-            logits: `[R, V]`.
+            slots: Slot of each row's request, `int64 [R]`.
+            tokens: Token whose next-token logits a row holds, `int32 [R]`; -1 to skip the row. The
+                last of equal tokens wins.
+            previous: Token before each of `tokens`, `int32 [R]`; -1 if unknown.
+            logits: Raw logits of the target, `[R, V]`.
 
         Returns:
-            `int32 [R]`: the most likely next token after each.
+            The most likely next token of each row, `int32 [R]`.
         """
         if self._private:
             candidates = top_candidates(logits, self.matrix.shape[1])
             alone = torch.full_like(tokens, ALONE)
-            update_pairs(self.pairs, slots, tokens, alone, candidates)
+            update_bigrams(self.bigrams, slots, tokens, alone, candidates)
         else:
             candidates = recycle(self.matrix, tokens, logits)
-        if self._pairs:
-            update_pairs(self.pairs, slots, tokens, before, candidates)
-        if self.keeper is not None:
-            self.keeper.touch()
+        if self._bigrams:
+            update_bigrams(self.bigrams, slots, tokens, previous, candidates)
+        if self.saver is not None:
+            self.saver.touch()
         return candidates[:, 0]

@@ -1,18 +1,26 @@
-"""RSD: trees drawn from a draft model without replacement, and recursive rejection sampling.
-
-arXiv 2402.14160.
+"""RSD: draft trees sampled from a draft model without replacement, verified by recursive rejection
+sampling (arXiv 2402.14160).
 """
 
-from drafttree.method import Method
+from __future__ import annotations
+
+from drafttree.drafter import Target
+from drafttree.method import DRAFT_MODEL, Method
 from rsd_plugin.config import RsdOptions
 from rsd_plugin.drafter import RsdDrafter
+
+
+def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
+    """Make the drafter for a target."""
+    return RsdDrafter(options, target.vocab_size, target.device)
+
 
 METHOD = Method(
     name="rsd",
     title="RSD",
+    kind=DRAFT_MODEL,
     options=RsdOptions,
-    make_drafter=RsdDrafter,
-    draft_model=True,
+    make_drafter=make_drafter,
 )
 
-__all__ = ["METHOD", "RsdDrafter", "RsdOptions"]
+__all__ = ["METHOD", "RsdDrafter", "RsdOptions", "make_drafter"]

@@ -8,22 +8,22 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from drafttree.method import MethodOptions
-from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_NODES, StaticTree
+from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_DRAFT_TOKENS, StaticTree
 
 _BEAM = re.compile(r"beam:(\d+)x(\d+)")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The levels of a tree that is drawn anew each step.
+    """The levels of a tree that is sampled in each step.
 
     Attributes:
-        widths: the most nodes of each level, the root's not counted.
-        factors: RSD-C's children under every node of the level before; None for RSD-S, whose
-            levels are beams.
+        widths: The largest number of nodes at each level, without the root's level.
+        factors: For RSD-C, the number of children of every node at the level above; None for
+            RSD-S, whose levels are beams.
     """
 
     widths: tuple[int, ...]
@@ -31,21 +31,23 @@ class Shape:
 
 
 class RsdOptions(MethodOptions):
-    """The options of RSD.
+    """The options of RSD."""
 
-    Attributes:
-        model: the draft model, a folder in Hugging Face's layout.
-        tree: `beam:WxL` keeps the W best nodes at each of L levels (RSD-S), `branch:b0-b1-...`
-            draws b0 children of the root, b1 of each of those and so on (RSD-C). `beam:1xL` and
-            `branch:1-...-1` are speculative sampling with a chain.
-    """
-
-    model: str
-    tree: str = "beam:3x5"
+    model: str = Field(
+        description="The draft model: a folder in Hugging Face's layout, with the target's "
+        "vocabulary. In SGLang it is given by `--speculative-draft-model-path`."
+    )
+    tree: str = Field(
+        default="beam:3x5",
+        description="The shape of draft trees. `beam:WxL` keeps the W best nodes at each of L "
+        "levels (RSD-S in the paper). `branch:b0-b1-...` samples b0 children of the root, b1 "
+        "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
+        "speculative sampling with a chain of L draft tokens.",
+    )
 
     @cached_property
     def shape(self) -> Shape:
-        """The levels that `tree` asks for."""
+        """The levels of the trees, as `tree` declares them."""
         if self.tree.startswith(BRANCHING):
             tree = StaticTree.from_notation(self.tree)
             widths = tuple(end - start for start, end in pairwise(tree.level_ends))
@@ -58,10 +60,10 @@ class RsdOptions(MethodOptions):
                 f"{BRANCHING}3-2-1 (children at each level)"
             )
         width, length = int(found[1]), int(found[2])
-        if not (width >= 1 and 1 <= length <= MAX_DEPTH and width * length <= MAX_NODES):
+        if not (width >= 1 and 1 <= length <= MAX_DEPTH and width * length <= MAX_DRAFT_TOKENS):
             raise ValueError(
                 f"tree={self.tree!r} is out of range: use a width of 1 or more, 1 to {MAX_DEPTH} "
-                f"levels and at most {MAX_NODES} nodes"
+                f"levels and at most {MAX_DRAFT_TOKENS} nodes"
             )
         return Shape((width,) * length, None)
 
@@ -71,11 +73,11 @@ class RsdOptions(MethodOptions):
         return self
 
     @property
-    def num_nodes(self) -> int:
-        """The number of draft nodes, the root not counted."""
+    def num_draft_tokens(self) -> int:
+        """Number of draft tokens of a tree, the root not counted."""
         return sum(self.shape.widths)
 
     @property
     def depth(self) -> int:
-        """The number of levels."""
+        """Greatest depth of a draft token."""
         return len(self.shape.widths)

@@ -1,5 +1,5 @@
-"""The RSD drafter (arXiv 2402.14160, section 3): draws a tree from a draft model without
-replacement, and says how to verify it."""
+"""The RSD drafter (arXiv 2402.14160, section 3): samples a tree from a draft model without
+replacement, and defines the rule that verifies it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 from tree_kernels.rejection import reject_step
 
-from drafttree.drafter import DraftForward, DraftTree
+from drafttree.drafter import DraftForward, DraftModelDrafter
+from drafttree.tree import DraftTree
 from rsd_plugin.config import RsdOptions
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.sampling import Level, beam, branch
 
 
 class RecursiveRejection:
-    """Chooses the tokens along one step's trees, level by level (algorithm 3).
+    """The acceptance rule of RSD, applied level by level (algorithm 3).
+
+    B is the batch size, I the number of inner nodes, V the vocabulary size, D the greatest depth
+    and K the greatest number of children of a node.
 
     Args:
-        trees: as drawn, or cut by a breadth-first prefix.
-        probs: float32 `[B, I, V]`, what the children of node i < I were drawn from; zeros in rows
-            whose children were chosen as the most likely, which a sure target must verify.
-        coins: float32 `[B, D + 1, K + 1]`, uniform, K being the most children of a node.
+        trees: The trees as sampled, or a breadth-first prefix of them.
+        probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
+            were sampled. A row of zeros says that the children were chosen as the most likely
+            tokens; the target's distribution after such a node must be one-hot.
+        coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
     """
 
     def __init__(self, trees: DraftTree, probs: Tensor, coins: Tensor) -> None:
@@ -35,10 +40,14 @@ class RecursiveRejection:
         self._level = 0
 
     def __call__(self, target: Tensor, nodes: Tensor) -> Tensor:
-        """The token after each of `nodes`, `int32 [B]`, which are of the next level.
+        """Choose the token after each node; each call goes one level down.
 
         Args:
-            target: float32 `[B, V]`, the target's distributions after them.
+            target: `float32 [B, V]`, the target's distributions after the nodes.
+            nodes: `int32 [B]`, one node of each tree.
+
+        Returns:
+            `int32 [B]`.
         """
         inner = self._probs.shape[1]
         rows = (self._rows * inner + nodes).masked_fill(nodes >= inner, -1)
@@ -54,35 +63,37 @@ class RecursiveRejection:
         return tokens
 
     def _children(self, nodes: Tensor) -> Tensor:
-        """The tokens of the nodes' children in the order of drawing, `int32 [B, K]`, -1 padded."""
-        most = self._coins.shape[2] - 1
+        """The tokens of the nodes' children in sampling order, `int32 [B, K]`, padded with -1."""
+        width = self._coins.shape[2] - 1
         tokens = self._trees.tokens
         children = (self._trees.parents == nodes[:, None]) & (tokens >= 0)
-        places = torch.where(children, children.cumsum(1) - 1, most)
-        found = tokens.new_full((len(tokens), most + 1), -1)
-        return found.scatter(1, places, torch.where(children, tokens, -1))[:, :most]
+        columns = torch.where(children, children.cumsum(1) - 1, width)
+        found = tokens.new_full((len(tokens), width + 1), -1)
+        return found.scatter(1, columns, torch.where(children, tokens, -1))[:, :width]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """How one step's trees were drawn.
+    """How the trees of one step were sampled; the acceptance rule needs it.
 
     Attributes:
-        probs: float32 `[B, I, V]`, what the children of each inner node were drawn from; zeros
-            where nothing was drawn.
-        noise: the step's.
+        probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
+            were sampled; zeros where nothing was sampled.
+        noise: The random numbers of the step.
     """
 
     probs: Tensor
     noise: StepNoise
 
 
-class RsdDrafter:
-    """Draws trees of one shape.
+class RsdDrafter(DraftModelDrafter):
+    """Samples trees of one shape from a draft model.
 
     Args:
-        vocab_size: the draft model's and the target's.
-        seed: of the numbers that requests without a seed share.
+        options: The method's options.
+        vocab_size: Vocabulary size of the draft model and the target.
+        device: Device on which trees are built.
+        seed: Seed of the random numbers that requests without a seed share.
     """
 
     def __init__(
@@ -98,9 +109,9 @@ class RsdDrafter:
             -1,
             *(starts[level] for level, width in enumerate(widths[1:]) for _ in range(width)),
         )
-        self._most_children = max(self._shape.factors or self._shape.widths)
+        self._max_children = max(self._shape.factors or self._shape.widths)
 
-    def draw(
+    def propose(
         self,
         roots: Tensor,
         seeds: Sequence[int | None],
@@ -108,13 +119,16 @@ class RsdDrafter:
         sampled: Tensor,
         forward: DraftForward,
     ) -> tuple[DraftTree, Drawn]:
-        """Draw one tree under each of `roots`; where filters leave a node too few tokens, a level
-        ends in columns without a node."""
+        """Sample one tree under each root.
+
+        Where filters leave fewer tokens than a node has children, the level ends in columns
+        without a node.
+        """
         levels = self.levels(roots, seeds, lengths, sampled)
-        wanted = next(levels)
+        request = next(levels)
         while True:
             try:
-                wanted = levels.send(forward(*wanted))
+                request = levels.send(forward(*request))
             except StopIteration as done:
                 return cast("tuple[DraftTree, Drawn]", done.value)
 
@@ -125,48 +139,53 @@ class RsdDrafter:
         lengths: Sequence[int],
         sampled: Tensor,
     ) -> Generator[tuple[DraftTree, int], Tensor, tuple[DraftTree, Drawn]]:
-        """Draw as `draw` does: yields what it wants of each forward, and is sent its result."""
+        """Sample as `propose` does, but leave the draft model to the caller.
+
+        Yields:
+            The arguments of each forward; its result must be sent back.
+        """
         noise = StepNoise(self._shared, seeds, lengths)
         level, first = Level.root(roots), 0
         trees = DraftTree.of_roots(roots)
-        every: list[Tensor] = []
+        all_probs: list[Tensor] = []
         draws = sampled[:, None, None]
         for depth, width in enumerate(self._shape.widths):
             probs = yield trees, first
-            every.append(torch.where(draws, probs, 0.0))
+            all_probs.append(torch.where(draws, probs, 0.0))
             log_p = probs.log()
-            drawn = torch.where(draws, noise.gumbel(*log_p.shape[1:]), 0.0)
+            gumbel = torch.where(draws, noise.gumbel(*log_p.shape[1:]), 0.0)
             if self._shape.factors is None:
-                level = beam(level, log_p, drawn, width, sampled)
+                level = beam(level, log_p, gumbel, width, sampled)
             else:
-                level = branch(level, log_p, drawn, self._shape.factors[depth])
+                level = branch(level, log_p, gumbel, self._shape.factors[depth])
             parents = (first + level.parents).int().masked_fill(level.tokens < 0, -1)
             first = trees.tokens.shape[1]
-            trees = _grown(trees, level.tokens, parents)
-        # The leaves' KV: they may be accepted.
+            trees = _append_level(trees, level.tokens, parents)
+        # This forward writes the KV of the leaves, which may be accepted.
         yield trees, first
-        return trees, Drawn(torch.cat(every, 1), noise)
+        return trees, Drawn(torch.cat(all_probs, 1), noise)
 
-    def verify_with(self, trees: DraftTree, drawn: Drawn) -> RecursiveRejection:
-        """Recursive rejection sampling along trees that were drawn so, and perhaps cut since."""
+    def acceptance_rule(self, trees: DraftTree, drawn: Drawn) -> RecursiveRejection:
+        """Recursive rejection sampling along trees that were sampled by `propose`."""
         return RecursiveRejection(trees, drawn.probs, self._coins(drawn.noise))
 
-    def verify_undrafted(
+    def undrafted_rule(
         self, roots: Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> RecursiveRejection:
-        """Plain sampling, with the request's own numbers."""
+        """Plain sampling from the target, with the requests' own random numbers."""
         trees = DraftTree.of_roots(roots)
         probs = torch.zeros(len(roots), 0, self._vocab_size, device=roots.device)
         coins = self._coins(StepNoise(self._shared, seeds, lengths))
         return RecursiveRejection(trees, probs, coins)
 
     def _coins(self, noise: StepNoise) -> Tensor:
-        # As many whether or not there is a draft: a seed then gives the same either way.
-        return noise.uniform(self.max_depth + 1, self._most_children + 1)
+        # The number of coins does not depend on the draft, so that a seed gives the same tokens
+        # with and without one.
+        return noise.uniform(self.max_depth + 1, self._max_children + 1)
 
 
-def _grown(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:
+def _append_level(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:
     """The trees with one more level."""
-    together = torch.cat([trees.tokens, tokens], 1)
-    width = torch.full_like(together[:, 0], together.shape[1])
-    return DraftTree(together, torch.cat([trees.parents, parents], 1), width)
+    all_tokens = torch.cat([trees.tokens, tokens], 1)
+    tree_size = torch.full_like(all_tokens[:, 0], all_tokens.shape[1])
+    return DraftTree(all_tokens, torch.cat([trees.parents, parents], 1), tree_size)

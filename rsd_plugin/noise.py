@@ -1,7 +1,8 @@
-"""The random numbers of one step, request by request.
+"""The random numbers of one step, separate for each seeded request.
 
-A request with a seed takes its numbers from generators of its own, made anew each step of its
-seed and its length: so they are the same whatever shares the batch. The others share one.
+A request with a seed takes its numbers from generators of its own, which are seeded in each step
+from the request's seed and its length. They do not depend on the other requests of the batch. All
+requests without a seed share one generator.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_WORD = (1 << 64) - 1
+_MASK_64 = (1 << 64) - 1
 
 
 class StepNoise:
-    """Draws for a batch, of which nothing is kept from step to step.
+    """The random numbers of one step for a batch of B requests.
 
     Args:
-        shared: the generator of the requests without a seed.
-        seeds: of each request, None if it has none.
-        lengths: of each request, different for each of its steps.
+        shared: Generator of the requests without a seed.
+        seeds: Seed of each request, or None.
+        lengths: Length of each request in tokens, which differs from step to step.
     """
 
     def __init__(
         self, shared: torch.Generator, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> None:
         self._shared = shared
-        self._count = len(seeds)
-        self._some_share = any(seed is None for seed in seeds)
+        self._batch_size = len(seeds)
+        self._any_unseeded = any(seed is None for seed in seeds)
         self._for_drafts, self._for_verification = (
             [
                 (row, torch.Generator(shared.device).manual_seed(_mix(_mix(seed) ^ key)))
@@ -39,19 +40,19 @@ class StepNoise:
         )
 
     def gumbel(self, *shape: int) -> Tensor:
-        """Standard Gumbel noise for drafting, float32 `[B, *shape]`."""
-        drawn = torch.empty(self._count, *shape, device=self._shared.device)
-        if self._some_share:
+        """Standard Gumbel noise for drafting, `float32 [B, *shape]`."""
+        drawn = torch.empty(self._batch_size, *shape, device=self._shared.device)
+        if self._any_unseeded:
             drawn.exponential_(generator=self._shared)
         for row, generator in self._for_drafts:
             drawn[row].exponential_(generator=generator)
-        # An exact zero would be infinite noise.
+        # The logarithm of an exact zero would be infinite noise.
         return drawn.clamp_(min=torch.finfo(drawn.dtype).tiny).log_().neg_()
 
     def uniform(self, *shape: int) -> Tensor:
-        """Uniform numbers in [0, 1) for verification, float32 `[B, *shape]`."""
-        drawn = torch.empty(self._count, *shape, device=self._shared.device)
-        if self._some_share:
+        """Uniform numbers in [0, 1) for verification, `float32 [B, *shape]`."""
+        drawn = torch.empty(self._batch_size, *shape, device=self._shared.device)
+        if self._any_unseeded:
             drawn.uniform_(generator=self._shared)
         for row, generator in self._for_verification:
             drawn[row].uniform_(generator=generator)
@@ -60,7 +61,7 @@ class StepNoise:
 
 def _mix(value: int) -> int:
     """Spread neighbouring numbers over 64 bits (the finaliser of SplitMix64)."""
-    value = (value + 0x9E3779B97F4A7C15) & _WORD
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)

@@ -1,7 +1,8 @@
-"""Drawing the levels of a draft tree without replacement (RSD, arXiv 2402.14160, section 3.2).
+"""Sampling the levels of a draft tree without replacement (RSD, arXiv 2402.14160, section 3.2).
 
-Gumbel noise turns drawing into ranking: the best k of `log p + noise` are k tokens drawn one after
-another without replacement, in the order of drawing. Without noise they are the k most likely.
+The Gumbel-top-k trick turns sampling into ranking: the k greatest of `log p + noise` are k tokens
+sampled one after another without replacement, in sampling order. Without noise they are the k most
+likely tokens. B is the batch size, W the number of nodes of a level, V the vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one level, the children of a parent side by side in the order of drawing.
+    """The nodes of one level; the children of a node are neighbours, in sampling order.
 
     Attributes:
-        tokens: `int32 [B, W]`; -1 where there is no node, always behind those that are.
-        parents: `int64 [B, W]`, the column of each node's parent in the level before.
-        log_probs: `float64 [B, W]`, the draft model's of the path from the root.
+        tokens: `int32 [B, W]`, padded at the end with -1.
+        parents: `int64 [B, W]`, the column of each node's parent in the level above.
+        log_probs: `float64 [B, W]`, log-probability of the path from the root in the draft model.
         scores: `float64 [B, W]`, the perturbed log-probabilities; -inf where there is no node.
     """
 
@@ -36,17 +37,19 @@ class Level:
 
 
 def branch(level: Level, log_p: Tensor, noise: Tensor, width: int) -> Level:
-    """Draw `width` children under every node (RSD-C, algorithms 4 and 5).
+    """Sample `width` children under every node (RSD-C, algorithms 4 and 5).
 
     Args:
-        log_p: float32 `[B, W, V]`, the draft model's log-probabilities after each node.
-        noise: float32 `[B, W, V]`, standard Gumbel noise, or zeros to take the most likely.
+        level: The level above.
+        log_p: `float32 [B, W, V]`, the draft model's log-probabilities after each node.
+        noise: `float32 [B, W, V]`, standard Gumbel noise, or zeros to take the most likely tokens.
+        width: Number of children of each node.
     """
     perturbed, tokens = _best(level, log_p, noise, width)
     found = torch.isfinite(perturbed)
     own = log_p.gather(2, tokens).double()
     parents = torch.arange(tokens.shape[1], device=tokens.device)[:, None].expand_as(tokens)
-    return _close_up(
+    return _compact(
         Level(
             tokens=tokens.int().masked_fill(~found, -1).flatten(1),
             parents=parents.flatten(1),
@@ -56,16 +59,20 @@ def branch(level: Level, log_p: Tensor, noise: Tensor, width: int) -> Level:
     )
 
 
-def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, drawn: Tensor) -> Level:
+def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor) -> Level:
     """Keep the `width` best children of all nodes (RSD-S, stochastic beam search; algorithm 9).
 
     A child's score is its perturbed path log-probability, conditioned on the best of its siblings
-    having its parent's score. The `width` best of all scores are then paths drawn without
+    having its parent's score. The `width` best of all scores are then paths sampled without
     replacement (Kool et al., arXiv 1903.06059, section 4).
 
     Args:
-        log_p, noise: as for `branch`.
-        drawn: bool `[B]`: rows that are drawn; in the others the scores are the log-probabilities.
+        level: The level above.
+        log_p: `float32 [B, W, V]`, the draft model's log-probabilities after each node.
+        noise: `float32 [B, W, V]`, standard Gumbel noise, or zeros to take the most likely paths.
+        width: Number of nodes to keep.
+        sampled: `bool [B]`, rows that are sampled; in the others the scores are the
+            log-probabilities.
     """
     width = min(width, log_p.shape[1] * log_p.shape[2])
     perturbed, tokens = _best(level, log_p, noise, min(width, log_p.shape[2]))
@@ -73,10 +80,10 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, drawn: Tensor) 
     own = log_p.gather(2, tokens).double()
     log_probs = level.log_probs[:, :, None] + own
     noisy = level.log_probs[:, :, None] + perturbed.double()
-    scores = torch.where(drawn[:, None, None], _condition(level.scores, noisy), log_probs)
+    scores = torch.where(sampled[:, None, None], _condition(level.scores, noisy), log_probs)
     scores = scores.masked_fill(~found, -torch.inf).flatten(1)
     best, at = scores.topk(width, dim=1)
-    # Back into the order of parents, and of scores below each: a parent's children are neighbours.
+    # Sort by parent and then by score, so that the children of a node are neighbours.
     parents = at // tokens.shape[2]
     order = parents.masked_fill(~torch.isfinite(best), scores.shape[1])
     order = order.sort(dim=1, stable=True).indices
@@ -90,7 +97,7 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, drawn: Tensor) 
 
 
 def _best(level: Level, log_p: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The best `count` of each node's perturbed log-probabilities and their tokens, in order."""
+    """The `count` greatest perturbed log-probabilities of each node, in order, and their tokens."""
     missing = (level.tokens < 0)[:, :, None]
     perturbed = (log_p + noise).masked_fill(missing, -torch.inf)
     top = perturbed.topk(min(count, log_p.shape[2]), dim=2)
@@ -98,25 +105,25 @@ def _best(level: Level, log_p: Tensor, noise: Tensor, count: int) -> tuple[Tenso
 
 
 def _condition(parent: Tensor, noisy: Tensor) -> Tensor:
-    """Shift each family's noisy scores so that its best has the parent's score.
+    """Shift the noisy scores of each node's children so that the best has the node's score.
 
-    `-log(exp(-parent) - exp(-best) + exp(-noisy))` in the form of Kool et al., appendix B.3, whose
-    float64 keeps the tail: differences of exponentials that are nearly equal never form.
+    `-log(exp(-parent) - exp(-best) + exp(-noisy))` in the form of Kool et al., appendix B.3, which
+    is stable in float64: it never subtracts exponentials that are nearly equal.
 
     Args:
-        parent: float64 `[B, W]`.
-        noisy: float64 `[B, W, K]`, best first; -inf where there is none.
+        parent: `float64 [B, W]`, the nodes' scores.
+        noisy: `float64 [B, W, K]`, best first; -inf where there is no child.
     """
     parent = parent[:, :, None]
     best = noisy[:, :, :1]
-    # The best itself would give log1p(-1): it has the parent's score by definition.
+    # For the best child this is log1p(-1); its score is the parent's by definition.
     gap = parent - noisy + torch.log1p(-torch.exp(noisy - best))
     shifted = parent - gap.clamp(min=0) - torch.log1p(torch.exp(-gap.abs()))
     return torch.where(noisy == best, parent, shifted)
 
 
-def _close_up(level: Level) -> Level:
-    """Bring the nodes that are missing behind those that are there."""
+def _compact(level: Level) -> Level:
+    """Move the columns without a node to the end."""
     order = (level.tokens < 0).to(torch.int8).sort(dim=1, stable=True).indices
     return Level(
         tokens=level.tokens.gather(1, order),

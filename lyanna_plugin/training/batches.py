@@ -1,4 +1,4 @@
-"""Batches of samples of similar length, in an order that a seed and the epoch decide."""
+"""Batches of samples of similar length, in an order that depends on a seed and the epoch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,42 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lyanna_plugin.training.features import Corpus
 
-_JITTER = 24  # in tokens: other neighbours in each epoch
+_JITTER = 24
+"""Random addition to lengths, in tokens, so that batches differ from epoch to epoch."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples side by side, zeros behind the shorter ones.
+    """Samples padded with zeros to one length.
 
     Attributes:
-        tokens: int64 `[B, T]`.
-        hidden: float32 `[B, T, d]`, the target's.
-        likeliest: int64 `[B, T, 8]`, the target's most likely next tokens.
-        probs: float32 `[B, T, 8]`, their probabilities.
-        wanted: bool `[B, T]`: where the next token is part of an answer.
+        tokens: `int64 [B, T]`, the text.
+        hidden: `float32 [B, T, d]`, the target's hidden states.
+        top_tokens: `int64 [B, T, 8]`, the target's most likely next tokens.
+        top_probs: `float32 [B, T, 8]`, the probabilities of these tokens.
+        in_answer: `bool [B, T]`, whether the next token belongs to an answer.
     """
 
     tokens: Tensor
     hidden: Tensor
-    likeliest: Tensor
-    probs: Tensor
-    wanted: Tensor
+    top_tokens: Tensor
+    top_probs: Tensor
+    in_answer: Tensor
 
     def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
         return Batch(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
 
 def order(corpus: Corpus, positions: int, seed: int, epoch: int) -> list[list[int]]:
-    """The samples of each batch of an epoch: at most `positions` of them, padding included."""
+    """The samples of each batch of one epoch.
+
+    Args:
+        corpus: The samples.
+        positions: Greatest number of positions of a batch, padding included.
+        seed: Seed of the order.
+        epoch: Number of the epoch.
+    """
     rng = random.Random(f"{seed} {epoch}")
     lengths = [len(sample.tokens) for sample in corpus.samples]
     batches: list[list[int]] = []
@@ -54,17 +63,17 @@ def order(corpus: Corpus, positions: int, seed: int, epoch: int) -> list[list[in
 
 
 def collate(corpus: Corpus, chosen: Sequence[int]) -> Batch:
-    """Put samples side by side."""
+    """Make a batch of samples, which are given by their index."""
     found = [corpus.features(index) for index in chosen]
-    wanted = []
+    in_answer = []
     for index in chosen:
         answer = corpus.samples[index].answer
-        # A position is wanted for the token after it; the last one has none.
-        wanted.append(torch.cat([answer[1:], torch.zeros(1, dtype=torch.bool)]))
+        # A position predicts the token after it; the last one has none.
+        in_answer.append(torch.cat([answer[1:], torch.zeros(1, dtype=torch.bool)]))
     return Batch(
         tokens=pad_sequence([corpus.samples[index].tokens.long() for index in chosen], True),
         hidden=pad_sequence([hidden.float() for hidden, _, _ in found], True),
-        likeliest=pad_sequence([tokens.long() for _, tokens, _ in found], True),
-        probs=pad_sequence([probs.float() for _, _, probs in found], True),
-        wanted=pad_sequence(wanted, True),
+        top_tokens=pad_sequence([tokens.long() for _, tokens, _ in found], True),
+        top_probs=pad_sequence([probs.float() for _, _, probs in found], True),
+        in_answer=pad_sequence(in_answer, True),
     )

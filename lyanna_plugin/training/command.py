@@ -20,40 +20,44 @@ def train(
     data: Annotated[
         Path, typer.Option(help="Conversations in ShareGPT's format: a file, or a folder of them.")
     ],
-    out: Annotated[Path, typer.Option(help="The drafter's folder; an interrupted run goes on.")],
+    out: Annotated[
+        Path, typer.Option(help="The drafter's folder. An interrupted run in it is resumed.")
+    ],
     start: Annotated[
-        Path | None, typer.Option(help="A drafter's folder, to go on from its weights.")
+        Path | None, typer.Option(help="Folder of a drafter whose weights training starts from.")
     ] = None,
     regenerate: Annotated[
-        bool, typer.Option("--regenerate", help="Have the target write all answers first.")
+        bool, typer.Option("--regenerate", help="First have the target write all answers.")
     ] = False,
-    max_answer_tokens: Annotated[int, typer.Option(min=1, help="Of regenerated answers.")] = 512,
-    max_length: Annotated[int, typer.Option(min=16, help="Tokens of a conversation.")] = 1024,
-    epochs: Annotated[int, typer.Option(min=1)] = 20,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-5,
-    positions: Annotated[int, typer.Option(min=1, help="Of a batch.")] = 1024,
-    steps: Annotated[int, typer.Option(min=1, help="Drafting steps to unroll.")] = 3,
-    rank: Annotated[int, typer.Option(min=1, help="Of the token info.")] = 128,
+    max_answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Greatest number of tokens of a regenerated answer.")
+    ] = 512,
+    max_length: Annotated[
+        int, typer.Option(min=16, help="Number of tokens at which conversations are truncated.")
+    ] = 1024,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the data.")] = 20,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-5,
+    positions: Annotated[
+        int, typer.Option(min=1, help="Number of positions of a batch, padding included.")
+    ] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Number of drafting steps to unroll.")] = 3,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the token info.")] = 128,
     hot_tokens: Annotated[
-        int, typer.Option(min=1, help="The most frequent tokens, which have token info.")
+        int, typer.Option(min=1, help="Number of tokens that have token info: the most frequent.")
     ] = 8192,
-    token_info: Annotated[bool, typer.Option(help="Add token info to the logits.")] = True,
-    first_token: Annotated[bool, typer.Option(help="Fuse the root's embedding.")] = True,
-    eagle: Annotated[
-        bool, typer.Option("--eagle", help="For comparison: feed every token, no token info.")
-    ] = False,
     bfloat16: Annotated[
         bool, typer.Option("--bfloat16", help="Multiply the layer's matrices in bfloat16.")
     ] = False,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
     cache: Annotated[
-        Path | None, typer.Option(help="For the target's hidden states; beside OUT if not given.")
+        Path | None,
+        typer.Option(help="Folder for the target's hidden states. Default: OUT-features."),
     ] = None,
 ) -> None:
     """Train Lyanna's drafter for a target.
 
-    On several GPUs, start it as `torchrun --nproc-per-node GPUS -m drafttree.cli train lyanna ...`:
-    each takes batches of its own.
+    On several GPUs, run `torchrun --nproc-per-node GPUS -m drafttree.cli train lyanna ...`: each
+    GPU then takes its own batches.
     """
     console = Console(stderr=True)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -63,8 +67,7 @@ def train(
 
     from lyanna_plugin.training.plot import plot
     from lyanna_plugin.training.run import Job, run
-    from lyanna_plugin.training.trainer import Progress as Step
-    from lyanna_plugin.training.trainer import Settings, join_processes
+    from lyanna_plugin.training.trainer import TrainingProgress, TrainingSettings, join_processes
 
     job = Job(
         target=target,
@@ -72,7 +75,7 @@ def train(
         out=out,
         cache=cache or out.with_name(f"{out.name}-features"),
         start=start,
-        settings=Settings(
+        settings=TrainingSettings(
             epochs=epochs,
             learning_rate=learning_rate,
             positions=positions,
@@ -83,10 +86,6 @@ def train(
             "steps": steps,
             "token_info_rank": rank,
             "num_hot_tokens": hot_tokens,
-            "token_info": token_info and not eagle,
-            "first_token": first_token,
-            "feeds_tokens": eagle,
-            "between": not eagle,
         },
         max_length=max_length,
         answer_tokens=max_answer_tokens if regenerate else None,
@@ -99,10 +98,10 @@ def train(
         def status(text: str, done: int = 0, total: int | None = None) -> None:
             progress.update(task, description=text, completed=done, total=total)
 
-        def report(step: Step) -> None:
-            accuracy = " ".join(f"{value:.0%}" for value in step.accuracy)
-            text = f"loss {step.loss:.2f}, right at steps 1 to {steps}: {accuracy}"
-            status(text, step.step, step.steps)
+        def report(now: TrainingProgress) -> None:
+            accuracy = " ".join(f"{value:.0%}" for value in now.accuracy)
+            text = f"loss {now.loss:.2f}, accuracy at steps 1 to {steps}: {accuracy}"
+            status(text, now.step, now.steps)
 
         try:
             acceptance = run(job, status, report)
@@ -112,7 +111,7 @@ def train(
             )
             raise typer.Exit(2) from error
         except KeyboardInterrupt:
-            console.print("interrupted: the same command goes on from the last state")
+            console.print("interrupted: repeat the command to resume from the last checkpoint")
             raise typer.Exit(130) from None
     if not first:
         return

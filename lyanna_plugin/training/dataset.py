@@ -1,8 +1,8 @@
 """Conversations to train on, as token ids with the answers marked.
 
-Files are JSON or JSON lines, in ShareGPT's format: `{"conversations": [{"from": "human", "value":
-...}, {"from": "gpt", "value": ...}, ...]}`; or prompts in Spec-Bench's, `{"turns": [...]}`, which
-the target must answer first.
+Files are JSON or JSON lines in ShareGPT's format, `{"conversations": [{"from": "human", "value":
+...}, {"from": "gpt", "value": ...}, ...]}`, or in Spec-Bench's format, `{"turns": [...]}`, which
+holds prompts only: the target must answer them first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Sample:
     """One conversation.
 
     Attributes:
-        tokens: int32 `[T]`.
-        answer: bool `[T]`: tokens that the target wrote.
+        tokens: `int32 [T]`, the whole conversation.
+        answer: `bool [T]`, whether each token belongs to an answer.
     """
 
     tokens: Tensor
@@ -41,7 +41,7 @@ def read_conversations(path: Path) -> Iterator[Messages]:
     """The conversations of a file, or of all `.json` and `.jsonl` files of a folder.
 
     Raises:
-        ValueError: naming the file, the entry and what is wrong with it.
+        ValueError: The message names the file, the entry and what is wrong with it.
     """
     files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
     if not files:
@@ -82,16 +82,24 @@ def _messages(entry: Any, where: str) -> Messages:
             raise ValueError(
                 f"{where}: from={one.get('from')!r} is not known: use human, gpt or system"
             )
-        # An answer to nothing, as cut conversations begin with one, teaches nothing.
+        # Truncated conversations may begin with an answer, which has no question.
         if messages or _ROLES[one["from"]] != "assistant":
             messages.append({"role": _ROLES[one["from"]], "content": one["value"]})
     return messages
 
 
 def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None:
-    """A conversation as the target reads it, cut at `max_length` tokens.
+    """A conversation as the target reads it.
 
-    None if no answer is left. Answers are found by rendering the chat up to each of them.
+    Answers are located by rendering the chat up to each of them.
+
+    Args:
+        messages: The conversation.
+        tokenizer: The target's tokenizer.
+        max_length: Number of tokens at which the conversation is truncated.
+
+    Returns:
+        None if no part of an answer remains.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
@@ -102,7 +110,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None
             messages[:index], tokenize=False, add_generation_prompt=True
         )
         after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        # Templates that rewrite earlier turns leave no place for the answer in the whole.
+        # Templates that rewrite earlier turns make it impossible to locate the answer.
         if text.startswith(before) and text.startswith(after):
             spans.append((len(before), len(after.rstrip())))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -115,7 +123,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None
 
 
 def token_counts(samples: Iterable[Sample], vocab_size: int) -> Tensor:
-    """How often each token occurs, float `[V]`; among equals those with the lower id come first."""
+    """Counts of each token, `float64 [V]`; ties are broken in favour of the lower id."""
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for sample in samples:
         counts += torch.bincount(sample.tokens.long(), minlength=vocab_size)

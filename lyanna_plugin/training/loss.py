@@ -1,8 +1,9 @@
-"""The loss over the unrolled steps (Lyanna, section 4.3): the target's hidden states by their mean
-squared error, and its next token by the cross-entropy, with token info.
+"""The loss over the unrolled steps (Lyanna, section 4.3): the mean squared error of the hidden
+states, and the cross-entropy of the next token with token info added.
 
-The cross-entropy is taken over a part of the vocabulary: the most frequent tokens, the target's own
-likeliest in the batch, and a random sample that stands for all others.
+The cross-entropy is computed over a part of the vocabulary: the most frequent tokens, the target's
+most likely tokens in the batch, and a random sample of the others. N is the number of positions, K
+the number of the target's most likely tokens that are known, C the number of columns.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lyanna_plugin.model import Drafter
+from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.training.batches import Batch
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What each part of the loss weighs.
+    """The weights of the parts of the loss.
 
     Attributes:
-        hidden: the mean squared error (the paper's alpha).
-        token: the cross-entropy (its beta).
-        decay: each step against the one before.
+        hidden: Weight of the mean squared error (alpha in the paper).
+        token: Weight of the cross-entropy (beta in the paper).
+        decay: Weight of each step relative to the step before.
     """
 
     hidden: float = 1.0
@@ -33,12 +34,12 @@ class LossWeights:
 
 
 class Columns:
-    """A part of the vocabulary, another for each batch.
+    """Chooses the part of the vocabulary over which each batch's cross-entropy is computed.
 
     Args:
-        frequent: int64, the tokens that are always in it.
-        vocab_size: of the target.
-        sampled: how many of the others are drawn.
+        frequent: `int64 [F]`, tokens that are always included.
+        vocab_size: Vocabulary size of the target.
+        sampled: Number of other tokens that are sampled.
     """
 
     def __init__(self, frequent: Tensor, vocab_size: int, sampled: int) -> None:
@@ -46,35 +47,42 @@ class Columns:
         self._vocab_size = vocab_size
         self._sampled = sampled
 
-    def draw(self, likeliest: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Choose columns so that all of `likeliest`, int64 `[N, K]`, are among them.
+    def draw(self, top_tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose columns.
+
+        Args:
+            top_tokens: `int64 [N, K]`, tokens that must be included.
+            generator: Source of the random sample.
 
         Returns:
-            int64 `[C]`, the columns; float `[C]`, what makes up for those left out; and
-            int64 `[N, K]`, the places of `likeliest` among them.
+            `int64 [C]`, the columns; `float [C]`, additions to the logits that correct for the
+            tokens left out; and `int64 [N, K]`, the indices of `top_tokens` in the columns.
         """
-        device = likeliest.device
+        device = top_tokens.device
         certain = torch.zeros(self._vocab_size, dtype=torch.bool, device=device)
         certain[self._frequent.to(device)] = True
-        certain[likeliest.flatten()] = True
-        sure, others = certain.nonzero()[:, 0], (~certain).nonzero()[:, 0]
+        certain[top_tokens.flatten()] = True
+        included, others = certain.nonzero()[:, 0], (~certain).nonzero()[:, 0]
         count = min(self._sampled, len(others))
         order = torch.randperm(len(others), generator=generator)[:count].to(device)
-        columns = torch.cat([sure, others[order]])
-        makes_up = torch.zeros(len(columns), device=device)
+        columns = torch.cat([included, others[order]])
+        correction = torch.zeros(len(columns), device=device)
         if count:
-            makes_up[len(sure) :] = torch.tensor(len(others) / count).log()
-        places = torch.full((self._vocab_size,), -1, device=device)
-        places[columns] = torch.arange(len(columns), device=device)
-        return columns, makes_up, places[likeliest]
+            correction[len(included) :] = torch.tensor(len(others) / count).log()
+        index_of = torch.full((self._vocab_size,), -1, device=device)
+        index_of[columns] = torch.arange(len(columns), device=device)
+        return columns, correction, index_of[top_tokens]
 
 
 class DrafterLoss(nn.Module):
-    """A drafter with its loss.
+    """A draft model with its loss.
 
     Args:
-        embeddings: `[V, d]`, the target's; not trained.
-        head: `[V, d]`, the target's; not trained.
+        drafter: The draft model.
+        embeddings: `[V, d]`, the target's embeddings, which are not trained.
+        head: `[V, d]`, the target's output head, which is not trained.
+        columns: Chooses the part of the vocabulary.
+        weights: The weights of the parts of the loss.
     """
 
     embeddings: Tensor
@@ -82,7 +90,7 @@ class DrafterLoss(nn.Module):
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: LyannaModel,
         embeddings: Tensor,
         head: Tensor,
         columns: Columns,
@@ -96,38 +104,44 @@ class DrafterLoss(nn.Module):
         self.register_buffer("head", head, persistent=False)
 
     def forward(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and a `[2, steps]` of its cross-entropy and accuracy by step."""
+        """Compute the loss of a batch.
+
+        Args:
+            batch: The batch.
+            generator: Source of the sample of the vocabulary.
+
+        Returns:
+            The loss, and `[2, steps]`: the cross-entropy and the accuracy of each step.
+        """
         drafter, steps = self.drafter, self.drafter.config.steps
-        # A padded end stands for tokens that only rows without a loss would read.
+        # Only positions that are not in the loss read the padding at the end.
         tokens = F.pad(batch.tokens, (0, steps))
         embedded = self.embeddings[tokens[:, 1:]]
         states = drafter.unroll(batch.hidden, embedded, steps)
-        wanted = batch.wanted.clone()
-        wanted[:, :steps] = False
-        rows, at = wanted.nonzero(as_tuple=True)
+        in_loss = batch.in_answer.clone()
+        in_loss[:, :steps] = False
+        rows, at = in_loss.nonzero(as_tuple=True)
         drafted = torch.stack([state[rows, at - 1 - i] for i, state in enumerate(states)])
         truth = batch.hidden[rows, at]
-        columns, makes_up, places = self._columns.draw(batch.likeliest[rows, at], generator)
-        # Logits want float32 whatever the layer is multiplied in.
+        columns, correction, indices = self._columns.draw(batch.top_tokens[rows, at], generator)
+        # The loss needs float32, whatever data type the layer is multiplied in.
         with torch.autocast(drafted.device.type, enabled=False):
             drafted = drafted.float()
-            logits = drafted @ self.head[columns].T + makes_up
-            if drafter.token_info is not None:
-                logits = logits + self._token_info(batch.tokens[rows, at], columns)
-        probs = batch.probs[rows, at]
+            logits = drafted @ self.head[columns].T + correction
+            logits = logits + self._token_info(batch.tokens[rows, at], columns)
+        probs = batch.top_probs[rows, at]
         probs = probs / probs.sum(-1, keepdim=True)
-        chosen = logits.gather(2, places.expand(steps, -1, -1))
+        chosen = logits.gather(2, indices.expand(steps, -1, -1))
         entropy = (logits.logsumexp(-1) - (chosen * probs).sum(-1)).mean(1)
         error = (drafted - truth).square().mean((1, 2))
         weights = self._weights.decay ** torch.arange(steps, device=error.device)
         loss = (weights * (self._weights.hidden * error + self._weights.token * entropy)).sum()
-        hits = (logits.detach().argmax(-1) == places[:, 0]).float().mean(1)
+        hits = (logits.detach().argmax(-1) == indices[:, 0]).float().mean(1)
         return loss, torch.stack([entropy.detach(), hits])
 
     def _token_info(self, parents: Tensor, columns: Tensor) -> Tensor:
-        """What the parents add to the columns, `[N, C]`."""
+        """What the tokens `parents`, `int [N]`, add to the columns, `[N, C]`."""
         info = self.drafter.token_info
-        assert info is not None
         rows = info.row_of[columns].long()
         added = info.columns()[:, rows.clamp(min=0)] * (rows >= 0)
         return info.codes(parents, self.embeddings[parents]) @ added

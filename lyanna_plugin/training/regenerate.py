@@ -1,7 +1,7 @@
-"""Have the target answer the conversations itself: a drafter learns best from its target's text.
+"""Regenerate the answers of conversations with the target, whose own text trains a drafter best.
 
-Every user turn is answered in its place; answers that the data holds are left out. What is done is
-kept in a file, so that a run that stopped goes on where it was.
+The target answers every user turn; answers in the data are ignored. Finished conversations are
+written to a file at once, so that an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 
 from lyanna_plugin.training.dataset import Messages
 
-_TOGETHER = 128
+_BATCH = 128
 
 
 class Answerer(Protocol):
     """Answers chats greedily."""
 
-    def __call__(self, chats: Sequence[Messages], max_tokens: int) -> list[str]: ...
+    def __call__(self, chats: Sequence[Messages], max_tokens: int) -> list[str]:
+        """The answer to each chat, of at most `max_tokens` tokens."""
 
 
 def regenerate(
@@ -34,13 +35,15 @@ def regenerate(
     folder: Path,
     advance: Callable[[int], None],
 ) -> Path:
-    """Write the conversations, JSON lines in ShareGPT's format.
+    """Write the conversations with new answers as JSON lines in ShareGPT's format.
 
     Args:
-        max_tokens: of an answer.
-        context: the longest conversation, in tokens.
-        folder: of the file, whose name tells other conversations and settings apart.
-        advance: told how many more are done.
+        conversations: The conversations.
+        target: Folder of the target.
+        max_tokens: Greatest number of tokens of an answer.
+        context: Greatest number of tokens of a conversation.
+        folder: Folder of the file; the file's name depends on the conversations and the settings.
+        advance: Called with the number of conversations that were finished since the last call.
 
     Returns:
         The file.
@@ -54,17 +57,17 @@ def regenerate(
     make = _vllm if importlib.util.find_spec("vllm") else _transformers
     answerer = make(target, context)
     with file.open("a", encoding="utf-8") as written:
-        for start in range(done, len(conversations), _TOGETHER):
-            for chat in _answered(conversations[start : start + _TOGETHER], answerer, max_tokens):
+        for start in range(done, len(conversations), _BATCH):
+            for chat in _answered(conversations[start : start + _BATCH], answerer, max_tokens):
                 said = [{"from": message["role"], "value": message["content"]} for message in chat]
                 written.write(json.dumps({"conversations": said}, ensure_ascii=False) + "\n")
             written.flush()
-            advance(min(_TOGETHER, len(conversations) - start))
+            advance(min(_BATCH, len(conversations) - start))
     return file
 
 
 def whole_lines(file: Path) -> int:
-    """The lines of a file; one that was cut off is taken from it."""
+    """The number of lines of a file; an incomplete last line is removed from it."""
     if not file.exists():
         return 0
     text = file.read_bytes()
@@ -76,7 +79,7 @@ def whole_lines(file: Path) -> int:
 def _answered(
     conversations: Sequence[Messages], answerer: Answerer, max_tokens: int
 ) -> list[Messages]:
-    """The same conversations with the target's answers after every user turn."""
+    """The conversations with the target's answers after every user turn."""
     chats: list[Messages] = [[] for _ in conversations]
     left = [
         [message for message in chat if message["role"] != "assistant"] for chat in conversations
@@ -98,7 +101,7 @@ def _answered(
 def _vllm(target: Path, context: int) -> Answerer:
     from vllm import LLM, SamplingParams
 
-    llm: Any = LLM(str(target), dtype="bfloat16", max_num_seqs=_TOGETHER, max_model_len=context)
+    llm: Any = LLM(str(target), dtype="bfloat16", max_num_seqs=_BATCH, max_model_len=context)
 
     def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
         parameters = SamplingParams(temperature=0.0, max_tokens=max_tokens)

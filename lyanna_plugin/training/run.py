@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lyanna_plugin.checkpoint import fingerprint, layer_config, load
-from lyanna_plugin.config_file import DrafterConfig
-from lyanna_plugin.model import Drafter
+from drafttree.model_files import first_rows_fingerprint
+from lyanna_plugin.checkpoint import layer_config, load
+from lyanna_plugin.model import LyannaConfig, LyannaModel
 from lyanna_plugin.training.acceptance import Acceptance, measure
 from lyanna_plugin.training.dataset import Messages, encode, read_conversations, token_counts
 from lyanna_plugin.training.features import Corpus, Features
@@ -22,8 +22,8 @@ from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
 from lyanna_plugin.training.regenerate import regenerate
 from lyanna_plugin.training.trainer import (
-    Progress,
-    Settings,
+    TrainingProgress,
+    TrainingSettings,
     accelerator_for,
     finish,
     has_state,
@@ -32,49 +32,64 @@ from lyanna_plugin.training.trainer import (
 
 _HELD_OUT = 0.02
 _FREQUENT, _SAMPLED = 2048, 1024
-_CONTEXT, _AROUND = 8192, 64
+"""Tokens of the vocabulary in the loss: the most frequent ones, and a random sample."""
+
+_CONTEXT, _TEMPLATE = 8192, 64
+"""Greatest length of regenerated conversations, and tokens of the chat template around a turn."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """One training run.
 
     Attributes:
-        data: a file of conversations, or a folder of them.
-        out: the drafter's folder.
-        cache: where the target's features are kept.
-        shape: `DrafterConfig`'s fields that differ from its defaults.
-        start: a drafter's folder, whose weights to go on from.
-        max_length: tokens of a conversation.
-        answer_tokens: of an answer, where the target is to write them; None to take the data's.
+        target: Folder of the target.
+        data: A file of conversations, or a folder of such files.
+        out: Folder of the drafter.
+        cache: Folder of the target's features.
+        settings: Hyperparameters.
+        weights: Weights of the parts of the loss.
+        shape: Fields of `LyannaConfig` that differ from their defaults.
+        model: Class of the draft model.
+        start: Folder of a drafter whose weights the training starts from.
+        max_length: Number of tokens at which conversations are truncated.
+        answer_tokens: Greatest number of tokens of regenerated answers; None to use the answers in
+            the data.
     """
 
     target: Path
     data: Path
     out: Path
     cache: Path
-    settings: Settings = field(default_factory=Settings)
+    settings: TrainingSettings = field(default_factory=TrainingSettings)
     weights: LossWeights = field(default_factory=LossWeights)
     shape: dict[str, Any] = field(default_factory=dict)
+    model: type[LyannaModel] = LyannaModel
     start: Path | None = None
     max_length: int = 1024
     answer_tokens: int | None = None
 
 
 class Status(Protocol):
-    """Told what is being done, and how far it has come."""
+    """Shows the current stage of a run and its progress."""
 
-    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None: ...
+    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
+        """Called at the beginning of each stage, and as it advances."""
 
 
-def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Acceptance:
-    """Train a drafter and write it; a run that was interrupted goes on where it was.
+def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) -> Acceptance:
+    """Train a drafter and write it; an interrupted run is resumed.
+
+    Args:
+        job: The run.
+        status: Shows the current stage.
+        report: Called after each training step.
 
     Returns:
         The acceptance on the conversations that were held out.
 
     Raises:
-        ValueError: the target or the data cannot be used; the message says why.
+        ValueError: The target or the data cannot be used; the message says why.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,24 +97,24 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     torch.manual_seed(job.settings.seed)
     layer = layer_config(job.target)
     if (job.out / "config.json").exists() and not has_state(job.out):
-        raise ValueError(f"--out {job.out} holds a drafter already: choose another folder")
-    digest = fingerprint(job.target)
-    config = DrafterConfig(target=job.target.name, fingerprint=digest, **job.shape)
+        raise ValueError(f"--out {job.out} already holds a drafter: choose another folder")
+    digest = first_rows_fingerprint(job.target)
+    config = LyannaConfig(target=job.target.name, fingerprint=digest, **job.shape)
     hot = min(config.num_hot_tokens, layer.vocab_size)
     config = config.model_copy(update={"num_hot_tokens": hot})
-    begun = None if job.start is None else _begun(job.start, job.target, config)
+    drafter = None if job.start is None else _started_from(job, job.start, config)
     job.out.mkdir(parents=True, exist_ok=True)
     status("reading the conversations")
     tokenizer = AutoTokenizer.from_pretrained(job.target)
-    # One process has the target answer; the others read what it wrote.
+    # The first process regenerates the answers; the others read its file.
     with accelerator.main_process_first():
         conversations = _conversations(job, tokenizer, layer.max_position_embeddings, status)
         found = (encode(chat, tokenizer, job.max_length) for chat in conversations)
         samples = [sample for sample in found if sample is not None]
     if len(samples) < 2:
         raise ValueError(
-            f"--data {job.data}: {len(samples)} conversations in it have an answer, two are the "
-            "least: have the target write answers with --regenerate"
+            f"--data {job.data}: {len(samples)} conversations in it have an answer, and two are "
+            "needed: have the target write answers with --regenerate"
         )
     device = accelerator.device
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
@@ -119,19 +134,17 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     counts = token_counts(training.samples, layer.vocab_size)
     frequent = counts.argsort(descending=True)
     head = target.get_output_embeddings().weight.detach().float()
-    if begun is None:
+    if drafter is None:
         scale = float(embeddings.square().mean().rsqrt())
         config = config.model_copy(update={"embedding_scale": scale})
-        drafter = Drafter(layer, config, frequent[:hot].sort().values)
-        status("fitting the first weights")
+        drafter = job.model(layer, config, frequent[:hot].sort().values)
+        status("fitting the initial weights")
         initialise(
             drafter,
             *(training, embeddings.cpu(), head.cpu()),
             _last_layer(target),
             target.get_decoder().norm.weight.detach().float().cpu(),
         )
-    else:
-        drafter = begun
     columns = Columns(frequent[:_FREQUENT], layer.vocab_size, _SAMPLED)
     model = DrafterLoss(drafter, embeddings, head, columns, job.weights)
     del target
@@ -158,18 +171,18 @@ def run(job: Job, status: Status, report: Callable[[Progress], None]) -> Accepta
     return acceptance
 
 
-def _begun(start: Path, target: Path, config: DrafterConfig) -> Drafter:
-    """The drafter to go on from.
+def _started_from(job: Job, start: Path, config: LyannaConfig) -> LyannaModel:
+    """The drafter that the training starts from.
 
     Raises:
-        ValueError: it cannot be read, is another target's, or of another shape than `config`'s.
+        ValueError: It cannot be read, belongs to another target, or is not shaped as `config` says.
     """
-    drafter = load(start, target)
+    drafter = load(start, job.target, job.model)
     for name, wanted in config.model_dump(exclude={"target", "embedding_scale"}).items():
         if (there := getattr(drafter.config, name)) != wanted:
             raise ValueError(
-                f"--start {start} has {name}={there}, not {wanted}: go on with the options that it "
-                "was begun with"
+                f"--start {start} has {name}={there}, not {wanted}: repeat the options that it was "
+                "trained with"
             )
     return drafter
 
@@ -179,15 +192,15 @@ def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> It
     if job.answer_tokens is None:
         return conversations
     context = min(_CONTEXT, longest)
-    asked = []
+    fitting = []
     for chat in conversations:
         said = [message["content"] for message in chat if message["role"] != "assistant"]
-        # With all its answers, and what the template puts around each turn.
+        # The turns, an answer to each, and the chat template around them.
         needed = sum(len(ids) for ids in tokenizer(said)["input_ids"])
-        needed += (job.answer_tokens + _AROUND) * len(said)
+        needed += (job.answer_tokens + _TEMPLATE) * len(said)
         if needed <= context:
-            asked.append(chat)
-    if not asked:
+            fitting.append(chat)
+    if not fitting:
         raise ValueError(
             f"--data {job.data}: no conversation leaves room for answers of {job.answer_tokens} "
             f"tokens in a context of {context}: choose a smaller --max-answer-tokens"
@@ -197,10 +210,10 @@ def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> It
     def advance(more: int) -> None:
         nonlocal done
         done += more
-        status("the target answers", done, len(asked))
+        status("the target answers", done, len(fitting))
 
     return read_conversations(
-        regenerate(asked, job.target, job.answer_tokens, context, job.out, advance)
+        regenerate(fitting, job.target, job.answer_tokens, context, job.out, advance)
     )
 
 
@@ -213,10 +226,10 @@ def _as_text(settings: dict[str, Any]) -> str:
 
 
 def _check_unchanged(out: Path, settings: dict[str, Any]) -> None:
-    """What a run was asked must not change while it is interrupted.
+    """Check that an interrupted run is resumed with its own settings and data.
 
     Raises:
-        ValueError: it has changed.
+        ValueError: They have changed.
     """
     file = _settings_file(out)
     if has_state(out) and file.exists() and file.read_text("utf-8") != _as_text(settings):

@@ -1,7 +1,8 @@
-"""The training loop, in one process or one a GPU; where it stopped it goes on.
+"""The training loop, in one process or in one per GPU.
 
-A state is written every so many steps; a run that is started again in the same folder takes the
-last one and goes on as if it had not been interrupted, batch for batch.
+Checkpoints of the training state are written at regular intervals. A run that is started again in
+the same folder resumes from the last checkpoint, with the same batches as if it had not been
+interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from lyanna_plugin.checkpoint import save
-from lyanna_plugin.model import Drafter
+from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.training.batches import collate, order
 from lyanna_plugin.training.features import Corpus
 from lyanna_plugin.training.loss import DrafterLoss
@@ -27,14 +28,18 @@ _STATE = "training-state"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How to train; the learning rate and the epochs default to the paper's.
+class TrainingSettings:
+    """Hyperparameters; the learning rate and the number of epochs default to the paper's.
 
     Attributes:
-        positions: of a batch, padding included.
-        warm_up: the part of the steps in which the learning rate rises; then it falls to 0.
-        save_every: steps between two states.
-        bfloat16: whether to multiply the layer's matrices in bfloat16.
+        epochs: Number of passes over the text.
+        learning_rate: Peak learning rate.
+        warm_up: Share of the steps over which the learning rate rises; afterwards it falls to 0.
+        positions: Greatest number of positions of a batch, padding included.
+        clip: Greatest norm of the gradient.
+        seed: Seed of the order of batches and of sampled tokens.
+        save_every: Number of steps between two checkpoints of the training state.
+        bfloat16: Whether the layer's matrices are multiplied in bfloat16.
     """
 
     epochs: int = 20
@@ -48,9 +53,16 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """One step's figures: the loss, and by unrolled step its cross-entropy and accuracy, both over
-    the part of the vocabulary that the step looked at."""
+class TrainingProgress:
+    """The figures of one training step.
+
+    Attributes:
+        step: Number of the step, counted from 1.
+        steps: Number of steps of the whole training.
+        loss: The loss.
+        entropy: Cross-entropy of each unrolled step, over the part of the vocabulary in the loss.
+        accuracy: Accuracy of each unrolled step, over the same part.
+    """
 
     step: int
     steps: int
@@ -60,24 +72,24 @@ class Progress:
 
 
 def join_processes() -> Any:
-    """Meet the other processes that torchrun has started, if it has; may be called again."""
+    """Join the processes that torchrun has started, if any; may be called more than once."""
     from accelerate import PartialState
 
-    # The first writes the answers alone, if they are to be written, while the others wait.
+    # Only the first process regenerates answers, which may take days; the others wait for it.
     alone = "WORLD_SIZE" not in os.environ
-    waiting = {} if alone else {"timeout": timedelta(days=7)}
-    return PartialState(cpu=not torch.cuda.is_available(), **waiting)
+    timeout = {} if alone else {"timeout": timedelta(days=7)}
+    return PartialState(cpu=not torch.cuda.is_available(), **timeout)
 
 
-def accelerator_for(settings: Settings) -> Any:
-    """What knows of devices and processes."""
+def accelerator_for(settings: TrainingSettings) -> Any:
+    """An `Accelerator`, which knows the devices and processes."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     join_processes()
     return Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16" if settings.bfloat16 else "no",
-        # The buffers are the target's own weights, the same everywhere.
+        # The buffers are the target's own weights, equal in all processes.
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
 
@@ -85,17 +97,25 @@ def accelerator_for(settings: Settings) -> Any:
 def train(
     model: DrafterLoss,
     corpus: Corpus,
-    settings: Settings,
+    settings: TrainingSettings,
     out: Path,
-    report: Callable[[Progress], None],
+    report: Callable[[TrainingProgress], None],
     accelerator: Any = None,
 ) -> None:
-    """Train `model.drafter`; states and `metrics.jsonl` go to `out`.
+    """Train `model.drafter`.
 
-    Of several processes each takes a batch of its own in every step, so there are fewer steps.
+    With several processes each takes its own batch in every step, so there are fewer steps.
+
+    Args:
+        model: The draft model with its loss.
+        corpus: The text.
+        settings: Hyperparameters.
+        out: Folder of checkpoints and of `metrics.jsonl`, which has one line per step.
+        report: Called after each step.
+        accelerator: As `accelerator_for` makes it; None to make one.
 
     Raises:
-        ValueError: there are more processes than batches.
+        ValueError: There are more processes than batches.
     """
     from accelerate.utils import set_seed
 
@@ -105,12 +125,12 @@ def train(
         order(corpus, settings.positions, settings.seed, epoch) for epoch in range(settings.epochs)
     ]
     batches = [batch for epoch in epochs for batch in epoch]
-    together, own = accelerator.num_processes, accelerator.process_index
-    steps = len(batches) // together
+    processes, process = accelerator.num_processes, accelerator.process_index
+    steps = len(batches) // processes
     if steps == 0:
         raise ValueError(
-            f"{len(batches)} batches are too few for {together} processes: start fewer, or give "
-            "more text"
+            f"{len(batches)} batches are too few for {processes} processes: start fewer processes, "
+            "or give more text"
         )
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -126,7 +146,7 @@ def train(
         _keep_metrics(out, done)
     module.train()
     for step in range(done, steps):
-        number = step * together + own
+        number = step * processes + process
         batch = collate(corpus, batches[number]).to(accelerator.device)
         generator = torch.Generator().manual_seed(settings.seed + number)
         loss, by_step = module(batch, generator)
@@ -139,15 +159,17 @@ def train(
         first, *rest = accelerator.reduce(figures, "mean").tolist()
         if accelerator.is_main_process:
             half = len(rest) // 2
-            progress = Progress(step + 1, steps, first, tuple(rest[:half]), tuple(rest[half:]))
+            progress = TrainingProgress(
+                step + 1, steps, first, tuple(rest[:half]), tuple(rest[half:])
+            )
             _append(out, progress)
             report(progress)
         if (step + 1) % settings.save_every == 0:
             _save_state(accelerator, out, step + 1)
 
 
-def finish(drafter: Drafter, out: Path, figures: dict[str, Any]) -> None:
-    """Write the drafter and `held_out.json`; only then the state is of no more use."""
+def finish(drafter: LyannaModel, out: Path, figures: dict[str, Any]) -> None:
+    """Write the drafter and `held_out.json`, then delete the checkpoints of the training state."""
     (out / "held_out.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     save(drafter, out)
     for state in _states(out):
@@ -155,34 +177,34 @@ def finish(drafter: Drafter, out: Path, figures: dict[str, Any]) -> None:
 
 
 def _states(out: Path) -> list[Path]:
-    """The complete states, the last one last."""
+    """The complete checkpoints, the latest last."""
     return sorted(out.glob(f"{_STATE}-*[0-9]"), key=lambda folder: int(folder.name.split("-")[-1]))
 
 
 def has_state(out: Path) -> bool:
-    """Whether an interrupted run can go on there."""
+    """Whether the folder holds an interrupted run that can be resumed."""
     return bool(_states(out))
 
 
-def _rate(part: float, warm_up: float) -> float:
-    """The learning rate's factor after a part of all steps: up, then linearly to 0."""
-    return part / warm_up if part < warm_up else (1 - part) / (1 - warm_up)
+def _rate(progress: float, warm_up: float) -> float:
+    """The learning rate's factor after a share of all steps: a linear rise, then a linear fall."""
+    return progress / warm_up if progress < warm_up else (1 - progress) / (1 - warm_up)
 
 
 def _save_state(accelerator: Any, out: Path, step: int) -> None:
-    before = _states(out)
+    old = _states(out)
     partial = out / f"{_STATE}.partial"
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.replace(out / f"{_STATE}-{step}")
-        for state in before:
+        for state in old:
             shutil.rmtree(state)
     accelerator.wait_for_everyone()
 
 
 def _resume(accelerator: Any, out: Path) -> int:
-    """The steps that are done already."""
+    """Load the last checkpoint; returns the number of steps that are done."""
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
@@ -195,12 +217,12 @@ def _resume(accelerator: Any, out: Path) -> int:
 
 
 def _keep_metrics(out: Path, done: int) -> None:
-    """Forget what was measured after the last state: it will be measured again."""
+    """Drop the metrics of steps after the last checkpoint, which will be repeated."""
     file = out / "metrics.jsonl"
     lines = file.read_text().splitlines()[:done] if file.exists() and done else []
     file.write_text("".join(f"{line}\n" for line in lines))
 
 
-def _append(out: Path, progress: Progress) -> None:
+def _append(out: Path, progress: TrainingProgress) -> None:
     with (out / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(progress.__dict__) + "\n")

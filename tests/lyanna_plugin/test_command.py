@@ -16,8 +16,8 @@ import pytest
 from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
+from drafttree.bench.models import ensure
 from drafttree.cli import app
-from drafttree.models import ensure
 from lyanna_plugin.checkpoint import load
 from lyanna_plugin.training import run as module
 from lyanna_plugin.training import trainer
@@ -68,7 +68,7 @@ def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path:
     assert (out / "training.png").stat().st_size > 1000
     again = train(target, data, out)
     assert again.exit_code == 2
-    assert "holds a drafter already" in again.output
+    assert "already holds a drafter" in again.output
 
 
 def losses(out: Path) -> list[float]:
@@ -127,12 +127,13 @@ def test_an_interrupted_run_goes_on_with_its_own_settings(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "Settings", partial(trainer.Settings, save_every=2))
+    settings = partial(trainer.TrainingSettings, save_every=2)
+    monkeypatch.setattr(trainer, "TrainingSettings", settings)
     with monkeypatch.context() as patch:
         patch.setattr(module, "measure", interrupt)
         result = train(target, data, out)
     assert result.exit_code == 130
-    assert "goes on from the last state" in result.output
+    assert "repeat the command to resume" in result.output
     other = train(target, data, out, "--learning-rate", "1e-3")
     assert other.exit_code == 2
     assert "interrupted run with other settings" in other.output

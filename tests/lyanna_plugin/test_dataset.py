@@ -1,4 +1,4 @@
-"""Conversations: what is read, which tokens are answers, and what the target answers anew."""
+"""Conversations: what is read, which tokens are answers, and which turns the target answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drafttree.models import ensure
+from drafttree.bench.models import ensure
 from lyanna_plugin.training.dataset import Messages, encode, read_conversations
 from lyanna_plugin.training.regenerate import _answered
 
@@ -73,7 +73,7 @@ def test_wrong_data(tmp_path: Path, text: str, complaint: str) -> None:
         list(read_conversations(file))
 
 
-def test_every_user_turn_is_answered_anew_in_its_place() -> None:
+def test_every_user_turn_is_answered_again_in_its_place() -> None:
     asked: list[Messages] = []
 
     def answerer(chats: Sequence[Messages], max_tokens: int) -> list[str]:

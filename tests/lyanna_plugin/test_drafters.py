@@ -1,4 +1,4 @@
-"""The drafters that come along."""
+"""The drafters that are part of the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from drafttree.models import ensure
+from drafttree.bench.models import ensure
 from lyanna_plugin import METHOD
 from lyanna_plugin.checkpoint import check, load
 
@@ -16,11 +16,12 @@ from lyanna_plugin.checkpoint import check, load
 def test_a_drafter_serves_its_target(name: str) -> None:
     folder, target = METHOD.models[name], ensure(name)
     check(str(target), str(folder))
-    assert load(folder, target).token_info is not None
+    drafter = load(folder, target)
+    assert len(drafter.token_info.hot_tokens) == drafter.config.num_hot_tokens
 
 
 @pytest.mark.parametrize("folder", METHOD.models.values(), ids=METHOD.models)
-def test_its_card_tells_the_hash_of_its_weights(folder: Path) -> None:
+def test_its_card_states_the_hash_of_its_weights(folder: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     assert len(weights) <= 16e6
     assert hashlib.sha256(weights).hexdigest() in (folder / "README.md").read_text()

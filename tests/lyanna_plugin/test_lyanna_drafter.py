@@ -1,4 +1,4 @@
-"""Step by step: regular trees, and what rejected drafts leave for the next."""
+"""Regular trees, and second trees from the logits that remain after a rejection."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaTrees
-from lyanna_plugin.tree import TokenTable, left_of, merge, sample_tree
+from lyanna_plugin.sampling import TokenTable, merge, resample_logits, sample_tree
 
 VOCAB, STEPS, SIZE = 12, 3, 6
 SLOTS = torch.tensor([4, 1])
@@ -25,12 +25,20 @@ class Steps(LyannaTrees):
     """Proposes from hidden states."""
 
     head: torch.Tensor
+    trees: DraftTree
 
     def from_states(
         self, slots: torch.Tensor, roots: torch.Tensor, states: torch.Tensor
     ) -> DraftTree:
         logits = states @ self.head.T
-        return self.propose(slots, roots, logits, torch.full_like(slots, STEPS))
+        self.trees = self.propose(slots, roots, logits, torch.full_like(slots, STEPS))
+        return self.trees
+
+    def accept(self, slots: torch.Tensor, drafts: list[int]) -> None:
+        """Verify the last trees, with a given number of accepted draft tokens for each."""
+        accepted = torch.tensor(drafts, dtype=torch.int32)
+        emitted = torch.zeros(len(slots), self.max_depth + 1, dtype=torch.int32)
+        self.on_verified(slots, self.trees, Verified(emitted, emitted, accepted + 1))
 
 
 class Parts:
@@ -45,7 +53,7 @@ class Parts:
 
     def drafter(self, **given: Any) -> Steps:
         drafter = Steps(options(**given), self.info, torch.float32)
-        drafter.allot(6)
+        drafter.allocate(6, 64)
         drafter.head = self.head
         return drafter
 
@@ -56,13 +64,13 @@ class Parts:
     def second(self, step: int, accepted: list[int]) -> DraftTree:
         all_steps = torch.tensor([STEPS] * 2)
         logits = self.states[step] @ self.head.T
-        left, steps = left_of(logits, all_steps, torch.tensor(accepted))
+        left, steps = resample_logits(logits, all_steps, torch.tensor(accepted))
         return sample_tree(left, steps, ROOTS, self.info, 2, 3)
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:
-    sizes = torch.equal(one.num_nodes, other.num_nodes)
-    width = int(one.num_nodes.max())
+    sizes = torch.equal(one.tree_size, other.tree_size)
+    width = int(one.tree_size.max())
     return sizes and all(
         torch.equal(mine[:, :width], theirs[:, :width])
         for mine, theirs in ((one.tokens, other.tokens), (one.parents, other.parents))
@@ -74,70 +82,96 @@ def parts() -> Parts:
     return Parts()
 
 
-def test_without_resampling_each_step_is_its_own(parts: Parts) -> None:
+def test_without_resampling_each_tree_is_the_regular_one(parts: Parts) -> None:
     drafter = parts.drafter(resample=False)
     for step in range(2):
         assert same(drafter.from_states(SLOTS, ROOTS, parts.states[step]), parts.regular(step))
-        drafter.accepted(SLOTS, torch.tensor([0, 1]))
+        drafter.accept(SLOTS, [0, 1])
 
 
-def test_what_is_left_is_verified_together_with_the_next_tree(parts: Parts) -> None:
+def test_the_second_tree_is_verified_together_with_the_regular_one(parts: Parts) -> None:
     drafter = parts.drafter()
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[0]), parts.regular(0))
-    drafter.accepted(SLOTS, torch.tensor([0, 2]))
+    drafter.accept(SLOTS, [0, 2])
     both = merge(parts.regular(1), parts.second(0, [0, 2]), STEPS)
-    assert int(both.num_nodes[0]) > 5
-    assert int(both.num_nodes[1]) == 5
+    assert int(both.tree_size[0]) > 5
+    assert int(both.tree_size[1]) == 5
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[1]), both)
 
 
-def test_or_alone_before_it(parts: Parts) -> None:
+def test_or_alone_before_the_regular_one(parts: Parts) -> None:
     drafter = parts.drafter(fusion=False)
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
-    drafter.accepted(SLOTS, torch.tensor([1, 3]))
+    drafter.accept(SLOTS, [1, 3])
     tree = drafter.from_states(SLOTS, ROOTS, parts.states[1])
     second, regular = parts.second(0, [1, 3]), parts.regular(1)
     for row, expected in ((0, second), (1, regular)):
-        count = int(expected.num_nodes[row])
-        assert int(tree.num_nodes[row]) == count
+        count = int(expected.tree_size[row])
+        assert int(tree.tree_size[row]) == count
         assert torch.equal(tree.tokens[row, :count], expected.tokens[row, :count])
-    drafter.accepted(SLOTS, torch.tensor([0, 3]))
+    drafter.accept(SLOTS, [0, 3])
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[2]), parts.regular(2))
 
 
-def test_too_few_steps_left_are_not_worth_a_tree(parts: Parts) -> None:
+def test_too_few_remaining_steps_give_no_second_tree(parts: Parts) -> None:
     drafter = parts.drafter(resample_min_steps=1)
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
-    drafter.accepted(SLOTS, torch.tensor([1, 1]))
+    drafter.accept(SLOTS, [1, 1])
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[1]), parts.regular(1))
 
 
-def test_one_step_leaves_nothing(parts: Parts) -> None:
+def test_one_step_leaves_no_steps(parts: Parts) -> None:
     drafter = parts.drafter(steps=1)
     logits = (parts.states[0] @ parts.head.T)[:, :1]
     for _ in range(2):
-        tree = drafter.propose(SLOTS, ROOTS, logits, torch.tensor([1, 1]))
-        assert tree.num_nodes.tolist() == [3, 3]
-        drafter.accepted(SLOTS, torch.tensor([0, 1]))
-    assert drafter.most_nodes(SLOTS).tolist() == [2, 2]
+        tree = drafter.trees = drafter.propose(SLOTS, ROOTS, logits, torch.tensor([1, 1]))
+        assert tree.tree_size.tolist() == [3, 3]
+        drafter.accept(SLOTS, [0, 1])
+    assert drafter.max_draft_tokens(SLOTS).tolist() == [2, 2]
 
 
-def test_a_request_that_begins_has_nothing_of_the_one_before(parts: Parts) -> None:
+def test_a_released_slot_keeps_nothing(parts: Parts) -> None:
     drafter = parts.drafter()
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
-    drafter.accepted(SLOTS, torch.tensor([0, 0]))
-    drafter.forget(SLOTS)
+    drafter.accept(SLOTS, [0, 0])
+    drafter.release(SLOTS.tolist())
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[1]), parts.regular(1))
 
 
-def test_slots_not_rows_tell_requests_apart(parts: Parts) -> None:
+def test_after_a_reset_no_steps_remain(parts: Parts) -> None:
     drafter = parts.drafter()
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
-    drafter.accepted(SLOTS, torch.tensor([0, 0]))
+    drafter.accept(SLOTS, [0, 0])
+    assert drafter.max_draft_tokens(SLOTS).tolist() == [7, 7]
+    drafter.reset()
+    assert drafter.max_draft_tokens(SLOTS).tolist() == [4, 4]
+    assert same(drafter.from_states(SLOTS, ROOTS, parts.states[1]), parts.regular(1))
+
+
+def test_after_a_step_without_drafts_no_steps_remain(parts: Parts) -> None:
+    """The second request is decoded plainly for one step; the first keeps its steps."""
+    drafter = parts.drafter()
+    trees = drafter.from_states(SLOTS, ROOTS, parts.states[0])
+    sizes = torch.tensor([int(trees.tree_size[0]), 1], dtype=torch.int32)
+    drafter.trees = DraftTree(trees.tokens, trees.parents, sizes)
+    drafter.accept(SLOTS, [0, 0])
+    assert drafter.max_draft_tokens(SLOTS).tolist() == [7, 4]
+    tree = drafter.from_states(SLOTS, ROOTS, parts.states[1])
+    both, regular = merge(parts.regular(1), parts.second(0, [0, 0]), STEPS), parts.regular(1)
+    for row, expected in ((0, both), (1, regular)):
+        count = int(expected.tree_size[row])
+        assert int(tree.tree_size[row]) == count
+        assert torch.equal(tree.tokens[row, :count], expected.tokens[row, :count])
+
+
+def test_state_belongs_to_slots_not_to_rows(parts: Parts) -> None:
+    drafter = parts.drafter()
+    drafter.from_states(SLOTS, ROOTS, parts.states[0])
+    drafter.accept(SLOTS, [0, 0])
     turned = drafter.from_states(SLOTS.flip(0), ROOTS.flip(0), parts.states[1].flip(0))
     both = merge(parts.regular(1), parts.second(0, [0, 0]), STEPS)
     assert same(
-        DraftTree(turned.tokens.flip(0), turned.parents.flip(0), turned.num_nodes.flip(0)), both
+        DraftTree(turned.tokens.flip(0), turned.parents.flip(0), turned.tree_size.flip(0)), both
     )
 
 
@@ -151,8 +185,8 @@ def test_slots_not_rows_tell_requests_apart(parts: Parts) -> None:
         ({"steps": 1}, 2),
     ],
 )
-def test_the_most_nodes_are_those_of_both_trees(given: dict[str, Any], nodes: int) -> None:
-    assert options(**given).num_nodes == nodes
+def test_the_declared_size_is_that_of_both_trees(given: dict[str, Any], nodes: int) -> None:
+    assert options(**given).num_draft_tokens == nodes
 
 
 def test_fewer_nodes_than_steps_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The drafter's own mathematics: its table, its steps, its folder."""
+"""Lyanna's draft model: its token info, steps and folder; and the variants for ablations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from tiny_models import make_tiny_llama
 from torch.nn import functional as F
 
 from lyanna_plugin.checkpoint import check, load, save
-from lyanna_plugin.model import Attend, Drafter
+from lyanna_plugin.model import AttendBatch, LyannaConfig, LyannaModel
 from lyanna_plugin.token_info import TokenInfo
+from scripts.experiments.lyanna.variants import (
+    VARIANTS,
+    EagleStyle,
+    WithoutFirstToken,
+    WithoutTokenInfo,
+    load_variant,
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +28,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("target"))
 
 
-@pytest.fixture(params=["lyanna", "without the maps beyond the paper", "eagle"])
-def drafter(target: Path, request: pytest.FixtureRequest) -> Drafter:
-    shapes = {
-        "lyanna": {},
-        "without the maps beyond the paper": {"between": False, "output_norm": False},
-        "eagle": {"feeds_tokens": True, "token_info": False},
-    }
-    return drafter_for(target, **shapes[request.param])
+@pytest.fixture(params=[LyannaModel, EagleStyle])
+def drafter(target: Path, request: pytest.FixtureRequest) -> LyannaModel:
+    return drafter_for(target, model=request.param)
 
 
 def test_the_table_is_the_low_rank_form() -> None:
@@ -61,8 +63,8 @@ def test_cold_tokens_neither_add_nor_receive() -> None:
     assert (added[0, [3, 4, 9, 17]] != logits[0, [3, 4, 9, 17]]).all()
 
 
-def own_cache() -> Attend:
-    """Attention with a KV cache, to which each call adds."""
+def own_cache() -> AttendBatch:
+    """Causal attention with a KV cache that each call extends."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
@@ -79,27 +81,27 @@ def own_cache() -> Attend:
     return attend
 
 
-def test_unrolling_known_text_is_what_serving_does_place_by_place(drafter: Drafter) -> None:
-    """At each place: KV of the text from the target's hidden states, then steps of their own."""
+def test_unrolling_known_text_equals_serving_it_position_by_position(drafter: LyannaModel) -> None:
+    """At each position: the KV of the text from the target's hidden states, then the own steps."""
     torch.manual_seed(1)
     size, length, steps = drafter.layer_config.hidden_size, 7, 3
     hidden, embedded = torch.randn(1, length, size), torch.randn(1, length + steps - 1, size)
     unrolled = drafter.unroll(hidden, embedded, steps)
-    for place in range(length):
+    fed = isinstance(drafter, EagleStyle)
+    for position in range(length):
         attend = own_cache()
-        text = drafter.fuse(hidden[:, : place + 1], embedded[:, : place + 1])
-        state = drafter(text, torch.arange(place + 1)[None], attend)[:, -1:]
+        text = drafter.fuse(hidden[:, : position + 1], embedded[:, : position + 1])
+        state = drafter(text, torch.arange(position + 1)[None], attend)[:, -1:]
         for step in range(steps):
-            torch.testing.assert_close(state[:, 0], unrolled[step][:, place])
+            torch.testing.assert_close(state[:, 0], unrolled[step][:, position])
             if step + 1 == steps:
                 break
-            token = embedded[:, place + step + 1 : place + step + 2]
-            fed = drafter.config.feeds_tokens
+            token = embedded[:, position + step + 1 : position + step + 2]
             x = drafter.fuse(state, token) if fed else drafter.between(state)
-            state = drafter(x, torch.tensor([[place + step + 1]]), attend)
+            state = drafter(x, torch.tensor([[position + step + 1]]), attend)
 
 
-def test_logits_of_all_steps_in_one_product_are_those_of_each(drafter: Drafter) -> None:
+def test_logits_of_all_steps_in_one_product_are_those_of_each(drafter: LyannaModel) -> None:
     torch.manual_seed(2)
     size = drafter.layer_config.hidden_size
     head = torch.randn(drafter.layer_config.vocab_size, size)
@@ -109,9 +111,11 @@ def test_logits_of_all_steps_in_one_product_are_those_of_each(drafter: Drafter) 
         torch.testing.assert_close(together[:, :, step], state @ head.T)
 
 
-def test_a_folder_gives_back_what_was_saved(target: Path, drafter: Drafter, tmp_path: Path) -> None:
+def test_a_folder_gives_back_what_was_saved(
+    target: Path, drafter: LyannaModel, tmp_path: Path
+) -> None:
     save(drafter, tmp_path)
-    loaded = load(tmp_path, target)
+    loaded = load(tmp_path, target, type(drafter))
     assert loaded.config == drafter.config
     for name, value in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.bfloat16().to(value.dtype))
@@ -145,31 +149,69 @@ def test_what_is_wrong_with_a_folder_is_said(target: Path, tmp_path: Path) -> No
         load(folder, target)
     del config["lyanna"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no Lyanna drafter"):
+    with pytest.raises(ValueError, match="not a Lyanna drafter"):
         load(folder, target)
-    with pytest.raises(ValueError, match="no Lyanna drafter"):
+    with pytest.raises(ValueError, match="not a Lyanna drafter"):
         load(target, target)
 
 
-@pytest.mark.parametrize(
-    ("shape", "complaint"),
-    [
-        ({"token_info": False}, "has no token info"),
-        ({"feeds_tokens": True, "token_info": False}, "feeds every token back"),
-    ],
-)
-def test_what_was_made_for_comparisons_is_not_served(
-    target: Path, tmp_path: Path, shape: dict[str, bool], complaint: str
+@pytest.mark.parametrize("variant", [WithoutTokenInfo, WithoutFirstToken, EagleStyle])
+def test_variants_for_ablations_are_not_served(
+    target: Path, tmp_path: Path, variant: type[LyannaModel]
 ) -> None:
-    save(drafter_for(target, **shape), tmp_path)
+    drafter = drafter_for(target, model=variant)
+    save(drafter, tmp_path)
+    complaint = rf"architectures=\['{variant.architecture}'\], not \['LyannaDrafter'\]"
     with pytest.raises(ValueError, match=complaint):
         check(str(target), str(tmp_path))
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path, target)
+    assert type(load_variant(tmp_path, target)) is variant
+
+
+def test_architectures_tell_variants_apart() -> None:
+    classes = {model for model, _ in VARIANTS.values()}
+    assert len({model.architecture for model in classes}) == len(classes) == 4
+
+
+def test_variants_leave_out_what_they_are_named_after(target: Path) -> None:
+    whole, silent, blind = (
+        drafter_for(target, model=model)
+        for model in (LyannaModel, WithoutTokenInfo, WithoutFirstToken)
+    )
+    size = whole.layer_config.hidden_size
+    hidden, embedded = torch.randn(3, size), torch.randn(3, size)
+    tokens = torch.tensor([1, 2, 3])
+
+    def added(drafter: LyannaModel) -> torch.Tensor:
+        info = drafter.token_info
+        return info.codes(tokens, embedded) @ info.columns()
+
+    assert (added(whole) != 0).any()
+    assert (added(silent) == 0).all()
+    assert (silent.token_info.collapse(torch.randn(64, size), torch.float32) == 0).all()
+    assert not torch.equal(whole.fuse(hidden, embedded), whole.fuse(hidden, 2 * embedded))
+    assert torch.equal(blind.fuse(hidden, embedded), blind.fuse(hidden, 2 * embedded))
+
+
+def test_fields_of_earlier_versions_are_read_or_refused() -> None:
+    needed = {"target": "x", "fingerprint": "y"}
+    served = {
+        **{"between": True, "output_norm": True, "token_info": True},
+        **{"first_token": True, "feeds_tokens": False},
+    }
+    assert LyannaConfig.model_validate({**needed, **served}) == LyannaConfig(**needed)
+    for name, value in served.items():
+        with pytest.raises(ValueError, match=f"{name}={not value} is no longer supported"):
+            LyannaConfig.model_validate({**needed, **served, name: not value})
+    with pytest.raises(ValueError, match="Extra inputs"):
+        LyannaConfig.model_validate({**needed, "unknown": 1})
 
 
 def test_a_drafter_is_checked_without_its_weights(target: Path, tmp_path: Path) -> None:
     save(drafter_for(target), tmp_path)
     check(str(target), str(tmp_path))
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         check("somebody/a-model", str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):

@@ -1,4 +1,4 @@
-"""Replayed decoding, against a loop over one text at a time."""
+"""Replayed decoding, compared with a loop over one text at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiny_models import make_tiny_llama
 
 from lyanna_plugin.checkpoint import load
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.replay import LyannaReplay, Text
-from lyanna_plugin.tree import TokenTable, sample_tree
+from lyanna_plugin.sampling import TokenTable, sample_tree
+from scripts.experiments.lyanna.lyanna_replay import LyannaReplay, Text
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,6 @@ def test_one_text_after_the_other(learnt: tuple[Path, Path, float]) -> None:
     drafter = drafter_for(target)
     options = LyannaOptions(model="", resample=False, nodes=7)
     found = LyannaReplay(texts, drafter, embeddings, head, options.steps).run(options)
-    assert drafter.token_info is not None
     hot = embeddings[drafter.token_info.hot_tokens.long()]
     with torch.no_grad():
         table = TokenTable.of(drafter.token_info, hot, torch.float32)
@@ -61,14 +60,14 @@ def test_one_text_after_the_other(learnt: tuple[Path, Path, float]) -> None:
             tree = sample_tree(
                 logits[at - 1][None], torch.tensor([3]), text.tokens[at][None].int(), table, 4, 7
             )
-            paths = [tree.path(0, column) for column in range(1, int(tree.num_nodes[0]))]
+            paths = [tree.path(0, column) for column in range(1, int(tree.tree_size[0]))]
             follows = text.tokens[at + 1 :].tolist()
             best = max((len(p) for p in paths if p == follows[: len(p)]), default=0)
             at += best + 1
             steps += 1
             nodes += len(paths)
         assert replayed.steps == steps
-        assert replayed.nodes == nodes
+        assert replayed.draft_tokens == nodes
         assert replayed.tokens == len(text.tokens) - 1 - text.start
 
 

@@ -1,4 +1,4 @@
-"""What `scripts/ablate_recycling.py` measures is greedy decoding, drafted in other ways."""
+"""What `ablate_recycling.py` measures is greedy decoding, whatever drafts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from ablate_recycling import decode
-from known_target import KnownTarget
-from recycling_variants import SETTINGS, budget_tree, move_bigrams
 from tiny_models import make_tiny_llama
-from tree_kernels.pairs import pair_cells
+from tree_kernels.bigrams import bigram_cells
 
-from drafttree.drafter import DraftTree
-from drafttree.tree import StaticTree
+from drafttree.tree import DraftTree, StaticTree
 from drafttree.verify import verify_target
-from lyanna_plugin.replay import Replayed
 from recycle_plugin import Tables
 from recycle_plugin.priors import ROW_PRIORS
+from scripts.experiments.common import Replayed
+from scripts.experiments.token_recycling.ablate_recycling import decode
+from scripts.experiments.token_recycling.known_target import KnownTarget
+from scripts.experiments.token_recycling.recycling_variants import (
+    SETTINGS,
+    budget_tree,
+    move_bigrams,
+)
 
 VOCAB = 128
 NODES = 15
@@ -75,10 +78,10 @@ class Plain:
                     for column in range(trees.tokens.shape[1])
                 ]
             )
-            before = trees.before(drafter.before(slots))
+            before = trees.previous_tokens(drafter.previous_tokens(slots))
             likely = drafter.observe(slots.expand(len(logits)), trees.tokens[0], before[0], logits)
             verified = verify_target(trees, likely[None], drafter.max_depth)
-            drafter.accepted(slots, trees, verified)
+            drafter.on_verified(slots, trees, verified)
             answer += verified.emitted[0, : verified.num_emitted[0]].tolist()
             if 1 in answer or len(answer) >= MOST:
                 drafter.release([0])
@@ -95,7 +98,7 @@ def plain(folder: Path) -> Plain:
 def found_by(target: KnownTarget, name: str, prompts: list[list[int]]) -> list[Replayed]:
     setting = SETTINGS[name]
     drafter = setting.make(target.vocab, NODES)
-    drafter.allot(1, 128)
+    drafter.allocate(1, 128)
     found: list[Replayed] = []
     for prompt in prompts:
         if setting.cold:
@@ -139,7 +142,7 @@ def test_steps_are_those_of_plain_verification(
     target: KnownTarget, plain: Plain, prompts: list[list[int]], name: str
 ) -> None:
     drafter = SETTINGS[name].make(target.vocab, NODES)
-    drafter.allot(1, 128)
+    drafter.allocate(1, 128)
     steps = [plain.steps(drafter, prompt) for prompt in prompts[:2]]
     assert [each.steps for each in found_by(target, name, prompts[:2])] == steps
     assert sum(steps) < 2 * (MOST - 1)
@@ -156,7 +159,7 @@ def test_every_setting_accepts_and_rejects(
     tokens = sum(each.tokens for each in found)
     assert tokens == sum(len(target.begin(prompt).answer) - 1 for prompt in prompts)
     assert steps < tokens
-    assert sum(each.nodes for each in found) > tokens - steps
+    assert sum(each.draft_tokens for each in found) > tokens - steps
 
 
 def test_settings_differ_from_their_families(target: KnownTarget, prompts: list[list[int]]) -> None:
@@ -175,13 +178,13 @@ def test_parts_that_are_taken_away_learn_nothing(
     for name in ("grown", "grown without pairs", "grown with fixed priors"):
         setting = SETTINGS[name]
         drafter: Any = setting.make(target.vocab, NODES)
-        drafter.allot(1, 128)
+        drafter.allocate(1, 128)
         for prompt in prompts:
             known = target.begin(prompt)
             for tree in decode(drafter, setting, known, target.vocab):
                 target.learn(known, [tree])
-        pairs = int((drafter.tables.pairs >= 0).sum())
-        changed[name] = (pairs > 0, int(drafter.tables.tally.tried.sum()) > 0)
+        bigrams = int((drafter.tables.bigrams >= 0).sum())
+        changed[name] = (bigrams > 0, int(drafter.tables.source_stats.tried.sum()) > 0)
     assert changed == {
         "grown": (True, True),
         "grown without pairs": (False, True),
@@ -192,20 +195,20 @@ def test_parts_that_are_taken_away_learn_nothing(
 def test_a_tree_of_the_greatest_depth_is_the_best_of_its_nodes() -> None:
     assert budget_tree(80, 32) == StaticTree.from_budget(80, ROW_PRIORS)
     shallow = budget_tree(80, 4)
-    assert (shallow.nodes, shallow.depth) == (80, 4)
+    assert (shallow.num_draft_tokens, shallow.depth) == (80, 4)
     assert {path for path in StaticTree.from_budget(80, ROW_PRIORS).paths if len(path) <= 4} <= set(
         shallow.paths
     )
 
 
 def test_bigrams_come_first_and_the_last_of_them_wins() -> None:
-    tables = Tables(32, 8, torch.device("cpu"), pairs=True, hot_start=True)
+    tables = Tables(32, 8, torch.device("cpu"), bigrams=True, hot_start=True)
     tables.matrix[5] = torch.arange(10, 18)
     move_bigrams(tables, [5, 12, 5, 20, 5, 12, 6])
     assert tables.matrix[5].tolist() == [12, 20, 10, 11, 13, 14, 15, 16]
     assert tables.matrix[12].tolist()[:3] == [6, 5, -1]
-    pair = torch.tensor([5, 12])
-    row = tables.pairs[0][pair_cells(*pair, tables.pairs.shape[1])]
+    bigram = torch.tensor([5, 12])
+    row = tables.bigrams[0][bigram_cells(*bigram, tables.bigrams.shape[1])]
     assert row.tolist()[:5] == [5, 12, 6, 5, -1]
 
 

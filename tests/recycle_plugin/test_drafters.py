@@ -7,19 +7,20 @@ import logging
 
 import pytest
 import torch
-from tree_kernels.tally import Tally
+from tree_kernels.source_stats import SourceStats
 
-from drafttree.drafter import DraftTree
+from drafttree.drafter import Target
+from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
-from recycle_plugin import GrownDrafter, RecycleOptions, StaticDrafter, make_drafter
-from recycle_plugin.acceptance import by_source
+from recycle_plugin import DynamicTreeDrafter, RecycleOptions, StaticTreeDrafter, make_drafter
 from recycle_plugin.priors import expected_priors
+from recycle_plugin.sources import by_source
 
 VOCAB = 37
 LOGGER = logging.getLogger(__name__)
 DRAFTERS: dict[str, dict[str, object]] = {
     "grown": {"nodes": 40},
-    "paper": {"drafting": "paper", "nodes": 40},
+    "paper": {"tree": "static", "nodes": 40},
 }
 
 
@@ -31,10 +32,11 @@ def logits_for(*best: int) -> torch.Tensor:
     return logits
 
 
-def make(**options: object) -> GrownDrafter | StaticDrafter:
+def make(**options: object) -> DynamicTreeDrafter | StaticTreeDrafter:
     parsed = RecycleOptions.model_validate({"prime": False, **options})
-    drafter = make_drafter(parsed, VOCAB, torch.device("cpu"), "target", LOGGER)
-    drafter.allot(4, 64)
+    target = Target("target", VOCAB, torch.device("cpu"), torch.float32, LOGGER)
+    drafter = make_drafter(parsed, target)
+    drafter.allocate(4, 64)
     return drafter
 
 
@@ -46,9 +48,9 @@ def slots(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers)
 
 
-def observe(drafter: GrownDrafter | StaticDrafter, **rows: tuple[int, ...]) -> list[int]:
+def observe(drafter: DynamicTreeDrafter | StaticTreeDrafter, **rows: tuple[int, ...]) -> list[int]:
     """Rows by names as in `t5` or, with the token before, `t4_5`."""
-    named = [[int(part) for part in name[1:].split("_")] for name in rows]
+    named = [[int(token) for token in name[1:].split("_")] for name in rows]
     return drafter.observe(
         torch.zeros(len(rows), dtype=torch.int64),
         ids(*(each[-1] for each in named)),
@@ -57,9 +59,9 @@ def observe(drafter: GrownDrafter | StaticDrafter, **rows: tuple[int, ...]) -> l
     ).tolist()
 
 
-def paths(drafter: GrownDrafter | StaticDrafter, slot: int, root: int) -> list[list[int]]:
+def paths(drafter: DynamicTreeDrafter | StaticTreeDrafter, slot: int, root: int) -> list[list[int]]:
     tree = drafter.propose(slots(slot), ids(root))
-    return [tree.path(0, column) for column in range(1, int(tree.num_nodes[0]))]
+    return [tree.path(0, column) for column in range(1, int(tree.tree_size[0]))]
 
 
 def test_a_static_tree_follows_the_matrix_level_by_level() -> None:
@@ -69,14 +71,14 @@ def test_a_static_tree_follows_the_matrix_level_by_level() -> None:
     tree = drafter.propose(slots(0), ids(5))
     assert tree.tokens.tolist() == [[5, 6, 7, 8, 9]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 2]]
-    assert tree.num_nodes.tolist() == [5]
+    assert tree.tree_size.tolist() == [5]
 
 
 def test_a_static_tree_has_nothing_below_a_token_never_seen() -> None:
     drafter = make(tree="branch:2-1", k=2)
     observe(drafter, t5=(6, 7), t7=(9, 2))
     tree = drafter.propose(slots(0, 1), ids(5, 11))
-    assert tree.num_nodes.tolist() == [4, 1]
+    assert tree.tree_size.tolist() == [4, 1]
     assert tree.tokens[0].tolist()[:4] == [5, 6, 7, 9]
     assert tree.parents[0].tolist()[:4] == [-1, 0, 0, 2]
 
@@ -96,13 +98,13 @@ def test_a_static_tree_counts_each_nodes_acceptance() -> None:
         requests = slots(3, 1)[: len(roots)]
         trees = drafter.propose(requests, ids(*roots))
         cut = DraftTree(
-            trees.tokens[:, :width], trees.parents[:, :width], trees.num_nodes.clamp(max=width)
+            trees.tokens[:, :width], trees.parents[:, :width], trees.tree_size.clamp(max=width)
         )
         target = torch.tensor(
             [[after.get(token, 0) for token in row] for row in cut.tokens.tolist()]
         )
         verified = verify_target(cut, target.int(), drafter.max_depth)
-        drafter.accepted(requests, cut, verified)
+        drafter.on_verified(requests, cut, verified)
 
     # Below 5: 6 and 7; 6 has no row, so the columns are 5, 6, 7, 9, 2. Below 15: all six.
     observe(drafter, t5=(6, 7), t7=(9, 2), t15=(16, 17), t16=(18, 19), t17=(20, 21))
@@ -120,7 +122,7 @@ def test_a_static_tree_counts_each_nodes_acceptance() -> None:
     assert counts() == ([0] * 6, [0] * 6)
 
 
-def test_a_grown_tree_follows_rows_and_goes_deep_where_that_is_likelier() -> None:
+def test_a_dynamic_tree_follows_rows_and_goes_deep_where_that_is_more_likely() -> None:
     drafter = make(nodes=3)
     observe(drafter, t5=(6, 7), t6=(8,), t8=(9,))
     drafter.start(0, [1, 5])
@@ -129,7 +131,7 @@ def test_a_grown_tree_follows_rows_and_goes_deep_where_that_is_likelier() -> Non
     assert [6, 8, 9] in paths(make_known(nodes=8), 0, 5)
 
 
-def make_known(**options: object) -> GrownDrafter | StaticDrafter:
+def make_known(**options: object) -> DynamicTreeDrafter | StaticTreeDrafter:
     drafter = make(**options)
     observe(drafter, t5=(6, 7), t6=(8,), t8=(9,))
     drafter.start(0, [1, 5])
@@ -157,16 +159,16 @@ def test_what_is_emitted_joins_the_text() -> None:
     drafter = make(nodes=4)
     drafter.start(0, [20, 21, 22, 23])
     drafter.extend(slots(0), ids(20)[None])
-    assert drafter.before(slots(0)).tolist() == [23]
+    assert drafter.previous_tokens(slots(0)).tolist() == [23]
     trees = drafter.propose(slots(0), ids(20))
     assert trees.tokens[0, 1:4].tolist() == [21, 22, 23]
     target = torch.where(trees.tokens == 20, 21, torch.where(trees.tokens == 21, 30, 0))
-    drafter.accepted(slots(0), trees, verify_target(trees, target.int(), drafter.max_depth))
-    assert drafter.before(slots(0)).tolist() == [21]
+    drafter.on_verified(slots(0), trees, verify_target(trees, target.int(), drafter.max_depth))
+    assert drafter.previous_tokens(slots(0)).tolist() == [21]
     drafter.extend(slots(0), ids(-1)[None])
-    assert drafter.before(slots(0)).tolist() == [21]
+    assert drafter.previous_tokens(slots(0)).tolist() == [21]
     drafter.start(0, [9])
-    assert drafter.before(slots(0)).tolist() == [-1]
+    assert drafter.previous_tokens(slots(0)).tolist() == [-1]
 
 
 def test_what_candidates_are_worth_is_measured() -> None:
@@ -179,16 +181,16 @@ def test_what_candidates_are_worth_is_measured() -> None:
         trees = drafter.propose(slots(0), ids(5))
         seen += trees.tokens[0, 1:].tolist()
         target = torch.full_like(trees.tokens, 7)
-        drafter.accepted(slots(0), trees, verify_target(trees, target, drafter.max_depth))
+        drafter.on_verified(slots(0), trees, verify_target(trees, target, drafter.max_depth))
         drafter.start(0, [1, 5])
     assert seen[0] == 6
     assert seen[-1] == 7
     assert seen == sorted(seen)
     drafter.reset()
-    assert drafter.propose(slots(0), ids(5)).num_nodes.tolist() == [1]
+    assert drafter.propose(slots(0), ids(5)).tree_size.tolist() == [1]
 
 
-def test_grown_trees_count_acceptance_by_source() -> None:
+def test_dynamic_trees_count_acceptance_by_source() -> None:
     drafter = make(nodes=3)
     observe(drafter, t5=(6, 7), t4_5=(8,))
     drafter.start(0, [4, 5])
@@ -196,35 +198,35 @@ def test_grown_trees_count_acceptance_by_source() -> None:
     trees = drafter.propose(slots(0), ids(5))
     assert trees.tokens.tolist() == [[5, 8, 0, 1]]
     target = torch.full_like(trees.tokens, 8)
-    drafter.accepted(slots(0), trees, verify_target(trees, target, drafter.max_depth))
+    drafter.on_verified(slots(0), trees, verify_target(trees, target, drafter.max_depth))
     assert json.loads(json.dumps(drafter.acceptance()))["sources"] == [
-        {"source": "pair rank 1", "tried": 1, "hit": 1, "share": 1.0},
-        {"source": "pair rank 2", "tried": 1, "hit": 0, "share": 0.0},
-        {"source": "pair rank 3", "tried": 1, "hit": 0, "share": 0.0},
+        {"source": "bigram rank 1", "tried": 1, "hit": 1, "share": 1.0},
+        {"source": "bigram rank 2", "tried": 1, "hit": 0, "share": 0.0},
+        {"source": "bigram rank 3", "tried": 1, "hit": 0, "share": 0.0},
     ]
     drafter.reset()
     assert drafter.acceptance() == {"sources": []}
 
 
-def test_each_origin_has_one_source() -> None:
-    tally = Tally.of(expected_priors())
+def test_each_candidate_has_one_source() -> None:
+    source_stats = SourceStats.of(expected_priors())
     states = {
-        (3, 1, 1): "copy of 3",  # whatever else offers it
-        (6, 0, 0): "copy of 6",
-        (0, 2, 1): "pair rank 2",
-        (9, 2, 0): "pair rank 2",  # another candidate is the copy
-        (0, 0, 4): "row rank 4",
-        (7, 9, 4): "row rank 4",  # the pair is not known
+        (3, 1, 1): "n-gram match of 3",  # whatever other table proposes it
+        (6, 0, 0): "n-gram match of 6",
+        (0, 2, 1): "bigram rank 2",
+        (9, 2, 0): "bigram rank 2",  # another candidate is the match
+        (0, 0, 4): "matrix rank 4",
+        (7, 9, 4): "matrix rank 4",  # the bigram is not known
     }
-    for number, (copy, pair, row) in enumerate(states):
-        origin = (copy * 10 + pair) * 9 + row
-        tally.tried[origin] = 10
-        tally.hit[origin] = number
-    assert by_source(tally) == [
-        {"source": "copy of 3", "tried": 10, "hit": 0, "share": 0.0},
-        {"source": "copy of 6", "tried": 10, "hit": 1, "share": 0.1},
-        {"source": "pair rank 2", "tried": 20, "hit": 5, "share": 0.25},
-        {"source": "row rank 4", "tried": 20, "hit": 9, "share": 0.45},
+    for number, (match, bigram, row) in enumerate(states):
+        source = (match * 10 + bigram) * 9 + row
+        source_stats.tried[source] = 10
+        source_stats.hit[source] = number
+    assert by_source(source_stats) == [
+        {"source": "n-gram match of 3", "tried": 10, "hit": 0, "share": 0.0},
+        {"source": "n-gram match of 6", "tried": 10, "hit": 1, "share": 0.1},
+        {"source": "bigram rank 2", "tried": 20, "hit": 5, "share": 0.25},
+        {"source": "matrix rank 4", "tried": 20, "hit": 9, "share": 0.45},
     ]
 
 
@@ -250,7 +252,7 @@ def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
     drafter.start(0, [5])
     assert paths(drafter, 0, 5)[0] == [7]
     assert int((drafter.tables.matrix[:, 0] >= 0).sum()) == 1
-    assert int((drafter.tables.pairs[0, :, 0] >= 0).sum()) == 0
+    assert int((drafter.tables.bigrams[0, :, 0] >= 0).sum()) == 0
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
@@ -278,4 +280,20 @@ def test_private_tables_are_seen_by_their_request_alone_and_end_with_it() -> Non
     assert paths(drafter, 1, 5) == [[9], [8]]
     drafter.start(0, [2, 5])
     assert paths(drafter, 0, 5) == [[9], [8]]
-    assert int(drafter.tables.tally.tried.sum()) == 0
+    assert int(drafter.tables.source_stats.tried.sum()) == 0
+
+
+def test_auto_sizes_trees_by_the_measured_forwards() -> None:
+    """The forwards decide: more draft tokens than without a profile, or none at all."""
+
+    def drafted(cost_of_a_token: float | None) -> int:
+        drafter = make(nodes="auto", max_nodes=15)
+        observe(drafter, t5=(6, 7, 8, 9, 10, 11, 12, 13), t6=(14, 15, 16, 17, 18, 19, 20, 21))
+        drafter.start(0, [1, 5])
+        if cost_of_a_token is not None:
+            drafter.profile(lambda tokens: 1.0 + cost_of_a_token * (tokens - 1), 16)
+        return int(drafter.propose(slots(0), ids(5)).tree_size[0]) - 1
+
+    assert drafted(None) == 7
+    assert drafted(1e-6) > 7
+    assert drafted(10.0) == 0

@@ -24,17 +24,17 @@ from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
 from drafttree.cli import app
-from recycle_plugin import priming
-from recycle_plugin.background import Priming
-from recycle_plugin.primed_files import (
+from recycle_plugin.storage import priming
+from recycle_plugin.storage.background import BackgroundPriming
+from recycle_plugin.storage.primed_files import (
     load_primed,
+    num_primed_rows,
     partial_file,
     primed_file,
     primed_identity,
-    rows_made,
     save_primed,
 )
-from recycle_plugin.priming import CHUNK, prime
+from recycle_plugin.storage.priming import CHUNK, prime
 
 VOCAB = 5 * CHUNK + 100
 K = 8
@@ -89,7 +89,7 @@ def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a == b).float().mean().item()
 
 
-def collect(primed: Priming) -> torch.Tensor:
+def collect(primed: BackgroundPriming) -> torch.Tensor:
     """All rows that a priming gives until it ends, -1 where it gave none."""
     matrix = torch.full((VOCAB, K), -1, dtype=torch.int32)
     give_up = time.monotonic() + SECONDS
@@ -98,7 +98,7 @@ def collect(primed: Priming) -> torch.Tensor:
         running = primed.running
         rows = primed.poll()
         if rows is not None:
-            assert rows_made(matrix) == rows.first
+            assert num_primed_rows(matrix) == rows.first
             matrix[rows.first : rows.first + len(rows.candidates)] = rows.candidates
         elif not running:
             return matrix
@@ -107,11 +107,11 @@ def collect(primed: Priming) -> torch.Tensor:
 
 
 @pytest.fixture
-def begin(model: Path) -> Iterator[Callable[..., Priming | None]]:
-    begun: list[Priming] = []
+def begin(model: Path) -> Iterator[Callable[..., BackgroundPriming | None]]:
+    begun: list[BackgroundPriming] = []
 
-    def begin(folder: Path | str = model, vocab_size: int = VOCAB) -> Priming | None:
-        primed = Priming.begin(folder, K, vocab_size, look_every=0.05)
+    def begin(folder: Path | str = model, vocab_size: int = VOCAB) -> BackgroundPriming | None:
+        primed = BackgroundPriming.start(folder, K, vocab_size, poll_seconds=0.05)
         if primed is not None:
             begun.append(primed)
         return primed
@@ -180,7 +180,7 @@ def test_an_interrupted_priming_goes_on_and_ends_the_same(model: Path, tmp_path:
     with pytest.raises(KeyboardInterrupt):
         prime(model, out, K, report=interrupt)
     partial = load(partial_file(out), model)
-    assert rows_made(partial) == 3 * CHUNK
+    assert num_primed_rows(partial) == 3 * CHUNK
     assert (partial[3 * CHUNK :] == -1).all()
     seen: list[int] = []
     prime(model, out, K, report=lambda made, rows: seen.append(made))
@@ -241,7 +241,7 @@ def test_two_at_once_compute_once(
     for thread in threads:
         thread.join()
     assert len(loads) == 1
-    assert rows_made(load(tmp_path / "out", model)) == VOCAB
+    assert num_primed_rows(load(tmp_path / "out", model)) == VOCAB
 
 
 @pytest.mark.parametrize(
@@ -268,10 +268,10 @@ def test_models_that_do_not_load_are_refused(
 def test_models_that_do_not_fit_are_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priming, "_ROOM", 1e9)
-    with pytest.raises(ValueError, match=r"needs \d+\.\d GiB of memory on cpu, and \d+\.\d GiB"):
+    monkeypatch.setattr(priming, "_MEMORY_FACTOR", 1e9)
+    with pytest.raises(ValueError, match=r"needs \d+\.\d GiB of memory on cpu, but only \d"):
         prime(model, tmp_path / "out", K)
-    with pytest.raises(ValueError, match=rf"a vocabulary of {VOCAB}, and 7 logits are served"):
+    with pytest.raises(ValueError, match=rf"a vocabulary of {VOCAB}, but 7 logits are served"):
         prime(model, tmp_path / "out", K, vocab_size=7)
     with pytest.raises(ValueError, match=r"k=9999 is not between 1 and"):
         prime(model, tmp_path / "out", 9999)
@@ -281,7 +281,7 @@ def test_an_engine_is_primed_in_the_background_and_at_once_the_next_time(
     model: Path,
     expected: torch.Tensor,
     cache: Path,
-    begin: Callable[..., Priming | None],
+    begin: Callable[..., BackgroundPriming | None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -301,8 +301,8 @@ def test_an_engine_is_primed_in_the_background_and_at_once_the_next_time(
     assert agreement(collect(later), expected) > 0.999
 
 
-def test_what_was_begun_is_taken_over_and_what_is_damaged_made_anew(
-    model: Path, expected: torch.Tensor, cache: Path, begin: Callable[..., Priming | None]
+def test_what_was_begun_is_continued_and_what_is_damaged_computed_again(
+    model: Path, expected: torch.Tensor, cache: Path, begin: Callable[..., BackgroundPriming | None]
 ) -> None:
     file = primed_file(model, K)
     matrix = torch.full((VOCAB, K), -1, dtype=torch.int32)
@@ -321,7 +321,7 @@ def test_without_a_cache_a_temporary_folder_serves(
     model: Path,
     expected: torch.Tensor,
     cache: Path,
-    begin: Callable[..., Priming | None],
+    begin: Callable[..., BackgroundPriming | None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache.touch()  # no folder can be made there
@@ -336,7 +336,7 @@ def test_without_a_cache_a_temporary_folder_serves(
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
-        ("org/model", "org/model is no local folder"),
+        ("org/model", "org/model is not a local folder"),
         ("empty", "empty has no .safetensors file"),
     ],
 )
@@ -344,7 +344,7 @@ def test_what_cannot_be_primed_is_one_warning(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, folder: str, words: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert Priming.begin(tmp_path / folder, K, VOCAB) is None
+    assert BackgroundPriming.start(tmp_path / folder, K, VOCAB) is None
     (record,) = caplog.records
     assert words in record.message
 
@@ -352,19 +352,19 @@ def test_what_cannot_be_primed_is_one_warning(
 def test_what_goes_wrong_in_the_background_is_one_warning(
     model: Path,
     cache: Path,
-    begin: Callable[..., Priming | None],
+    begin: Callable[..., BackgroundPriming | None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     primed = begin(vocab_size=7)
     assert primed is not None
-    assert rows_made(collect(primed)) == 0
+    assert num_primed_rows(collect(primed)) == 0
     (record,) = [r for r in caplog.records if r.levelno > logging.INFO]
-    assert f"a vocabulary of {VOCAB}, and 7 logits are served" in record.message
+    assert f"a vocabulary of {VOCAB}, but 7 logits are served" in record.message
 
 
 @pytest.fixture
 def busy(model: Path, cache: Path) -> Iterator[None]:
-    """Somebody else makes the file, for ever."""
+    """Another process holds the lock of the file and never finishes."""
     lock = primed_file(model, K).with_suffix(".safetensors.lock")
     lock.parent.mkdir(parents=True)
     with lock.open("ab") as held:
@@ -394,7 +394,7 @@ def child_in(text: str) -> int | None:
 
 @pytest.mark.usefixtures("busy")
 def test_closing_ends_the_process_which_ran_at_the_lowest_priority(
-    begin: Callable[..., Priming | None], caplog: pytest.LogCaptureFixture
+    begin: Callable[..., BackgroundPriming | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         primed = begin()
@@ -415,9 +415,9 @@ def test_closing_ends_the_process_which_ran_at_the_lowest_priority(
 def test_the_process_ends_with_its_parent(model: Path) -> None:
     program = f"""
 import logging, sys
-from recycle_plugin.background import Priming
+from recycle_plugin.storage.background import BackgroundPriming
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-primed = Priming.begin({str(model)!r}, {K}, {VOCAB})
+primed = BackgroundPriming.start({str(model)!r}, {K}, {VOCAB})
 primed.poll()
 sys.stdin.read()
 """
@@ -446,8 +446,8 @@ def test_the_command_prepares_and_tells_of_every_tenth(
 ) -> None:
     result = prepare("token-recycling", model)
     assert result.exit_code == 0, result.stderr
-    told = re.findall(rf"Priming Token Recycling: (\d+) of {VOCAB} tokens", result.stderr)
-    assert [int(made) for made in told] == [0, *range(CHUNK, VOCAB, CHUNK), VOCAB]
+    reported = re.findall(rf"Priming Token Recycling: (\d+) of {VOCAB} tokens", result.stderr)
+    assert [int(made) for made in reported] == [0, *range(CHUNK, VOCAB, CHUNK), VOCAB]
     file = primed_file(model, K)
     assert str(file) in result.stderr
     assert agreement(load(file, model), expected) > 0.999
@@ -456,8 +456,8 @@ def test_the_command_prepares_and_tells_of_every_tenth(
 def test_the_command_says_what_is_wrong(model: Path, cache: Path, tmp_path: Path) -> None:
     for method, folder, words in (
         ("nothing", model, "unknown method 'nothing'"),
-        ("rsd", model, "has nothing to prepare: it can be used at once. Methods that have: token_"),
-        ("token-recycling", tmp_path / "none", "is no folder"),
+        ("rsd", model, "needs no preparation. Methods that do: token_"),
+        ("token-recycling", tmp_path / "none", "is not a folder"),
         ("token-recycling", tmp_path, "has no .safetensors file"),
     ):
         result = prepare(method, folder)

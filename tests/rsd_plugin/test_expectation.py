@@ -1,4 +1,4 @@
-"""Expected tokens a step: what drawing and verifying many times gives on average."""
+"""The expected number of tokens per step is the mean over many sampled steps."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree
 from drafttree.verify import verify_sampled
 from rsd_plugin import RsdDrafter, RsdOptions
-from rsd_plugin.expectation import (
+from scripts.experiments.rsd.rsd_expectation import (
     NodePath,
     expected_tokens,
     k_sequential,
@@ -22,7 +22,7 @@ STEPS = 4_000
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token's distribution by the last token: the target's and the draft model's."""
+    """Next-token distributions by the last token, of a target and of a draft model."""
     generator = torch.Generator().manual_seed(3)
     target, draft = (1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator)).softmax(-1)
     return target, draft
@@ -40,19 +40,19 @@ def children_of(trees: DraftTree, row: int) -> dict[NodePath, list[int]]:
 
 
 @pytest.mark.parametrize("tree", ["beam:1x3", "beam:3x3", "branch:3-2-1"])
-def test_it_is_the_mean_of_what_verification_emits(tree: str) -> None:
+def test_the_expectation_is_the_mean_of_sampled_steps(tree: str) -> None:
     target, draft = tables()
     drafter = RsdDrafter(RsdOptions(model="", tree=tree), VOCAB, torch.device("cpu"))
 
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
 
-    trees, drawn = drafter.draw(
+    trees, drawn = drafter.propose(
         torch.zeros(STEPS, dtype=torch.int32),
         *([None] * STEPS, [0] * STEPS, torch.ones(STEPS, dtype=torch.bool)),
         forward,
     )
-    rule = drafter.verify_with(trees, drawn)
+    rule = drafter.acceptance_rule(trees, drawn)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]
@@ -77,7 +77,7 @@ def test_it_is_the_mean_of_what_verification_emits(tree: str) -> None:
     )
     difference = emitted - expected
     assert difference.mean().abs() < 4 * difference.std() / STEPS**0.5
-    # Neither is trivial: steps of different trees are worth different numbers of tokens.
+    # The check would be trivial if every tree had the same expectation.
     assert expected.std() > 0.1
 
 
@@ -95,7 +95,7 @@ def test_two_tokens_drawn_without_replacement_leave_nothing_to_reject() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_k_sequential_accepts_no_token_more_often_than_the_target_has_it(count: int) -> None:
-    """So that what is left can be made up for: and one token is at its limit."""
+    """Otherwise no residual could correct for it; one token is accepted exactly that often."""
     target, draft = (table[0].double() for table in tables())
     accepted = torch.zeros(VOCAB, dtype=torch.float64)
     for children in product(range(VOCAB), repeat=count):

@@ -1,4 +1,4 @@
-"""Drawing and verifying together, for models that are tables: the output is the target's own."""
+"""Drafting and verification together, with tables as models: the output follows the target."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from drafttree.drafter import DraftTree
-from drafttree.verify import Verified, verify_sampled
+from drafttree.tree import DraftTree, Verified
+from drafttree.verify import verify_sampled
 from rsd_plugin import RsdDrafter, RsdOptions
 from rsd_plugin.drafter import RecursiveRejection
 
@@ -19,9 +19,9 @@ TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1")
 
 
 def tables(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token's distribution by the last token: the target's, and a draft model's.
+    """Next-token distributions by the last token, of a target and of a draft model.
 
-    Some tokens are impossible for one of them.
+    Each rules out some tokens that the other allows.
     """
     generator = torch.Generator().manual_seed(seed)
     target, draft = (1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator)).softmax(-1)
@@ -42,10 +42,10 @@ def step(
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
 
-    trees, drawn = drafter.draw(roots, seeds, lengths, sampled, forward)
-    rule = drafter.verify_with(trees, drawn)
+    trees, drawn = drafter.propose(roots, seeds, lengths, sampled, forward)
+    rule = drafter.acceptance_rule(trees, drawn)
     if fault:
-        # As if every child were the first that was drawn: nothing is made up for afterwards.
+        # The rule sees other distributions than those that the children were sampled from.
         rule = RecursiveRejection(trees, drawn.probs.roll(1, 2), rule._coins)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def decode(
     sampled: torch.Tensor,
     fault: bool = False,
 ) -> tuple[torch.Tensor, int]:
-    """The first tokens of each request, and how many drafts were accepted."""
+    """The first tokens of each request, and the number of accepted draft tokens."""
     drafter = RsdDrafter(RsdOptions(model="draft", tree=tree), VOCAB, CPU)
     count = len(roots)
     written = torch.full((count, LENGTH + drafter.max_depth + 1), -1)
@@ -130,7 +130,7 @@ def test_different_seeds_give_different_tokens() -> None:
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_requests_that_are_not_sampled_get_the_likeliest_tokens(tree: str) -> None:
+def test_requests_that_are_not_sampled_get_the_most_likely_tokens(tree: str) -> None:
     target, _ = tables()
     sampled = torch.tensor([False, True, False])
     roots = torch.tensor([3, 3, 0], dtype=torch.int32)
@@ -153,14 +153,29 @@ def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
         return target[trees.tokens[:, first:].clamp(min=0).long()]
 
     everyone = torch.ones(count).bool()
-    trees, drawn = drafter.draw(roots, [None] * count, [1] * count, everyone, forward)
-    rule = drafter.verify_with(trees, drawn)
+    trees, drawn = drafter.propose(roots, [None] * count, [1] * count, everyone, forward)
+    rule = drafter.acceptance_rule(trees, drawn)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]
         return rule(target[tokens.clamp(min=0).long()], nodes)
 
-    # A beam may drop a node's children altogether; where there is one, the first is accepted.
+    # A beam may drop all children of a node; wherever there is a child, the first is accepted.
     verified = verify_sampled(trees, draw, drafter.max_depth)
     ends = verified.path.gather(1, verified.num_emitted.long()[:, None] - 1)
     assert not ((trees.parents == ends) & (trees.tokens >= 0)).any()
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_proposals_are_draft_trees_of_the_declared_size(tree: str) -> None:
+    options = RsdOptions(model="draft", tree=tree)
+    drafter = RsdDrafter(options, VOCAB, CPU)
+    _, draft = tables()
+
+    def forward(trees: DraftTree, first: int) -> torch.Tensor:
+        return draft[trees.tokens[:, first:].clamp(min=0).long()]
+
+    roots = torch.arange(64, dtype=torch.int32) % VOCAB
+    trees, _ = drafter.propose(roots, [None] * 64, [1] * 64, torch.arange(64) % 2 == 0, forward)
+    trees.check(options.num_draft_tokens)
+    assert trees.tokens.shape[1] <= len(drafter.columns) == 1 + options.num_draft_tokens

@@ -1,4 +1,4 @@
-"""The notation of RSD's trees."""
+"""The notation of RSD's trees, and what is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_trees_are_read(
     shape = options(tree).shape
     assert shape.widths == widths
     assert shape.factors == factors
-    assert options(tree).num_nodes == sum(widths)
+    assert options(tree).num_draft_tokens == sum(widths)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_trees_are_read(
         ("tree.json", "is not known"),
     ],
 )
-def test_what_is_no_tree_is_said(tree: str, complaint: str) -> None:
+def test_wrong_notation_is_refused(tree: str, complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         options(tree)

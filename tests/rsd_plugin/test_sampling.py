@@ -1,4 +1,4 @@
-"""Trees drawn without replacement, against drawing tokens and whole sequences one by one."""
+"""Levels sampled without replacement, against sampling tokens and sequences one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def roots(count: int) -> Level:
 
 
 def compare(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The p-value of counts against probabilities; all cells are expected often enough."""
+    """The p-value of counts against probabilities; every cell has an expected count above 5."""
     assert float(expected.min()) * DRAWS > 5
     expected = expected.double() / expected.double().sum()
     return float(chisquare(found.numpy(), (expected * DRAWS).numpy()).pvalue)
@@ -88,12 +88,12 @@ def test_a_beam_holds_sequences_drawn_without_replacement() -> None:
 
 
 def test_the_first_child_of_a_parent_is_a_draw_of_its_own_distribution() -> None:
-    """Over all parents in the beam, those without a surviving child included (theorem 3.2)."""
+    """This holds over all parents in the beam, with or without a surviving child (theorem 3.2)."""
     first, second = chain()
     drawn = torch.ones(DRAWS, dtype=torch.bool)
     upper = beam(roots(DRAWS), first.expand(DRAWS, 1, VOCAB), gumbel(DRAWS, 1, VOCAB), 3, drawn)
     log_p = second[upper.tokens.long()]
-    # A beam that holds every child keeps each parent's first.
+    # The beam is wide enough for every child, so the first child of each parent is in it.
     lower = beam(upper, log_p, gumbel(*log_p.shape, seed=7), VOCAB * VOCAB, drawn)
     for parent_token in range(VOCAB):
         rows, parent = (upper.tokens == parent_token).nonzero(as_tuple=True)
@@ -165,7 +165,7 @@ def test_fewer_tokens_than_children_leave_gaps_behind() -> None:
 
 
 def test_the_tail_keeps_its_order() -> None:
-    """Scores far below their siblings' best, where differences of exponentials would vanish."""
+    """Scores far below the best sibling's, where differences of exponentials would vanish."""
     level = Level.root(torch.zeros(1, dtype=torch.int32))
     log_p = torch.tensor([[[-1e-7, -16.2, -40.0, -41.0, -80.0]]])
     found = beam(level, log_p, torch.zeros_like(log_p), 5, torch.tensor([True]))

@@ -1,5 +1,5 @@
-"""Primes while an engine serves: one process of the lowest priority, whose rows the engine takes
-over as they are made."""
+"""Priming while an engine serves: a process of lowest priority computes rows, which the engine
+copies as they appear."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from typing import IO, NamedTuple, Self
 
 import torch
 
-from recycle_plugin.files import TablesError
-from recycle_plugin.primed_files import (
-    file_of,
+from recycle_plugin.storage.primed_files import (
+    cached_file,
     load_primed,
+    num_primed_rows,
     partial_file,
     primed_identity,
-    rows_made,
 )
+from recycle_plugin.storage.table_files import TablesError
 
-_LOOK_EVERY = 2.0
-_TELL_EVERY = 60.0
+_POLL_SECONDS = 2.0
+_LOG_SECONDS = 60.0
 
-# They colour what is read here, bind threads to cores, or put a process into a group of ranks.
+# Variables that would colour the process's output, bind its threads to cores or make it a rank of a
+# process group.
 _NOT_INHERITED = (
     "FORCE_COLOR",
     *("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND"),
@@ -39,71 +40,79 @@ _NOT_INHERITED = (
 
 
 class Rows(NamedTuple):
-    """New rows of the primed matrix: of the tokens from `first` on, `int32 [n, k]` on the CPU."""
+    """New rows of the primed matrix.
+
+    Attributes:
+        first: Token id of the first row.
+        candidates: Candidates of tokens `first` to `first + n - 1`, `int32 [n, k]` on the CPU.
+    """
 
     first: int
     candidates: torch.Tensor
 
 
-class Priming:
-    """The primed matrix of a served model, as it comes to be.
+class BackgroundPriming:
+    """The primed matrix of a served model, row by row as it is computed.
 
-    When rows come differs from one process to the next: ranks that must draft alike let one of
-    them begin, and share what it polls at one step.
+    The step at which rows arrive differs between processes. Ranks that must draft identically
+    therefore let one of them prime and broadcast what it polls.
     """
 
     @classmethod
-    def begin(
+    def start(
         cls,
         folder: str | Path,
         k: int,
         vocab_size: int,
         logger: logging.Logger | None = None,
-        look_every: float = _LOOK_EVERY,
+        poll_seconds: float = _POLL_SECONDS,
     ) -> Self | None:
-        """Take the finished matrix if it is there, else make it in the background, once polled.
+        """Load the finished matrix if there is one, else compute it in the background.
 
-        Where that is not possible, one warning says why and None is returned: serving goes on
-        unprimed. The same holds for what goes wrong later on.
+        Computation starts at the first `poll`. If the model cannot be primed, one warning gives the
+        reason, None is returned and serving continues unprimed; the same holds for later failures.
 
         Args:
-            vocab_size: the width of the engine's logits.
-            look_every: seconds between looks at what the process has made.
+            folder: Folder of the model.
+            k: Candidates per token.
+            vocab_size: Width of the engine's logits.
+            logger: Logger for progress and warnings.
+            poll_seconds: Seconds between reads of the process's partial file.
         """
         logger = logger or logging.getLogger(__name__)
         folder = Path(folder)
         if not folder.is_dir():
             logger.warning(
-                "Token Recycling is not primed: %s is no local folder. Name the folder that the "
-                "model's weights are in",
+                "Token Recycling is not primed: %s is not a local folder. Give the folder that "
+                "holds the model's weights",
                 folder,
             )
             return None
         try:
-            return cls(folder.absolute(), k, vocab_size, logger, look_every)
+            return cls(folder.absolute(), k, vocab_size, logger, poll_seconds)
         except ValueError as error:
             logger.warning("Token Recycling is not primed: %s", error)
             return None
 
     def __init__(
-        self, folder: Path, k: int, vocab_size: int, logger: logging.Logger, look_every: float
+        self, folder: Path, k: int, vocab_size: int, logger: logging.Logger, poll_seconds: float
     ) -> None:
-        """As `begin`, which answers for the error.
+        """See `start`, which turns the error into a warning.
 
         Raises:
-            ValueError: the folder holds no model's weights.
+            ValueError: The folder holds no model weights.
         """
         self._folder = folder
         self._identity = primed_identity(folder, k)
-        self._file = file_of(self._identity)
+        self._file = cached_file(self._identity)
         self._vocab_size = vocab_size
         self._logger = logger
-        self._look_every = look_every
+        self._poll_seconds = poll_seconds
         self._new: deque[Rows] = deque()
         self._taken = 0
         self._seen: dict[Path, int] = {}
         self._refused = ""
-        self._told = time.monotonic()
+        self._logged = time.monotonic()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._take(self._file)
@@ -116,13 +125,13 @@ class Priming:
 
     @property
     def finished(self) -> bool:
-        """Whether all rows are made; `poll` may still hold some."""
+        """Whether all rows are computed; `poll` may not have returned all of them yet."""
         return self._taken == self._vocab_size
 
     def poll(self) -> Rows | None:
-        """New rows, if there are any; cheap enough for every step.
+        """Return new rows, if there are any; cheap enough to call in every step.
 
-        The first call begins the work: an engine that starts has settled its memory by then.
+        The first call starts the process: by then a starting engine has allocated its memory.
         """
         if self._thread is not None and self._thread.ident is None:
             self._thread.start()
@@ -130,11 +139,11 @@ class Priming:
 
     @property
     def running(self) -> bool:
-        """Whether more rows may come than `poll` holds now."""
+        """Whether more rows may arrive than `poll` could return now."""
         return self._thread is not None and (self._thread.ident is None or self._thread.is_alive())
 
     def close(self) -> None:
-        """End the background process, if there is one. What it has made is not lost."""
+        """End the background process, if there is one; rows that it saved are not lost."""
         if self._thread is not None:
             self._finalizer()
 
@@ -149,7 +158,7 @@ class Priming:
             with contextlib.ExitStack() as stack:
                 self._file = self._file_to_write(stack)
                 errors = stack.enter_context(tempfile.TemporaryFile())
-                child = self._start(errors)
+                child = self._spawn(errors)
                 stack.callback(child.wait)
                 stack.callback(child.kill)
                 self._watch(child)
@@ -162,21 +171,21 @@ class Priming:
         self._logger.warning("Token Recycling is not primed: %s", reason)
 
     def _file_to_write(self, stack: contextlib.ExitStack) -> Path:
-        """The file, or one in a temporary folder where the cache cannot be written."""
+        """The cache file, or one in a temporary folder if the cache cannot be written."""
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._file.parent):
                 return self._file
         except OSError as error:
             self._logger.warning(
-                "the cache cannot be written (%s), so that Token Recycling is primed for this run "
-                "only: set DRAFTTREE_CACHE to a folder that can",
+                "the cache cannot be written (%s), so Token Recycling is primed for this run only: "
+                "set DRAFTTREE_CACHE to a writable folder",
                 error,
             )
         return Path(stack.enter_context(_temporary_folder())) / self._file.name
 
-    def _start(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", "recycle_plugin.priming", str(self._folder)]
+    def _spawn(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "recycle_plugin.storage.priming", str(self._folder)]
         command += [str(self._file), "--k", self._identity["k"]]
         command += ["--vocab-size", str(self._vocab_size), "--parent", str(os.getpid())]
         environment = {n: value for n, value in os.environ.items() if n not in _NOT_INHERITED}
@@ -187,16 +196,16 @@ class Priming:
         }
         null = subprocess.DEVNULL
         child = subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=errors)
-        _yield_to_others(child.pid)
+        _lower_priority(child.pid)
         self._logger.info(
             "Token Recycling is being primed in the background by process %d; "
-            "`drafttree prepare` does so beforehand",
+            "run `drafttree prepare` to do this beforehand",
             child.pid,
         )
         return child
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Take over what the child makes until it is finished or ends, or nobody wants it."""
+        """Read what the child computes until it is finished, it exits or this object is closed."""
         while not self._closing.is_set():
             ended = child.poll() is not None
             self._take(partial_file(self._file))
@@ -205,57 +214,57 @@ class Priming:
                 self._logger.info("Token Recycling is primed")
             if self.finished or ended:
                 return
-            self._tell()
-            self._closing.wait(self._look_every)
+            self._log_progress()
+            self._closing.wait(self._poll_seconds)
 
     def _take(self, file: Path) -> None:
-        """Take over what is new in a file."""
+        """Queue the rows of a file that are new."""
         try:
-            when = file.stat().st_mtime_ns
-            if self._seen.get(file) == when:
+            modified = file.stat().st_mtime_ns
+            if self._seen.get(file) == modified:
                 return
-            self._seen[file] = when
+            self._seen[file] = modified
             matrix = load_primed(file, self._identity, self._vocab_size)
         except OSError:
-            return  # not made yet, or it gave way to the finished file
+            return  # not written yet, or replaced by the finished file
         except TablesError as error:
-            self._refused = str(error)  # the child makes it anew
+            self._refused = str(error)  # the child computes it again
             return
-        made = rows_made(matrix)
+        made = num_primed_rows(matrix)
         if made > self._taken:
             self._new.append(Rows(self._taken, matrix[self._taken : made]))
             self._taken = made
 
-    def _tell(self) -> None:
-        if time.monotonic() - self._told > _TELL_EVERY:
-            self._told = time.monotonic()
+    def _log_progress(self) -> None:
+        if time.monotonic() - self._logged > _LOG_SECONDS:
+            self._logged = time.monotonic()
             self._logger.info(
                 "Token Recycling is primed for %d of %d tokens", self._taken, self._vocab_size
             )
 
     def _reason(self, child: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-        """Why a child that ended has not finished."""
+        """Why the child exited before it was finished."""
         if child.returncode == 0:
             return self._refused
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
-        if child.returncode < 0 or not said:
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+        if child.returncode < 0 or not lines:
             return f"its process ended with status {child.returncode}"
-        return said[-1].removeprefix("error: ")
+        return lines[-1].removeprefix("error: ")
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="drafttree-", ignore_cleanup_errors=True)
 
 
-def _yield_to_others(process: int) -> None:
-    """Let a process run when nobody else would, and be the first to go when memory runs out."""
+def _lower_priority(process: int) -> None:
+    """Run a process only when cores are idle, and let it be killed first if memory runs out."""
     try:
         os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process, 19)
-    # Engines bind the thread that starts processes to one core.
+    # Engines bind the thread that starts the process to one core: allow it all of this process's.
     with contextlib.suppress(AttributeError, OSError):
         threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
         cores = set().union(*(os.sched_getaffinity(thread) for thread in threads))

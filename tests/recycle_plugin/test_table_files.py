@@ -1,4 +1,4 @@
-"""Files of tables are whole or refused, and a keeper keeps them up to date."""
+"""Files of tables are complete or refused, and a saver keeps them up to date."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recycle_plugin.files import FORMAT, Keeper, Table, TablesError, load_tables, save_tables
+from recycle_plugin.storage.table_files import (
+    FORMAT,
+    TableSaver,
+    TablesError,
+    TableSpec,
+    load_tables,
+    save_tables,
+)
 
 IDENTITY = {"tokenizer": "0123456789abcdef", "k": "2", "vocabulary": "5"}
 EXPECTED = {
-    "matrix": Table((5, 2), torch.int32, vocab_size=5),
-    "tags": Table((3,), torch.int64),
+    "matrix": TableSpec((5, 2), torch.int32, vocab_size=5),
+    "tags": TableSpec((3,), torch.int64),
 }
 
 
@@ -36,15 +43,15 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_tables_that_rest_are_saved_without_being_asked(tmp_path: Path) -> None:
-    file = tmp_path / "kept"
-    keeper = Keeper(file, Counter(), IDENTITY, every=3600)
-    keeper.touch()
+def test_idle_tables_are_saved(tmp_path: Path) -> None:
+    file = tmp_path / "tables"
+    saver = TableSaver(file, Counter(), IDENTITY, every=3600)
+    saver.touch()
     deadline = time.monotonic() + 60
     while not file.is_file():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    keeper.close()
+    saver.close()
 
 
 def test_what_was_saved_is_loaded(file: Path) -> None:
@@ -65,40 +72,40 @@ def test_folders_are_made_and_strided_tables_saved(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "tables.safetensors"
     columns = torch.arange(4, dtype=torch.int32).reshape(2, 2).T
     save_tables(file, {"matrix": columns}, {})
-    assert torch.equal(load_tables(file, {"matrix": Table((2, 2))}, {})["matrix"], columns)
+    assert torch.equal(load_tables(file, {"matrix": TableSpec((2, 2))}, {})["matrix"], columns)
 
 
 @pytest.mark.parametrize(
     ("identity", "words"),
     [
-        ({"tokenizer": "f" * 16}, r"another tokenizer, 0123456789abcdef, and f{16} is served"),
-        ({"k": "8"}, r"another k, 2, and 8 is served"),
-        ({"vocabulary": "6"}, r"another vocabulary, 5, and 6 is served"),
-        ({"weights": "a"}, r"another weights, unknown, and a is served"),
+        ({"tokenizer": "f" * 16}, r"tokenizer 0123456789abcdef, but f{16} is served"),
+        ({"k": "8"}, r"k 2, but 8 is served"),
+        ({"vocabulary": "6"}, r"vocabulary 5, but 6 is served"),
+        ({"weights": "a"}, r"weights unknown, but a is served"),
     ],
 )
 def test_files_of_something_else_are_refused(
     file: Path, identity: dict[str, str], words: str
 ) -> None:
-    with pytest.raises(TablesError, match=rf"tables\.safetensors .*{words}: name another file"):
+    with pytest.raises(TablesError, match=rf"tables\.safetensors .*{words}: give another file"):
         load_tables(file, EXPECTED, IDENTITY | identity)
 
 
 @pytest.mark.parametrize(
     ("name", "table", "words"),
     [
-        ("matrix", Table((5, 3)), r"is int32 \[5, 2\], not int32 \[5, 3\]: name another file"),
-        ("matrix", Table((5, 2), torch.int64), r"is int32 \[5, 2\], not int64 \[5, 2\]"),
+        ("matrix", TableSpec((5, 3)), r"is int32 \[5, 2\], not int32 \[5, 3\]: give another file"),
+        ("matrix", TableSpec((5, 2), torch.int64), r"is int32 \[5, 2\], not int64 \[5, 2\]"),
         (
             "matrix",
-            Table((5, 2), vocab_size=4),
-            r"holds ids from -1 to 4, .* between -1 and 3.*delete",
+            TableSpec((5, 2), vocab_size=4),
+            r"holds ids from -1 to 4, outside -1 to 3: .*delete",
         ),
-        ("pairs", Table((5, 2)), r"lacks pairs: delete it"),
+        ("pairs", TableSpec((5, 2)), r"lacks pairs: delete it"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(
-    file: Path, name: str, table: Table, words: str
+    file: Path, name: str, table: TableSpec, words: str
 ) -> None:
     with pytest.raises(TablesError, match=rf"tables\.safetensors.* {words}"):
         load_tables(file, {name: table}, IDENTITY)
@@ -112,18 +119,18 @@ def test_ids_below_minus_one_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_damaged_and_foreign_files_are_refused(file: Path, tmp_path: Path) -> None:
-    with pytest.raises(TablesError, match=r"nothing is no file: name one"):
+    with pytest.raises(TablesError, match=r"nothing is not a file: give the name"):
         load_tables(tmp_path / "nothing", EXPECTED, IDENTITY)
     whole = file.read_bytes()
-    for part in (whole[:-1], whole[:20], whole[:4], b"", b"\xff" * 100, whole + b"x"):
-        file.write_bytes(part)
+    for content in (whole[:-1], whole[:20], whole[:4], b"", b"\xff" * 100, whole + b"x"):
+        file.write_bytes(content)
         with pytest.raises(TablesError, match=r"tables\.safetensors is damaged.*delete it"):
             load_tables(file, EXPECTED, IDENTITY)
     save_file(make_tables(), file)
-    with pytest.raises(TablesError, match=r"holds no tables of Token Recycling: name another"):
+    with pytest.raises(TablesError, match=r"holds no tables of Token Recycling: give another"):
         load_tables(file, EXPECTED, IDENTITY)
     save_file(make_tables(), file, IDENTITY | {"format": FORMAT, "version": "99"})
-    with pytest.raises(TablesError, match=r"is of version 99, and 1 is known here: delete it"):
+    with pytest.raises(TablesError, match=r"has version 99, but only 1 is supported: delete it"):
         load_tables(file, EXPECTED, IDENTITY)
 
 
@@ -142,7 +149,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 def test_readers_see_whole_files_while_two_write(tmp_path: Path) -> None:
     file = tmp_path / "tables.safetensors"
-    expected = {"matrix": Table((1000, 8))}
+    expected = {"matrix": TableSpec((1000, 8))}
     values = [torch.full((1000, 8), value, dtype=torch.int32) for value in (1, 2)]
     save_tables(file, {"matrix": values[0]}, {})
 
@@ -183,34 +190,34 @@ class Counter:
 
 
 def saved(file: Path) -> int:
-    return int(load_tables(file, {"looks": Table((1,), torch.int64)}, IDENTITY)["looks"])
+    return int(load_tables(file, {"looks": TableSpec((1,), torch.int64)}, IDENTITY)["looks"])
 
 
-def test_a_keeper_saves_in_the_background_when_touched(tmp_path: Path) -> None:
+def test_a_saver_saves_in_the_background_when_touched(tmp_path: Path) -> None:
     counter = Counter()
-    keeper = Keeper(tmp_path / "kept", counter, IDENTITY, every=0.01)
+    saver = TableSaver(tmp_path / "tables", counter, IDENTITY, every=0.01)
     for looks in (1, 2):
-        keeper.touch()
+        saver.touch()
         with counter.looked:
             assert counter.looked.wait_for(lambda looks=looks: counter.looks >= looks, timeout=30)
-    keeper.close()
-    assert saved(tmp_path / "kept") == counter.looks
+    saver.close()
+    assert saved(tmp_path / "tables") == counter.looks
 
 
-def test_a_keeper_saves_on_request_and_a_last_time(tmp_path: Path) -> None:
-    file, counter = tmp_path / "kept", Counter()
-    keeper = Keeper(file, counter, IDENTITY)
-    assert keeper.save()
+def test_a_saver_saves_on_request_and_a_last_time(tmp_path: Path) -> None:
+    file, counter = tmp_path / "tables", Counter()
+    saver = TableSaver(file, counter, IDENTITY)
+    assert saver.save()
     assert saved(file) == 1
-    keeper.touch()
-    keeper.close()
+    saver.touch()
+    saver.close()
     assert saved(file) == 2
-    keeper.close()
+    saver.close()
     assert counter.looks == 2
 
 
-def test_an_untouched_keeper_writes_nothing(tmp_path: Path) -> None:
-    Keeper(tmp_path / "kept", Counter(), IDENTITY).close()
+def test_an_untouched_saver_writes_nothing(tmp_path: Path) -> None:
+    TableSaver(tmp_path / "tables", Counter(), IDENTITY).close()
     assert os.listdir(tmp_path) == []
 
 
@@ -219,42 +226,42 @@ def test_a_failure_to_save_is_one_warning_until_it_works_again(
 ) -> None:
     folder = tmp_path / "folder"
     folder.touch()  # no folder can be made there
-    keeper = Keeper(folder / "kept", Counter(), IDENTITY)
+    saver = TableSaver(folder / "tables", Counter(), IDENTITY)
     with caplog.at_level(logging.WARNING):
-        assert not keeper.save()
-        assert not keeper.save()
+        assert not saver.save()
+        assert not saver.save()
     assert len(caplog.records) == 1
-    assert str(folder / "kept") in caplog.text
+    assert str(folder / "tables") in caplog.text
     folder.unlink()
-    keeper.close()  # what could not be saved counts as changed
-    assert saved(folder / "kept") == 3
+    saver.close()  # what could not be saved counts as changed
+    assert saved(folder / "tables") == 3
 
 
-def test_a_keeper_refuses_to_save_all_the_time(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="every=0 seconds is too often"):
-        Keeper(tmp_path / "kept", Counter(), IDENTITY, every=0)
+def test_a_saver_refuses_an_interval_of_zero(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="every=0 seconds is not positive"):
+        TableSaver(tmp_path / "tables", Counter(), IDENTITY, every=0)
 
 
-def keep_and_end(file: Path) -> None:
-    keeper = Keeper(file, Counter(), IDENTITY)
-    keeper.touch()
+def save_and_exit(file: Path) -> None:
+    saver = TableSaver(file, Counter(), IDENTITY)
+    saver.touch()
 
 
-def test_a_keeper_saves_when_its_process_ends(tmp_path: Path) -> None:
+def test_a_saver_saves_when_its_process_ends(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 import torch
-from recycle_plugin.files import Keeper
-keeper = Keeper(Path({str(tmp_path / "alone")!r}), lambda: {{"looks": torch.tensor([1])}},
+from recycle_plugin.storage.table_files import TableSaver
+saver = TableSaver(Path({str(tmp_path / "alone")!r}), lambda: {{"looks": torch.tensor([1])}},
     {IDENTITY!r})
-keeper.touch()
+saver.touch()
 """
     path = os.pathsep.join(filter(None, sys.path))
     command = [sys.executable, "-c", program]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
     assert saved(tmp_path / "alone") == 1
     forked = multiprocessing.get_context("fork").Process(
-        target=keep_and_end, args=(tmp_path / "forked",)
+        target=save_and_exit, args=(tmp_path / "forked",)
     )
     forked.start()
     forked.join()

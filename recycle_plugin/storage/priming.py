@@ -1,10 +1,11 @@
-"""Fills the adjacency matrix before anything is served: row t with the target's k most likely
-tokens after `[BOS, t]`, or after `[t]` alone where the model has no BOS.
+"""Priming: compute the adjacency matrix of a model before anything is served.
 
-The paper (arXiv 2408.08696) begins with zeros and learns a token's row when it is first verified.
+Row t gets the target's k most likely tokens after `[BOS, t]`, or after `[t]` if the model has no
+BOS. The paper (arXiv 2408.08696) starts from zeros instead and learns the row of a token when it is
+first verified.
 
-`python -m recycle_plugin.priming FOLDER OUT` does it for the model in a folder. Interrupted and
-started again it goes on from its last partial file.
+`python -m recycle_plugin.storage.priming FOLDER OUT` primes the model in a folder. If it is
+interrupted, the same command continues from the last partial file.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tree_kernels.adjacency import top_candidates
 
-from recycle_plugin.files import TablesError
-from recycle_plugin.primed_files import (
+from drafttree.model_files import weights_size
+from recycle_plugin.storage.primed_files import (
     load_primed,
+    num_primed_rows,
     partial_file,
     primed_file,
     primed_identity,
-    rows_made,
     save_primed,
 )
+from recycle_plugin.storage.table_files import TablesError
 
 CHUNK = 256
+"""Tokens in one forward."""
 _SAVES = 10
 _SAVE_AFTER = 60.0
-# What a model needs of memory, in sizes of its weights' files.
-_ROOM = 1.3
+# Memory that a model needs to run, as a multiple of the size of its weights.
+_MEMORY_FACTOR = 1.3
 
 Report = Callable[[int, int], None]
+"""`(rows computed so far, all rows)`."""
 
 
 def prime(
@@ -53,40 +57,45 @@ def prime(
     report: Report = lambda done, rows: None,
     vocab_size: int | None = None,
 ) -> None:
-    """Make the primed matrix of the model in `folder`, unless `file` holds it already.
+    """Compute the primed matrix of the model in `folder`, unless `file` holds it already.
 
-    Of several processes that make the same file one works, the others wait for it. Rows are made
-    from id 0 up, and kept in a partial file beside at every tenth, or minute.
+    If several processes prime the same file, one computes and the others wait for it. Rows are
+    computed in order of token id; every tenth of them, or every minute, they are saved to a partial
+    file beside `file`.
 
     Args:
-        report: called with the rows made so far and with all.
-        vocab_size: the width of the served logits, where it is known.
+        folder: Folder of the model.
+        file: File to write.
+        k: Candidates per token.
+        device: Torch device to run the model on.
+        report: Called with the number of rows computed so far and the number of all rows.
+        vocab_size: Width of the served logits, if known; a model of another width is refused.
 
     Raises:
-        ValueError: the model cannot be loaded, does not fit in memory, or has another vocabulary.
-        OSError: the file cannot be written.
+        ValueError: The model cannot be loaded, does not fit in memory, or has another vocabulary.
+        OSError: The file cannot be written.
     """
     identity = primed_identity(folder, k)
     config = _read_config(folder)
     rows = config.get_text_config().vocab_size
     if vocab_size not in (None, rows):
         raise ValueError(
-            f"the model in {folder} has a vocabulary of {rows}, and {vocab_size} logits are served"
+            f"the model in {folder} has a vocabulary of {rows}, but {vocab_size} logits are served"
         )
     if not 1 <= k <= rows:
         raise ValueError(f"k={k} is not between 1 and the vocabulary of {folder}, {rows}")
     file.parent.mkdir(parents=True, exist_ok=True)
     report(0, rows)
-    with _alone(file):
+    with _lock(file):
         finished = _load(file, identity, rows)
-        if finished is not None and rows_made(finished) == rows:
+        if finished is not None and num_primed_rows(finished) == rows:
             report(rows, rows)
             return
         partial = partial_file(file)
         matrix = _load(partial, identity, rows)
         if matrix is None:
             matrix = torch.full((rows, k), -1, dtype=torch.int32)
-        made = rows_made(matrix)
+        made = num_primed_rows(matrix)
         report(made, rows)
         saved, when = made, time.monotonic()
         for first, candidates in _candidates(folder, device, made, rows, k):
@@ -101,7 +110,7 @@ def prime(
 
 
 def _load(file: Path, identity: dict[str, str], rows: int) -> torch.Tensor | None:
-    """What a file holds; a damaged one counts as none and is made anew."""
+    """Load a file; None if it is missing or damaged, so that it is computed again."""
     try:
         return load_primed(file, identity, rows)
     except TablesError:
@@ -109,10 +118,10 @@ def _load(file: Path, identity: dict[str, str], rows: int) -> torch.Tensor | Non
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Wait until no other process makes the file, and keep others waiting."""
+def _lock(file: Path) -> Iterator[None]:
+    """Hold the lock of the file, so that only one process computes it at a time."""
     with file.with_name(f"{file.name}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed or the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process ends
         yield
 
 
@@ -122,37 +131,41 @@ def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        # Each model's code fails in its own way.
+        # Model code from anywhere runs here and may raise anything.
         raise ValueError(f"transformers cannot read {folder}/config.json: {error}") from error
 
 
 def _load_model(folder: Path, device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    room = _ROOM * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    needed = _MEMORY_FACTOR * weights_size(folder)
     free = (
         torch.cuda.mem_get_info(device)[0]
         if device.startswith("cuda")
         else psutil.virtual_memory().available
     )
-    if room > free:
+    if needed > free:
         raise ValueError(
-            f"the model in {folder} needs {room / 2**30:.1f} GiB of memory on {device}, and "
+            f"the model in {folder} needs {needed / 2**30:.1f} GiB of memory on {device}, but only "
             f"{free / 2**30:.1f} GiB are free"
         )
-    widened = device == "cpu" and 2 * room <= free and _is_faster_wide(_read_config(folder))
-    dtype = torch.float32 if widened else "auto"
+    in_float32 = (
+        device == "cpu" and 2 * needed <= free and _is_faster_in_float32(_read_config(folder))
+    )
+    dtype = torch.float32 if in_float32 else "auto"
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         return model.to(device).eval()
     except Exception as error:
-        # Each model's code fails in its own way.
+        # Model code from anywhere runs here and may raise anything.
         raise ValueError(f"transformers cannot load the model in {folder}: {error}") from error
 
 
-def _is_faster_wide(config: Any) -> bool:
-    """Whether a CPU runs a model in float32 faster than as it is stored: without instructions for
-    bfloat16, seven times (SmolLM2-135M on an AVX2 machine)."""
+def _is_faster_in_float32(config: Any) -> bool:
+    """Whether a CPU runs the model faster in float32 than in its stored 16-bit type.
+
+    Without bfloat16 instructions float32 is seven times as fast (SmolLM2-135M, AVX2).
+    """
     if getattr(config, "quantization_config", None) is not None:
         return False
     halves = config.get_text_config().dtype in (torch.bfloat16, torch.float16)
@@ -164,8 +177,10 @@ def _is_faster_wide(config: Any) -> bool:
 def _candidates(
     folder: Path, device: str, first: int, rows: int, k: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows from `first` on, in chunks of equal ids whoever makes them: first row, candidates
-    `int32 [n, k]`."""
+    """Yield the first row and the candidates, `int32 [n, k]`, of each chunk from row `first` on.
+
+    Chunk boundaries do not depend on `first`, so a continued run gives the same matrix.
+    """
     if first == rows:
         return
     model = _load_model(folder, device)
@@ -191,43 +206,43 @@ def _candidates(
 
 
 @contextmanager
-def shown(console: Console) -> Iterator[Report]:
-    """Shows progress: a bar on a terminal, elsewhere a line at every tenth."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would cut through ours
+def progress_shown(console: Console) -> Iterator[Report]:
+    """Show progress: a bar on a terminal, elsewhere a line for every tenth."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would interrupt our bar
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task("Priming Token Recycling", total=None)
-        told = -1
+        tenths_shown = -1
 
         def report(made: int, rows: int) -> None:
-            nonlocal told
+            nonlocal tenths_shown
             progress.update(task, completed=made, total=rows)
-            if not console.is_terminal and made * 10 // rows > told:
-                told = made * 10 // rows
+            if not console.is_terminal and made * 10 // rows > tenths_shown:
+                tenths_shown = made * 10 // rows
                 console.print(f"Priming Token Recycling: {made} of {rows} tokens")
 
         yield report
 
 
 def prepare(folder: Path, k: int) -> None:
-    """Make what priming would make for the model in `folder`, here and now.
+    """Prime the model in `folder` in this process, into the cache.
 
     Raises:
-        ValueError: the model cannot be primed; the message says why.
-        OSError: the cache cannot be written.
+        ValueError: The model cannot be primed; the message gives the reason.
+        OSError: The cache cannot be written.
     """
     file = primed_file(folder, k)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with shown(console) as report:
+    with progress_shown(console) as report:
         prime(folder, file, k, "cuda" if torch.cuda.is_available() else "cpu", report)
-    torch.cuda.empty_cache()  # for an engine that comes after; nothing without a GPU
+    torch.cuda.empty_cache()  # leaves the GPU to an engine that starts next
     console.print(f"Primed: {file}", markup=False)
 
 
 def _end_with(parent: int) -> None:
-    """End this process soon after its parent; prctl would do so after the parent's *thread*."""
+    """Exit soon after the parent process; prctl would do so when the parent's thread exits."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -239,26 +254,26 @@ def _end_with(parent: int) -> None:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="The model's folder.")],
-    out: Annotated[Path, typer.Argument(help="The file to make.")],
+    out: Annotated[Path, typer.Argument(help="The file to write.")],
     k: Annotated[int, typer.Option(min=1, help="Candidates kept for each token.")] = 8,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device to run the model on: cpu or cuda.")] = "cpu",
     vocab_size: Annotated[
-        int | None, typer.Option(help="Refuse a model of another vocabulary.")
+        int | None, typer.Option(help="Refuse a model with another vocabulary size.")
     ] = None,
-    parent: Annotated[int | None, typer.Option(help="End when this parent process ends.")] = None,
+    parent: Annotated[int | None, typer.Option(help="Exit when this process ends.")] = None,
 ) -> None:
-    """Prime Token Recycling for a model. Interrupted and started again, it goes on."""
+    """Prime Token Recycling for a model; if interrupted, the same command continues."""
     if parent is not None:
         _end_with(parent)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        with shown(console) as report:
+        with progress_shown(console) as report:
             prime(folder, out, k, device, report, vocab_size)
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        console.print("interrupted: the same command goes on from the last tenth")
+        console.print("interrupted: run the same command again to continue")
         raise typer.Exit(130) from None
 
 

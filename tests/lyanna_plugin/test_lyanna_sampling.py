@@ -1,4 +1,4 @@
-"""Trees by token-info sampling, the second tree that rejected drafts leave, and both in one."""
+"""Token-info sampling, the second tree after a rejection, and the union of both."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
-from lyanna_plugin.tree import TokenTable, left_of, merge, sample_tree
+from lyanna_plugin.sampling import TokenTable, merge, resample_logits, sample_tree
 
 VOCAB, WIDTH, LENGTH = 12, 3, 3
 Path = tuple[int, ...]
@@ -30,8 +30,9 @@ def random_parts(seed: int, requests: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def paths_of(tree: DraftTree, row: int) -> list[Path]:
-    """Every node's path; checks that the tree is breadth-first and its padding is at its end."""
-    count = int(tree.num_nodes[row])
+    """The path of every node; checks the tree, and that its padding stands at the end."""
+    tree.check()
+    count = int(tree.tree_size[row])
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     assert parents[0] == -1
     assert tokens[count:] == parents[count:] == [-1] * (len(tokens) - count)
@@ -57,8 +58,8 @@ def by_hand(
     for step in range(steps):
         found: dict[Path, float] = {}
         for path, score in live.items():
-            told = info.table[path[-1] if path else root]
-            log_probs = (logits[step] + told).log_softmax(0)
+            added = info.table[path[-1] if path else root]
+            log_probs = (logits[step] + added).log_softmax(0)
             for token in log_probs.argsort(descending=True)[:WIDTH].tolist():
                 found[(*path, token)] = score + float(log_probs[token])
         pool |= found
@@ -72,14 +73,14 @@ def test_joint_probabilities_decide_as_in_the_papers_example() -> None:
     a, b, c, d, e, f = range(6)
     never = -60.0
     logits = torch.zeros(1, 2, 6)
-    told = torch.full((6, 6), never)
-    told[f, [a, b]] = torch.tensor([0.6, 0.4]).log()
-    told[a, [c, d]] = torch.tensor([0.7, 0.3]).log()
-    told[b, [d, e]] = torch.tensor([0.9, 0.1]).log()
+    added = torch.full((6, 6), never)
+    added[f, [a, b]] = torch.tensor([0.6, 0.4]).log()
+    added[a, [c, d]] = torch.tensor([0.7, 0.3]).log()
+    added[b, [d, e]] = torch.tensor([0.9, 0.1]).log()
     roots = torch.tensor([f], dtype=torch.int32)
     expected = [(a,), (a, c), (b,), (b, d), (a, d), (b, e)]
     for budget in range(1, 7):
-        tree = sample_tree(logits, full(logits), roots, table_of(told), 2, budget)
+        tree = sample_tree(logits, full(logits), roots, table_of(added), 2, budget)
         assert set(paths_of(tree, 0)[1:]) == set(expected[:budget])
 
 
@@ -113,12 +114,12 @@ def test_what_is_left_depends_on_nothing_that_was_rejected() -> None:
     logits, roots, info = random_parts(1, 2)
     for accepted in range(LENGTH + 1):
         used = torch.full((2,), accepted)
-        left, steps = left_of(logits, full(logits), used)
+        left, steps = resample_logits(logits, full(logits), used)
         assert steps.tolist() == [max(LENGTH - 1 - accepted, 0)] * 2
         changed = logits.clone()
         # The steps of what was accepted, and of the place where the draft was rejected.
         changed[:, : accepted + 1] = torch.randn_like(changed[:, : accepted + 1])
-        other, _ = left_of(changed, full(logits), used)
+        other, _ = resample_logits(changed, full(logits), used)
         trees = [sample_tree(each, steps, roots, info, WIDTH, 6) for each in (left, other)]
         assert torch.equal(trees[0].tokens, trees[1].tokens)
         depth = max(len(path) for path in paths_of(trees[0], 0))

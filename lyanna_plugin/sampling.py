@@ -1,0 +1,172 @@
+"""Building draft trees from the logits of all steps (Lyanna, algorithms 1 and 2).
+
+All shapes are fixed, and the only loops are over the levels of a tree. B is the batch size, L the
+number of steps, V the vocabulary size, H the number of hot tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tree_kernels.merge import merge_trees
+from tree_kernels.token_info import token_info_top
+
+from drafttree.tree import DraftTree
+from lyanna_plugin.token_info import TokenInfo
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """The collapsed token info.
+
+    Attributes:
+        table: `[H, H]`, what each hot token adds to the logits of the hot tokens after it.
+        row_of: `int32 [V]`, the row and column of each token; -1 for cold tokens.
+        hot_tokens: `int32 [H]`, the token of each row.
+    """
+
+    table: Tensor
+    row_of: Tensor
+    hot_tokens: Tensor
+
+    @classmethod
+    def of(cls, info: TokenInfo, embedded: Tensor, dtype: torch.dtype) -> TokenTable:
+        """Collapse the low-rank form.
+
+        Args:
+            info: The low-rank form.
+            embedded: `[H, d]`, the target's embeddings of the hot tokens.
+            dtype: Data type of the table.
+        """
+        with torch.no_grad():
+            return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
+
+
+def sample_tree(
+    logits: Tensor,
+    steps: Tensor,
+    roots: Tensor,
+    info: TokenTable,
+    width: int,
+    num_draft_tokens: int,
+) -> DraftTree:
+    """Token-info sampling (algorithm 1), pruned by joint probability.
+
+    Every expanded node gets its `width` most likely children. Of each level the `width` most likely
+    paths are expanded.
+
+    Args:
+        logits: `[B, L, V]`; step i, counted from 0, predicts the nodes of depth i + 1.
+        steps: `int [B]`, number of the L steps that are valid for each request.
+        roots: `int32 [B]`, the last accepted tokens.
+        info: The token info.
+        width: Number of children of a node, and of nodes of a level that are expanded.
+        num_draft_tokens: Greatest number of nodes, the root not counted.
+    """
+    batch, length, _ = logits.shape
+    expanded = roots[:, None].int()
+    joint = logits.new_zeros(batch, 1, dtype=torch.float32)
+    columns = torch.zeros_like(expanded)
+    tokens, parents, scores = [], [], []
+    num_found = 1
+    for step in range(length):
+        live = expanded.masked_fill((steps <= step)[:, None], -1)
+        children, log_probs = token_info_top(
+            logits[:, step], live, info.table, info.row_of, info.hot_tokens, width
+        )
+        # Rounding must not lift a child above its parent.
+        joined = (joint[:, :, None] + log_probs.clamp(max=0)).flatten(1)
+        tokens.append(children.flatten(1))
+        parents.append(columns[:, :, None].expand_as(children).flatten(1))
+        scores.append(joined)
+        # As in `prune`, the order is stable: on a tie a parent precedes its children.
+        order = joined.sort(dim=1, descending=True, stable=True)
+        best = order.indices[:, :width]
+        expanded, joint = children.flatten(1).gather(1, best), order.values[:, :width]
+        columns = (num_found + best).int()
+        num_found += joined.shape[1]
+    return prune(
+        roots, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), num_draft_tokens
+    )
+
+
+def prune(
+    roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, num_draft_tokens: int
+) -> DraftTree:
+    """Keep the `num_draft_tokens` nodes of the highest scores below each root.
+
+    Args:
+        roots: `int32 [B]`, the roots.
+        tokens: `int32 [B, N]`, the nodes in breadth-first order; -1 where there is no node.
+        parents: `int32 [B, N]`, the position of each node's parent, where the root is 0.
+        scores: `float32 [B, N]`; the score of a node is no higher than its parent's.
+        num_draft_tokens: Number of nodes to keep.
+    """
+    count = min(num_draft_tokens, tokens.shape[1])
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    kept = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, order, True) & (tokens >= 0)
+    # The kept nodes first, in their breadth-first order.
+    order = (~kept).to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
+    new_column = kept.cumsum(1).int()
+    new_column = torch.cat([torch.zeros_like(new_column[:, :1]), new_column], 1)
+    is_node = kept.gather(1, order)
+    new_parents = new_column.gather(1, parents.gather(1, order).long())
+    no_parent = torch.full_like(roots, -1).int()[:, None]
+    return DraftTree(
+        tokens=torch.cat(
+            [roots.int()[:, None], tokens.gather(1, order).masked_fill(~is_node, -1)], 1
+        ),
+        parents=torch.cat([no_parent, new_parents.masked_fill(~is_node, -1)], 1),
+        tree_size=(1 + is_node.sum(1)).int(),
+    )
+
+
+def resample_logits(logits: Tensor, steps: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits that remain for a second tree after a draft was rejected (algorithm 2).
+
+    With a drafts accepted, the bonus token stands at depth a + 1. The logits of the later steps
+    predict what follows it, and do not depend on any rejected token.
+
+    Args:
+        logits: `[B, L, V]`, of the tree that was verified.
+        steps: `int [B]`, number of the L steps that were valid.
+        accepted: `int [B]`, number of accepted draft tokens.
+
+    Returns:
+        `[B, L - 1, V]`, for `sample_tree` under the bonus token, and `int [B]`, the number of
+        these steps that are valid.
+    """
+    length = logits.shape[1]
+    steps = (steps - 1 - accepted).clamp(min=0)
+    at = accepted[:, None] + torch.arange(1, length, device=logits.device)
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    return logits[rows, at.clamp(max=length - 1).long()], steps
+
+
+def merge(first: DraftTree, second: DraftTree, depth: int) -> DraftTree:
+    """The union of two trees under the same roots, in which equal paths occur once.
+
+    Args:
+        first: One tree of each request.
+        second: Another tree of each request.
+        depth: Greatest depth of a node in either tree.
+    """
+    one, other = ((tree.tokens, tree.parents, tree.tree_size) for tree in (first, second))
+    return DraftTree(*merge_trees(one, other, depth))
+
+
+def choose(condition: Tensor, first: DraftTree, second: DraftTree) -> DraftTree:
+    """The trees of `first` where `condition`, `bool [B]`, is true, else those of `second`."""
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+    pad = torch.nn.functional.pad
+    tokens, parents = (
+        torch.where(
+            condition[:, None],
+            pad(one, (0, width - one.shape[1]), value=-1),
+            pad(other, (0, width - other.shape[1]), value=-1),
+        )
+        for one, other in ((first.tokens, second.tokens), (first.parents, second.parents))
+    )
+    return DraftTree(tokens, parents, torch.where(condition, first.tree_size, second.tree_size))

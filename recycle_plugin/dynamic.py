@@ -1,0 +1,181 @@
+"""Dynamic draft trees: a tree built best first for each request in each step.
+
+Goes beyond the paper: candidates come from the adjacency matrix, from the bigram table and from
+n-gram matches in the request's own text. A candidate is scored by how often candidates of the same
+source were accepted so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tree_kernels.candidates import TOP
+from tree_kernels.growth import Grown, columns_of, grow
+from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, previous_tokens
+from tree_kernels.selection import best_nodes
+from tree_kernels.source_stats import count
+
+from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.transfer import on_device
+from drafttree.tree import DraftTree, Verified
+from recycle_plugin.priors import DEPTH
+from recycle_plugin.sources import by_source
+from recycle_plugin.tables import Tables
+
+MAX_NGRAM_CELLS = 1 << 16
+
+_UNPROFILED_DRAFT_TOKENS = 7
+"""Draft tokens of a request with `auto` on a CPU whose forwards could not be measured."""
+
+
+def level_width(num_draft_tokens: int) -> int:
+    """How many nodes of a level are expanded, so that a tree has room for `num_draft_tokens`."""
+    width = 2 * TOP
+    while columns_of(width, DEPTH) <= num_draft_tokens:
+        width *= 2
+    return width
+
+
+class DynamicTreeDrafter(ModelFreeDrafter):
+    """Drafts the most probable nodes of a tree that is built under each root.
+
+    Args:
+        tables: The tables that candidates come from.
+        num_draft_tokens: Draft tokens of each tree, the root not counted.
+        auto: Whether a node budget chooses the draft tokens of each step, up to
+            `num_draft_tokens`.
+        private: Whether each request learns in tables of its own.
+    """
+
+    max_depth = DEPTH
+
+    def __init__(self, tables: Tables, num_draft_tokens: int, *, auto: bool, private: bool) -> None:
+        self.tables = tables
+        self._private = private
+        self._num_draft_tokens = num_draft_tokens
+        self._auto = auto
+        self._width = level_width(num_draft_tokens)
+        self._budget: NodeBudget | None = None
+
+    def allocate(self, max_requests: int, max_model_len: int) -> None:
+        """Allocate the requests' texts and their n-gram indices."""
+        device = self.tables.matrix.device
+        if self._private:
+            self.tables.make_private(max_requests)
+        cells = min(MAX_NGRAM_CELLS, 1 << (LONGEST * max_model_len - 1).bit_length())
+        self._ngrams = NgramIndex.of(max_requests, max_model_len, cells, device)
+        self._sources = torch.zeros(
+            max_requests, self._num_draft_tokens + 1, dtype=torch.int32, device=device
+        )
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile the kernels before the first request, by running them on an empty text."""
+        slots = torch.zeros(1, dtype=torch.int64, device=self._sources.device)
+        none = torch.full((1, 1), -1, dtype=torch.int32, device=self._sources.device)
+        self.extend(slots, none)
+        tokens, parents, sources, _ = best_nodes(self._grow(slots, none[0]), 0)
+        count(self.tables.source_stats, tokens, parents, sources, none)
+
+    def _grow(self, slots: torch.Tensor, roots: torch.Tensor) -> Grown:
+        tables = self.tables
+        return grow(
+            tables.matrix,
+            tables.bigrams,
+            self._ngrams,
+            tables.source_stats.priors,
+            slots,
+            roots,
+            self._width,
+            DEPTH,
+        )
+
+    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
+        """With `auto`, measure forwards of up to `max_tokens` tokens and set up the node budget."""
+        if self._auto:
+            self._budget = NodeBudget.from_forwards(
+                candidate_sizes(self._num_draft_tokens, self.tables.matrix.device),
+                measure_forwards(measure_forward, max_tokens),
+            )
+
+    def start(self, slot: int, text: Sequence[int]) -> None:
+        """Start or restart the request in `slot` from the tokens that are known of it."""
+        if self._budget is not None:
+            self._budget.discard()
+        self.tables.begin(slot)
+        device = self.tables.matrix.device
+        self._ngrams.clear(slot)
+        tokens = on_device(np.array(text, np.int32)[None], device)
+        self.extend(on_device(np.array([slot]), device), tokens)
+
+    def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Append `tokens` (`int32 [B, E]`, padded with -1) to the requests' texts."""
+        extend_ngrams(self._ngrams, slots, tokens)
+
+    def previous_tokens(self, slots: torch.Tensor) -> torch.Tensor:
+        """The token before the last token of each text, `int32 [B]`; -1 if there is none."""
+        return previous_tokens(self._ngrams, slots)
+
+    def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        """Build a tree under each root, `int32 [B]`: its request's last token, or -1 for none."""
+        self.tables.refresh()
+        budget, num_draft_tokens = self._budget, self._num_draft_tokens
+        if self._auto and budget is None and roots.device.type == "cpu":
+            num_draft_tokens = min(num_draft_tokens, _UNPROFILED_DRAFT_TOKENS)
+        if budget is not None and budget.should_skip_drafting(slots):
+            return DraftTree.of_roots(roots)
+        grown = self._grow(slots, roots)
+        if budget is not None:
+            num_draft_tokens = budget.choose_best_first(slots, grown.scores)
+            if num_draft_tokens == 0:
+                return DraftTree.of_roots(roots)
+        tokens, parents, sources, tree_size = best_nodes(grown, num_draft_tokens)
+        self._sources[slots, : num_draft_tokens + 1] = sources
+        trees = DraftTree(tokens, parents, tree_size)
+        if budget is not None:
+            budget.proposed(trees)
+        return trees
+
+    def observe(
+        self,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        previous: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write each row's top k tokens into the adjacency matrix and the bigram table."""
+        return self.tables.learn(slots, tokens, previous, logits)
+
+    def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
+        """Count acceptance by candidate source and append the emitted tokens to the texts."""
+        if self._budget is not None:
+            self._budget.verified(slots, trees, verified)
+        if trees.drafted and not self._private:
+            count(
+                self.tables.source_stats,
+                trees.tokens,
+                trees.parents,
+                self._sources[slots],
+                verified.path,
+            )
+        self.extend(slots, verified.emitted)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Release the requests' slots; the shared tables keep what they learned."""
+        self.tables.end(slots)
+
+    def reset(self) -> None:
+        """Forget everything learned."""
+        self.tables.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """With `auto`, predictions and measurements by size; see `StepReport.rows`."""
+        return [] if self._budget is None else list(self._budget.explain())
+
+    def acceptance(self) -> dict[str, Any]:
+        """Acceptance statistics by candidate source, since the tables were last emptied."""
+        return {"sources": by_source(self.tables.source_stats)}

@@ -1,0 +1,251 @@
+"""Token Recycling's tables on disk: safetensors files that carry the identity of their tables.
+
+A file's metadata holds the format, its version and the identity of the tables: everything that must
+match for them to be usable, such as the tokenizer's fingerprint and k.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from drafttree.model_files import tokenizer_fingerprint
+
+FORMAT = "drafttree-token-recycling"
+VERSION = "1"
+
+# A saver writes its tables once they have not changed for this many seconds.
+_IDLE_SECONDS = 1.0
+# Partial files of killed writers are removed after this many seconds.
+_STALE_SECONDS = 3600.0
+
+NamedTensors = Mapping[str, torch.Tensor]
+Identity = Mapping[str, str]
+
+
+class TablesError(ValueError):
+    """A file of tables cannot be used; the message names the file, what is wrong and the fix."""
+
+
+def tokenizer_identity(folder: Path) -> str:
+    """The tokenizer's part of an identity: its fingerprint, or `none` if the folder has none."""
+    try:
+        return tokenizer_fingerprint(folder)
+    except ValueError:
+        return "none"  # such a model can still be served on token ids
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What a loaded table must look like.
+
+    Attributes:
+        shape: Exact shape.
+        dtype: Exact data type.
+        vocab_size: For tables of token ids, the size of the vocabulary: ids must be between -1,
+            which means none, and `vocab_size - 1`. None for other tables.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.int32
+    vocab_size: int | None = None
+
+
+def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
+    """Write a file of tables atomically: readers see the old file or the new one, never a part.
+
+    Missing folders are created. Of several writers of the same file the last one wins.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    contents = {name: table.detach().cpu().contiguous() for name, table in tables.items()}
+    data = save(contents, {**identity, "format": FORMAT, "version": VERSION})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(file)
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("xb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def load_tables(
+    file: Path, expected: Mapping[str, TableSpec], identity: Identity
+) -> dict[str, torch.Tensor]:
+    """Read the expected tables of a file into CPU memory; other tables in it are ignored.
+
+    Raises:
+        TablesError: The file is missing or damaged, or its identity or its tables differ from what
+            is expected.
+    """
+    if not file.is_file():
+        raise TablesError(f"{file} is not a file: give the name of a saved file")
+    try:
+        with safe_open(file, "pt") as content:
+            _check_identity(file, content.metadata() or {}, identity)
+            missing = sorted(set(expected).difference(content.keys()))
+            if missing:
+                raise TablesError(f"{file} lacks {', '.join(missing)}: delete it to start again")
+            # Cloned, because safetensors maps the file: tensors would change or vanish with it.
+            tables = {name: content.get_tensor(name).clone() for name in expected}
+    except (OSError, SafetensorError) as error:
+        raise TablesError(
+            f"{file} is damaged or cannot be read ({error}): delete it to start again"
+        ) from error
+    for name, table in tables.items():
+        _check_table(file, name, table, expected[name])
+    return tables
+
+
+def _check_identity(file: Path, found: Identity, identity: Identity) -> None:
+    if found.get("format") != FORMAT:
+        raise TablesError(f"{file} holds no tables of Token Recycling: give another file")
+    if found.get("version") != VERSION:
+        raise TablesError(
+            f"{file} has version {found.get('version')}, but only {VERSION} is supported: "
+            "delete it to start again, or give another file"
+        )
+    for key, value in identity.items():
+        if found.get(key) != value:
+            raise TablesError(
+                f"{file} was made for {key} {found.get(key, 'unknown')}, but {value} is served: "
+                "give another file, or delete it to start again"
+            )
+
+
+def _check_table(file: Path, name: str, table: torch.Tensor, expected: TableSpec) -> None:
+    fix = "give another file, or delete it to start again"
+    if table.shape != expected.shape or table.dtype != expected.dtype:
+        raise TablesError(
+            f"{name} in {file} is {_describe(table.dtype, table.shape)}, not "
+            f"{_describe(expected.dtype, expected.shape)}: {fix}"
+        )
+    if expected.vocab_size is not None and table.numel():
+        low, high = (int(bound) for bound in table.aminmax())
+        if low < -1 or high >= expected.vocab_size:
+            raise TablesError(
+                f"{name} in {file} holds ids from {low} to {high}, outside -1 to "
+                f"{expected.vocab_size - 1}: the file is damaged, delete it to start again"
+            )
+
+
+def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+
+
+def _remove_stale(file: Path) -> None:
+    for partial in file.parent.glob(f".{file.name}.*.partial"):
+        with contextlib.suppress(OSError):  # another writer may have removed it
+            if time.time() - partial.stat().st_mtime > _STALE_SECONDS:
+                partial.unlink()
+
+
+class TableSaver:
+    """Saves tables that change while an engine serves to a file, from a thread of its own.
+
+    The thread saves periodically, and once the tables have not changed for a second. `close` saves
+    a last time; it runs at the latest when the process exits normally. A killed process loses what
+    came after the last save.
+
+    `snapshot` is called in that thread while the engine may be writing to the tables, so a saved
+    row can mix the values from before and after a step. That may make a draft worse but never an
+    answer, because the target verifies every draft. `snapshot` must return copies in CPU memory
+    that nothing else writes to.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        snapshot: Callable[[], NamedTensors],
+        identity: Identity,
+        every: float = 60.0,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            file: File to save to.
+            snapshot: Returns copies of the tables by name.
+            identity: Identity to store in the file.
+            every: Seconds between saves while the tables keep changing.
+            logger: Logger for failures.
+
+        Raises:
+            ValueError: `every` is not positive.
+        """
+        if every <= 0:
+            raise ValueError(f"every={every} seconds is not positive: use more than 0")
+        self._file = file
+        self._snapshot = snapshot
+        self._identity = dict(identity)
+        self._every = every
+        self._logger = logger or logging.getLogger(__name__)
+        self._changed = False
+        self._touched = False
+        self._failing = False
+        self._saving = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="save tables", daemon=True)
+        # Unlike atexit, this also runs in processes that multiprocessing forked.
+        self._finalizer = Finalize(None, self._finish, exitpriority=10)
+        self._thread.start()
+
+    def touch(self) -> None:
+        """Record that the tables have changed; cheap enough to call in every step."""
+        self._changed = self._touched = True
+
+    def save(self) -> bool:
+        """Save now and return whether it worked; repeated failures are logged once."""
+        with self._saving:
+            self._changed = False
+            try:
+                save_tables(self._file, self._snapshot(), self._identity)
+            except (OSError, RuntimeError) as error:
+                self._changed = True
+                if not self._failing:
+                    self._logger.warning(
+                        "Token Recycling's tables cannot be saved to %s: %s. They stay in memory "
+                        "and saving is retried; free disk space or make the folder writable",
+                        *(self._file, error),
+                    )
+                self._failing = True
+            else:
+                self._failing = False
+            return not self._failing
+
+    def close(self) -> None:
+        """Stop the thread and save unsaved changes; a second call does nothing."""
+        self._finalizer()
+
+    def _finish(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        if self._changed:
+            self.save()
+
+    def _run(self) -> None:
+        # Some hosts kill their processes at the end, so tables are also saved when they fall idle.
+        saved = time.monotonic()
+        while not self._closing.wait(min(self._every, _IDLE_SECONDS)):
+            idle, self._touched = not self._touched, False
+            if self._changed and (idle or time.monotonic() - saved >= self._every):
+                self.save()
+                saved = time.monotonic()
