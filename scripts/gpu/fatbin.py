@@ -1,8 +1,8 @@
-"""Take code for other GPUs out of a library, so that it packs small.
+"""Removes code for other GPUs from a CUDA library, so that it compresses well.
 
-A CUDA library holds fat binaries: containers of entries, each machine code (a cubin) or PTX for one
-architecture, of which the driver picks the one that fits. What it does not pick may as well be
-zeros, which take no room once compressed; nothing moves.
+A CUDA library contains fat binaries. Each is a container of entries, machine code (a cubin) or PTX
+for one architecture, of which the driver picks the one that fits. Entries that it would not pick
+are overwritten with zeros, so no offset changes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ _CONTAINER = struct.Struct("<IHHQ")
 _MAGIC = 0xBA55ED50
 _ENTRY = struct.Struct("<HHIQ")
 _ARCHITECTURE = 28
-"""Where in an entry's header its architecture stands, 90 for Hopper."""
+"""Offset of the architecture in an entry's header; 90 is Hopper."""
 _CUBIN = 2
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry's code.
+    """The code of one entry.
 
     Attributes:
-        code: its place in the file.
-        cubin: whether it is machine code.
+        code: Position in the file.
+        architecture: Architecture that it is for; 90 is Hopper.
+        cubin: Whether it is machine code instead of PTX.
     """
 
     code: slice
@@ -56,9 +57,9 @@ def containers(library: bytes | bytearray) -> Iterator[list[Entry]]:
 
 
 def keep_architecture(library: bytes, architecture: int) -> bytes:
-    """Blank the code that a GPU of this architecture does not run.
+    """Zero the code that a GPU of this architecture does not run.
 
-    A container without machine code for it keeps the newest PTX that it can be made from.
+    A container without machine code for it keeps the newest PTX that the driver can compile for it.
     """
     slimmed = bytearray(library)
     for entries in containers(library):

@@ -4,12 +4,12 @@
     python scripts/gpu/pack.py sglang PACK
     python scripts/gpu/pack.py smollm2-135m PACK
 
-PACK gets the engine and what it needs beside the torch, Triton and transformers of that machine,
-in pieces small enough to be carried one by one; `unpack.sh` puts them together there. Of the
-engine's wheels only what serves a dense model is taken (`vllm.toml` and `sglang.toml` say what, and
-for what versions), and of its CUDA code what one architecture runs. With `--cpu` vLLM's CPU build
-takes the place of the CUDA one: it shows on any machine whether what was left out is missed.
-Of a model, PACK gets the wheels that carry it.
+The folder PACK receives the engine and its dependencies apart from torch, Triton and transformers,
+which the machine has, in pieces small enough to be copied one by one; `unpack.sh` joins them there.
+Of the engine's wheels it takes what is needed to serve a dense model (`vllm.toml` and `sglang.toml`
+list it with the versions), and of their CUDA code what one architecture runs. With `--cpu` it takes
+vLLM's CPU build instead, which shows on any machine whether something needed was left out. For a
+model, PACK receives the wheels that carry it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Annotated, Any
 import typer
 from fatbin import keep_architecture
 from rich import print as show
+from tree_kernels.cache import cache_root
 
-from drafttree import models
-from drafttree.cache import cache_root
-from drafttree.recipes import RECIPES
+from drafttree.bench import models
+from drafttree.bench.recipes import RECIPES
 
+ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 PLATFORMS = [
@@ -39,17 +40,17 @@ PLATFORMS = [
     for name in ("_2_34", "_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
     for option in ("--platform", f"manylinux{name}_x86_64")
 ]
-"""What the machine's C library runs, for pip."""
+"""Options of pip: the platforms that the machine's C library supports."""
 
 
 def pip(command: str, python: str) -> list[str]:
-    """A pip command that takes exactly what it is told, for the machine that it will run on."""
+    """A pip command for the target machine that takes exactly the named wheels."""
     only = ["--no-deps", "--only-binary=:all:", "--python-version", python, *PLATFORMS]
     return [sys.executable, "-m", "pip", command, "--quiet", *only]
 
 
 def download(wheel: str, python: str) -> Path:
-    """Fetch a wheel without what it needs, or take the one that was fetched before."""
+    """Download a wheel without its dependencies, or reuse an earlier download."""
     folder = cache_root() / "gpu" / wheel
     found = list(folder.glob("*.whl")) if folder.is_dir() else []
     if not found:
@@ -59,7 +60,7 @@ def download(wheel: str, python: str) -> Path:
 
 
 def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architecture: int) -> None:
-    """Unpack what matches `take` and not `leave`; libraries for one architecture alone."""
+    """Unpack files that match `take` and not `leave`, libraries for one architecture only."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = member.filename
@@ -75,19 +76,19 @@ def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architectu
 
 
 def edit(file: Path, old: str, new: str) -> None:
-    """Change the one place of a file that says `old`.
+    """Replace the only occurrence of `old` in a file.
 
     Raises:
-        ValueError: there is none, or there are several.
+        ValueError: There is none, or there are several.
     """
     text = file.read_text()
     if text.count(old) != 1:
-        raise ValueError(f"{file}: {old!r} is there {text.count(old)} times, not once")
+        raise ValueError(f"{file}: {old!r} occurs {text.count(old)} times, not once")
     file.write_text(text.replace(old, new))
 
 
 def split(archive: Path, size: int) -> list[Path]:
-    """Cut a file into numbered pieces of at most `size` bytes, and remove it."""
+    """Split a file into numbered pieces of at most `size` bytes, and remove it."""
     pieces = []
     with archive.open("rb") as whole:
         while part := whole.read(size):
@@ -114,6 +115,8 @@ def pack_engine(
         stub = site / name
         stub.parent.mkdir(parents=True, exist_ok=True)
         stub.write_text(text)
+    for file in recipe.get("copies", ()):
+        shutil.copy(ROOT / file, site)
     for change in recipe.get("edits", ()):
         edit(site / change["file"], change["old"], change["new"])
     archive = pack / f"{engine}.tar.xz"
@@ -136,7 +139,7 @@ def pack_model(name: str, pack: Path, piece: int) -> list[Path]:
 
 def main(
     what: Annotated[str, typer.Argument(help="vllm, sglang, or the name of a model.")],
-    pack: Annotated[Path, typer.Argument(help="The folder for the pieces; what is there goes.")],
+    pack: Annotated[Path, typer.Argument(help="Folder for the pieces; it is emptied first.")],
     python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
     architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,
     piece: Annotated[int, typer.Option(help="MiB of a piece, at most.")] = 40,
@@ -145,7 +148,7 @@ def main(
     """Pack an engine, or a model, for a GPU machine that reaches no package index."""
     engines = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
     if what not in {*engines, *RECIPES}:
-        raise typer.BadParameter(f"{what!r}: there are {', '.join([*engines, *RECIPES])}")
+        raise typer.BadParameter(f"{what!r}: use one of {', '.join([*engines, *RECIPES])}")
     if cpu and what != "vllm":
         raise typer.BadParameter(f"--cpu: there is a CPU build of vllm, none of {what}")
     shutil.rmtree(pack, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Sum up what `ablate_recycling.py` measured: tables for results/README.md, and a plot.
 
-    python scripts/report_recycling.py results/recycling_ablation.json \\
-        --plot results/recycling_ablation.png
+    python -m scripts.experiments.token_recycling.report_recycling \\
+        results/recycling_ablation.json --plot results/recycling_ablation.png
 
 Needs matplotlib.
 """
@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from report_lyanna import heading, row
+
+from scripts.experiments.common import heading, row
 
 Run = dict[str, Any]
 Runs = dict[tuple[str, int], Run]

@@ -1,6 +1,6 @@
 """Make a small Llama as costly as a large one, with the same logits.
 
-    .venv-vllm/bin/python scripts/make_widened_model.py SMOLLM2_135M WIDE \\
+    .venv-vllm/bin/python scripts/setup/make_widened_model.py SMOLLM2_135M WIDE \\
         --hidden 2304 --intermediate 24576 --heads 36 --layers 36
 
 makes 6.7 billion parameters of SmolLM2-135M: the text and the acceptance of drafts stay those of a

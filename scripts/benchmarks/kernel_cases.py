@@ -1,7 +1,7 @@
-"""What `bench_kernels.py` times: each kernel of tree_kernels, on which sizes and against what.
+"""The cases of `bench_kernels.py`: the sizes of each kernel and the alternatives to it.
 
-Inputs are made on PyTorch's default device. Where a kernel writes in place, each side has tensors
-of its own that begin alike.
+Inputs are made on PyTorch's default device. Where a kernel writes in place, both sides have their
+own tensors, which start equal.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from torch import Tensor
 from tree_kernels import (
     accept,
     adjacency,
-    context,
+    bigrams,
     draw,
     gather,
     growth,
-    pairs,
+    ngrams,
     selection,
+    source_stats,
     step_counts,
-    tally,
 )
-from tree_kernels.context import LONGEST, Contexts
-from tree_kernels.offers import ORIGINS, TOP
-from tree_kernels.pairs import pair_cells
+from tree_kernels.bigrams import bigram_cells
+from tree_kernels.candidates import NUM_SOURCES, TOP
+from tree_kernels.ngrams import LONGEST, NgramIndex
 
 from drafttree.tree import StaticTree
-from recycle_plugin.grown import MOST_CELLS, width_for
+from recycle_plugin.dynamic import MAX_NGRAM_CELLS, level_width
 from recycle_plugin.priors import DEPTH, expected_priors
-from recycle_plugin.tables import PAIR_CELLS
+from recycle_plugin.tables import BIGRAM_CELLS
 
 Size = dict[str, Any]
 
 PRIORS = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02)
 VOCAB = 128256
 COMMON = 500
-"""Texts and tables hold so many different tokens, so that what is looked up is often found."""
+"""Number of different tokens in texts and tables, small enough that lookups often succeed."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,10 @@ class Work:
     """One size of a kernel.
 
     Attributes:
-        ours, reference: each gives the tensors in which both must agree.
-        bytes: what has to be moved at least, each input and output once.
-        others: other ways to do about the same, by name; their results are not looked at.
+        ours: Runs the kernel and gives its results.
+        reference: Runs the PyTorch reference and gives its results, which must be the same.
+        bytes: The least bytes to read and write, each input and output once.
+        others: Other implementations of about the same, by name. Their results are not compared.
     """
 
     ours: Callable[[], Sequence[Tensor]]
@@ -63,10 +64,11 @@ class Case:
     """One kernel.
 
     Attributes:
-        make: takes a size's values by name.
-        quick: a size that takes no time.
-        devices: where there is a kernel; elsewhere the reference is all there is.
-        tolerance: of floating-point results, relative and absolute.
+        make: Makes the work of a size from its values by name.
+        sizes: The sizes to time.
+        quick: A small size for tests.
+        devices: The devices that have a kernel; others have the reference alone.
+        tolerance: Tolerance of floating-point results, relative and absolute.
     """
 
     make: Callable[..., Work]
@@ -77,22 +79,22 @@ class Case:
 
 
 def grid(**values: Sequence[Any]) -> list[Size]:
-    """All combinations."""
+    """All combinations of the values."""
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 
 def budget_tree(nodes: int) -> StaticTree:
-    """A static tree of `nodes` rows, the root's included."""
+    """A static tree of `nodes` nodes, the root counted."""
     return StaticTree.from_budget(nodes - 1, PRIORS)
 
 
 def int32(values: Sequence[int]) -> Tensor:
-    """On the default device."""
+    """A tensor on the default device."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def parents_of(tree: StaticTree, requests: int) -> tuple[Tensor, Tensor]:
-    """The parents `[B, N]` of the same tree for all requests, and its nodes `[B]`."""
+    """The parents `[B, N]` and sizes `[B]` of the same tree for all requests."""
     parents = int32(tree.parents).repeat(requests, 1)
     return parents, int32([parents.shape[1]] * requests)
 
@@ -103,9 +105,7 @@ def _recycle(rows: int, vocab: int, dtype: str) -> Work:
     mine, other, third = torch.full((3, vocab, TOP), -1, dtype=torch.int32).unbind()
 
     def reference() -> Sequence[Tensor]:
-        candidates = adjacency._top_candidates_reference(logits, TOP)
-        adjacency._update_reference(other, tokens, candidates)
-        return candidates, other
+        return adjacency._recycle_reference(other, tokens, logits), other
 
     def plain() -> None:
         third.index_put_((tokens.long(),), logits.topk(TOP).indices.int())
@@ -137,7 +137,7 @@ def _draw(rows: int, vocab: int, dtype: str) -> Work:
 def _writing(
     kernel: Callable[..., None], to: Tensor, *given: Tensor
 ) -> Callable[[], tuple[Tensor]]:
-    """A call of a kernel that writes to its first tensor, and what it wrote to."""
+    """A call of a kernel that writes to its first tensor and gives this tensor."""
 
     def call() -> tuple[Tensor]:
         kernel(to, *given)
@@ -146,16 +146,16 @@ def _writing(
     return call
 
 
-def _pairs(rows: int) -> Work:
-    mine, other = torch.full((2, 1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32).unbind()
-    before, tokens = torch.randint(0, COMMON, (2, rows), dtype=torch.int32).unbind()
+def _bigrams(rows: int) -> Work:
+    mine, other = torch.full((2, 1, BIGRAM_CELLS, 2 + TOP), -1, dtype=torch.int32).unbind()
+    previous, tokens = torch.randint(0, COMMON, (2, rows), dtype=torch.int32).unbind()
     candidates = torch.randint(0, VOCAB, (rows, TOP), dtype=torch.int32)
-    given = torch.zeros(rows, dtype=torch.int64), tokens, before, candidates
+    given = torch.zeros(rows, dtype=torch.int64), tokens, previous, candidates
 
     return Work(
-        _writing(pairs.update_pairs, mine, *given),
-        _writing(pairs._update_reference, other, *given),
-        # Of each row what it is told by, and the cell that it writes.
+        _writing(bigrams.update_bigrams, mine, *given),
+        _writing(bigrams._update_reference, other, *given),
+        # The inputs of each row, and the cell that it writes.
         rows * (8 + 2 * 4 * (2 + TOP)),
     )
 
@@ -163,7 +163,7 @@ def _pairs(rows: int) -> Work:
 def _gather(requests: int, nodes: int) -> Work:
     tree = budget_tree(nodes)
     matrix = torch.randint(0, VOCAB, (VOCAB, TOP), dtype=torch.int32)
-    # Unknown rows, so that there is something to leave out.
+    # Empty rows, so that compaction removes nodes.
     matrix[torch.rand(VOCAB) < 0.2] = -1
     roots = torch.randint(0, VOCAB, (requests,), dtype=torch.int32)
     shape = int32(tree.parents), int32(tree.ranks), tree.level_ends
@@ -176,42 +176,42 @@ def _gather(requests: int, nodes: int) -> Work:
         tokens = gather._gather_reference(matrix, roots, *shape)
         return tokens, *gather._compact_reference(tokens, shape[0])
 
-    # Of each node its cell, its token written and read again, and both of the compact tree.
+    # For each node its cell, its token written and read again, and its cells of the compact tree.
     return Work(ours, reference, requests * (nodes * 4 * 5 + 8) + nodes * 8)
 
 
-def _texts(requests: int, length: int, room: int) -> tuple[Contexts, Tensor]:
-    cells = min(MOST_CELLS, 1 << (LONGEST * room - 1).bit_length())
-    contexts = Contexts.of(requests, room, cells, torch.get_default_device())
+def _texts(requests: int, length: int, room: int) -> tuple[NgramIndex, Tensor]:
+    cells = min(MAX_NGRAM_CELLS, 1 << (LONGEST * room - 1).bit_length())
+    index = NgramIndex.of(requests, room, cells, torch.get_default_device())
     tokens = torch.randint(0, COMMON, (requests, length), dtype=torch.int32)
-    context.extend_contexts(contexts, torch.arange(requests), tokens)
-    return contexts, tokens
+    ngrams.extend_ngrams(index, torch.arange(requests), tokens)
+    return index, tokens
 
 
 def _growing(requests: int, length: int, nodes: int) -> tuple[Any, ...]:
-    """What `grow` takes."""
-    contexts, tokens = _texts(requests, length, 2 * length)
+    """The arguments of `grow`."""
+    index, tokens = _texts(requests, length, 2 * length)
     matrix = torch.randint(0, COMMON, (VOCAB, TOP), dtype=torch.int32)
-    table = torch.full((1, PAIR_CELLS, 2 + TOP), -1, dtype=torch.int32)
-    before, after = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
+    table = torch.full((1, BIGRAM_CELLS, 2 + TOP), -1, dtype=torch.int32)
+    previous, after = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
     rows = torch.randint(0, COMMON, (len(after), TOP), dtype=torch.int32)
-    table[0, pair_cells(before, after, PAIR_CELLS)] = torch.cat(
-        (before[:, None], after[:, None], rows), 1
+    table[0, bigram_cells(previous, after, BIGRAM_CELLS)] = torch.cat(
+        (previous[:, None], after[:, None], rows), 1
     )
     priors = expected_priors().to(matrix.device)
     slots, roots = torch.arange(requests), tokens[:, -1].contiguous()
-    return matrix, table, contexts, priors, slots, roots, width_for(nodes), DEPTH
+    return matrix, table, index, priors, slots, roots, level_width(nodes), DEPTH
 
 
 def _grow(requests: int, length: int, nodes: int) -> Work:
     given = _growing(requests, length, nodes)
-    columns = growth.columns_of(width_for(nodes), DEPTH)
-    # A node that grows on reads a row, a pair and the cells of its suffixes.
-    grows_on = growth.columns_of(width_for(nodes), DEPTH - 1)
+    columns = growth.columns_of(level_width(nodes), DEPTH)
+    # A node with children reads a row, a bigram and the cells of its suffixes.
+    grows_on = growth.columns_of(level_width(nodes), DEPTH - 1)
     each = 4 * (grows_on * (TOP + TOP + 2 + LONGEST) + columns * 4)
 
     def parts(grown: growth.Grown) -> Sequence[Tensor]:
-        return grown.tokens, grown.parents, grown.origins, grown.scores
+        return grown.tokens, grown.parents, grown.sources, grown.scores
 
     return Work(
         lambda: parts(growth.grow(*given)),
@@ -230,7 +230,7 @@ def _best_nodes(requests: int, length: int, nodes: int) -> Work:
 
 
 def _followed(tokens: Tensor, parents: Tensor) -> Tensor:
-    """For each node a child's token, as the target's, so that a walk goes down to a leaf."""
+    """The token of a child of each node: as the target's tokens, they lead to a leaf."""
     requests, nodes = tokens.shape
     above = torch.where(parents < 0, nodes, parents).long()
     target = torch.full((requests, nodes + 1), -1, dtype=torch.int32)
@@ -238,7 +238,7 @@ def _followed(tokens: Tensor, parents: Tensor) -> Tensor:
 
 
 def _walking(requests: int, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """What `accept_walk` takes."""
+    """The arguments of `accept_walk`."""
     tree = budget_tree(nodes)
     parents, counts = parents_of(tree, requests)
     tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
@@ -247,20 +247,20 @@ def _walking(requests: int, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor,
 
 def _count(requests: int, length: int, nodes: int) -> Work:
     grown = growth.grow(*_growing(requests, length, nodes))
-    tokens, parents, origins, counts = selection.best_nodes(grown, nodes)
+    tokens, parents, sources, counts = selection.best_nodes(grown, nodes)
     path = accept.accept_walk(tokens, parents, counts, _followed(tokens, parents), DEPTH)[0]
     priors = expected_priors().to(tokens.device)
-    mine, other = tally.Tally.of(priors), tally.Tally.of(priors)
+    mine, other = source_stats.SourceStats.of(priors), source_stats.SourceStats.of(priors)
 
     def ours() -> Sequence[Tensor]:
-        tally.count(mine, tokens, parents, origins, path)
+        source_stats.count(mine, tokens, parents, sources, path)
         return mine.tried, mine.hit, mine.priors
 
     def reference() -> Sequence[Tensor]:
-        tally._count_reference(other, tokens, parents, origins, path)
+        source_stats._count_reference(other, tokens, parents, sources, path)
         return other.tried, other.hit, other.priors
 
-    return Work(ours, reference, 4 * (3 * tokens.numel() + path.numel() + 4 * ORIGINS))
+    return Work(ours, reference, 4 * (3 * tokens.numel() + path.numel() + 4 * NUM_SOURCES))
 
 
 def _count_step(requests: int, nodes: int) -> Work:
@@ -287,16 +287,16 @@ def _extend(requests: int, tokens: int) -> Work:
     slots = torch.arange(requests)
 
     def extended(
-        texts: Contexts, extend: Callable[[Contexts, Tensor, Tensor], None]
+        texts: NgramIndex, extend: Callable[[NgramIndex, Tensor, Tensor], None]
     ) -> Sequence[Tensor]:
-        # The same end of the text each time, or its room would be used up.
+        # Reset the end of the text each time, as it would fill up otherwise.
         texts.lengths.fill_(length)
         extend(texts, slots, added)
         return texts.history, texts.lengths, texts.index
 
     return Work(
-        lambda: extended(mine, context.extend_contexts),
-        lambda: extended(other, context._extend_reference),
+        lambda: extended(mine, ngrams.extend_ngrams),
+        lambda: extended(other, ngrams._extend_reference),
         4 * added.numel() * (2 + LONGEST) + requests * 16,
     )
 
@@ -343,16 +343,16 @@ CASES: dict[str, Case] = {
         {"rows": 9, "vocab": 5000, "dtype": "bfloat16"},
         devices=("cuda",),
     ),
-    "update_pairs": Case(_pairs, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
+    "update_bigrams": Case(_bigrams, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
     "grow": Case(_grow, _GROWN, _GROWN_QUICK),
     "best_nodes": Case(_best_nodes, _GROWN, _GROWN_QUICK),
     "count": Case(_count, _GROWN, _GROWN_QUICK),
     "count_step": Case(_count_step, _TREES, _TREES_QUICK),
-    "extend_contexts": Case(
+    "extend_ngrams": Case(
         _extend, grid(requests=_BATCHES, tokens=(7, 2048)), {"requests": 2, "tokens": 7}
     ),
     "accept_walk": Case(_accept_walk, _TREES, _TREES_QUICK),
     "accept_step": Case(_accept_step, _TREES, _TREES_QUICK),
 }
-"""Drafting and accepting; the other kernels are in `kernel_cases_target`."""
+"""Drafting and verification; the other kernels are in `kernel_cases_target`."""

@@ -1,8 +1,8 @@
-"""Sum up what was measured of Lyanna: tables for results/README.md, and a plot.
+"""Summarise the measurements of Lyanna: tables for docs/benchmarks.md, and a plot.
 
-    python scripts/report_lyanna.py results/lyanna_acceptance.json --variants VARIANTS.json \\
-        --times results/lyanna_draft_time.json --speed results/lyanna_speed.json \\
-        --plot results/lyanna.png
+    python -m scripts.experiments.lyanna.report_lyanna results/lyanna_acceptance.json \\
+        --variants VARIANTS.json --times results/lyanna_draft_time.json \\
+        --speed results/lyanna_speed.json --plot results/lyanna.png
 
 Needs matplotlib.
 """
@@ -18,23 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
+from scripts.experiments.common import heading, row
+
 Report = dict[str, Any]
 
 
-def row(*cells: str) -> None:
-    """A line of a Markdown table."""
-    typer.echo(f"| {' | '.join(cells)} |")
-
-
-def heading(*cells: str) -> None:
-    """A table's first two lines."""
-    typer.echo("")
-    row(*cells)
-    row(*["---"] * len(cells))
-
-
 def acceptance_table(report: Report) -> None:
-    """Tokens a step of every drafter in every setting."""
+    """Print the tokens per step of every drafter in every setting."""
     drafters = report["drafters"]
     settings = dict.fromkeys(name for found in drafters.values() for name in found)
     settings.pop("greedy_chain")
@@ -53,8 +43,11 @@ def acceptance_table(report: Report) -> None:
 
 
 def variants_table(report: Report) -> None:
-    """Conditional acceptance of chains, and tokens a step of trees, by variant: means over seeds,
-    and how far each is from the whole drafter, in standard errors of the seeds' differences."""
+    """Print conditional acceptance of chains, and tokens per step of trees, by variant.
+
+    Each figure is a mean over seeds; beside it stands the mean difference from the whole drafter
+    with the standard error of that difference over the seeds.
+    """
     runs: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, found in report["drafters"].items():
         variant, _, seed = name.rpartition("-")
@@ -84,7 +77,7 @@ def _twelve(found: Report) -> float:
 
 
 def times_table(report: Report) -> None:
-    """What drafting takes in both ways."""
+    """Print the time of drafting in both ways."""
     heading("requests", "depth", "way", "forward", "head", "sampling", "all, ms", "lower by")
     for run in report["runs"]:
         for way, parts in run["ms"].items():
@@ -94,8 +87,11 @@ def times_table(report: Report) -> None:
 
 
 def speed_table(report: Report) -> None:
-    """What `drafttree bench` said of each run, and its decode speedup over the first run's in the
-    same engine: the mean over kinds of task, with its standard error."""
+    """Print the figures of each `drafttree bench` run.
+
+    The last column is the decode speedup over the first run in the same engine: the mean over the
+    categories of tasks, with its standard error.
+    """
     heading(
         *("run", "tokens a step", "forward of a tree", "of a chain", "drafting"),
         *("decode speedup", "with prefill", "over the first"),
@@ -123,7 +119,7 @@ def speed_table(report: Report) -> None:
 
 
 def plot(acceptance: Report, times: Report, file: Path) -> None:
-    """Tokens a step by nodes, and draft time by part."""
+    """Plot tokens per step by number of draft tokens, and draft time by part."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -160,9 +156,9 @@ def plot(acceptance: Report, times: Report, file: Path) -> None:
 
 def main(
     acceptance: Path,
-    variants: Annotated[Path, typer.Option(help="What was measured of `train_variants.py`.")],
-    times: Annotated[Path, typer.Option(help="What `time_drafting.py` wrote.")],
-    speed: Annotated[Path, typer.Option(help="Under `runs`, what `drafttree bench` wrote.")],
+    variants: Annotated[Path, typer.Option(help="Output of `measure_lyanna.py` for the variants.")],
+    times: Annotated[Path, typer.Option(help="Output of `time_drafting.py`.")],
+    speed: Annotated[Path, typer.Option(help="Reports of `drafttree bench`, under `runs`.")],
     plot_file: Annotated[Path, typer.Option("--plot", help="PNG.")],
 ) -> None:
     """Print the tables, and plot."""

@@ -1,12 +1,13 @@
 """Measure the block efficiency of draft trees for a target and a draft model, without an engine.
 
-For each prompt the target answers once in each sampling setting. At places in these answers every
-tree is drawn by RSD's own drafter, and its expected tokens a step are summed exactly over what the
-target may accept. The work is kept in OUTPUT line by line, so that a run can be continued:
+The target answers each prompt once in each sampling setting. At some positions of these answers
+every tree is sampled by RSD's own drafter, and its expected number of tokens per step is computed
+exactly. Results are appended to OUTPUT line by line, so that an interrupted run can be resumed:
 
-    python scripts/measure_rsd.py TARGET DRAFT --prompts FILE --limit 26 --output rsd.jsonl
+    python -m scripts.experiments.rsd.measure_rsd TARGET DRAFT \\
+        --prompts FILE --limit 26 --output rsd.jsonl
 
-Needs transformers. `scripts/report_rsd.py` makes the table and the plots.
+Needs transformers. `scripts/experiments/rsd/report_rsd.py` makes the table and the plots.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ from torch import Tensor
 from drafttree.bench.chat import Chat
 from drafttree.bench.machine import processor_name
 from drafttree.bench.prompts import load_prompts
-from drafttree.draft_model import weights_size
+from drafttree.model_files import weights_size
 from rsd_plugin import RsdDrafter, RsdOptions
-from rsd_plugin.expectation import NodePath, expected_tokens, k_sequential, recursive_rejection
+from scripts.experiments.rsd.rsd_expectation import (
+    NodePath,
+    expected_tokens,
+    k_sequential,
+    recursive_rejection,
+)
 
 SETTINGS = {"T=0.3": (0.3, 1.0), "T=1": (1.0, 1.0), "T=1 top-p=0.95": (1.0, 0.95)}
 """Temperature and top-p by name."""
@@ -36,7 +42,7 @@ BEAMS = (
     *("2x2", "3x2", "3x3", "4x3", "5x3", "5x4", "7x4", "6x5", "12x5", "2x5", "3x5"),
     *("2x3", "5x2", "2x7", "7x2", "3x7", "7x3", "5x6"),
 )
-"""RSD-S of the paper (appendix D.3), for lengths 2 to 5 and budgets 6 to 30, and three more."""
+"""The paper's trees of RSD-S (appendix D.3): lengths 2 to 5 and sizes 6 to 30, and three more."""
 
 BRANCHES = (
     *("2-2", "2-1", "3-1", "2-2-2", "3-1-1", "4-1-1", "3-2-1", "2-1-1", "2-2-1", "5-1", "7-1"),
@@ -44,16 +50,17 @@ BRANCHES = (
     *("6-1-1-1-1", "12-1-1-1-1", "2-1-1-1-1-1-1", "3-1-1-1-1-1-1", "3-2-2", "7-1-1"),
     "5-1-1-1-1-1",
 )
-"""RSD-C of the same."""
+"""The paper's trees of RSD-C for the same lengths and sizes."""
 
 GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio, which spreads positions evenly however many there are."""
 
 CHAINS = (2, 3, 4, 5, 6, 10, 14, 21, 30)
 """Lengths of ordinary speculative sampling."""
 
 
 class Model:
-    """A causal LM that reads one answer, and trees of tokens at places in it."""
+    """A causal LM that evaluates one answer, and trees of tokens at positions in it."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
@@ -85,7 +92,7 @@ class Model:
         return answers
 
     def read(self, text: list[int]) -> None:
-        """Read a text, at whose end trees may then stand, and forget other trees."""
+        """Cache a text, under whose end trees can then be evaluated; earlier trees are dropped."""
         from transformers import DynamicCache
 
         known = 0
@@ -101,7 +108,7 @@ class Model:
         self._columns: dict[NodePath, int] = {}
 
     def read_nodes(self, root: int, paths: list[NodePath]) -> dict[NodePath, Tensor]:
-        """The logits after nodes whose parents were read before them, or stand before them here."""
+        """The logits after nodes; the parent of each was read earlier or precedes it in `paths`."""
         cached = len(self._text) + len(self._columns)
         seen = torch.zeros(1, 1, len(paths), cached + len(paths), dtype=torch.bool)
         seen[..., : len(self._text)] = True
@@ -124,7 +131,7 @@ class Model:
 
 
 def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The distribution to draw from, float32 `[V]`."""
+    """The distribution to sample from, `float32 [V]`."""
     probs = (logits / temperature).softmax(0)
     if top_p == 1.0:
         return probs
@@ -135,12 +142,12 @@ def distribution(logits: Tensor, temperature: float, top_p: float) -> Tensor:
 
 
 Drawing = Generator[list[NodePath], None, dict[NodePath, list[int]]]
-"""Draws a tree: yields the nodes whose distributions it needs next, returns the inner nodes'
-children in the order of drawing."""
+"""Samples a tree: yields the nodes whose distributions it needs next, and returns the children of
+the inner nodes in sampling order."""
 
 
-class Place:
-    """One place in an answer, with what the draft model says after each node drawn so far."""
+class Position:
+    """A position in an answer, with the draft model's distributions after the sampled nodes."""
 
     def __init__(self, draft: Model, root: int, setting: tuple[float, float], seed: int) -> None:
         self._draft = draft
@@ -151,7 +158,7 @@ class Place:
         self._read([()])
 
     def trees(self) -> dict[str, dict[NodePath, list[int]]]:
-        """All trees, by name; the draft model reads a level of all of them at once."""
+        """All trees by name; the draft model evaluates one level of all of them at once."""
         drawings: dict[str, Drawing] = {
             **{f"SD {length}": self._rsd(f"beam:1x{length}") for length in CHAINS},
             **{f"RSD-S {beam}": self._rsd(f"beam:{beam}") for beam in BEAMS},
@@ -171,7 +178,7 @@ class Place:
         return trees
 
     def _rsd(self, notation: str) -> Drawing:
-        """As RSD's own drafter draws it."""
+        """A tree as RSD's own drafter samples it."""
         options = RsdOptions(model="", tree=notation)
         nothing = torch.zeros_like(self.probs[()])
         drafter = RsdDrafter(options, len(nothing), torch.device("cpu"))
@@ -180,7 +187,7 @@ class Place:
         children: dict[NodePath, list[int]] = {}
         paths: list[NodePath] = [()]
         trees, first = next(levels)
-        while trees.tokens.shape[1] <= options.num_nodes:
+        while trees.tokens.shape[1] <= options.num_draft_tokens:
             here = [path for path in paths[first:] if -1 not in path]
             yield here
             probs = torch.stack([self.probs.get(path, nothing) for path in paths[first:]])
@@ -193,7 +200,7 @@ class Place:
         return children
 
     def _spectr(self, width: int, length: int) -> Drawing:
-        """Chains drawn independently of each other, as SpecTr does."""
+        """Chains that are sampled independently, as SpecTr does."""
         generator = torch.Generator().manual_seed(self._seed)
         chains: list[NodePath] = [()] * width
         children: dict[NodePath, list[int]] = {}
@@ -212,11 +219,11 @@ class Place:
 
 
 def measure(
-    place: Place, target: Model, root: int, setting: tuple[float, float]
+    position: Position, target: Model, root: int, setting: tuple[float, float]
 ) -> dict[str, float]:
-    """The expected tokens a step of every tree at one place."""
-    trees = place.trees()
-    # What follows a leaf is one token whatever the target says.
+    """The expected tokens per step of every tree at one position."""
+    trees = position.trees()
+    # The leaves need no logits: what follows a leaf is one token in any case.
     nodes = {path for children in trees.values() for path in children}
     logits = target.read_nodes(root, sorted(nodes, key=len))
     probs: dict[NodePath, Tensor] = {}
@@ -230,7 +237,7 @@ def measure(
         name: expected_tokens(
             children,
             of_target,
-            place.probs.__getitem__,
+            position.probs.__getitem__,
             k_sequential if name.startswith("SpecTr") else recursive_rejection,
         )
         for name, children in trees.items()
@@ -241,13 +248,13 @@ def main(
     target: Path,
     draft: Path,
     prompts: Annotated[Path, typer.Option(help="In Spec-Bench's format; first turns are used.")],
-    output: Annotated[Path, typer.Option(help="JSON lines; continued if it is there.")],
+    output: Annotated[Path, typer.Option(help="JSON lines; an existing file is continued.")],
     limit: int = 26,
     max_new_tokens: int = 64,
-    places: Annotated[int, typer.Option(help="In each answer.")] = 3,
+    places: Annotated[int, typer.Option(help="Number of positions in each answer.")] = 3,
     dtype: str = "bfloat16",
 ) -> None:
-    """Measure every tree at some places in the target's answers."""
+    """Measure every tree at some positions of the target's answers."""
     target_model = Model(target, getattr(torch, dtype))
     draft_model = Model(draft, getattr(torch, dtype))
     chat = Chat(target)
@@ -258,12 +265,12 @@ def main(
     done = {(line["prompt"], line["setting"], line["place"]) for line in lines if "tokens" in line}
     with output.open("a", encoding="utf-8") as file:
 
-        def keep(line: dict[str, Any]) -> None:
+        def write(line: dict[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
 
         if not lines:
-            keep(
+            write(
                 {
                     "target": target.name,
                     "draft": draft.name,
@@ -283,21 +290,21 @@ def main(
             if name not in answers:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 answers[name] = target_model.answer(ids, max_new_tokens, generator)
-                keep({"prompt": name, "answers": answers[name]})
+                write({"prompt": name, "answers": answers[name]})
         work = [(n, name, key) for n in range(places) for name in rendered for key in SETTINGS]
         for number, name, key in track(work, "measuring"):
             if (name, key, number) in done:
                 continue
             answer, seed = answers[name][key], zlib.crc32(f"{name} {key} {number}".encode())
-            # By the golden ratio, so that more places fill the gaps between the first.
+            # With the golden ratio, later positions fall into the gaps between earlier ones.
             turn = (zlib.crc32(name.encode()) / 2**32 + number * GOLDEN) % 1.0
             at = int(turn * max(1, len(answer) - 1))
             text = rendered[name] + answer[: at + 1]
             for model in (target_model, draft_model):
                 model.read(text[:-1])
-            place = Place(draft_model, text[-1], SETTINGS[key], seed)
-            tokens = measure(place, target_model, text[-1], SETTINGS[key])
-            keep({"prompt": name, "setting": key, "place": number, "at": at, "tokens": tokens})
+            position = Position(draft_model, text[-1], SETTINGS[key], seed)
+            tokens = measure(position, target_model, text[-1], SETTINGS[key])
+            write({"prompt": name, "setting": key, "place": number, "at": at, "tokens": tokens})
 
 
 if __name__ == "__main__":

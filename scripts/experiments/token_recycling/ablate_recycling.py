@@ -1,15 +1,16 @@
-"""What each part of Token Recycling is worth in tokens a step, measured without an engine.
+"""Measures what each part of Token Recycling contributes in tokens per step, without an engine.
 
-    python scripts/ablate_recycling.py MODEL --prompts spec_bench_dev.jsonl --limit 40 \\
-        --nodes 15 --nodes 80 --work WORK --output results/recycling_ablation.json
+    python -m scripts.experiments.token_recycling.ablate_recycling MODEL \\
+        --prompts spec_bench_dev.jsonl --limit 40 --nodes 15 --nodes 80 --work WORK \\
+        --output results/recycling_ablation.json
 
-Each setting answers all prompts, all turns, greedily: the product's own drafters draft, and learn
-what the target, in float32, says at all nodes of their trees. `recycling_variants.py` has the
-settings by name; with `--primed` also as in `grown primed`. All settings go through the prompts
-side by side, and what the target said is kept in WORK: a run that was stopped soon comes to where
-it was, and a further setting asks only for what no other has. A setting that is in the output
-whole, under the same conditions, is not measured again. `report_recycling.py` draws what is there.
-Needs transformers.
+Each setting answers all turns of all prompts greedily. The product's own drafters draft, and learn
+from the logits of a float32 target at all nodes of their trees. `recycling_variants.py` lists the
+settings by name; `--primed` adds those that start from a primed matrix, such as `grown primed`. All
+settings go through the prompts side by side, and the target's outputs are kept in WORK, so an
+interrupted run soon catches up and a further setting only asks for what no other setting has asked.
+A setting that the output already has for all prompts under the same conditions is not measured
+again. `report_recycling.py` tabulates and plots the results. Needs transformers.
 """
 
 from __future__ import annotations
@@ -23,17 +24,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from known_target import TOP, Known, KnownTarget
-from measure_lyanna import figures
-from recycling_variants import SETTINGS, Order, Setting, TableDrafter, move_bigrams
 from torch import Tensor
 
 from drafttree.bench.chat import Chat, model_context
 from drafttree.bench.machine import processor_name
 from drafttree.bench.prompts import Prompt, load_prompts
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
-from lyanna_plugin.replay import Replayed
+from scripts.experiments.common import Replayed, figures
+from scripts.experiments.token_recycling.known_target import TOP, Known, KnownTarget
+from scripts.experiments.token_recycling.recycling_variants import (
+    SETTINGS,
+    Order,
+    Setting,
+    TableDrafter,
+    move_bigrams,
+)
 
 _ROWS = 256
 
@@ -47,11 +53,11 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
     drafter.start(0, known.prompt)
     if setting.prompt_logits:
         tokens = torch.tensor(known.prompt, dtype=torch.int32)
-        before = torch.cat((tokens.new_tensor([-1]), tokens))
+        previous = torch.cat((tokens.new_tensor([-1]), tokens))
         for start in range(0, len(tokens) - 1, _ROWS):
             rows = slice(start, min(start + _ROWS, len(tokens) - 1))
             logits = as_logits(known.prompt_tops[rows], vocab)
-            drafter.observe(slots.expand(len(logits)), tokens[rows], before[rows], logits)
+            drafter.observe(slots.expand(len(logits)), tokens[rows], previous[rows], logits)
     if setting.bigrams:
         move_bigrams(drafter.tables, known.prompt)
     trees = DraftTree.of_roots(torch.tensor([known.prompt[-1]], dtype=torch.int32))
@@ -60,11 +66,11 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
         nodes = _nodes_of(trees, known, done)
         yield [node for node in nodes if node >= 0]
         tops = [known.tops[node] if node >= 0 else [-1] * TOP for node in nodes]
-        before = trees.before(drafter.before(slots))
+        previous = trees.previous_tokens(drafter.previous_tokens(slots))
         logits = as_logits(torch.tensor(tops), vocab)
-        likely = drafter.observe(slots.expand(len(nodes)), trees.tokens[0], before[0], logits)
+        likely = drafter.observe(slots.expand(len(nodes)), trees.tokens[0], previous[0], logits)
         verified = verify_target(trees, likely[None], drafter.max_depth)
-        drafter.accepted(slots, trees, verified)
+        drafter.on_verified(slots, trees, verified)
         emitted = verified.emitted[0, : verified.num_emitted[0]].tolist()
         left = known.answer[done : done + len(emitted)]
         assert emitted[: len(left)] == left
@@ -122,7 +128,7 @@ class Bench:
     def begin(self, name: str, nodes: int) -> Measured:
         """Begin with a setting."""
         drafter = SETTINGS[name].make(self.target.vocab, nodes)
-        drafter.allot(1, self._context)
+        drafter.allocate(1, self._context)
         return Measured(name, nodes, SETTINGS[name], drafter, {})
 
     def order(self, order: Order) -> list[int]:
@@ -193,7 +199,7 @@ def _sum(counts: list[Replayed]) -> Replayed:
     return Replayed(
         steps=sum(each.steps for each in counts),
         tokens=sum(each.tokens for each in counts),
-        nodes=sum(each.nodes for each in counts),
+        draft_tokens=sum(each.draft_tokens for each in counts),
     )
 
 

@@ -1,9 +1,10 @@
-"""What drafting a tree takes in Lyanna's way and in EAGLE's, with the same layer: its forwards, the
-head and the sampling apart (the paper's figure 13).
+"""Time drafting a tree in Lyanna's way and in EAGLE's with the same layer (the paper's figure 13).
 
-    .venv-vllm/bin/python scripts/time_drafting.py TARGET --output results/lyanna_draft_time.json
+    .venv-vllm/bin/python -m scripts.experiments.lyanna.time_drafting \\
+        TARGET --output results/lyanna_draft_time.json
 
-Weights are random: they change no time. Both take turns, and medians are given.
+The layer's forwards, the head and the sampling are timed separately. Weights are random, which does
+not affect times. The two ways alternate, and medians are reported.
 """
 
 from __future__ import annotations
@@ -19,27 +20,26 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from eagle_style import TreeKV, draft_tree
 from torch import Tensor
 
 from drafttree.bench.machine import processor_name
 from lyanna_plugin.checkpoint import layer_config
-from lyanna_plugin.config_file import DrafterConfig
-from lyanna_plugin.model import Attend, Drafter
-from lyanna_plugin.tree import TokenTable, sample_tree
+from lyanna_plugin.model import AttendBatch, LyannaConfig, LyannaModel
+from lyanna_plugin.sampling import TokenTable, sample_tree
+from scripts.experiments.lyanna.eagle_style import TreeKV, draft_tree
 
 _PARTS = ("forward", "head", "sampling")
 
 
 class Clock:
-    """Seconds by what was done."""
+    """Adds up the seconds spent in each part."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.seconds: dict[str, float] = defaultdict(float)
 
     def __call__(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, timed."""
+        """The function, whose time is added to a part."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = self._now()
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Drafting:
-    """One tree a request, after a text of `context` tokens, in both ways."""
+    """Drafts one tree per request, after a text of `context` tokens, in both ways."""
 
     def __init__(
         self, target: Path, requests: int, context: int, dtype: torch.dtype, device: torch.device
@@ -64,23 +64,22 @@ class Drafting:
         layer = layer_config(target)
         vocab, size = layer.vocab_size, layer.hidden_size
         torch.manual_seed(0)
-        config = DrafterConfig(target=target.name, fingerprint="")
+        config = LyannaConfig(target=target.name, fingerprint="")
         hot = torch.arange(config.num_hot_tokens)
-        self._drafter = Drafter(layer, config, hot).to(device, dtype)
+        self._drafter = LyannaModel(layer, config, hot).to(device, dtype)
         self._embeddings = torch.randn(vocab, size, dtype=dtype, device=device)
         self._head = torch.randn(vocab, size, dtype=dtype, device=device) / size**0.5
-        info = self._drafter.token_info
-        assert info is not None
-        self._table = TokenTable.of(info.float(), self._embeddings[hot].float(), dtype)
+        info = self._drafter.token_info.float()
+        self._table = TokenTable.of(info, self._embeddings[hot].float(), dtype)
         shape = requests, context, layer.num_key_value_heads, layer.head_dim
         self._keys, self._values = torch.randn(2, *shape, dtype=dtype, device=device)
         self._first = torch.randn(requests, size, dtype=dtype, device=device)
         self._roots = torch.arange(requests, dtype=torch.int32, device=device)
-        self._places = torch.full((requests,), context, device=device)
+        self._positions = torch.full((requests,), context, device=device)
         self._clock = Clock(device)
 
     def seconds(self, way: str, **shape: int) -> dict[str, float]:
-        """One drafting's time by part."""
+        """The time of drafting once, by part."""
         self._clock.seconds.clear()
         draft = self._lyanna if way == "lyanna" else self._eagle
         self._clock("all", draft)(**shape)
@@ -89,10 +88,10 @@ class Drafting:
         return found
 
     def _known(self) -> tuple[TreeKV, Tensor]:
-        """The text's KV, and the first states: both ways read the last accepted token."""
-        cache = TreeKV(self._keys, self._values, self._places)
+        """The text's KV and the first states; both ways fuse the last accepted token."""
+        cache = TreeKV(self._keys, self._values, self._positions)
         states = self._clock("forward", self._fused)(
-            self._first[:, None], self._roots[:, None], self._places[:, None], cache
+            self._first[:, None], self._roots[:, None], self._positions[:, None], cache
         )
         return cache, states
 
@@ -100,7 +99,9 @@ class Drafting:
         attend = functools.partial(cache.attend, torch.zeros_like(tokens, dtype=torch.int64))
         return self._layer(states, tokens, positions, attend)
 
-    def _layer(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _layer(
+        self, states: Tensor, tokens: Tensor, positions: Tensor, attend: AttendBatch
+    ) -> Tensor:
         embedded = self._embeddings[tokens.long()]
         result: Tensor = self._drafter(self._drafter.fuse(states, embedded), positions, attend)
         return result
@@ -108,29 +109,31 @@ class Drafting:
     def _to_logits(self, states: Tensor) -> Tensor:
         return states @ self._head.T
 
-    def _lyanna(self, depth: int, width: int, nodes: int) -> None:
+    def _lyanna(self, depth: int, width: int, num_draft_tokens: int) -> None:
         cache, state = self._known()
         states = [state]
-        chain = torch.zeros_like(self._places)[:, None]
+        chain = torch.zeros_like(self._positions)[:, None]
 
-        def step(before: Tensor, ahead: int) -> Tensor:
-            positions = (self._places + ahead)[:, None]
+        def step(state: Tensor, ahead: int) -> Tensor:
+            positions = (self._positions + ahead)[:, None]
             attend = functools.partial(cache.attend, chain)
-            result: Tensor = self._drafter(self._drafter.between(before), positions, attend)
+            result: Tensor = self._drafter(self._drafter.between(state), positions, attend)
             return result
 
         for ahead in range(1, depth):
             states.append(self._clock("forward", step)(states[-1], ahead))
         logits = self._clock("head", self._to_logits)(torch.cat(states, 1))
-        steps = torch.full_like(self._places, depth)
-        self._clock("sampling", sample_tree)(logits, steps, self._roots, self._table, width, nodes)
+        steps = torch.full_like(self._positions, depth)
+        self._clock("sampling", sample_tree)(
+            logits, steps, self._roots, self._table, width, num_draft_tokens
+        )
 
-    def _eagle(self, depth: int, width: int, nodes: int) -> None:
+    def _eagle(self, depth: int, width: int, num_draft_tokens: int) -> None:
         cache, state = self._known()
         draft_tree(
             *(self._clock("forward", self._layer), self._clock("head", self._to_logits)),
-            *(state[:, 0], cache, self._places + 1, self._roots),
-            **{"depth": depth, "width": width, "nodes": nodes},
+            *(state[:, 0], cache, self._positions + 1, self._roots),
+            **{"depth": depth, "width": width, "num_draft_tokens": num_draft_tokens},
         )
 
 
@@ -150,7 +153,7 @@ def main(
         for requests in (1, 8):
             drafting = Drafting(target, requests, context, getattr(torch, dtype), device)
             for depth in (3, 5):
-                shape = {"depth": depth, "width": width, "nodes": nodes}
+                shape = {"depth": depth, "width": width, "num_draft_tokens": nodes}
                 times: dict[str, list[dict[str, float]]] = {"lyanna": [], "eagle": []}
                 for _ in range(repeat + 5):
                     for way, found in times.items():
@@ -163,7 +166,8 @@ def main(
                     for way, found in times.items()
                 }
                 lower = 1 - medians["lyanna"]["all"] / medians["eagle"]["all"]
-                rows.append({"requests": requests, **shape, "ms": medians, "lower_by": lower})
+                size = {"depth": depth, "width": width, "nodes": nodes}
+                rows.append({"requests": requests, **size, "ms": medians, "lower_by": lower})
                 typer.echo(json.dumps(rows[-1]))
     report = {
         "target": target.name,

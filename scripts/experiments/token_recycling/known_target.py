@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tree_kernels.adjacency import top_candidates
 
-from drafttree.fingerprint import weights_fingerprint
+from drafttree.model_files import weights_fingerprint
 
 TOP = 8
 
@@ -80,8 +80,8 @@ class Known:
             tokens=read["tokens"].tolist(),
             tops=read["tops"].tolist(),
         )
-        pairs = zip(known.parents, known.tokens, strict=True)
-        known._children = {pair: node for node, pair in enumerate(pairs)}
+        bigrams = zip(known.parents, known.tokens, strict=True)
+        known._children = {bigram: node for node, bigram in enumerate(bigrams)}
         return known
 
 

@@ -1,13 +1,12 @@
 """Time every kernel of tree_kernels against its PyTorch reference and a floor.
 
-    .venv-vllm/bin/python scripts/bench_kernels.py --output kernels.csv --plot kernels.png
+    .venv-vllm/bin/python scripts/benchmarks/bench_kernels.py --output kernels.csv
 
-On a GPU ours is the kernel in Triton, on a CPU the one in C++. The floor is what the kernel must
-move at least, each input and output once, over the copy bandwidth that is measured here: caches may
-beat it on a CPU, and below a launch's time, which is printed too, it says nothing. Before a size is
-timed, both sides must give the same result. The references are written for a CPU; on a GPU they
-make their indices there, and where vLLM is installed its causal kernels are timed beside attention
-over trees. `--plot` needs matplotlib.
+On a GPU "ours" is the Triton kernel, on a CPU the C++ kernel. The floor is the time to copy the
+bytes that the kernel must read and write, each once, at the copy bandwidth that is measured here.
+On a CPU caches may beat it, and it has no meaning below the time of one launch, which is printed
+too. Both sides must give the same result before a size is timed. Where vLLM is installed, its
+causal kernels are timed beside attention over trees. `--plot` needs matplotlib.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,9 +28,8 @@ import typer
 from kernel_cases import Case, Size, Work
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from tree_kernels._native import compiler
 from tree_kernels._triton import triton
+from tree_kernels.machine import find_compiler
 
 from drafttree.bench.machine import processor_name
 
@@ -49,7 +47,7 @@ class MismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the CSV: one way to do one size of a kernel. Times are medians."""
+    """A line of the CSV: one implementation of one size of a kernel. Times are medians."""
 
     kernel: str
     size: str
@@ -61,17 +59,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Bench:
-    """A device and how it is timed.
+    """A device and how long to time on it.
 
     Attributes:
-        seconds: to spend on each way of each size, once it was done five times.
+        device: The device.
+        seconds: Time to spend on each implementation of each size, after five runs.
     """
 
     device: torch.device
     seconds: float
 
     def microseconds(self, call: Callable[[], object]) -> float:
-        """The median of a call that has been made before."""
+        """The median time of a call, which must have run before."""
         if self.device.type == "cuda":
             from triton.testing import do_bench
 
@@ -84,29 +83,28 @@ class Bench:
         return 1e6 * statistics.median(times)
 
     def bandwidth(self, size: int) -> float:
-        """Bytes a microsecond, read and written, in copying `size` bytes."""
+        """Bytes read and written in a microsecond when `size` bytes are copied."""
         source = torch.zeros(size, dtype=torch.uint8, device=self.device)
         target = source.clone()
         return 2 * size / self.microseconds(lambda: target.copy_(source))
 
     def launch(self) -> float:
-        """The microseconds of a call that does next to nothing."""
+        """The microseconds of a call that does almost nothing."""
         one = torch.zeros(1, device=self.device)
         return self.microseconds(one.zero_)
 
     def lines(self, name: str, case: Case, size: Size, bandwidth: float) -> list[Line]:
-        """All ways of one size.
+        """Time all implementations of one size.
 
         Raises:
-            MismatchError: ours and the reference disagree.
+            MismatchError: The kernel and its reference disagree.
         """
         torch.manual_seed(0)
         with torch.device(self.device):
             work = case.make(**size)
         written = " ".join(f"{key}={value}" for key, value in size.items())
-        reference = self._here(work.reference)
-        agree(f"{name} ({written})", work, reference, case.tolerance)
-        ways = {OURS: work.ours, REFERENCE: reference, **work.others}
+        agree(f"{name} ({written})", work, case.tolerance)
+        ways = {OURS: work.ours, REFERENCE: work.reference, **work.others}
         floor = work.bytes / bandwidth
         for other in work.others.values():
             other()
@@ -115,19 +113,8 @@ class Bench:
             for side, call in ways.items()
         ]
 
-    def _here(self, call: Callable[[], Sequence[Tensor]]) -> Callable[[], Sequence[Tensor]]:
-        """The same, and what it makes is made on the device; that takes time, so not on a CPU."""
-        if self.device.type == "cpu":
-            return call
-
-        def called() -> Sequence[Tensor]:
-            with torch.device(self.device):
-                return call()
-
-        return called
-
     def versions(self) -> dict[str, Any]:
-        """What the times depend on."""
+        """The hardware and software that the times depend on."""
         on_gpu = self.device.type == "cuda"
         return {
             "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
@@ -137,14 +124,19 @@ class Bench:
         }
 
 
-def agree(what: str, work: Work, reference: Callable[[], Sequence[Tensor]], limit: float) -> None:
-    """Compare both sides' results; NaN equals NaN.
+def agree(what: str, work: Work, limit: float) -> None:
+    """Compare the results of a kernel and its reference; NaN equals NaN.
+
+    Args:
+        what: The kernel and its size, for the error.
+        work: The size.
+        limit: Tolerance of floating-point results, relative and absolute.
 
     Raises:
-        MismatchError: they differ by more than `limit`.
+        MismatchError: The results differ by more than `limit`.
     """
-    pairs = zip(work.ours(), reference(), strict=True)
-    for number, (ours, expected) in enumerate(pairs):
+    both = zip(work.ours(), work.reference(), strict=True)
+    for number, (ours, expected) in enumerate(both):
         bounds = {"rtol": limit, "atol": limit} if ours.is_floating_point() else {}
         try:
             torch.testing.assert_close(ours, expected, equal_nan=True, **bounds)
@@ -155,7 +147,7 @@ def agree(what: str, work: Work, reference: Callable[[], Sequence[Tensor]], limi
 
 
 def table_of(lines: list[Line], title: str) -> Table:
-    """A row a size and way, and how many times as long as ours each way takes."""
+    """A row for each size and implementation, with its time relative to our kernel."""
     table = Table(title=title)
     for column in ("kernel", "size", "way"):
         table.add_column(column)
@@ -176,7 +168,7 @@ def table_of(lines: list[Line], title: str) -> Table:
 
 
 def save(lines: list[Line], common: dict[str, Any], file: Path) -> None:
-    """Write the CSV: a line a size and way, each with the columns `common`."""
+    """Write the CSV: one line for each size and implementation, with the columns `common`."""
     rows = [{**asdict(line), **common} for line in lines]
     with file.open("w", newline="") as opened:
         writer = csv.DictWriter(opened, list(rows[0]))
@@ -185,7 +177,7 @@ def save(lines: list[Line], common: dict[str, Any], file: Path) -> None:
 
 
 def plot(lines: list[Line], title: str, file: Path) -> None:
-    """A panel a kernel: microseconds over bytes, both on log axes."""
+    """Plot microseconds over bytes on log axes, one panel for each kernel."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,15 +207,15 @@ def plot(lines: list[Line], title: str, file: Path) -> None:
 
 
 def chosen(only: list[str], device: torch.device) -> dict[str, Case]:
-    """The kernels of these names, or all that there are on the device.
+    """The kernels named by `only`, or all kernels of the device.
 
     Raises:
-        typer.BadParameter: there is none of that name, or not on this device.
+        typer.BadParameter: The device has no kernel of a name.
     """
     there = {name: case for name, case in KERNELS.items() if device.type in case.devices}
     if unknown := [name for name in only if name not in there]:
         raise typer.BadParameter(
-            f"--only {unknown[0]!r} is not one of those on {device.type}: {', '.join(there)}"
+            f"--only {unknown[0]!r} is not a kernel on {device.type}: {', '.join(there)}"
         )
     return {name: there[name] for name in only} or there
 
@@ -231,8 +223,12 @@ def chosen(only: list[str], device: torch.device) -> dict[str, Case]:
 def main(
     output: Annotated[Path | None, typer.Option(help="CSV.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="PNG.")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="A kernel; may be repeated.")] = None,
-    quick: Annotated[bool, typer.Option(help="One small size of each, briefly.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Name of a kernel; may be repeated.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Time one small size of each kernel, briefly.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one.")] = "",
 ) -> None:
     """Time the kernels."""
@@ -241,7 +237,7 @@ def main(
         raise typer.BadParameter(f"--device {device!r} is not cuda or cpu")
     if device == "cuda" and (triton is None or not torch.cuda.is_available()):
         raise typer.BadParameter("--device cuda needs a CUDA device and Triton")
-    if device == "cpu" and compiler() is None:
+    if device == "cpu" and find_compiler() is None:
         raise typer.BadParameter("--device cpu needs a C++ compiler, such as g++")
     bench = Bench(torch.device(device), 0.01 if quick else 0.3)
     cases = chosen(only or [], bench.device)

@@ -1,9 +1,9 @@
-"""Make a small draft model for a target: a few of its layers, taught to predict as it does.
+"""Distil a small draft model from a target.
 
-    python scripts/distil_draft.py TARGET --text text.jsonl --output DRAFT --layers 2
+    python -m scripts.experiments.rsd.distil_draft TARGET --text text.jsonl --output DRAFT
 
-The student starts from the target's first layers and its embeddings, and is trained to have the
-target's distribution of the next token (Kullback-Leibler) on conversations that the target wrote
+The student starts from the target's first layers and its embeddings. It is trained to match the
+target's next-token distribution (Kullback-Leibler divergence) on conversations of the target's own
 (`write_text.py`). Needs transformers.
 """
 
@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LENGTH = 256
+"""Number of tokens of a training sequence."""
 
 
 def sequences(text: Path, tokenizer: Any) -> Tensor:
-    """The conversations one after another, cut into `int64 [N, LENGTH]`."""
+    """All conversations concatenated and split into sequences, `int64 [N, LENGTH]`."""
     ids: list[int] = []
     for line in text.read_text(encoding="utf-8").splitlines():
         roles = {"human": "user", "gpt": "assistant"}
@@ -41,7 +42,7 @@ def sequences(text: Path, tokenizer: Any) -> Tensor:
 
 
 def batches(data: Tensor, size: int, seed: int) -> Iterator[Tensor]:
-    """Epoch after epoch, shuffled."""
+    """Endless batches of `size` sequences, shuffled in each epoch."""
     rng = random.Random(seed)
     while True:
         order = list(range(len(data)))
@@ -53,12 +54,12 @@ def batches(data: Tensor, size: int, seed: int) -> Iterator[Tensor]:
 def main(
     target: Path,
     text: Annotated[Path, typer.Option(help="Conversations in ShareGPT's format, JSON lines.")],
-    output: Annotated[Path, typer.Option(help="The draft model's folder.")],
-    layers: int = 2,
-    steps: int = 600,
-    batch: Annotated[int, typer.Option(help="Sequences of 256 tokens.")] = 4,
-    learning_rate: float = 1e-3,
-    seed: int = 0,
+    output: Annotated[Path, typer.Option(help="Folder of the draft model.")],
+    layers: Annotated[int, typer.Option(help="Number of layers of the draft model.")] = 2,
+    steps: Annotated[int, typer.Option(help="Number of training steps.")] = 600,
+    batch: Annotated[int, typer.Option(help="Sequences of 256 tokens per step.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of the order of sequences.")] = 0,
 ) -> None:
     """Distil a draft model."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -69,9 +70,9 @@ def main(
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-    # Only the first layers find a place; the others are left.
+    # The checkpoint's other layers are ignored.
     student = AutoModelForCausalLM.from_pretrained(target, config=config, dtype=torch.float32)
-    # The embeddings stay the target's: a hundredth of the text could only spoil rare tokens.
+    # The text has too few occurrences of rare tokens to train their embeddings.
     student.get_input_embeddings().requires_grad_(False)
     parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95))
@@ -81,17 +82,20 @@ def main(
     data = sequences(text, tokenizer)
     if len(data) < batch:
         raise typer.BadParameter(f"--text {text}: {len(data)} sequences, a batch needs {batch}")
-    drawn = batches(data, batch, seed)
+    training = batches(data, batch, seed)
     columns = ("{task.completed} of {task.total}", "loss {task.fields[loss]:.3f}")
     with Progress(*map(TextColumn, columns), TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=steps, loss=float("nan"))
         for _ in range(steps):
-            tokens = next(drawn)
+            tokens = next(training)
             with torch.no_grad():
-                wanted = teacher(tokens).logits.float().log_softmax(-1)
+                target_log_probs = teacher(tokens).logits.float().log_softmax(-1)
             loss = (
                 F.kl_div(
-                    student(tokens).logits.log_softmax(-1), wanted, log_target=True, reduction="sum"
+                    student(tokens).logits.log_softmax(-1),
+                    target_log_probs,
+                    log_target=True,
+                    reduction="sum",
                 )
                 / tokens.numel()
             )

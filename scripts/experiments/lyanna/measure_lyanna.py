@@ -1,38 +1,40 @@
-"""What drafters of one target accept on prompts that none of them was trained on.
+"""Measure what drafters of one target accept on prompts that none of them was trained on.
 
-    .venv-vllm/bin/python scripts/measure_lyanna.py TARGET --prompts spec_bench_dev.jsonl \\
-        --drafter lyanna=DIR --drafter eagle=DIR --work WORK --output results/lyanna_acceptance.json
+    .venv-vllm/bin/python -m scripts.experiments.lyanna.measure_lyanna \\
+        TARGET --prompts spec_bench_dev.jsonl --drafter lyanna=DIR --drafter eagle=DIR \\
+        --work WORK --output results/lyanna_acceptance.json
 
-The target answers every other line of the prompts, from the second on, greedily; decoding is then
-replayed over these answers with every drafter and every setting. A drafter that feeds its tokens
-back is measured in EAGLE's way. Standard errors by bootstrap over the answers. Needs vLLM.
+The target answers every second line of the prompts greedily, starting with the second. Decoding is
+then replayed over these answers with every drafter and every setting. A drafter of the variant
+`eagle` drafts in EAGLE's way. Standard errors are bootstrapped over the answers. Needs vLLM.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from eagle_style import replay_eagle
 from torch import Tensor
 
-from lyanna_plugin.checkpoint import fingerprint, load
+from drafttree.model_files import first_rows_fingerprint
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.model import Drafter
-from lyanna_plugin.replay import LyannaReplay, Replayed, Text
+from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.training.acceptance import measure
 from lyanna_plugin.training.dataset import Sample, encode, read_conversations
 from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
 from lyanna_plugin.training.regenerate import regenerate
+from scripts.experiments.common import figures
+from scripts.experiments.lyanna.eagle_style import replay_eagle
+from scripts.experiments.lyanna.lyanna_replay import LyannaReplay, Text
+from scripts.experiments.lyanna.variants import EagleStyle, load_variant
 
 _CONTEXT = 2048
-_DRAWS = 1000
 
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"{n} nodes": {"nodes": n, "resample": False} for n in (4, 6, 8, 12, 16, 24)},
@@ -44,18 +46,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "depth 5, 12 nodes": {"nodes": 12, "resample": False, "steps": 5},
 }
 EAGLE_SETTINGS: dict[str, dict[str, int]] = {
-    **{f"{n} nodes": {"depth": 3, "nodes": n} for n in (4, 6, 8, 12, 16, 24)},
-    "depth 5, 12 nodes": {"depth": 5, "nodes": 12},
+    **{f"{n} nodes": {"depth": 3, "num_draft_tokens": n} for n in (4, 6, 8, 12, 16, 24)},
+    "depth 5, 12 nodes": {"depth": 5, "num_draft_tokens": 12},
 }
 WIDTH = 4
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is needed of the target.
+    """The parts of the target that drafters use.
 
     Attributes:
-        embeddings, head: float32 `[V, d]`.
+        folder: Folder of the target.
+        embeddings: `float32 [V, d]`, its embeddings.
+        head: `float32 [V, d]`, its output head.
     """
 
     folder: Path
@@ -64,7 +68,7 @@ class Target:
 
 
 def answered(folder: Path, prompts: list[Path], work: Path, max_tokens: int) -> list[Sample]:
-    """Every other prompt with the target's greedy answers."""
+    """Every second prompt with the target's greedy answers."""
     from transformers import AutoTokenizer
 
     asked = [chat for file in prompts for chat in list(read_conversations(file))[1::2]]
@@ -75,7 +79,7 @@ def answered(folder: Path, prompts: list[Path], work: Path, max_tokens: int) -> 
 
 
 def texts_of(corpus: Corpus) -> Iterator[Text]:
-    """One text for each answer, with all that was said before it."""
+    """One text for each answer, with everything before it as the prompt."""
     for index, sample in enumerate(corpus.samples):
         hidden = corpus.features(index)[0].float()
         edges = torch.diff(sample.answer.int(), prepend=torch.zeros(1), append=torch.zeros(1))
@@ -85,28 +89,15 @@ def texts_of(corpus: Corpus) -> Iterator[Text]:
                 yield Text(sample.tokens[:end].long(), hidden[:end], start)
 
 
-def figures(replayed: Sequence[Replayed]) -> dict[str, float]:
-    """Tokens a step with its standard error, and the draft nodes of a step."""
-    counts = torch.tensor([(each.tokens, each.steps) for each in replayed]).double()
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(counts), (_DRAWS, len(counts)), generator=generator)
-    sums = counts[draws].sum(1)
-    steps = int(counts[:, 1].sum())
-    return {
-        "mean_accepted_tokens": float(counts[:, 0].sum()) / steps,
-        "standard_error": float((sums[:, 0] / sums[:, 1]).std()),
-        "nodes_a_step": sum(each.nodes for each in replayed) / steps,
-        "steps": steps,
-    }
-
-
-def measured(drafter: Drafter, target: Target, corpus: Corpus, only: list[str]) -> dict[str, Any]:
-    """The figures of one drafter: in all settings, or in those of the names `only`."""
+def measured(
+    drafter: LyannaModel, target: Target, corpus: Corpus, only: list[str]
+) -> dict[str, Any]:
+    """The figures of one drafter in the settings named by `only`, or in all if it is empty."""
     columns = Columns(torch.arange(1), len(target.head), sampled=0)
     loss = DrafterLoss(drafter, target.embeddings, target.head, columns, LossWeights())
     texts = list(texts_of(corpus))
     found: dict[str, Any] = {"greedy_chain": asdict(measure(loss, corpus, torch.device("cpu")))}
-    if drafter.config.feeds_tokens:
+    if isinstance(drafter, EagleStyle):
         for name, setting in _chosen(EAGLE_SETTINGS, only).items():
             found[name] = figures(
                 replay_eagle(
@@ -118,8 +109,8 @@ def measured(drafter: Drafter, target: Target, corpus: Corpus, only: list[str]) 
         name: LyannaOptions(model="", width=WIDTH, **options)
         for name, options in _chosen(SETTINGS, only).items()
     }
-    most = max(options.steps for options in chosen.values())
-    replay = LyannaReplay(texts, drafter, target.embeddings, target.head, most)
+    steps = max(options.steps for options in chosen.values())
+    replay = LyannaReplay(texts, drafter, target.embeddings, target.head, steps)
     for name, options in chosen.items():
         found[name] = figures(replay.run(options))
     return found
@@ -134,7 +125,7 @@ def main(
     prompts: Annotated[list[Path], typer.Option(help="Spec-Bench's format; even lines are used.")],
     drafter: Annotated[list[str], typer.Option(help="NAME=FOLDER; may be repeated.")],
     output: Annotated[Path, typer.Option(help="JSON.")],
-    work: Annotated[Path, typer.Option(help="For the answers and their features.")],
+    work: Annotated[Path, typer.Option(help="Folder for the answers and their features.")],
     max_new_tokens: int = 96,
     only: Annotated[list[str] | None, typer.Option(help="A setting; may be repeated.")] = None,
 ) -> None:
@@ -146,7 +137,7 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     samples = answered(target, prompts, work, max_new_tokens)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    cache = Features(work / "features", samples, fingerprint(target))
+    cache = Features(work / "features", samples, first_rows_fingerprint(target))
     cache.compute(model, torch.device("cpu"), lambda done, total: None)
     parts = Target(
         target,
@@ -165,7 +156,9 @@ def main(
     }
     for pair in drafter:
         name, _, folder = pair.partition("=")
-        report["drafters"][name] = measured(load(Path(folder), target), parts, corpus, only or [])
+        report["drafters"][name] = measured(
+            load_variant(Path(folder), target), parts, corpus, only or []
+        )
         output.write_text(json.dumps(report, indent=2) + "\n")
         typer.echo(f"{name}: {json.dumps(report['drafters'][name])}")
 

@@ -1,12 +1,13 @@
-"""Make Lyanna's drafter for SmolLM2-135M: text of the model's own, and training on it.
+"""Make Lyanna's drafter for SmolLM2-135M, trained on text of the model's own.
 
-    .venv-vllm/bin/python scripts/make_smollm2_drafter.py WORK --prompts spec_bench_dev.jsonl
+    .venv-vllm/bin/python -m scripts.experiments.lyanna.make_smollm2_drafter \\
+        WORK --prompts spec_bench_dev.jsonl
 
-The model writes conversations, in two processes side by side, some of them beginning as one of the
-given prompts does, and answers these prompts: every other one, from the first on; the others are
-left for measuring. Then the drafter is trained, in two processes too, first on what began freely,
-then on what began as given, into WORK/drafter. A run that was stopped goes on where it was: give it
-the same WORK. Needs vLLM.
+First two processes of the model write conversations: some freely, others that begin like one of the
+given prompts. The model also answers every second of these prompts, starting with the first; the
+others are left for measurements. Then two processes train the drafter into WORK/drafter, first on
+the free conversations and then on the others. An interrupted run is resumed by repeating the
+command with the same WORK. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from drafttree.models import ensure
+from drafttree.bench.models import ensure
 from lyanna_plugin.training.dataset import read_conversations
 from lyanna_plugin.training.regenerate import regenerate
 
@@ -29,7 +30,7 @@ _CONTEXT = 2048
 
 
 def write_text(model: Path, folder: Path, count: int, seeds: Path | None) -> None:
-    """Two writers, each with a seed and a file of its own."""
+    """Run the writers, each with its own seed and file."""
     name, first = ("own", 0) if seeds is None else ("seeded", _WRITERS)
     writers = [
         subprocess.Popen(
@@ -48,7 +49,7 @@ def write_text(model: Path, folder: Path, count: int, seeds: Path | None) -> Non
 
 
 def answer_prompts(model: Path, prompts: Path, folders: list[Path], work: Path) -> None:
-    """Every other line of the file, answered greedily."""
+    """Answer every second prompt greedily, and put the answers into each folder."""
     asked = list(read_conversations(prompts))[::2]
     answered = regenerate(asked, model, 512, _CONTEXT, work, lambda done: None)
     for folder in folders:
@@ -56,7 +57,7 @@ def answer_prompts(model: Path, prompts: Path, folders: list[Path], work: Path) 
 
 
 def train(model: Path, work: Path, text: Path, out: Path, epochs: int, *more: str) -> None:
-    """Train on a folder of text, unless that was done."""
+    """Train on a folder of text, unless it was done before."""
     if (out / "held_out.json").exists():
         return
     command = [
@@ -69,10 +70,12 @@ def train(model: Path, work: Path, text: Path, out: Path, epochs: int, *more: st
 
 
 def main(
-    work: Annotated[Path, typer.Argument(help="For text, features and the drafter.")],
+    work: Annotated[Path, typer.Argument(help="Folder for text, features and the drafter.")],
     prompts: Annotated[Path, typer.Option(help="In Spec-Bench's format.")],
-    conversations: Annotated[int, typer.Option(help="Of the model's own invention.")] = 9_000,
-    seeded: Annotated[int, typer.Option(help="That begin as some prompt does.")] = 4_300,
+    conversations: Annotated[int, typer.Option(help="Number of free conversations.")] = 9_000,
+    seeded: Annotated[
+        int, typer.Option(help="Number of conversations that begin like a prompt.")
+    ] = 4_300,
     epochs: int = 2,
 ) -> None:
     """Make the drafter."""

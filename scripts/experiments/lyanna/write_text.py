@@ -1,11 +1,12 @@
 """Have a chat model write its own prompts and answer them: text to train a drafter on.
 
-    .venv-vllm/bin/python scripts/write_text.py MODEL --output text.jsonl --conversations 20000
+    .venv-vllm/bin/python -m scripts.experiments.lyanna.write_text \\
+        MODEL --output text.jsonl --conversations 20000
 
-The model continues a chat's bare user turn, half of the time from one of a few openings, and then
-answers what it wrote. With `--seeds` two of three turns begin as some prompt of that file does:
-every other one of its prompts, from the first on. One conversation a line, in ShareGPT's format; a
-run that was stopped goes on where it was. Needs vLLM.
+The model continues an empty user turn, half of the time after one of a few openings, and then
+answers what it wrote. With `--seeds` two of three turns begin like a prompt of that file, of which
+every second one is used, starting with the first. The output has one conversation per line in
+ShareGPT's format. An interrupted run is resumed. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ OPENINGS = (
     *("Read the following text ", "Document: ", "Question: ", "Please ", "My ", "In the "),
     *("Fix this code:\n", "Draft an email ", "Tell me a story ", "Create ", "Suggest ", "The "),
 )
-
-
 _SEEDED = 2 / 3
+"""Share of the turns that begin like a prompt, if there are prompts."""
 _WORDS = 40
+"""Greatest number of words that are taken of a prompt."""
 
 
 def opening(seeds: list[str], rng: random.Random) -> str:
-    """How a user turn begins."""
+    """The beginning of a user turn."""
     if seeds and rng.random() < _SEEDED:
         words = rng.choice(seeds).split(" ")
         return " ".join(words[: rng.randint(1, min(_WORDS, len(words)))]) + " "
@@ -45,7 +46,7 @@ def opening(seeds: list[str], rng: random.Random) -> str:
 def user_turns(
     llm: Any, tokenizer: Any, count: int, seeds: list[str], rng: random.Random
 ) -> list[str]:
-    """About `count` user turns of the model's own writing."""
+    """About `count` user turns written by the model."""
     from vllm import SamplingParams
 
     mark = "\N{REPLACEMENT CHARACTER}"
@@ -66,7 +67,7 @@ def user_turns(
 
 
 def answers(llm: Any, turns: list[str], max_tokens: int, rng: random.Random) -> list[str]:
-    """The model's answers, three of four of them greedy."""
+    """The model's answers, of which three in four are greedy."""
     from vllm import SamplingParams
 
     outputs = llm.chat(
@@ -82,21 +83,21 @@ def answers(llm: Any, turns: list[str], max_tokens: int, rng: random.Random) -> 
 
 def main(
     model: Path,
-    output: Annotated[Path, typer.Option(help="JSON lines; continued if it is there.")],
+    output: Annotated[Path, typer.Option(help="JSON lines; an existing file is continued.")],
     conversations: int = 1000,
     max_answer_tokens: int = 192,
-    together: Annotated[int, typer.Option(help="Conversations written at once.")] = 256,
-    seed: Annotated[int, typer.Option(help="Another one writes other text.")] = 0,
+    together: Annotated[int, typer.Option(help="Number of conversations per batch.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the text.")] = 0,
     seeds: Annotated[Path | None, typer.Option(help="Prompts in Spec-Bench's format.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="The engine's; float32 where the CPU has no AVX-512.")
+        str, typer.Option(help="Data type; use float32 on a CPU without AVX-512.")
     ] = "bfloat16",
 ) -> None:
     """Write conversations."""
     import vllm
 
     prompts = [] if seeds is None else list(read_conversations(seeds))[::2]
-    begin_so = [message["content"] for chat in prompts for message in chat]
+    openings = [message["content"] for chat in prompts for message in chat]
     done = whole_lines(output)
     llm = vllm.LLM(
         str(model), dtype=dtype, max_num_seqs=together, max_model_len=1024, seed=seed + done
@@ -107,7 +108,7 @@ def main(
         task = progress.add_task("", total=conversations, completed=done)
         while done < conversations:
             rng = random.Random(seed + done)
-            turns = user_turns(llm, tokenizer, together, begin_so, rng)
+            turns = user_turns(llm, tokenizer, together, openings, rng)
             for turn, answer in zip(
                 turns, answers(llm, turns, max_answer_tokens, rng), strict=True
             ):

@@ -1,10 +1,10 @@
-"""Draw how much faster than plain decoding a method was, by batch size.
+"""Plot the speedup of a method over plain decoding by batch size.
 
-    python scripts/plot_speed.py results/*-cpu/*-auto-batch-*.json \\
+    python scripts/benchmarks/plot_speed.py results/*-cpu/*-auto-batch-*.json \\
         --plot results/recycling_speed.png
 
-Takes runs of `drafttree bench`: a line for each engine, method and number format, medians with all
-repetitions as points, prefill included. Needs matplotlib.
+Reads reports of `drafttree bench` and draws one line for each engine, method and data type:
+medians, with all repetitions as points, prefill included. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from drafttree.bench.engine_process import TITLES
 
 
 def lines(runs: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """The runs by what was measured, then by batch size.
+    """Group the runs by setting, then by batch size.
 
     Raises:
-        ValueError: two runs are of the same batch size, all else alike.
+        ValueError: Two runs have the same setting and batch size.
     """
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
@@ -39,7 +39,7 @@ def main(
     runs: Annotated[list[Path], typer.Argument(help="JSON of `drafttree bench`.")],
     plot: Annotated[Path, typer.Option(help="PNG.")],
 ) -> None:
-    """Draw the runs."""
+    """Plot the runs."""
     import matplotlib
 
     matplotlib.use("Agg")

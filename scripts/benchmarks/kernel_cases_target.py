@@ -1,4 +1,4 @@
-"""More of what `bench_kernels.py` times: masks, KV, trees out of distributions, and attention."""
+"""More cases of `bench_kernels.py`: masks, KV compaction, sampling of trees, and attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drafttree.tree import StaticTree
 def _of_parents(
     ours: Callable[[Tensor, Tensor], Tensor], reference: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[..., Work]:
-    """A kernel that takes parents and nodes."""
+    """A case of a kernel that takes parents and tree sizes."""
 
     def make(requests: int, nodes: int) -> Work:
         given = parents_of(budget_tree(nodes), requests)
@@ -84,7 +84,7 @@ def _token_info(requests: int, nodes: int, vocab: int, hot: int, k: int) -> Work
 
 
 def _merge(requests: int, nodes: int) -> Work:
-    # Ranks serve as tokens: what has the same path in both trees is the same node.
+    # Ranks serve as tokens, so that the trees share nodes.
     trees = [budget_tree(nodes), StaticTree.from_budget(nodes - 1, (0.4, 0.3, 0.3))]
     first, second = (
         (int32(tree.ranks).repeat(requests, 1), *parents_of(tree, requests)) for tree in trees
@@ -115,7 +115,7 @@ def _reject(requests: int, vocab: int, children: int) -> Work:
 
 
 def _paged(requests: int, length: int, page: int) -> tuple[Tensor, int]:
-    """Scattered pages int32 `[B, P]`, and how many there are."""
+    """Scattered pages int32 `[B, P]`, and their number."""
     pages = -(-length // page)
     return torch.randperm(requests * pages).int().view(requests, pages), requests * pages
 
@@ -127,7 +127,11 @@ def _attention(
     table, pages = _paged(requests, length, page)
     cache = torch.randn(2, pages, page, kv_heads, head_size, dtype=dtype)
     query = torch.randn(requests * nodes, heads, head_size, dtype=dtype)
-    masks = mask.ancestor_bitmask(*parents_of(budget_tree(nodes), requests)).flatten(0, 1)
+    parents, counts = parents_of(budget_tree(nodes), requests)
+    masks = torch.zeros(requests * nodes, -(-nodes // 32), dtype=torch.int32)
+    mask_rows.mask_rows(
+        mask.tree_mask(parents, counts), torch.arange(requests) * nodes, counts, masks
+    )
     given = (
         *(query, *cache.unbind(), table, nodes * torch.arange(requests + 1).int()),
         *(int32([length] * requests), int32([0] * requests), masks),
@@ -135,7 +139,7 @@ def _attention(
     scale, other = head_size**-0.5, torch.empty_like(query)
 
     def reference() -> tuple[Tensor]:
-        tree_attention._tree_attention_reference(*given, scale, other)
+        tree_attention._tree_attention_reference(*given, scale, nodes, other)
         return (other,)
 
     kv = 2 * requests * length * kv_heads * head_size * dtype.itemsize
@@ -164,20 +168,22 @@ def _cpu_attention(
     values = torch.randn(pages, kv_heads, page, head_size)
     query = torch.randn(requests * nodes, heads, head_size)
 
-    def attended(native: bool) -> Callable[[], tuple[Tensor]]:
-        attend = cpu_attention.TreeAttention(heads, kv_heads, head_size, page, dtype, native)
-        output = torch.empty_like(query)
+    layer = cpu_attention.TreeAttention(heads, kv_heads, head_size, page, dtype)
+    mine, other = torch.empty_like(query), torch.empty_like(query)
+    given, scale = (trees, query, keys, values), head_size**-0.5
 
-        def call() -> tuple[Tensor]:
-            attend(trees, query, keys, values, output, head_size**-0.5)
-            return (output,)
+    def ours() -> tuple[Tensor]:
+        layer(*given, mine, scale)
+        return (mine,)
 
-        return call
+    def reference() -> tuple[Tensor]:
+        cpu_attention._attend_reference(layer, *given, other, scale)
+        return (other,)
 
     kv = 2 * requests * length * kv_heads * head_size * dtype.itemsize
     return Work(
-        attended(True),
-        attended(False),
+        ours,
+        reference,
         kv + 2 * query.nbytes + blocks.nbytes + trees.masks.nbytes,
         dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
     )
@@ -192,15 +198,14 @@ def _kv_move(requests: int, layers: int, heads: int, head_size: int, moves: int)
     slots = torch.arange(requests)[:, None] * pages * page + torch.arange(nodes)
     below = 1 + torch.rand(requests, nodes - 1).argsort(1)[:, :moves].sort(1).values
     path = F.pad(below, (1, 0)).int()
-    mover = kv_move.KvMover(mine)
+    mover, plain = kv_move.KvMover(mine), kv_move.KvMover(other)
 
     def ours() -> Sequence[Tensor]:
         mover(slots, path)
         return mine
 
     def reference() -> Sequence[Tensor]:
-        for cache in other:
-            kv_move._move_reference(cache, slots, path)
+        kv_move._move_reference(plain, slots, path)
         return other
 
     rows = layers * requests * moves * heads
@@ -218,11 +223,8 @@ CASES: dict[str, Case] = {
         grid(requests=_BATCHES, layers=(32,), heads=(8,), head_size=(128,), moves=(7,)),
         {"requests": 2, "layers": 2, "heads": 2, "head_size": 16, "moves": 3},
     ),
-    "depths": Case(_of_parents(mask.depths, mask._depths_reference), _TREES, _QUICK),
+    "depths": Case(_of_parents(mask.depths, mask.depths_reference), _TREES, _QUICK),
     "tree_mask": Case(_of_parents(mask.tree_mask, mask._tree_mask_reference), _TREES, _QUICK),
-    "ancestor_bitmask": Case(
-        _of_parents(mask.ancestor_bitmask, mask._bitmask_reference), _TREES, _QUICK, _GPU
-    ),
     "full_mask": Case(
         _full_mask,
         grid(requests=_BATCHES, nodes=(81,), context=(256, 4096)),
@@ -236,12 +238,11 @@ CASES: dict[str, Case] = {
         {**_QUICK, "vocab": 1000, "hot": 64, "k": 4},
         tolerance=1e-4,
     ),
-    "merge": Case(_merge, grid(requests=_BATCHES, nodes=(13, 81)), _QUICK, _GPU),
+    "merge": Case(_merge, grid(requests=_BATCHES, nodes=(13, 81)), _QUICK),
     "rejection": Case(
         _reject,
         grid(requests=_BATCHES, vocab=(49152, VOCAB), children=(4,)),
         {"requests": 2, "vocab": 1000, "children": 3},
-        _GPU,
     ),
     "tree_attention": Case(
         _attention,

@@ -1,6 +1,7 @@
-"""Sum up what `measure_rsd.py` measured: a results file and a plot beside it.
+"""Summarise the output of `measure_rsd.py` in a results file and a plot.
 
-    python scripts/report_rsd.py rsd.jsonl --title "TARGET, draft DRAFT" --output results/rsd_x.json
+    python -m scripts.experiments.rsd.report_rsd rsd.jsonl \\
+        --title "TARGET, draft DRAFT" --output results/rsd_x.json
 
 Needs matplotlib.
 """
@@ -31,24 +32,31 @@ BUDGETS = {
     21: (("3x7", "7x3"), ("3-1-1-1-1-1-1", "3-2-2", "7-1-1")),
     30: (("5x6", "6x5"), ("2-2-2-2", "5-1-1-1-1-1", "6-1-1-1-1")),
 }
-"""And of equal budget (appendix D.3.2); speculative sampling has a chain as long."""
+"""The paper's trees of equal size (appendix D.3.2); speculative sampling drafts a chain of it."""
 
 RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The places of one setting: `tokens [places, trees]`, the expected tokens a step."""
+    """The measurements of one sampling setting.
+
+    Attributes:
+        prompts: `[P]`, the prompt of each position.
+        tokens: `[P, T]`, the expected tokens per step of each tree at each position.
+        names: The names of the trees.
+    """
 
     prompts: np.ndarray
     tokens: np.ndarray
     names: list[str]
 
     def column(self, name: str) -> np.ndarray:
+        """The expected tokens per step of one tree, `[P]`."""
         return self.tokens[:, self.names.index(name)]
 
     def resampled(self, columns: np.ndarray) -> np.ndarray:
-        """Means of `columns [places, C]` over prompts drawn with replacement."""
+        """Means of `columns [P, C]` over prompts resampled with replacement, `[RESAMPLES, C]`."""
         _, index = np.unique(self.prompts, return_inverse=True)
         sums = np.zeros((index.max() + 1, columns.shape[1]))
         np.add.at(sums, index, columns)
@@ -57,7 +65,7 @@ class Sample:
         return sums[drawn].sum(1) / counts[drawn].sum(1)[:, None]
 
     def figures(self, name: str, size_ratio: float) -> dict[str, Any]:
-        """A tree's figures, and how it compares with a chain as long and one as large."""
+        """The figures of a tree, and its gains over chains of the same length and size."""
         nodes, length = shape(name)
         own = self.column(name)
         mean = float(own.mean())
@@ -78,11 +86,12 @@ class Sample:
         return figures
 
     def best(self, names: list[str]) -> str:
+        """The tree with the most expected tokens per step."""
         return max(names, key=lambda name: self.column(name).mean())
 
 
 def shape(name: str) -> tuple[int, int]:
-    """The nodes and the length of a tree."""
+    """The number of draft tokens and the length of a tree."""
     method, notation = name.split()
     if method == "SD":
         return int(notation), int(notation)
@@ -94,13 +103,13 @@ def shape(name: str) -> tuple[int, int]:
 
 
 def trees_of(method: str, group: tuple[tuple[str, ...], ...], chain: int) -> list[str]:
-    """A method's trees in one group of equal length or budget."""
+    """The trees of a method in one group of equal length or size."""
     notations = {"SD": (str(chain),), "RSD-C": group[1]}.get(method, group[0])
     return [f"{method} {notation}" for notation in notations]
 
 
 def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
-    """Block efficiency against length and against budget, the best tree of each method."""
+    """Plot the block efficiency of each method's best tree against length and against size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,8 +143,8 @@ def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
 
 def main(
     measured: Path,
-    title: Annotated[str, typer.Option(help="Of the plot.")],
-    output: Annotated[Path, typer.Option(help="The JSON file; the plot goes beside it.")],
+    title: Annotated[str, typer.Option(help="Title of the plot.")],
+    output: Annotated[Path, typer.Option(help="The JSON file; the plot is written beside it.")],
 ) -> None:
     """Write the results file and the plot."""
     conditions, *lines = [json.loads(line) for line in measured.read_text().splitlines()]

@@ -1,12 +1,12 @@
-"""Where the time of a decode step goes: the target's forward, drafting, verifying, learning, moves
-of the KV, and what the engine does besides. Run it in the engine's environment; a setting is added
-to those in the file, `--nodes none` being the engine without speculation:
+"""Breaks the time of a decode step into parts: the target's forward, drafting, verification,
+learning, KV moves, and the rest of the engine.
 
-    .venv-vllm/bin/python scripts/bench_step.py MODEL --engine vllm --output step.json
+    .venv-vllm/bin/python scripts/benchmarks/bench_step.py MODEL --engine vllm --output step.json
 
-Each part's time is without that of the parts inside it. On CUDA the device is waited for before and
-after every part, so that its work counts where it was asked for; then parts are true and their sum
-is more than a step takes by itself.
+Run it in the engine's environment. Each run adds one setting to the file; `--nodes none` is the
+engine without speculation. The time of a part excludes the parts nested in it. On CUDA the device
+is synchronised before and after every part, so that its work is attributed to the part that
+launched it; the sum of the parts is then longer than an undisturbed step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from drafttree.bench.prompts import default_prompts_path, load_prompts
 from drafttree.bench.protocol import EngineSpec, Request
 
 PARTS = ("forward", "draft", "verify", "learn", "move", "prepare", "engine")
-"""In the paper's order (figure 4), and what the engine does besides."""
+"""Parts in the order of the paper's figure 4, then the rest of the engine."""
 
 
 def _wait() -> None:
@@ -41,7 +41,7 @@ def _wait() -> None:
 
 
 class StepClock:
-    """Seconds by part, step after step."""
+    """Measures the seconds of each part of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -49,7 +49,7 @@ class StepClock:
         self._inside: list[float] = []
 
     def watch(self, owner: Any, name: str, part: str) -> None:
-        """Count every call of a method of `owner` for a part of the step that it is in."""
+        """Attribute the time of every call of a method of `owner` to a part of the current step."""
         method = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class StepClock:
         setattr(owner, name, call)
 
     def watch_steps(self, owner: Any, name: str) -> None:
-        """Every call of a method of `owner` is a step; what no part takes of it is the engine's."""
+        """Count every call of a method of `owner` as a step; time outside all parts is `engine`."""
         method = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class StepClock:
 
 
 def watch_vllm(engine: Any, clock: StepClock) -> None:
-    """The parts of vLLM's steps; the engine must run in this process."""
+    """Watch the parts of vLLM's steps; the engine must run in this process."""
     core = engine._llm.llm_engine
     runner = core.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     clock.watch_steps(core, "step")
@@ -108,29 +108,27 @@ def watch_vllm(engine: Any, clock: StepClock) -> None:
     clock.watch(runner.model, "compute_logits", "forward")
     if hasattr(runner, "_drafter"):
         clock.watch(runner._drafter, "observe", "learn")
-        clock.watch(runner._drafter, "accepted", "learn")
+        clock.watch(runner._drafter, "on_verified", "learn")
 
 
 def watch_sglang(engine: Any, clock: StepClock) -> None:
-    """The parts of SGLang's steps."""
+    """Watch the parts of SGLang's steps."""
     scheduler = engine._scheduler
     clock.watch_steps(engine, "_step")
     clock.watch(scheduler.tp_worker, "forward_batch_generation", "forward")
     worker = scheduler.draft_worker
     if worker is not None:
-        for name, part in (
-            ("_propose", "draft"),
-            ("_prepare_verify", "prepare"),
-            ("_verify", "verify"),
-            ("_move_kv", "move"),
-        ):
+        from drafttree.sglang import worker as steps
+
+        clock.watch(steps, "prepare_verify", "prepare")
+        for name, part in (("_draft", "draft"), ("_verify", "verify"), ("_move_kv", "move")):
             clock.watch(worker, name, part)
         clock.watch(worker.drafter, "observe", "learn")
-        clock.watch(worker.drafter, "accepted", "learn")
+        clock.watch(worker.drafter, "on_verified", "learn")
 
 
 def make(engine: str, spec: EngineSpec) -> Any:
-    """An engine of the bench, in this process."""
+    """Start an engine of the bench in this process."""
     if engine == "vllm":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from drafttree.bench.vllm_engine import VllmEngine
@@ -148,7 +146,7 @@ def make(engine: str, spec: EngineSpec) -> Any:
 
 
 def measured(name: str, engine: str, spec: EngineSpec, requests: list[Request]) -> dict[str, Any]:
-    """The medians of a setting's decode steps, in milliseconds."""
+    """Median times of a setting's decode steps and their parts, in milliseconds."""
     made = make(engine, spec)
     made.generate(requests)
     clock = StepClock()
@@ -180,7 +178,7 @@ def main(
     dtype: str = "float32",
     eager: bool = False,
 ) -> None:
-    """Measure one setting, and show all that are there."""
+    """Measure one setting and show all settings in the file."""
     options: dict[str, Any] | None = None
     if nodes != "none":
         options = {"method": "token_recycling", "prime": False}

@@ -1,0 +1,1 @@
+"""Measurements, experiments and set-up; none of it is part of the wheel."""

@@ -1,0 +1,104 @@
+"""Write the generated parts of the documentation, or check that they are up to date.
+
+    .venv-vllm/bin/python scripts/docs/generate.py [--check]
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic.fields import FieldInfo
+
+from lyanna_plugin.config import LyannaOptions
+from recycle_plugin.config import RecycleOptions
+from rsd_plugin.config import RsdOptions
+
+if TYPE_CHECKING:
+    from drafttree.patches import Patch
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.S)
+
+
+def option_table(fields: Mapping[str, FieldInfo]) -> str:
+    """A table of a method's options, from the descriptions of their fields."""
+    rows = ["| option | default | values | meaning |", "|---|---|---|---|"]
+    for name, field in fields.items():
+        default = "required" if field.is_required() else f"`{_written(field.default)}`"
+        assert field.description is not None, f"the option {name} has no description"
+        meaning = field.description.replace("|", "\\|")
+        rows.append(f"| `{name}` | {default} | {_values(field)} | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _values(field: FieldInfo) -> str:
+    low = next((each.ge for each in field.metadata if isinstance(each, Ge)), None)
+    high = next((each.le for each in field.metadata if isinstance(each, Le)), None)
+    if low is not None:
+        return f"{low} to {high}" if high is not None else f"{low} or more"
+    return ", ".join(_kinds(field.annotation))
+
+
+def _kinds(annotation: Any) -> list[str]:
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+    if get_origin(annotation) is Literal:
+        return [f"`{value}`" for value in get_args(annotation)]
+    named = {int: ["a number"], str: ["a string"], Path: ["a path"], bool: ["`true`", "`false`"]}
+    return named[annotation]
+
+
+def patch_table(host: str) -> str:
+    """A table of what a host, "vllm" or "sglang", replaces in its engine."""
+    patches: Iterable[Patch] = import_module(f"drafttree.{host}.patches").PATCHES
+    rows = ["| replaced | when | why |", "|---|---|---|"]
+    for patch in patches:
+        target = re.sub(r"^[\w.:]+$", r"`\g<0>`", patch.target)
+        when = patch.when[0].upper() + patch.when[1:].rstrip(".") + "."
+        rows.append(f"| {target} | {when} | {patch.reason} |")
+    return "\n".join(rows) + "\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "options token_recycling": lambda: option_table(RecycleOptions.model_fields),
+    "options rsd": lambda: option_table(RsdOptions.model_fields),
+    "options lyanna": lambda: option_table(LyannaOptions.model_fields),
+    "patches vllm": lambda: patch_table("vllm"),
+    "patches sglang": lambda: patch_table("sglang"),
+}
+
+
+def generated(page: str) -> str:
+    """A page with its generated parts as they are now."""
+    return PART.sub(lambda part: part[1] + "\n" + PARTS[part[2]]() + "\n" + part[4], page)
+
+
+def main(arguments: list[str]) -> int:
+    """Write all pages, or with `--check` name those that are out of date; the exit status."""
+    stale = []
+    for file in sorted(DOCS.glob("*.md")):
+        page = file.read_text()
+        if (new := generated(page)) != page:
+            stale.append(file.name)
+            if "--check" not in arguments:
+                file.write_text(new)
+    for name in stale:
+        print(f"docs/{name} {'is out of date' if '--check' in arguments else 'was written'}")
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
