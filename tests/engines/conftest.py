@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hosts import HOSTS, Host
 from tiny_models import make_tiny_llama
-from vllm_runs import Answer
 
 HERE = Path(__file__).parent
 
@@ -22,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{engine} is not installed here"))
 
 
+@pytest.fixture(scope="session", params=HOSTS, ids=lambda host: host.name)
+def host(request: pytest.FixtureRequest) -> Host:
+    """Each engine of this environment."""
+    if not request.param.installed:
+        pytest.skip(f"{request.param.name} is not installed here")
+    assert isinstance(request.param, Host)
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with 512 tokens."""
@@ -31,16 +41,16 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct."""
-    from drafttree.models import ensure
+    from drafttree.bench.models import ensure
 
     return ensure("smollm2-135m")
 
 
 @pytest.fixture(scope="session")
-def proves_drafting() -> Callable[[Answer], None]:
+def proves_drafting() -> Callable[[Any], None]:
     """Asserts that a case drafted, that a tree was needed for it, and that KV rows moved."""
 
-    def check(answer: Answer) -> None:
+    def check(answer: Any) -> None:
         assert answer.counters["accepted_tokens"] > 0
         assert answer.counters["non_first_child_accepted"] > 0
         assert answer.counters["kv_rows_moved"] > 0

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from drafttree.acceptance import MeasuredTree
 from drafttree.bench.engine_process import EngineProcess
-from drafttree.bench.methods import model_free_names, resolve_method
+from drafttree.bench.methods import resolve_method
+from drafttree.bench.models import ensure
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
-from drafttree.bench.run import Settings, _Run
+from drafttree.bench.run import BenchSettings, _Run
+from drafttree.bench.tree_fit import MeasuredTree
 from drafttree.cli import app
-from drafttree.models import ensure
 from drafttree.tree import StaticTree
 
 PROMPTS = (
@@ -74,10 +74,8 @@ def test_ngram(model: Path, prompts: Path) -> None:
 
 
 def test_tree_method(model: Path, prompts: Path) -> None:
-    method = model_free_names()[0]
-    report = report_of(
-        model, prompts, "--method", method, "--batch-size", "2", "--option", "nodes=32"
-    )
+    method = ("--method", "token-recycling", "--option", "nodes=32")
+    report = report_of(model, prompts, *method, "--batch-size", "2")
     assert report["identical"] + report["ties"] == 3
     assert report["mean_accepted_tokens"] > 1.0
     counters = report["counters"]
@@ -150,7 +148,7 @@ def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
     for path in model.glob("token*"):
         shutil.copy(path, folder)
     prompt = Prompt(1, "qa", ("Hello",))
-    settings = Settings("vllm", resolve_method("none", {}), folder, [prompt], 16)
+    settings = BenchSettings("vllm", resolve_method("none", {}), folder, [prompt], 16)
     spec = EngineSpec(str(folder), max_model_len=256, eager=True)
     with EngineProcess("vllm", "plain", spec) as engine:
         engine.wait_until_ready()

@@ -154,8 +154,10 @@ def test_what_is_wrong_with_a_draft_model_is_said(
     assert settled["disable_overlap_schedule"] is True
     (unknown,) = resolve([fits], '{"tree": "beam:3"}')
     assert "tree='beam:3'" in unknown
-    (sized,) = resolve([fits | {"speculative_num_draft_tokens": 9}], '{"tree": "beam:2x4"}')
-    assert sized["speculative_num_draft_tokens"] == 9
+    (apply_num_draft_tokens,) = resolve(
+        [fits | {"speculative_num_draft_tokens": 9}], '{"tree": "beam:2x4"}'
+    )
+    assert apply_num_draft_tokens["speculative_num_draft_tokens"] == 9
 
 
 def test_our_algorithm_has_all_that_the_host_calls() -> None:

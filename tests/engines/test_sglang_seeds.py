@@ -20,8 +20,9 @@ from sglang.srt.layers import sampler as host_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as host_draw
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from drafttree.drafter import DraftTree
+from drafttree.tree import DraftTree
 from drafttree.sglang.sampling import verify_trees
+from drafttree.sglang.state import Step
 
 def murmur_hash32(seed, positions, columns):
     rows, width = len(seed), len(columns)
@@ -70,7 +71,7 @@ def drafted():
         lengths = starts + torch.tensor([len(row) for row in written])
         batch = SimpleNamespace(sampling_info=info, seq_lens=lengths, return_logprob=False,
                                 has_grammar=False, top_logprobs_nums=None, token_ids_logprobs=None)
-        verified = verify_trees(SimpleNamespace(sampler=sampler), batch, trees, 2, output, None, [])
+        verified = verify_trees(sampler, Step(batch, trees, depths=None), 2, output)
         for row, emitted, count in zip(written, verified.emitted, verified.num_emitted):
             row.extend(emitted[:count].tolist())
         accepted += int(verified.num_emitted.sum()) - 4

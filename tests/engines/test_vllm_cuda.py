@@ -25,16 +25,16 @@ ENGINE = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN"}
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("drafting", ["grown", "paper"])
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
 def test_greedy_tokens_equal_plain_decoding(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None], drafting: str, eager: bool
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None], tree: str, eager: bool
 ) -> None:
     draw = random.Random(3)
     # Some prompts are as long as a tree with its root, and come as such into a captured graph.
     lengths = [draw.randrange(4, 200) for _ in range(20)] + [81] * 4
     prompts = [[draw.randrange(2, 512) for _ in range(length)] for length in lengths]
     cases = [Case(prompts, GREEDY), *(Case([each], GREEDY) for each in prompts[-4:])]
-    method = {"method": "token_recycling", "nodes": 80, "drafting": drafting}
+    method = {"method": "token_recycling", "nodes": 80, "tree": tree}
     plain, _ = run_vllm(tiny_llama, cases, enforce_eager=eager, **ENGINE)
     drafted, _ = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=eager, **ENGINE)
     for without, with_trees in zip(plain, drafted, strict=True):

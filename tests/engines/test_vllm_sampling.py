@@ -148,7 +148,7 @@ def test_texts_end_and_avoid_words_as_without_trees(
         smollm2,
         cases,
         # A grown tree copies the count in two steps, and needs no branches for it.
-        speculative={"method": "token_recycling", "drafting": "paper"},
+        speculative={"method": "token_recycling", "tree": "static"},
         skip_tokenizer_init=False,
     )
     for without, with_trees in zip(plain, drafted, strict=True):

@@ -14,7 +14,7 @@ from lyanna_plugin.training.dataset import Sample
 from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
-from lyanna_plugin.training.trainer import Settings, train
+from lyanna_plugin.training.trainer import TrainingSettings, train
 
 LENGTH = 40
 VOCAB = 512
@@ -59,7 +59,7 @@ def make_by_heart(folder: Path, out: Path) -> Acceptance:
         decoder.layers[-1].state_dict(),
         decoder.norm.weight.detach(),
     )
-    settings = Settings(epochs=150, learning_rate=3e-3, positions=300)
+    settings = TrainingSettings(epochs=150, learning_rate=3e-3, positions=300)
     train(model, corpus, settings, out, lambda progress: None)
     save(drafter, out)
     return measure(model, corpus, torch.device("cpu"))

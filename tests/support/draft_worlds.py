@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 from plain_texts import ALONE, PlainText, cell
-from tree_kernels.context import Contexts, extend_contexts
-from tree_kernels.offers import ORIGINS, TOP
+from tree_kernels.candidates import NUM_SOURCES, TOP
+from tree_kernels.ngrams import NgramIndex, extend_ngrams
 
 SLOTS = 4
 
@@ -15,8 +15,8 @@ class World:
     """What `grow` takes, and the texts again in plain Python."""
 
     matrix: torch.Tensor
-    pairs: torch.Tensor
-    contexts: Contexts
+    bigrams: torch.Tensor
+    ngrams: NgramIndex
     priors: torch.Tensor
     slots: torch.Tensor
     roots: torch.Tensor
@@ -24,19 +24,19 @@ class World:
 
     def tables(self, row):
         """The matrix and the pairs of a row of the batch, in lists."""
-        table = int(self.slots[row]) if len(self.pairs) > 1 else 0
-        return self.matrix.tolist(), self.pairs[table].tolist()
+        table = int(self.slots[row]) if len(self.bigrams) > 1 else 0
+        return self.matrix.tolist(), self.bigrams[table].tolist()
 
     def tensors(self):
-        return self.matrix, self.pairs, self.contexts, self.priors, self.slots, self.roots
+        return self.matrix, self.bigrams, self.ngrams, self.priors, self.slots, self.roots
 
     def on(self, device):
         """The tensors on a device."""
-        contexts = self.contexts
-        moved = Contexts(
-            *(t.to(device) for t in (contexts.history, contexts.lengths)), contexts.index.to(device)
+        ngrams = self.ngrams
+        moved = NgramIndex(
+            *(t.to(device) for t in (ngrams.history, ngrams.lengths)), ngrams.index.to(device)
         )
-        return [moved if each is contexts else each.to(device) for each in self.tensors()]
+        return [moved if each is ngrams else each.to(device) for each in self.tensors()]
 
 
 def added_tokens(generator, batch, columns, vocab):
@@ -46,7 +46,7 @@ def added_tokens(generator, batch, columns, vocab):
 
 
 def world(
-    seed, batch=3, vocab=12, pair_cells=64, length=60, cells=128, added=(50, 3, 9), own=False
+    seed, batch=3, vocab=12, bigram_cells=64, length=60, cells=128, added=(50, 3, 9), own=False
 ):
     """Tokens go two beyond the vocabulary, and rows may hold a token twice.
 
@@ -59,21 +59,21 @@ def world(
 
     matrix = drawn(vocab, TOP)
     matrix[torch.rand(vocab, generator=generator) < 0.3] = -1
-    pairs = torch.full((SLOTS if own else 1, pair_cells, TOP + 2), -1, dtype=torch.int32)
-    for table in pairs:
-        for number, (before, token) in enumerate(drawn(min(40, pair_cells - 1), 2).tolist()):
-            key = [ALONE if own and number % 3 == 0 else before, token]
+    bigrams = torch.full((SLOTS if own else 1, bigram_cells, TOP + 2), -1, dtype=torch.int32)
+    for table in bigrams:
+        for number, (previous, token) in enumerate(drawn(min(40, bigram_cells - 1), 2).tolist()):
+            key = [ALONE if own and number % 3 == 0 else previous, token]
             row = torch.tensor(key, dtype=torch.int32)
-            table[cell(key, pair_cells)] = torch.cat((row, drawn(TOP)))
-    priors = (torch.rand(ORIGINS, generator=generator) * 8).round() / 8 * 0.95
-    contexts = Contexts.of(SLOTS, length, cells, torch.device("cpu"))
+            table[cell(key, bigram_cells)] = torch.cat((row, drawn(TOP)))
+    priors = (torch.rand(NUM_SOURCES, generator=generator) * 8).round() / 8 * 0.95
+    ngrams = NgramIndex.of(SLOTS, length, cells, torch.device("cpu"))
     slots = torch.randperm(SLOTS, generator=generator)[:batch]
     texts = [PlainText(length, cells) for _ in range(batch)]
     for columns in added:
         tokens = added_tokens(generator, batch, columns, vocab + 2)
-        extend_contexts(contexts, slots, tokens)
+        extend_ngrams(ngrams, slots, tokens)
         for text, line in zip(texts, tokens.tolist(), strict=True):
             text.extend(line)
     ends = [text.tokens[-1] if text.tokens else 0 for text in texts]
     roots = torch.tensor(ends, dtype=torch.int32)
-    return World(matrix, pairs, contexts, priors, slots, roots, texts)
+    return World(matrix, bigrams, ngrams, priors, slots, roots, texts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import importlib
 from typing import Any
 
 VARIABLE = "TESTS_DRAWING_AHEAD"
@@ -13,8 +13,9 @@ DRAWN = "tokens were drawn ahead"
 """In the log of an engine that did."""
 
 
-def draw_so(sampling: ModuleType) -> None:
-    """Let this process's engine, whose seam is `sampling`, draw so where it can."""
+def draw_so(engine: str) -> None:
+    """Let this process's engine draw so where it can."""
+    sampling = importlib.import_module(f"drafttree.{engine}.sampling")
     sampling.draws_ahead = lambda logits: True  # type: ignore[attr-defined]
     draw = sampling.draw_ahead
 

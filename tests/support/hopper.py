@@ -1,25 +1,24 @@
-"""Compiles kernels for a Hopper GPU on a machine without one: Triton's compiler needs no device."""
+"""Compilation of kernels for a Hopper GPU on any machine: Triton's compiler needs no device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import pytest
-import tree_kernels
+from tree_kernels._dispatch import Op
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 MOST_SHARED = 227 * 1024
-"""Bytes of shared memory that a program may have on a Hopper GPU."""
+"""Bytes of shared memory that a program can use on a Hopper GPU."""
 
 
 class _Driver:
-    """As much of a driver as compiling takes."""
+    """The parts of a driver that the compiler uses."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -33,24 +32,24 @@ class _Driver:
 
 @dataclass
 class Compiled:
-    """What was launched, and so compiled.
+    """The kernels that were launched, and so compiled.
 
     Attributes:
-        names: of the kernels, one a launch.
-        kernels: what came of each launch; launches of one and the same program give one object.
+        names: The name of the kernel of each launch.
+        kernels: The compiled kernel of each launch; launches of one program share one object.
     """
 
     names: list[str] = field(default_factory=list)
     kernels: list[Any] = field(default_factory=list)
 
     def programs(self) -> int:
-        """How many different programs there are."""
+        """The number of different programs."""
         return len({id(kernel) for kernel in self.kernels})
 
 
 @contextmanager
 def compile_only() -> Iterator[Compiled]:
-    """Take CPU tensors for CUDA ones; where a kernel would be launched it is only compiled."""
+    """Treat CPU tensors as CUDA tensors, and compile kernels in place of launching them."""
     compiled = Compiled()
     run = JITFunction.run
 
@@ -62,9 +61,7 @@ def compile_only() -> Iterator[Compiled]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_it)
-        for module in vars(tree_kernels).values():
-            if isinstance(module, ModuleType) and hasattr(module, "use_triton"):
-                patch.setattr(module, "use_triton", lambda tensor: True)
-        # It has no way back where no driver is active.
+        patch.setattr(Op, "on_cpu", property(lambda op: op.triton or op.reference))
+        # Triton cannot deactivate a driver, so the attribute is patched.
         patch.setattr(driver, "_active", _Driver())
         yield compiled

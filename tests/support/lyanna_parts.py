@@ -1,4 +1,4 @@
-"""Drafters for the tiny models."""
+"""Lyanna's draft models for the tiny targets."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any
 
 import torch
 
-from lyanna_plugin.checkpoint import fingerprint, layer_config
-from lyanna_plugin.config_file import DrafterConfig
-from lyanna_plugin.model import Drafter
+from drafttree.model_files import first_rows_fingerprint
+from lyanna_plugin.checkpoint import layer_config
+from lyanna_plugin.model import LyannaConfig, LyannaModel
 
 
-def drafter_for(target: Path, seed: int = 0, hot_tokens: int = 64, **shape: Any) -> Drafter:
-    """A drafter with random weights."""
+def drafter_for(
+    target: Path,
+    seed: int = 0,
+    hot_tokens: int = 64,
+    model: type[LyannaModel] = LyannaModel,
+    **shape: Any,
+) -> LyannaModel:
+    """A draft model with random weights."""
     torch.manual_seed(seed)
-    config = DrafterConfig(
+    config = LyannaConfig(
         target=target.name,
-        fingerprint=fingerprint(target),
+        fingerprint=first_rows_fingerprint(target),
         **{"token_info_rank": 8, "num_hot_tokens": hot_tokens, **shape},
     )
-    return Drafter(layer_config(target), config, torch.arange(hot_tokens))
+    return model(layer_config(target), config, torch.arange(hot_tokens))

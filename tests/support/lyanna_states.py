@@ -1,4 +1,4 @@
-"""What Lyanna's layer makes of texts: in an engine, and in PyTorch."""
+"""Lyanna's logits in an engine, compared with PyTorch's on the same text."""
 
 from __future__ import annotations
 
@@ -13,34 +13,26 @@ VARIABLE = "DRAFTTREE_TEST_STATES"
 
 
 def keep_logits(file: str) -> None:
-    """Write what the drafter hears and says into a file. Called in an engine's process."""
+    """Write the logits and outcomes of all steps to a file. Called in an engine's process."""
     from lyanna_plugin.drafter import LyannaTrees
 
-    heard: list[tuple[str, Any]] = []
-    forget, propose, accepted = (
-        LyannaTrees.forget,
-        LyannaTrees.propose,
-        LyannaTrees.accepted,
-    )
-
-    def forgetting(self: Any, slots: Any) -> None:
-        if len(slots):
-            heard.append(("forget", None))
-        forget(self, slots)
+    events: list[tuple[str, Any]] = []
+    propose, on_verified = LyannaTrees.propose, LyannaTrees.on_verified
 
     def proposing(self: Any, slots: Any, roots: Any, logits: Any, steps: Any) -> Any:
-        heard.append(("propose", (roots[0].item(), logits[0].clone(), steps[0].item())))
+        events.append(("propose", (roots[0].item(), logits[0].clone(), steps[0].item())))
         return propose(self, slots, roots, logits, steps)
 
-    def accepting(self: Any, slots: Any, drafts: Any) -> None:
-        if len(drafts):
-            heard.append(("accepted", drafts[0].item()))
-            torch.save(heard, file)
-        accepted(self, slots, drafts)
+    def verifying(self: Any, slots: Any, trees: Any, verified: Any) -> None:
+        if len(slots) and trees.tree_size[0] > 1:
+            events.append(("accepted", verified.num_emitted[0].item() - 1))
+            torch.save(events, file)
+        elif len(slots):
+            events.append(("undrafted", None))
+        on_verified(self, slots, trees, verified)
 
-    LyannaTrees.forget = forgetting  # type: ignore[method-assign]
     LyannaTrees.propose = proposing  # type: ignore[method-assign]
-    LyannaTrees.accepted = accepting  # type: ignore[method-assign]
+    LyannaTrees.on_verified = verifying  # type: ignore[method-assign]
 
 
 @dataclass
@@ -48,9 +40,10 @@ class Proposal:
     """One step of a request that ran alone.
 
     Attributes:
-        root: the last accepted token.
-        logits: `[L, V]`, of which there are `steps`.
-        accepted: the drafts that were accepted.
+        root: The last accepted token.
+        logits: `[L, V]`, of which the first `steps` are valid.
+        steps: Number of valid steps.
+        accepted: Number of accepted draft tokens.
     """
 
     root: int
@@ -60,11 +53,11 @@ class Proposal:
 
 
 def kept(file: Path) -> list[list[Proposal]]:
-    """The steps of each of the requests, which ran one after another."""
+    """The steps of each request; the requests ran one after another."""
     requests: list[list[Proposal]] = []
     begins = True
     for what, value in torch.load(file):
-        if what == "forget":
+        if what == "undrafted":
             begins = True
         elif what == "propose":
             if begins:
@@ -80,17 +73,20 @@ def kept(file: Path) -> list[list[Proposal]]:
 def check_states(
     target: Path, drafter: Path, prompts: list[list[int]], answers: list[list[int]], file: Path
 ) -> None:
-    """Each request's logits are PyTorch's on the same text, and what was accepted of its trees is
-    what replaying the text accepts.
+    """Check that the engine's logits are PyTorch's, and that replaying accepts the same drafts.
 
     Args:
-        file: what `keep_logits` has written.
+        target: Folder of the target.
+        drafter: Folder of the drafter.
+        prompts: Token ids of the prompts.
+        answers: Token ids of the engine's answers.
+        file: The file that `keep_logits` has written.
     """
     from transformers import AutoModelForCausalLM
 
     from lyanna_plugin.checkpoint import load
     from lyanna_plugin.config import LyannaOptions
-    from lyanna_plugin.replay import LyannaReplay, Text
+    from scripts.experiments.lyanna.lyanna_replay import LyannaReplay, Text
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     module = load(drafter, target)

@@ -19,12 +19,12 @@ ENVIRONMENT = {VARIABLE: "1"}
 
 def forbid_waiting() -> None:
     """Let what our runner adds to a step fail where it waits."""
-    from drafttree.vllm.table_runner import TableRunner
-    from drafttree.vllm.triton_attention import TritonTreeMetadataBuilder
+    from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
+    from drafttree.vllm.drafters.model_free import ModelFreeRunner
 
     for holder, names in (
-        (TableRunner, ("_step_masks", "_verify", "_move_kv")),
-        (TableRunner, ("propose_draft_token_ids",)),
+        (ModelFreeRunner, ("_step_masks", "_verify", "_move_kv")),
+        (ModelFreeRunner, ("propose_draft_token_ids",)),
         (TritonTreeMetadataBuilder, ("build",)),
     ):
         for name in names:

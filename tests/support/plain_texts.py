@@ -42,29 +42,29 @@ class PlainText:
         return -1, 0
 
 
-def offered(matrix, pairs, text, path):
-    """The tokens that may follow a path, in the order in which they are offered, with origins."""
+def offered(matrix, bigrams, text, path):
+    """The candidates after a path with their sources, in the order of `find_candidates`."""
     copy, matched = text.copy(path)
     row = matrix[path[-1]] if 0 <= path[-1] < len(matrix) else []
-    own = pairs[cell([ALONE, path[-1]], len(pairs))]
+    own = bigrams[cell([ALONE, path[-1]], len(bigrams))]
     if own[:2] == [ALONE, path[-1]]:
         row = own[2:]
-    pair = pairs[cell(path[-2:], len(pairs))] if len(path) > 1 else [-1]
-    paired = pair[:2] == path[-2:]
-    likely = pair[2:] if paired else []
+    bigram = bigrams[cell(path[-2:], len(bigrams))] if len(path) > 1 else [-1]
+    has_bigram = bigram[:2] == path[-2:]
+    likely = bigram[2:] if has_bigram else []
     found = {}
     for token in [copy, *likely, *row]:
         if token < 0 or token in found:
             continue
         state = 0 if not matched else matched if token == copy else LONGEST + matched
-        in_pair = (likely.index(token) + 1 if token in likely else 0) if paired else TOP + 1
+        in_bigram = (likely.index(token) + 1 if token in likely else 0) if has_bigram else TOP + 1
         in_row = row.index(token) + 1 if token in row else 0
-        found[token] = (state * (TOP + 2) + in_pair) * (TOP + 1) + in_row
+        found[token] = (state * (TOP + 2) + in_bigram) * (TOP + 1) + in_row
     return found
 
 
-def grown(matrix, pairs, text, priors, root, width, depth):
-    """A tree's columns: (token, parent, origin, score) each, in the order of `Grown`."""
+def grown(matrix, bigrams, text, priors, root, width, depth):
+    """The columns of a tree in the order of `Grown`: (token, parent, source, score) each."""
     nothing = (-1, -1, 0, 0.0)
     columns, first = [(root, -1, 0, 1.0)], 0
     paths = [[*text.tokens[:-1], root]]
@@ -74,10 +74,10 @@ def grown(matrix, pairs, text, priors, root, width, depth):
             if columns[column] == nothing:
                 continue
             best = []
-            for token, origin in offered(matrix, pairs, text, paths[column]).items():
-                score = np.float32(columns[column][3]) * np.float32(priors[origin])
+            for token, source in offered(matrix, bigrams, text, paths[column]).items():
+                score = np.float32(columns[column][3]) * np.float32(priors[source])
                 if score > 0:
-                    best.append((token, column, origin, float(score)))
+                    best.append((token, column, source, float(score)))
             children += sorted(best, key=lambda child: -child[3])[:TOP]
         order = sorted(range(len(children)), key=lambda i: (-children[i][3], i))[:width]
         first = len(columns)
@@ -92,7 +92,7 @@ def grown(matrix, pairs, text, priors, root, width, depth):
 
 
 def best_nodes(columns, nodes):
-    """(token, parent, origin) of each node that stays, in order."""
+    """The selected nodes in order: (token, parent, source) each."""
     there = [i for i in range(1, len(columns)) if columns[i][3] > 0]
     best = [0, *sorted(sorted(there, key=lambda i: (-columns[i][3], i))[:nodes])]
     return [(columns[i][0], best.index(columns[i][1]) if i else -1, columns[i][2]) for i in best]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 WAYS: dict[str, dict[str, Any]] = {
-    "the paper's tree": {"drafting": "paper"},
+    "the paper's tree": {"tree": "static"},
     "a tree of one's own": {"tree": "branch:4-3-2"},
     "grown, few nodes": {"nodes": 3},
     "grown, many nodes": {"nodes": 200},

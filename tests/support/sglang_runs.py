@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import drawing_ahead
-import lyanna_states
-from rsd_fault import leave_the_residual
+import faults
+from engine_host.jobs import RunFailed, run_job
+
+__all__ = ["Answer", "Case", "RunFailed", "environment", "run_sglang"]
 
 
 @dataclass
@@ -69,10 +66,6 @@ class Answer:
     retractions: list[int]
     pieces: list[int]
     counters: dict[str, int]
-
-
-class RunFailed(Exception):
-    """The engine's process failed; the message holds the end of its output."""
 
 
 def environment() -> dict[str, str]:
@@ -130,29 +123,22 @@ def run_sglang(
     arguments.setdefault("log_level", "info")
     if method == "token-recycling":
         options = options or {}
-        sized = {"nodes", "tree"} & options.keys()
-        options = {"prime": False, **({} if sized else {"nodes": 80}), **options}
+        apply_num_draft_tokens = {"nodes", "tree"} & options.keys()
+        options = {"prime": False, **({} if apply_num_draft_tokens else {"nodes": 80}), **options}
     if drafted:
         arguments["speculative_algorithm"] = method
         if draft_model is not None:
             arguments["speculative_draft_model_path"] = str(draft_model)
-    with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder) / "job.pickle", Path(folder) / "result.pickle"
-        job.write_bytes(pickle.dumps((arguments, options or {}, cases)))
-        fault = {"DRAFTTREE_TEST_FAULT": planted_fault} if planted_fault else {}
-        process = subprocess.run(
-            [sys.executable, __file__, str(job), str(result)],
-            env=os.environ | environment() | fault | (variables or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        if not result.exists():
-            raise RunFailed(process.stdout[-6000:])
-        answers: list[Answer] = pickle.loads(result.read_bytes())
-    return answers, process.stdout
+    fault = {faults.VARIABLE: planted_fault} if planted_fault else {}
+    answers: list[Answer]
+    answers, log = run_job(
+        "sglang",
+        _serve,
+        (arguments, options or {}, cases),
+        environment() | fault | (variables or {}),
+        timeout,
+    )
+    return answers, log
 
 
 def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]) -> list[Answer]:
@@ -247,37 +233,3 @@ async def _stream(
 def _counters(engine: Any) -> dict[str, int]:
     counters: dict[str, int] = engine.get_server_info()["internal_states"][0].get("drafttree", {})
     return counters
-
-
-def _plant_most_likely() -> None:
-    """In the engine's own process, which imports this file as its main module did."""
-    from drafttree.sglang import sampling
-
-    draw = sampling._Draw.__call__
-
-    def faulty(self: Any, node: Any, alive: Any) -> Any:
-        drawn = draw(self, node, alive)
-        if len(self._levels) == 1:
-            return drawn
-        return self._logits[self._rows, node.long()].argmax(-1).int()
-
-    sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
-
-
-if __name__ == "__mp_main__" and (fault := os.environ.get("DRAFTTREE_TEST_FAULT")):
-    leave_the_residual() if fault == "residual" else _plant_most_likely()
-
-if __name__ == "__mp_main__" and os.environ.get(drawing_ahead.VARIABLE):
-    from drafttree.sglang import sampling as seam
-
-    drawing_ahead.draw_so(seam)
-
-if __name__ == "__mp_main__" and (file := os.environ.get(lyanna_states.VARIABLE)):
-    lyanna_states.keep_logits(file)
-
-if __name__ == "__main__":
-    # The engine's own processes import this file again, under another name.
-    sys.modules.setdefault("sglang_runs", sys.modules["__main__"])
-    Case.__module__ = Answer.__module__ = "sglang_runs"
-    made = _serve(*pickle.loads(Path(sys.argv[1]).read_bytes()))
-    Path(sys.argv[2]).write_bytes(pickle.dumps(made))

@@ -22,20 +22,20 @@ def serve_so() -> None:
     from tree_kernels import kv_move, mask_rows, tree_attention
     from vllm.v1.attention.backends import triton_attn
 
+    from drafttree.vllm.attention.triton import TritonTreeBackend, TritonTreeMetadataBuilder
     from drafttree.vllm.cpu_worker import TreeCPUWorker
-    from drafttree.vllm.triton_attention import TritonTreeBackend, TritonTreeMetadataBuilder
 
     TreeCPUWorker.ours = TritonTreeBackend
     triton_attn.triton_reshape_and_cache_flash = _write
-    for module in (kv_move, mask_rows, tree_attention):
-        module.use_triton = lambda tensor: True
+    for op in (kv_move._KV_MOVE, mask_rows._MASK_ROWS, tree_attention._TREE_ATTENTION):
+        op.on_cpu = op.triton
     launch = mask_rows._mask_rows_triton
 
     def launch_and_say(*tensors: Any) -> None:
         launch(*tensors)
         print(SERVED)
 
-    mask_rows._mask_rows_triton = launch_and_say
+    mask_rows._MASK_ROWS.on_cpu = launch_and_say
     build, places = TritonTreeMetadataBuilder.build, dict[int, tuple[int, int]]()
 
     def build_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:

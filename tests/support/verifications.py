@@ -1,11 +1,11 @@
 """Verified trees, drawn at random."""
 
 import torch
-from tree_kernels.offers import ORIGINS
+from tree_kernels.candidates import NUM_SOURCES
 
 
 def verification(seed, batch, nodes, few=5):
-    """Trees with gaps at their end, few origins, and a path down each; more origins than nodes."""
+    """Trees with gaps at their end, a path in each, and sources for more columns than nodes."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low, high):
@@ -24,6 +24,6 @@ def verification(seed, batch, nodes, few=5):
             if not children:
                 break
             node = path[line, step] = children[drawn(0, len(children))]
-    kinds = torch.randint(0, ORIGINS, (few,), generator=generator).int()
-    origins = kinds[torch.randint(0, few, (batch, nodes + 3), generator=generator)]
-    return tokens, parents, origins, path
+    kinds = torch.randint(0, NUM_SOURCES, (few,), generator=generator).int()
+    sources = kinds[torch.randint(0, few, (batch, nodes + 3), generator=generator)]
+    return tokens, parents, sources, path

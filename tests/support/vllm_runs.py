@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import drawing_ahead
-import lyanna_states
-import no_waiting
-import triton_on_cpu
-from rsd_fault import leave_the_residual
+import faults
+from engine_host.jobs import RunFailed, run_job
+
+__all__ = ["ENVIRONMENT", "Answer", "Case", "RunFailed", "run_vllm"]
 
 
 @dataclass
@@ -30,6 +23,7 @@ class Case:
         reload: load the weights anew before the case.
         rounds: submit the requests so many times; the last answers count.
         adapter: a LoRA adapter's folder, asked for by every second request.
+        together: submit all requests at once, else one after the other.
     """
 
     prompts: list[list[int]]
@@ -38,6 +32,7 @@ class Case:
     reload: bool = False
     rounds: int = 1
     adapter: str | None = None
+    together: bool = True
 
 
 @dataclass
@@ -63,10 +58,6 @@ class Answer:
     preemptions: int = 0
 
 
-class RunFailed(Exception):
-    """The engine's process failed; the message holds the end of its output."""
-
-
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -81,8 +72,8 @@ def with_defaults(speculative: dict[str, Any]) -> dict[str, Any]:
     """Token Recycling as tests want it: as many nodes as pay would be none for a small model."""
     if speculative["method"] != "token_recycling":
         return speculative
-    sized = {"nodes", "tree"} & speculative.keys()
-    return {"prime": False, **({} if sized else {"nodes": 80}), **speculative}
+    apply_num_draft_tokens = {"nodes", "tree"} & speculative.keys()
+    return {"prime": False, **({} if apply_num_draft_tokens else {"nodes": 80}), **speculative}
 
 
 def run_vllm(
@@ -119,23 +110,12 @@ def run_vllm(
     }
     if speculative is not None:
         arguments["speculative_config"] = with_defaults(speculative)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.pickle"
-        result = Path(folder) / "result.pickle"
-        job.write_bytes(pickle.dumps((arguments, cases, planted_fault)))
-        process = subprocess.run(
-            [sys.executable, __file__, str(job), str(result)],
-            env=os.environ | ENVIRONMENT | (environment or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        if process.returncode != 0:
-            raise RunFailed(process.stdout[-3000:])
-        answers: list[Answer] = pickle.loads(result.read_bytes())
-    return answers, process.stdout
+    fault = {faults.VARIABLE: planted_fault} if planted_fault else {}
+    answers: list[Answer]
+    answers, log = run_job(
+        "vllm", _serve, (arguments, cases), ENVIRONMENT | fault | (environment or {}), timeout
+    )
+    return answers, log
 
 
 def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
@@ -157,9 +137,15 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         parameters = [_parameters(setting) for setting in settings]
         prompts = [{"prompt_token_ids": prompt} for prompt in case.prompts]
         for _ in range(case.rounds):
-            outputs = llm.generate(
-                prompts, parameters, use_tqdm=False, lora_request=_adapters(case)
-            )
+            outputs = []
+            for group in _groups(case):
+                adapters = _adapters(case)
+                outputs += llm.generate(
+                    prompts[group],
+                    parameters[group],
+                    use_tqdm=False,
+                    lora_request=adapters and adapters[group],
+                )
         after = llm.collective_rpc("drafttree_counters")[0] if ours else {}
         answers.append(
             Answer(
@@ -179,20 +165,10 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
     return answers
 
 
-def _plant_most_likely() -> None:
-    from drafttree.vllm import sampling
-
-    draw = sampling._Draw.__call__
-
-    def faulty(self: Any, node: Any, alive: Any) -> Any:
-        drawn = draw(self, node, alive)
-        if self.levels == 1:
-            return drawn
-        most_likely = self._logits[self._starts + node].argmax(-1).int()
-        self._last = most_likely.tolist()
-        return most_likely
-
-    sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+def _groups(case: Case) -> list[slice]:
+    if case.together:
+        return [slice(None)]
+    return [slice(row, row + 1) for row in range(len(case.prompts))]
 
 
 def _adapters(case: Case) -> list[Any] | None:
@@ -221,27 +197,3 @@ def _plain(logprobs: Any) -> Any:
         None if position is None else {token: each.logprob for token, each in position.items()}
         for position in logprobs
     ]
-
-
-if __name__ == "__main__":
-    # The engine may start processes of its own that import this file again.
-    sys.modules.setdefault("vllm_runs", sys.modules["__main__"])
-    Case.__module__ = Answer.__module__ = "vllm_runs"
-    given, wanted, faulty = pickle.loads(Path(sys.argv[1]).read_bytes())
-    if file := os.environ.get(lyanna_states.VARIABLE):
-        lyanna_states.keep_logits(file)
-    if os.environ.get(triton_on_cpu.VARIABLE):
-        triton_on_cpu.serve_so()
-    if os.environ.get(drawing_ahead.VARIABLE):
-        from drafttree.vllm import sampling as seam
-
-        drawing_ahead.draw_so(seam)
-    if os.environ.get(no_waiting.VARIABLE):
-        no_waiting.forbid_waiting()
-    if faulty == "residual":
-        leave_the_residual()
-    elif faulty:
-        _plant_most_likely()
-    made = _serve(given, wanted)
-    Path(sys.argv[2]).write_bytes(pickle.dumps(made))
-    print(json.dumps({"served": len(made)}))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_runs import ENVIRONMENT, RunFailed
+from engine_host.jobs import run_job
+from vllm_runs import ENVIRONMENT
 
 
 @dataclass
@@ -55,30 +51,24 @@ def stream_vllm(
         "skip_tokenizer_init": True,
         "speculative_config": speculative,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
-        aborted = {str(row): count for row, count in abort_after.items()}
-        job.write_text(json.dumps([arguments, prompts, sampling, aborted]))
-        process = subprocess.run(
-            [sys.executable, __file__, str(job), str(result)],
-            env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        if process.returncode != 0:
-            raise RunFailed(process.stdout[-3000:])
-        return Streamed(**json.loads(result.read_text()))
+    answer: Streamed
+    environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    answer, _ = run_job(
+        "vllm", _stream, (arguments, prompts, sampling, abort_after), environment, timeout=400
+    )
+    return answer
+
+
+def _stream(*arguments: Any) -> Streamed:
+    return asyncio.run(_serve(*arguments))
 
 
 async def _serve(
     arguments: dict[str, Any],
     prompts: list[list[int]],
     sampling: list[dict[str, Any]],
-    aborted: dict[str, int],
-) -> dict[str, Any]:
+    aborted: dict[int, int],
+) -> Streamed:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -93,7 +83,7 @@ async def _serve(
         tokens: list[int] = []
         async for output in engine.generate(prompt, parameters, name):
             tokens += output.outputs[0].token_ids
-            if len(tokens) >= aborted.get(name, len(tokens) + 1):
+            if len(tokens) >= aborted.get(row, 1 << 30) and name != "last":
                 await engine.abort(name)
                 break
         return tokens
@@ -103,11 +93,6 @@ async def _serve(
         last = await one("last", 0)
         ours = arguments["speculative_config"] is not None
         counters = (await engine.collective_rpc("drafttree_counters"))[0] if ours else {}
-        return {"tokens": tokens, "last": last, "counters": counters}
+        return Streamed(tokens, last, counters)
     finally:
         engine.shutdown()
-
-
-if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps(asyncio.run(_serve(*given))))

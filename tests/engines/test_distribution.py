@@ -1,0 +1,152 @@
+"""Sampling with draft trees draws from the target's own distribution, end to end, in both engines.
+
+The joint of the first three tokens of 20,000 requests is compared with the exact one, computed
+from the target by enumeration. Planted faults show that the test can fail.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import drawing_ahead
+import pytest
+from hosts import Answer, Case, Host
+from joint_distribution import Joint, exact_joint, p_value
+from lyanna_parts import drafter_for
+from tiny_models import make_first_layers, make_tiny_llama
+
+from lyanna_plugin.checkpoint import save
+
+VOCAB = 10
+PROMPT = [3, 7, 4]
+REQUESTS = 20_000
+FAULTY = 5_000
+AHEAD = 10_000
+FREE: dict[str, Any] = {"temperature": 1.3, "max_tokens": 4, "ignore_eos": True}
+SAMPLING = {**FREE, "top_k": 8}
+GREEDY = {**FREE, "temperature": 0.0}
+RECYCLE = {"tree": "branch:3-2-1"}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of a small vocabulary."""
+    folder = tmp_path_factory.mktemp("small-vocabulary")
+    return make_tiny_llama(folder, vocab_size=VOCAB, sharpness=3.0)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RSD's draft model: the target's first layer."""
+    return make_first_layers(target, tmp_path_factory.mktemp("small-draft"), 1)
+
+
+def serve(
+    host: Host, target: Path, cases: list[Case], method: str, *arguments: Any, **more: Any
+) -> tuple[list[Answer], str]:
+    return host.run(
+        target,
+        cases,
+        method,
+        *arguments,
+        running=64,
+        length=128,
+        vllm={"max_num_batched_tokens": 2048},
+        sglang={"log_level": "error"},
+        **more,
+    )
+
+
+@cache
+def joint(target: Path, top_k: int) -> Joint:
+    return exact_joint(target, PROMPT, VOCAB, FREE["temperature"], top_k)
+
+
+def check_drafting(answer: Answer) -> None:
+    accepted_per_step = answer.counters["accepted_tokens"] / answer.counters["steps"]
+    assert 0.3 < accepted_per_step < 0.9
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert answer.counters["kv_rows_moved"] > 0
+
+
+def test_token_recycling(host: Host, target: Path) -> None:
+    case = Case([PROMPT] * REQUESTS, SAMPLING)
+    (answer,), _ = serve(host, target, [case], "token-recycling", RECYCLE)
+    check_drafting(answer)
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+
+
+def test_token_recycling_where_tokens_are_drawn_ahead(host: Host, target: Path) -> None:
+    """Greedy requests among those that are sampled stay greedy."""
+    cases = [
+        Case([PROMPT] * AHEAD, FREE),
+        Case([PROMPT], GREEDY),
+        Case([PROMPT] * 64, [FREE, GREEDY] * 32),
+    ]
+    (free, greedy, mixed), log = serve(
+        host, target, cases, "token-recycling", RECYCLE, environment=drawing_ahead.ENVIRONMENT
+    )
+    check_drafting(free)
+    assert p_value(free.tokens, joint(target, VOCAB)) > 0.001
+    assert mixed.tokens[1::2] == greedy.tokens * 32
+    assert mixed.tokens[0::2] != greedy.tokens * 32
+    steps = free.counters["steps"] + mixed.counters["steps"]
+    assert log.count(drawing_ahead.DRAWN) >= steps / 64
+
+
+def test_a_fault_planted_into_token_recycling_is_found(host: Host, target: Path) -> None:
+    case = Case([PROMPT] * FAULTY, SAMPLING)
+    (answer,), _ = serve(
+        host, target, [case], "token-recycling", RECYCLE, planted_fault="most likely"
+    )
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) < 1e-6
+
+
+RSD_TREES = {"vllm": "beam:3x3", "sglang": "branch:2-2"}
+
+
+def test_rsd(host: Host, target: Path, draft: Path) -> None:
+    case = Case([PROMPT] * REQUESTS, SAMPLING)
+    (answer,), _ = serve(host, target, [case], "rsd", {"tree": RSD_TREES[host.name]}, draft)
+    assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert answer.counters["kv_rows_moved"] > 0
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+
+
+def test_a_seed_of_rsd_repeats_whatever_shares_the_batch(
+    host: Host, target: Path, draft: Path
+) -> None:
+    long = {**SAMPLING, "max_tokens": 40}
+    if host.name == "vllm":
+        long["min_p"] = 0.01
+    seeded = [{**long, "seed": seed} for seed in (1, 2, 3)]
+    others = [PROMPT[:1] * length for length in (5, 9, 17)]
+    cases = [
+        Case([PROMPT] * 3, seeded),
+        Case([*others, *([PROMPT] * 3)], [long, long, long, *seeded]),
+        Case([PROMPT] * 3, seeded, together=False),
+    ]
+    (together, mixed, alone), _ = serve(host, target, cases, "rsd", {"tree": "beam:3x3"}, draft)
+    assert together.counters["accepted_tokens"] > 0
+    assert mixed.tokens[3:] == together.tokens == alone.tokens
+    assert len({tuple(tokens) for tokens in together.tokens}) == 3
+
+
+def test_a_fault_planted_into_rsd_is_found(host: Host, target: Path, draft: Path) -> None:
+    case = Case([PROMPT] * FAULTY, SAMPLING)
+    (answer,), _ = serve(
+        host, target, [case], "rsd", {"tree": "beam:3x3"}, draft, planted_fault="residual"
+    )
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) < 1e-6
+
+
+def test_lyanna(host: Host, target: Path, tmp_path: Path) -> None:
+    save(drafter_for(target, hot_tokens=VOCAB), tmp_path)
+    (answer,), _ = serve(
+        host, target, [Case([PROMPT] * 8_000, SAMPLING)], "lyanna", {"nodes": 6}, tmp_path
+    )
+    assert answer.counters["accepted_tokens"] > 0.1 * answer.counters["steps"]
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001

@@ -1,0 +1,85 @@
+"""Every way in which Token Recycling drafts gives plain decoding's tokens, in both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Answer, Case, Host
+from random_prompts import some_prompts
+from recycling_ways import WAYS
+
+from recycle_plugin.storage.priming import prepare
+
+GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
+FIRST = some_prompts(12)
+# A second turn on top of each prompt, read in several parts among the other requests.
+SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(12, 4, 300), strict=True)]
+CASES = [Case(FIRST, GREEDY), Case(SECOND, GREEDY)]
+CHUNKS = {"vllm": 400, "sglang": 128}
+
+
+def serve(host: Host, model: Path, cases: list[Case], options: dict[str, Any]) -> Any:
+    chunk = CHUNKS[host.name]
+    return host.run(model, cases, "token-recycling", options, running=4, chunk=chunk)
+
+
+@cache
+def plain_answers(host: Host, model: Path) -> list[Answer]:
+    served, _ = host.run(model, CASES, running=4)
+    return served
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_every_way_of_drafting_gives_plain_tokens(
+    host: Host,
+    tiny_llama: Path,
+    proves_drafting: Callable[[Answer], None],
+    options: dict[str, object],
+) -> None:
+    if options.get("prime"):
+        prepare(tiny_llama, 8)
+    served, log = serve(host, tiny_llama, CASES, options)
+    for drafted, plain in zip(served, plain_answers(host, tiny_llama), strict=True):
+        assert drafted.tokens == plain.tokens
+        assert drafted.counters["accepted_tokens"] > 0
+        if options.get("nodes") != 3:
+            proves_drafting(drafted)
+    assert ("Token Recycling is primed from" in log) == bool(options.get("prime"))
+
+
+def test_drafts_that_pay_are_tried(host: Host, tiny_llama: Path) -> None:
+    """Which tree sizes pay depends on the machine, but a text that is repeated is predicted so
+    well that some do."""
+    case = Case(FIRST[:1], {**GREEDY, "max_tokens": 300}, rounds=3)
+    (plain,), _ = host.run(tiny_llama, [case], running=1)
+    (drafted,), _ = host.run(tiny_llama, [case], "token-recycling", {"nodes": "auto"}, running=1)
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["accepted_tokens"] > 10
+    assert drafted.counters["steps"] > drafted.counters["drafted_steps"] > 0
+
+
+def test_tables_are_saved_to_a_file_and_loaded_from_it(
+    host: Host, tiny_llama: Path, proves_drafting: Callable[[Answer], None], tmp_path: Path
+) -> None:
+    file = tmp_path / "tables" / "learned.safetensors"
+    options = {"nodes": 31, "hot_start": str(file)}
+    once = [Case(FIRST[:1], GREEDY)]
+    (cold,), _ = serve(host, tiny_llama, once, options)
+    assert file.is_file()
+    (warm,), _ = serve(host, tiny_llama, once, options)
+    assert warm.tokens == cold.tokens == [plain_answers(host, tiny_llama)[0].tokens[0]]
+    # The same text was decoded before, so its second decoding takes far fewer steps.
+    proves_drafting(warm)
+    assert warm.counters["steps"] < 0.7 * cold.counters["steps"]
+
+    content = file.read_bytes()
+    file.write_bytes(content[:-100])
+    (again,), log = serve(host, tiny_llama, once, options)
+    assert again.tokens == cold.tokens
+    assert again.counters == cold.counters
+    assert "learned.safetensors is damaged" in log
+    assert file.read_bytes() == content[:-100]

@@ -1,0 +1,175 @@
+"""RSD through both engines: the target's greedy tokens, and the draft model's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_host.jobs import RunFailed
+from hosts import Answer, Case, Host
+from random_prompts import some_prompts
+from rsd_bench import check_figures
+from tiny_models import make_first_layers, make_tiny_llama
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+OFF = {**GREEDY, "extra_args": {"drafttree": False}}
+FIRST = some_prompts(24)
+SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(24, seed=4), strict=True)]
+CASES = {
+    "three times the running requests": Case(FIRST, GREEDY, reset=True),
+    "a second turn": Case(SECOND, GREEDY),
+    "one at a time": Case(FIRST[:8], GREEDY, together=False, reset=True),
+    "read in pieces": Case(some_prompts(8, seed=5, longest=400), GREEDY),
+    "repetition penalty": Case(FIRST, {**GREEDY, "repetition_penalty": 1.2}),
+    "frequency penalty": Case(FIRST, {**GREEDY, "frequency_penalty": 0.4}),
+    "logprobs": Case(FIRST[:8], {**GREEDY, "logprobs": 2}),
+    "drafting turned off": Case(FIRST[:8], [GREEDY if row % 2 else OFF for row in range(8)]),
+    "long": Case(FIRST[:4], {**GREEDY, "max_tokens": 500}),
+    "greedy beside sampled": Case(
+        FIRST[:12], [GREEDY if row % 2 else {**GREEDY, "temperature": 1.0} for row in range(12)]
+    ),
+}
+CHUNKS = {"vllm": 200, "sglang": 32}
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's first layer."""
+    return make_first_layers(tiny_llama, tmp_path_factory.mktemp("draft"), 1)
+
+
+@cache
+def plain_answers(host: Host, model: Path) -> dict[str, Answer]:
+    served, _ = host.run(
+        model,
+        list(CASES.values()),
+        chunk=CHUNKS[host.name],
+        # With overlapping scheduling plain SGLang's penalties lag by one token.
+        sglang={"disable_overlap_schedule": True},
+    )
+    return dict(zip(CASES, served, strict=True))
+
+
+@pytest.mark.parametrize(("tree", "compiled"), [("beam:3x4", False), ("branch:3-2-1", True)])
+def test_greedy_tokens_equal_plain_decoding(
+    host: Host,
+    tiny_llama: Path,
+    draft: Path,
+    proves_drafting: Callable[[Answer], None],
+    tree: str,
+    compiled: bool,
+) -> None:
+    """The second tree in another setting of the engine: compiled, in pages of 16 tokens."""
+    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if compiled else "0"}
+    served, _ = host.run(
+        tiny_llama,
+        list(CASES.values()),
+        "rsd",
+        {"tree": tree},
+        draft,
+        chunk=CHUNKS[host.name],
+        environment=processes if host.name == "vllm" else None,
+        vllm={"enforce_eager": not compiled},
+        sglang={"page_size": 16 if compiled else 1},
+    )
+    plain = plain_answers(host, tiny_llama)
+    for (name, without), drafted in zip(plain.items(), served, strict=True):
+        greedy = slice(1, None, 2) if name == "greedy beside sampled" else slice(None)
+        assert drafted.tokens[greedy] == without.tokens[greedy], name
+        proves_drafting(drafted)
+    expected = plain["logprobs"].logprobs
+    found = dict(zip(CASES, served, strict=True))["logprobs"].logprobs
+    assert [len(positions) for positions in expected] == [32] * 8
+    for mine, theirs in zip(found, expected, strict=True):
+        for best, same in zip(mine, theirs, strict=True):
+            assert best == pytest.approx(same, abs=1e-3)
+
+
+ADJUSTED: dict[str, Any] = {
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.4,
+    "logit_bias": {7: 2.0, 9: -3.0},
+}
+
+
+def always_accepted(host: Host, model: Path, cases: list[Case], **settings: Any) -> list[Answer]:
+    """Serve with the target as its own draft model: if its KV is that of a fresh prefill, all is
+    accepted, and no request takes more steps than five tokens each make."""
+    served, _ = host.run(model, cases, "rsd", {"tree": "branch:1-1-1-1"}, model, **settings)
+    for case, answer in zip(cases, served, strict=True):
+        assert isinstance(case.sampling, dict)
+        steps = ceil((case.sampling["max_tokens"] - 1) / 5)
+        assert 0 < answer.counters["steps"] <= steps * len(case.prompts)
+    return served
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_always_accepted(
+    host: Host, tiny_llama: Path, temperature: float
+) -> None:
+    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, prompts that
+    part right after a page or a block of 128 tokens, and penalties and biases along the drafts."""
+    settings = {**GREEDY, "temperature": temperature, "max_tokens": 503}
+    short = {**settings, "max_tokens": 41}
+    long = [[*prompt, *range(2, 400)][:400] for prompt in some_prompts(4, seed=6, longest=400)]
+    parting = [[*range(2, 50), row, 5, 6] for row in range(60, 66)]
+    served = always_accepted(
+        host,
+        tiny_llama,
+        [
+            Case(long, settings),
+            Case(long, {**short, **ADJUSTED}),
+            Case([[*prompt, 5, 6, 7] for prompt in long], short),
+            Case([[*prompt[:256], row, 5, 6] for row, prompt in enumerate(long, 9)], short),
+            Case([[*long[0][:256], row] for row in range(20, 26)], short),
+            Case(SECOND[:4], short),
+            Case(SECOND[:4], short, together=False),
+            Case(parting[:1], short),
+            Case(parting[1:], short),
+        ],
+        chunk={"vllm": 300, "sglang": 32}[host.name],
+        sglang={"page_size": 16},
+    )
+    if host.name == "sglang":  # vLLM's blocks are longer than these prompts
+        assert sum(cached or 0 for cached in served[6].cached) > 0
+        assert served[8].cached == [48] * 5
+
+
+def test_preempted_requests_go_on_as_if_they_had_not_been(
+    host: Host, tiny_llama: Path, draft: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """The draft model's KV is computed again with the target's."""
+    count = {"vllm": 6, "sglang": 8}[host.name]
+    case = Case(some_prompts(count, longest=30), {**GREEDY, "max_tokens": 300})
+    (plain,), _ = host.run(tiny_llama, [case])
+    cramped: dict[str, Any] = {
+        "vllm": {"num_gpu_blocks_override": 11},
+        "sglang": {"max_total_tokens": 900, "schedule_conservativeness": 0.01},
+    }
+    if host.name == "sglang":
+        # The host then admits requests as if they were to write 16 tokens each.
+        cramped["environment"] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
+    (drafted,), _ = host.run(tiny_llama, [case], "rsd", {"tree": "beam:3x3"}, draft, **cramped)
+    (own,) = always_accepted(host, tiny_llama, [case], **cramped)
+    for answer in (drafted, own):
+        assert answer.preemptions > 0
+        assert answer.tokens == plain.tokens
+    proves_drafting(drafted)
+
+
+def test_heads_that_cannot_stand_side_by_side_are_refused(
+    host: Host, tiny_llama: Path, tmp_path: Path
+) -> None:
+    if host.name == "sglang":
+        pytest.skip("SGLang keeps the draft model's KV in a pool of its own")
+    draft = make_tiny_llama(tmp_path, heads=2)
+    with pytest.raises(RunFailed, match=r"2 KV heads of size 32 but \[2, 4\] query heads"):
+        host.run(tiny_llama, [], "rsd", draft_model=draft)
+
+
+def test_bench_gives_the_figures_of_the_field(host: Host, smollm2: Path, tmp_path: Path) -> None:
+    check_figures(host.name, smollm2, tmp_path)

@@ -1,0 +1,226 @@
+"""In the real SGLang exactly what `PATCHES` lists is replaced, once; other servers see nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from sglang_runs import environment
+
+from drafttree.sglang.patches import PATCHES
+
+# Prints one JSON object. Functions of SGLang are compared by identity, before and after.
+PROGRAM = """
+import inspect, json, sys
+from types import SimpleNamespace
+import torch
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.model_executor import pool_configurator
+from sglang.srt.plugins import load_plugins
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+import sglang.srt.layers.attention.torch_native_backend, sglang.srt.speculative.ngram_info
+import sglang.srt.speculative.draft_worker_common
+
+def functions():
+    found = {}
+    for module in [name for name in sys.modules if name.startswith("sglang.")]:
+        for name, value in list(vars(sys.modules[module]).items()):
+            if inspect.isclass(value) and value.__module__ == module:
+                for inner, member in vars(value).items():
+                    if callable(member):
+                        found[f"{module}:{name}.{inner}"] = member
+            elif inspect.isfunction(value):
+                found[f"{module}:{name}"] = value
+    for name, value in attention_registry.ATTENTION_BACKENDS.items():
+        found[f"{attention_registry.__name__}:ATTENTION_BACKENDS[{name}]"] = value
+    return found
+
+def changed(before):
+    return sorted(k for k, v in functions().items() if k in before and before[k] is not v)
+
+# The host's own functions are stubs where calling them would need an engine.
+seen = []
+def stub(name, parameters, result=None):
+    namespace = {"seen": seen, "result": result}
+    exec(f"def {name}({parameters}):\\n    seen.append(({name!r}, locals()))\\n    return result()",
+         namespace)
+    return namespace[name]
+
+answer = lambda: SimpleNamespace(internal_state={})
+real = {
+    "Scheduler.get_internal_state": Scheduler.get_internal_state,
+    "_compute_cell_size": pool_configurator.DefaultPoolConfigurator._compute_cell_size,
+    "create_tree_cache": kv_cache_builder.create_tree_cache,
+}
+start = functions()
+load_plugins()
+report = {"registered": changed(start)}
+
+from drafttree.metrics import Counters
+from drafttree.sglang import patches
+from drafttree.sglang.acceptance_sampler import AcceptanceSampler
+
+runners = [SimpleNamespace(sample=lambda logits_output, forward_batch: "sampled",
+                           sampler=Sampler.__new__(Sampler)) for _ in range(2)]
+observed = []
+def apply(runner, who):
+    patches.route_attention()
+    patches.report_counters()
+    patches.widen_request_rows()
+    patches.count_layer_memory()
+    patches.match_prefixes_by_bigrams()
+    patches.observe_prefill(runner, lambda batch, logits: observed.append(who))
+    patches.install_acceptance_sampler(runner)
+
+stock_sample, stock_sampler = runners[0].sample, runners[0].sampler
+apply(runners[0], "first")
+report["applied"] = changed(start)
+report["runner"] = [runners[0].sample is not stock_sample,
+                    isinstance(runners[0].sampler, AcceptanceSampler)]
+once, sampler = functions(), runners[0].sampler
+apply(runners[0], "again")
+apply(runners[1], "second")
+report["twice"] = changed(once) + ([] if runners[0].sampler is sampler else ["sampler"])
+prefill = SimpleNamespace(
+    forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True))
+results = [runner.sample(SimpleNamespace(next_token_logits=None), prefill) for runner in runners]
+report["observed"] = [observed, results]
+
+# What the replacements do for servers with and without a method of ours.
+algorithms = {"none": SpeculativeAlgorithm.NONE}
+for name in ("token-recycling", "lyanna"):
+    algorithms[name] = SpeculativeAlgorithm.from_string(name)
+
+Stub = pool_configurator.DefaultPoolConfigurator
+Stub._compute_cell_size = stub("_compute_cell_size", "self, kvc, num_layers", lambda: 7)
+kv_cache_builder.create_tree_cache = stub("create_tree_cache", "ctx", lambda: "cache")
+Scheduler.get_internal_state = stub("get_internal_state", "self, recv_req", answer)
+patches.count_layer_memory(), patches.match_prefixes_by_bigrams(), patches.report_counters()
+report["layers"], report["bigrams"] = {}, {}
+for name, algorithm in algorithms.items():
+    Stub._compute_cell_size(None, SimpleNamespace(spec_algorithm=algorithm), 10)
+    report["layers"][name] = seen[-1][1]["num_layers"]
+    context = SimpleNamespace(
+        params=SimpleNamespace(is_eagle=False),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(spec_algorithm=algorithm)))
+    kv_cache_builder.create_tree_cache(context)
+    report["bigrams"][name] = seen[-1][1]["ctx"].params.is_eagle
+counters = [Counters(torch.device("cpu")) for _ in range(2)]
+counters[1]._sums += 3
+workers = [None, *(SimpleNamespace(counters=each) for each in counters)]
+report["counters"] = [
+    Scheduler.get_internal_state(SimpleNamespace(draft_worker=worker), None).internal_state
+    for worker in workers]
+backend_for = attention_registry.ATTENTION_BACKENDS["torch_native"]
+report["backends"] = {}
+for name, algorithm in algorithms.items():
+    try:
+        backend = type(backend_for(SimpleNamespace(spec_algorithm=algorithm))).__name__
+    except AttributeError as error:  # the runner is no more than its algorithm
+        frame = error.__traceback__
+        while frame.tb_next:
+            if frame.tb_frame.f_code.co_name == "__init__":
+                break
+            frame = frame.tb_next
+        backend = type(frame.tb_frame.f_locals["self"]).__name__
+    report["backends"][name] = backend
+
+# A host that is not as it was is refused.
+report["unknown"] = {}
+def refused(name, apply):
+    try:
+        apply()
+        report["unknown"][name] = "applied"
+    except RuntimeError as error:
+        report["unknown"][name] = str(error)
+
+Stub._compute_cell_size = stub("_compute_cell_size", "self, kvc")
+refused("_compute_cell_size", patches.count_layer_memory)
+kv_cache_builder.create_tree_cache = stub("create_tree_cache", "context, more")
+refused("create_tree_cache", patches.match_prefixes_by_bigrams)
+Scheduler.get_internal_state = stub("get_internal_state", "self")
+refused("get_internal_state", patches.report_counters)
+del kv_cache_configurator.get_req_to_token_extra_context_len
+refused("get_req_to_token_extra_context_len", patches.widen_request_rows)
+del attention_registry.ATTENTION_BACKENDS["torch_native"]
+refused("torch_native", patches.route_attention)
+other = SimpleNamespace(sample=lambda logits: None, sampler=object())
+refused("ModelRunner.sample", lambda: patches.observe_prefill(other, None))
+refused("sampler", lambda: patches.install_acceptance_sampler(other))
+print("REPORT", json.dumps(report))
+"""
+
+OF_RUNNERS = {
+    "sglang.srt.model_executor.model_runner:ModelRunner.sample",
+    "sglang.srt.model_executor.model_runner:ModelRunner.sampler",
+}
+REGISTRY = "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS"
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=os.environ | environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = [line for line in process.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, process.stderr[-3000:]
+    made: dict[str, Any] = json.loads(lines[0].removeprefix("REPORT "))
+    return made
+
+
+def test_registration_replaces_one_backend(report: dict[str, Any]) -> None:
+    assert report["registered"] == [f"{REGISTRY}[torch_native]"]
+
+
+def test_the_list_is_complete(report: dict[str, Any]) -> None:
+    assert {name.partition("[")[0] for name in report["applied"]} == {
+        patch.target for patch in PATCHES
+    } - OF_RUNNERS
+    assert report["runner"] == [True, True]
+
+
+def test_nothing_is_replaced_twice(report: dict[str, Any]) -> None:
+    assert report["twice"] == []
+
+
+def test_the_last_worker_of_a_runner_observes_it(report: dict[str, Any]) -> None:
+    observed, results = report["observed"]
+    assert observed == ["again", "second"]
+    assert results == ["sampled", "sampled"]
+
+
+def test_other_servers_are_served_as_before(report: dict[str, Any]) -> None:
+    assert report["layers"] == {"none": 10, "token-recycling": 10, "lyanna": 11}
+    assert report["bigrams"] == {"none": False, "token-recycling": False, "lyanna": True}
+    assert report["backends"] == {
+        "none": "TorchNativeAttnBackend",
+        "token-recycling": "TreeAttentionBackend",
+        "lyanna": "TreeAttentionBackend",
+    }
+
+
+def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
+    plain, first, second = report["counters"]
+    assert plain == {}
+    assert first["drafttree"]["steps"] == 0
+    assert second["drafttree"]["steps"] == 3
+
+
+def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
+    assert len(report["unknown"]) == 7
+    for name, said in report["unknown"].items():
+        assert name in said
+        assert "does not know this SGLang" in said

@@ -1,0 +1,172 @@
+"""Calls in processes of their own, forked from the engine's template."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine_host import template
+from engine_host.template import Job
+
+READ_AT_IMPORT = ("PYTHONPATH", "TRITON_INTERPRET")
+"""Variables that are read before or while the engine is imported: such runs start a new Python."""
+
+
+class RunFailed(Exception):
+    """The engine's process failed; the message holds the end of its output."""
+
+
+def run_job(
+    engine: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    timeout: float,
+) -> tuple[Any, str]:
+    """Call a module's function in a process of its own.
+
+    Args:
+        engine: "vllm" or "sglang", which the process has imported.
+        function: What to call; it must stand in a module of `tests/support`.
+        arguments: Positional arguments, which must pickle.
+        environment: Variables that the process has beside this one's.
+        timeout: Seconds after which the process and its children are killed.
+
+    Returns:
+        What the function returned, and the process's output.
+
+    Raises:
+        RunFailed: The process failed, or ran too long.
+    """
+    whole = os.environ | {"TESTS_ENGINE_PROCESS": engine} | environment
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        log, result, job = place / "log", place / "result.pickle", place / "job.pickle"
+        log.touch()
+        job.write_bytes(
+            pickle.dumps(
+                Job(
+                    function.__module__,
+                    function.__name__,
+                    arguments,
+                    whole,
+                    str(log),
+                    str(result),
+                )
+            )
+        )
+        if _forks(environment):
+            ended = _Template.of(engine).run(job, timeout)
+        else:
+            ended = _run_once(job, whole, log, timeout)
+        output = log.read_text(errors="replace")
+        if not result.exists():
+            raise RunFailed(f"{ended}\n{output[-6000:]}")
+        return pickle.loads(result.read_bytes()), output
+
+
+def _forks(environment: dict[str, str]) -> bool:
+    import torch
+
+    # A process that has used CUDA must not be forked, and the template may have.
+    return not torch.cuda.is_available() and not any(name in environment for name in READ_AT_IMPORT)
+
+
+def _run_once(job: Path, environment: dict[str, str], log: Path, timeout: float) -> str:
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, template.__file__, "--once", str(job)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return f"exit status {process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            return f"killed after {timeout} seconds"
+        finally:
+            _kill_group(process.pid)
+            process.wait()
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class _Template:
+    """The template of an engine: started with the first job, ended with this process."""
+
+    _running: dict[str, _Template] = {}  # noqa: RUF012
+
+    @classmethod
+    def of(cls, engine: str) -> _Template:
+        if engine not in cls._running or cls._running[engine]._process.poll() is not None:
+            cls._running[engine] = cls(engine)
+        return cls._running[engine]
+
+    def __init__(self, engine: str) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", template.__file__, engine],
+            env=os.environ | _environment(engine),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            bufsize=0,
+        )
+        atexit.register(self.close)
+        self._receive(300)
+
+    def run(self, job: Path, timeout: float) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{job}\n".encode())
+        child = self._receive(60)
+        try:
+            return f"exit status {self._receive(timeout)}"
+        except TimeoutError:
+            _kill_group(child)
+            self._receive(60)
+            return f"killed after {timeout} seconds"
+        finally:
+            _kill_group(child)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _receive(self, timeout: float) -> int:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout
+        ready, _, _ = select.select([self._process.stdout], [], [], deadline - time.monotonic())
+        if not ready:
+            raise TimeoutError
+        content = self._process.stdout.read(8)
+        if len(content) < 8:
+            self._log.seek(0)
+            raise RunFailed(f"the template ended:\n{self._log.read()[-6000:]}")
+        number: int = struct.unpack("q", content)[0]
+        return number
+
+
+def _environment(engine: str) -> dict[str, str]:
+    """What must be set when the engine is imported."""
+    common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if engine == "vllm":
+        return common | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return common | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}

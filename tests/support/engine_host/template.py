@@ -1,0 +1,165 @@
+"""The process that imports an engine once and forks for each run.
+
+    python template.py ENGINE           serves jobs from stdin until it ends
+    python template.py --once JOB       runs one job in this very process, importing afresh
+
+A job is a pickled `Job`. It runs in a process of its own with an environment of its own, as if
+Python had been started for it, but with the engine's modules already imported. The template
+itself runs no torch operator and starts no thread, so a fork of it is in a clean state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import struct
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORT = Path(__file__).resolve().parents[1]
+
+PRELOADED = {
+    "vllm": (
+        "vllm",
+        "vllm.entrypoints.llm",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.model_executor.models.llama",
+        "drafttree.vllm.plugin",
+        "drafttree.vllm.cpu_worker",
+        "transformers.models.llama.modeling_llama",
+    ),
+    "sglang": (
+        "sglang",
+        "sglang.srt.entrypoints.engine",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.managers.detokenizer_manager",
+        "sglang.srt.managers.tokenizer_manager",
+        "sglang.srt.models.registry",
+        "drafttree.sglang.plugin",
+        "transformers.models.llama.modeling_llama",
+    ),
+}
+"""What a run imports anyway. Importing registers no method and patches nothing."""
+
+
+@dataclass
+class Job:
+    """A call in a process of its own.
+
+    Attributes:
+        module: The module that holds the function, importable from `tests/support`.
+        function: The function's name.
+        arguments: Positional arguments, which must pickle.
+        environment: The whole environment of the process.
+        log: The file that takes standard output and standard error.
+        result: The file that takes the pickled return value; absent if the job failed.
+    """
+
+    module: str
+    function: str
+    arguments: tuple[Any, ...]
+    environment: dict[str, str]
+    log: str
+    result: str
+
+
+def run(job: Job) -> None:
+    """Run a job in this process."""
+    import hooks
+
+    hooks.install()
+    function = getattr(importlib.import_module(job.module), job.function)
+    made = function(*job.arguments)
+    partial = Path(job.result + ".part")
+    partial.write_bytes(pickle.dumps(made))
+    partial.rename(job.result)
+
+
+def enter(environment: dict[str, str], log: str) -> None:
+    """Give this process its environment and its output."""
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+
+
+def _fork(job: Job) -> int:
+    from engine_host import spares
+
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        enter(job.environment, job.log)
+        spares.install(job.log)
+        run(job)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            _end_process()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end_process() -> None:
+    """What the interpreter does at its end, before modules are torn down."""
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def serve(engine: str) -> None:
+    """Fork for each job that is named on stdin; answer with the child's id, then its status."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    for name in PRELOADED[engine]:
+        importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise RuntimeError(f"importing {engine} has started threads, which a fork would lack")
+    gc.collect()
+    gc.freeze()
+    answers.write(struct.pack("q", 0))
+    for line in sys.stdin:
+        child = _fork(pickle.loads(Path(line.strip()).read_bytes()))
+        answers.write(struct.pack("q", child))
+        _, status = os.waitpid(child, 0)
+        answers.write(struct.pack("q", os.waitstatus_to_exitcode(status)))
+
+
+if __name__ in ("__main__", "__mp_main__") and str(SUPPORT) not in sys.path:
+    sys.path.insert(0, str(SUPPORT))
+
+if __name__ == "__mp_main__" and "TESTS_ENGINE_PROCESS" in os.environ:
+    import hooks
+
+    hooks.install()
+
+if __name__ == "__main__":
+    sys.modules["engine_host.template"] = sys.modules["__main__"]
+    Job.__module__ = "engine_host.template"
+    if sys.argv[1] == "--once":
+        run(pickle.loads(Path(sys.argv[2]).read_bytes()))
+    else:
+        serve(sys.argv[1])

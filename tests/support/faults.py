@@ -1,0 +1,69 @@
+"""Faults that can be planted into an engine's process, so that a test shows it would find them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VARIABLE = "TESTS_PLANTED_FAULT"
+"""Names the fault in the environment of an engine's process."""
+
+
+def plant(fault: str, engine: str) -> None:
+    """Change this process; `fault` is "most likely" or "residual"."""
+    if fault == "residual":
+        leave_the_residual()
+    elif engine == "vllm":
+        _take_most_likely_in_vllm()
+    else:
+        _take_most_likely_in_sglang()
+
+
+def _take_most_likely_in_vllm() -> None:
+    """Below the root take the most likely token where one is to be drawn."""
+    from drafttree.vllm import sampling
+
+    draw = sampling._Draw.__call__
+
+    def faulty(self: Any, node: Any, alive: Any) -> Any:
+        drawn = draw(self, node, alive)
+        if self.levels == 1:
+            return drawn
+        most_likely = self._logits[self._starts + node].argmax(-1).int()
+        self._last = most_likely.tolist()
+        return most_likely
+
+    sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+
+
+def _take_most_likely_in_sglang() -> None:
+    from drafttree.sglang import sampling
+
+    draw = sampling._Draw.__call__
+
+    def faulty(self: Any, node: Any, alive: Any) -> Any:
+        drawn = draw(self, node, alive)
+        if len(self._levels) == 1:
+            return drawn
+        return self._logits[self._rows, node.long()].argmax(-1).int()
+
+    sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+
+
+def leave_the_residual() -> None:
+    """Where all children are rejected, draw from the whole of the target's distribution: what the
+    children had of it is not subtracted."""
+    import torch
+
+    from rsd_plugin import drafter
+
+    reject_step = drafter.reject_step
+
+    def faulty(
+        target: Any, draft: Any, target_rows: Any, draft_rows: Any, children: Any, coins: Any
+    ) -> Any:
+        accepted, tokens = reject_step(target, draft, target_rows, draft_rows, children, coins)
+        childless = torch.full_like(draft_rows, -1)
+        _, drawn = reject_step(target, draft, target_rows, childless, children, coins)
+        return accepted, torch.where(accepted >= 0, tokens, drawn)
+
+    drafter.reject_step = faulty  # type: ignore[attr-defined]

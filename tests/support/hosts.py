@@ -1,0 +1,229 @@
+"""Both engines behind one call, for tests of behaviour that is the same in both."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass
+class Case:
+    """Requests for one engine.
+
+    Attributes:
+        prompts: Token ids, one list per request.
+        sampling: Keyword arguments of vLLM's `SamplingParams`, which are translated for SGLang:
+            one set for all requests, or one per request.
+        together: Submit all requests at once, else one after the other.
+        reset: Flush the prefix cache, and in vLLM forget what was learned, before the case.
+        rounds: Submit the requests this many times; the last answers count.
+    """
+
+    prompts: list[list[int]]
+    sampling: dict[str, Any] | list[dict[str, Any]]
+    together: bool = True
+    reset: bool = False
+    rounds: int = 1
+
+
+@dataclass
+class Answer:
+    """What an engine made of a case.
+
+    Attributes:
+        tokens: The new token ids of each request.
+        logprobs: For each request and position the best tokens' logprobs, where asked for.
+        cached: Prompt tokens of each request that were found in the cache.
+        preemptions: How many requests were preempted, or retracted, so far.
+        counters: The tree worker's counts over the case; empty without a method.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[dict[int, float]]] = field(default_factory=list)
+    cached: list[int | None] = field(default_factory=list)
+    preemptions: int = 0
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the engines: "vllm" or "sglang"."""
+
+    name: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether this environment holds the engine."""
+        return importlib.util.find_spec(self.name) is not None
+
+    def run(
+        self,
+        model: Path,
+        cases: list[Case],
+        method: str | None = None,
+        options: dict[str, Any] | None = None,
+        draft_model: Path | None = None,
+        *,
+        running: int = 8,
+        length: int = 1024,
+        chunk: int | None = None,
+        environment: dict[str, str] | None = None,
+        planted_fault: Literal["most likely", "residual"] | None = None,
+        vllm: dict[str, Any] | None = None,
+        sglang: dict[str, Any] | None = None,
+    ) -> tuple[list[Answer], str]:
+        """Serve the cases one after another with one engine, in a process of its own.
+
+        Args:
+            model: The target's folder.
+            cases: What to serve.
+            method: "token-recycling", "rsd" or "lyanna"; None for plain decoding.
+            options: The method's options.
+            draft_model: The folder of RSD's draft model, or of Lyanna's drafter.
+            running: The most requests that run at a time.
+            length: The longest context.
+            chunk: The most prompt tokens that are read in a step; the engine's choice if None.
+            environment: Variables of the engine's process.
+            planted_fault: A fault from `faults`.
+            vllm: Arguments of vLLM's engine alone.
+            sglang: Arguments of SGLang's engine alone.
+
+        Returns:
+            The answers, and the engine's log.
+
+        Raises:
+            RunFailed: The engine did not start, or stopped.
+        """
+        if self.name == "vllm":
+            return self._vllm(
+                *(model, cases, method, options, draft_model, running, length, chunk),
+                environment=environment,
+                planted_fault=planted_fault,
+                **(vllm or {}),
+            )
+        return self._sglang(
+            *(model, cases, method, options, draft_model, running, length, chunk),
+            variables=environment,
+            planted_fault=planted_fault,
+            **(sglang or {}),
+        )
+
+    def _vllm(
+        self,
+        model: Path,
+        cases: list[Case],
+        method: str | None,
+        options: dict[str, Any] | None,
+        draft_model: Path | None,
+        running: int,
+        length: int,
+        chunk: int | None,
+        **engine: Any,
+    ) -> tuple[list[Answer], str]:
+        runs = importlib.import_module("vllm_runs")
+        speculative = None
+        if method is not None:
+            speculative = {"method": method.replace("-", "_"), **(options or {})}
+            if draft_model is not None:
+                speculative["model"] = str(draft_model)
+        served, log = runs.run_vllm(
+            model,
+            [
+                runs.Case(
+                    each.prompts,
+                    each.sampling,
+                    reset=each.reset,
+                    rounds=each.rounds,
+                    together=each.together,
+                )
+                for each in cases
+            ],
+            speculative=speculative,
+            max_num_seqs=running,
+            max_model_len=length,
+            **{"max_num_batched_tokens": chunk or max(1024, length), **engine},
+        )
+        return [
+            Answer(
+                tokens=[samples[0] for samples in each.tokens],
+                logprobs=[samples[0] or [] for samples in each.logprobs],
+                cached=each.cached,
+                preemptions=each.preemptions,
+                counters=each.counters,
+            )
+            for each in served
+        ], log
+
+    def _sglang(
+        self,
+        model: Path,
+        cases: list[Case],
+        method: str | None,
+        options: dict[str, Any] | None,
+        draft_model: Path | None,
+        running: int,
+        length: int,
+        chunk: int | None,
+        **engine: Any,
+    ) -> tuple[list[Answer], str]:
+        runs = importlib.import_module("sglang_runs")
+        if chunk is not None:
+            engine["chunked_prefill_size"] = chunk
+        served, log = runs.run_sglang(
+            model,
+            [_for_sglang(runs, each) for each in cases],
+            drafted=method is not None,
+            options=options,
+            draft_model=draft_model,
+            max_running_requests=running,
+            context_length=length,
+            **({} if method is None else {"method": method}),
+            **engine,
+        )
+        return [
+            Answer(
+                tokens=each.tokens,
+                logprobs=each.top_logprobs,
+                cached=each.cached,
+                preemptions=sum(each.retractions),
+                counters=each.counters,
+            )
+            for each in served
+        ], log
+
+
+HOSTS = (Host("vllm"), Host("sglang"))
+
+_SGLANG_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "seed": "sampling_seed",
+    "extra_args": "custom_params",
+}
+
+
+def _for_sglang(runs: Any, case: Case) -> Any:
+    settings = case.sampling if isinstance(case.sampling, list) else [case.sampling]
+    logprobs = {each.get("logprobs") for each in settings}
+    assert len(logprobs) == 1, "SGLang is asked for logprobs of all requests or of none"
+    translated = [
+        {
+            _SGLANG_NAMES.get(name, name): value
+            for name, value in setting.items()
+            if name != "logprobs"
+        }
+        for setting in settings
+    ]
+    for setting in translated:
+        if bias := setting.get("logit_bias"):
+            setting["logit_bias"] = {str(token): value for token, value in bias.items()}
+    return runs.Case(
+        case.prompts,
+        translated if isinstance(case.sampling, list) else translated[0],
+        together=case.together,
+        logprobs=logprobs.pop(),
+        reset=case.reset,
+        rounds=case.rounds,
+    )
