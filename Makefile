@@ -1,4 +1,5 @@
-# The two commands: `make demo` and `make test`. Each creates what it needs and reuses it when run again.
+# `make demo` and `make test`; `make check` before every commit; `make smoke` starts each engine once.
+# Each creates what it needs and reuses it when run again.
 
 ENGINE ?= vllm
 PYTHON ?= python3
@@ -8,52 +9,66 @@ export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
 .NOTPARALLEL:
-.PHONY: demo test test-full test-vllm test-sglang environment style types test-kernels test-plain \
-	test-engines test-engines-full
+.PHONY: demo test test-full check smoke environments environment style types \
+	test-without-engine test-vllm test-sglang test-smoke test-engines test-engines-full
 
 demo: environment
 	$(VENV)/bin/drafttree demo --engine $(ENGINE) $(if $(METHOD),--method $(METHOD))
 
-# The engines' tests side by side, each on half of the cores.
+RUN := @$(MAKE) --no-print-directory
+
+# The cores, and the two halves of them: the engines' tests run side by side, each on a half.
+CORES := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)))")
 HALF = $(PYTHON) -c "import os; c = sorted(os.sched_getaffinity(0)); h = len(c) // 2; \
 	print(*(c[$(1)] or c), sep=',')"
+SIDE_BY_SIDE = taskset -c "$$($(call HALF,:h))" $(MAKE) --no-print-directory $(1) & first=$$!; \
+	taskset -c "$$($(call HALF,h:))" $(MAKE) --no-print-directory $(2); second=$$?; \
+	wait $$first && exit $$second
 
-test:
-	@$(MAKE) --no-print-directory environment ENGINE=vllm
-	@$(MAKE) --no-print-directory environment ENGINE=sglang
-	@taskset -c "$$($(call HALF,:h))" $(MAKE) --no-print-directory test-sglang & sglang=$$!; \
-	taskset -c "$$($(call HALF,h:))" $(MAKE) --no-print-directory test-vllm; vllm=$$?; \
-	wait $$sglang && exit $$vllm
+test: environments
+	@$(MAKE) --no-print-directory check; check=$$?; \
+	($(call SIDE_BY_SIDE,test-sglang,test-vllm)) && exit $$check
 
 test-full:
-	@$(MAKE) --no-print-directory test ENGINE_TESTS="test-engines test-engines-full"
+	$(RUN) test ENGINE_TESTS="test-engines test-engines-full"
+
+check: environments
+	@($(call SIDE_BY_SIDE,ENGINE=sglang types,--keep-going ENGINE=vllm style types)); first=$$?; \
+	$(MAKE) --no-print-directory ENGINE=vllm test-without-engine && exit $$first
+
+smoke: environments
+	@$(call SIDE_BY_SIDE,ENGINE=sglang test-smoke,ENGINE=vllm test-smoke)
 
 ENGINE_TESTS ?= test-engines
 
 test-vllm:
-	@$(MAKE) --no-print-directory environment ENGINE=vllm
-	@$(MAKE) --keep-going --no-print-directory ENGINE=vllm style types test-kernels test-plain $(ENGINE_TESTS)
+	$(RUN) environment ENGINE=vllm
+	$(RUN) --keep-going ENGINE=vllm $(ENGINE_TESTS)
 
 test-sglang:
-	@$(MAKE) --no-print-directory environment ENGINE=sglang
-	@$(MAKE) --keep-going --no-print-directory ENGINE=sglang types $(ENGINE_TESTS)
+	$(RUN) environment ENGINE=sglang
+	$(RUN) --keep-going ENGINE=sglang $(ENGINE_TESTS)
+
+environments:
+	$(RUN) environment ENGINE=vllm
+	$(RUN) environment ENGINE=sglang
 
 environment:
-	@$(PYTHON) scripts/set_up.py $(ENGINE)
+	@$(PYTHON) scripts/setup/set_up.py $(ENGINE)
 
 style:
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 
 types:
-	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy --cache-dir .mypy_cache/$(ENGINE)
 
-# In processes of their own: the kernels run under Triton's interpreter, engines hold much memory.
-test-kernels:
-	$(VENV)/bin/pytest tests/kernels
+# One process for each core, of one thread each.
+test-without-engine:
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests --ignore=tests/engines -n $(CORES) --dist worksteal
 
-test-plain:
-	$(VENV)/bin/pytest tests --ignore=tests/kernels --ignore=tests/engines
+test-smoke:
+	$(VENV)/bin/pytest tests/engines -m smoke
 
 test-engines:
 	$(VENV)/bin/pytest tests/engines -m "not full"
