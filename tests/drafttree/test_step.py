@@ -48,7 +48,7 @@ def test_trees_and_masks() -> None:
     assert drafts.tree_size.tolist() == [3, 1, 3, 1]
     masks = trees.masks()
     assert masks.requests.tolist() == [0, 2]
-    assert masks.nodes.tolist() == [3, 3]
+    assert masks.tree_sizes.tolist() == [3, 3]
     assert masks.masks.int().tolist() == [
         [[1, 0, 0], [1, 1, 0], [1, 0, 1]],
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]],
