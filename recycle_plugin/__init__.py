@@ -1,8 +1,8 @@
 """Token Recycling (arXiv 2408.08696): drafts from an adjacency matrix of recycled candidates.
 
-The target computes the likely next tokens at every node that it verifies and plain speculative
-decoding throws all of them away but one. Token Recycling keeps them. It needs no training, no
-draft model and, for a vocabulary of V and k = 8 candidates, a matrix of V x 8 token ids:
+The target computes the most likely next tokens at every node that it verifies, and plain
+speculative decoding discards all but one of them. Token Recycling keeps them. It needs no training
+and no draft model, only a matrix of V x k token ids for a vocabulary of V and k = 8 candidates:
 
     matrix = full((V, k), -1)                      # row t: likely next tokens after token t
 
@@ -21,12 +21,13 @@ draft model and, for a vocabulary of V and k = 8 candidates, a matrix of V x 8 t
             yield from (*path, bonus)
             root = bonus
 
-`tables.py` holds the matrix (and what is learned after two tokens), `static.py` is `draft` above
-with the paper's topology. `dynamic.py` goes beyond the paper: it chooses the nodes of each tree by
-expected acceptance, out of the matrix, a bigram table and n-gram matches in the request's own text;
-`priors.py` and `sources.py` say how candidates are valued and counted by source. `storage` keeps
-tables between runs (hot start) and fills the matrix before the first request (priming). The loop
-itself, the target's forward and verification belong to the engines and to `drafttree`.
+`tables.py` has the matrix and the bigram table, and `static.py` is `draft` above with the paper's
+topology. `dynamic.py` goes beyond the paper: it chooses the nodes of each tree by expected
+acceptance, from the matrix, the bigram table and n-gram matches in the request's own text.
+`priors.py` has the prior acceptance rate of each candidate source, and `sources.py` reports the
+measured rates. `storage` keeps tables between runs (hot start) and fills the matrix before the
+first request (priming). The loop itself, the target's forward and verification belong to the
+engines and to `drafttree`.
 """
 
 from __future__ import annotations

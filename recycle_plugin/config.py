@@ -78,7 +78,7 @@ class RecycleOptions(MethodOptions):
 
     @classmethod
     def apply_num_draft_tokens(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
-        """Apply the host's count: the bound of `auto`, or the size of `tree=static`."""
+        """Apply the engine's count: `max_nodes` for `nodes=auto`, `nodes` for `tree=static`."""
         given = _without_drafting(given)
         tree = given.get("tree", DYNAMIC)
         if tree == STATIC:
@@ -150,19 +150,19 @@ class RecycleOptions(MethodOptions):
 
     @property
     def num_draft_tokens(self) -> int:
-        """The largest number of draft tokens of a tree, the root not counted."""
+        """Maximum number of draft tokens of a tree, excluding the root."""
         if not self.is_dynamic:
             return self.topology.num_draft_tokens
         return self.max_nodes if self.nodes == "auto" else self.nodes
 
     @property
     def depth(self) -> int:
-        """The depth of the deepest node."""
+        """Maximum depth of a draft token."""
         return DEPTH if self.is_dynamic else self.topology.depth
 
 
 def _without_drafting(given: dict[str, Any]) -> dict[str, Any]:
-    """The same options with `tree` in place of its former name `drafting`.
+    """Replace `drafting`, the former name of `tree`.
 
     Raises:
         ValueError: `drafting` has an unknown value, or contradicts `tree`.

@@ -29,11 +29,11 @@ from recycle_plugin.tables import Tables
 MAX_NGRAM_CELLS = 1 << 16
 
 _UNPROFILED_DRAFT_TOKENS = 7
-"""Draft tokens of a request with `auto` on a CPU whose forwards could not be measured."""
+"""Draft tokens per request with `nodes=auto` on a CPU whose forwards could not be measured."""
 
 
 def level_width(num_draft_tokens: int) -> int:
-    """How many nodes of a level are expanded, so that a tree has room for `num_draft_tokens`."""
+    """Number of nodes to expand in each level so that a tree can have `num_draft_tokens`."""
     width = 2 * TOP
     while columns_of(width, DEPTH) <= num_draft_tokens:
         width *= 2
@@ -45,10 +45,10 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     Args:
         tables: The tables that candidates come from.
-        num_draft_tokens: Draft tokens of each tree, the root not counted.
+        num_draft_tokens: Draft tokens of each tree, excluding the root.
         auto: Whether a node budget chooses the draft tokens of each step, up to
             `num_draft_tokens`.
-        private: Whether each request learns in tables of its own.
+        private: Whether each request has its own tables.
     """
 
     max_depth = DEPTH
@@ -103,7 +103,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             )
 
     def start(self, slot: int, text: Sequence[int]) -> None:
-        """Start or restart the request in `slot` from the tokens that are known of it."""
+        """Start or restart the request in `slot` with its tokens so far."""
         if self._budget is not None:
             self._budget.discard()
         self.tables.begin(slot)
@@ -121,7 +121,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         return previous_tokens(self._ngrams, slots)
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
-        """Build a tree under each root, `int32 [B]`: its request's last token, or -1 for none."""
+        """Build a tree under each root (`int32 [B]`): the request's last token, -1 for no tree."""
         self.tables.refresh()
         budget, num_draft_tokens = self._budget, self._num_draft_tokens
         if self._auto and budget is None and roots.device.type == "cpu":

@@ -25,8 +25,8 @@ def by_source(source_stats: SourceStats) -> list[dict[str, Any]]:
         each.view(-1, BIGRAM_STATES, ROW_STATES).cpu()
         for each in (source_stats.tried, source_stats.hit)
     )
-    # First the n-gram matches, then all that are none: either no suffix matched, or another
-    # candidate is the match.
+    # The first index is 0 if no suffix matched, up to LONGEST if the candidate is the n-gram match,
+    # and above LONGEST if another candidate is.
     matches = [each[1 : LONGEST + 1].sum((1, 2)) for each in counts]
     others = [each[0] + each[LONGEST + 1 :].sum(0) for each in counts]
     bigrams = [each[1 : TOP + 1].sum(1) for each in others]

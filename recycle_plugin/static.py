@@ -49,7 +49,7 @@ class StaticTreeDrafter(ModelFreeDrafter):
         self.tables.refresh()
         matrix = self.tables.matrix
         tokens = gather_tree(matrix, roots, self._parents, self._ranks, self._level_ends)
-        # Topology node of each column after empty nodes are compacted away.
+        # The topology node of each column after compaction.
         self._drafted[slots] = (tokens < 0).int().sort(dim=1, stable=True).indices.int()
         return DraftTree(*compact_tree(tokens, self._parents))
 
@@ -60,7 +60,7 @@ class StaticTreeDrafter(ModelFreeDrafter):
         previous: torch.Tensor,
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the top-k candidates into the rows of the tokens; the last duplicate wins."""
+        """Write the top k tokens into the rows of `tokens`; the last duplicate wins."""
         return self.tables.learn(slots, tokens, previous, logits)
 
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
@@ -80,8 +80,8 @@ class StaticTreeDrafter(ModelFreeDrafter):
         """Acceptance by node.
 
         Returns:
-            `paths`, the rank path of each node; `tried`, how often it was drafted under an accepted
-            parent; `hit`, how often it was accepted.
+            `paths`, the rank path of each node; `tried`, the number of times it was drafted under
+            an accepted parent; `hit`, the number of times it was accepted.
         """
         return {
             "paths": [list(path) for path in self._paths],

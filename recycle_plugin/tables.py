@@ -37,7 +37,7 @@ class Tables:
     Args:
         vocab_size: Width of the target's logits, V.
         k: Candidates kept for each token.
-        device: Device that the tables live on.
+        device: Device of the tables.
         bigrams: Whether to keep a bigram table.
         hot_start: Whether to keep what was learned when no request is running.
 
@@ -48,8 +48,8 @@ class Tables:
             private tables P is the number of slots, each table also holds the candidates of single
             tokens, and the matrix keeps the primed rows only.
         source_stats: Acceptance statistics by candidate source.
-        priming: Source of primed rows while more may come, else None.
-        saver: Background writer of the hot start file, if there is one.
+        priming: Background priming while it may deliver more rows, else None.
+        saver: Background writer of the hot start file, or None.
 
     Raises:
         ValueError: The vocabulary has fewer than `k` tokens.
@@ -76,13 +76,13 @@ class Tables:
         self._running: set[int] = set()
 
     def make_private(self, slots: int) -> None:
-        """Give each of `slots` slots a table of its own, so that no request learns of another."""
+        """Give each of `slots` slots its own table, so that requests share nothing they learn."""
         self._private = True
         shape = slots, PRIVATE_CELLS, self.bigrams.shape[2]
         self.bigrams = torch.full(shape, EMPTY, dtype=torch.int32, device=self.matrix.device)
 
     def begin(self, slot: int) -> None:
-        """Register a request; without hot start the first of a busy period resets the tables."""
+        """Register a request; without hot start, the first after an idle time resets the tables."""
         if self._private:
             self.bigrams[slot] = EMPTY
         elif not self._hot_start and not self._running:
@@ -103,7 +103,7 @@ class Tables:
         self.source_stats.reset()
 
     def refresh(self) -> None:
-        """Copy newly primed rows into rows that are still unknown; called once a step."""
+        """Copy newly primed rows into rows that are still unknown; called once per step."""
         if self.priming is None:
             return
         running = self.priming.running
@@ -128,8 +128,8 @@ class Tables:
 
         Args:
             slots: Slot of each row's request, `int64 [R]`.
-            tokens: Token whose next-token logits a row holds, `int32 [R]`; -1 to skip the row. The
-                last of equal tokens wins.
+            tokens: Token that each row of logits follows, `int32 [R]`; -1 skips the row. If a token
+                occurs several times, its last row is written.
             previous: Token before each of `tokens`, `int32 [R]`; -1 if unknown.
             logits: Raw logits of the target, `[R, V]`.
 

@@ -1,5 +1,5 @@
-"""Priming while an engine serves: a process of lowest priority computes rows, which the engine
-copies as they appear."""
+"""Priming while an engine serves: a lowest-priority process computes rows, and the engine copies
+them as they appear."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ class BackgroundPriming:
     ) -> Self | None:
         """Load the finished matrix if there is one, else compute it in the background.
 
-        Computation starts at the first `poll`. If the model cannot be primed, one warning gives the
-        reason, None is returned and serving continues unprimed; the same holds for later failures.
+        Computation starts at the first `poll`. If the model cannot be primed, one warning with the
+        reason is logged, None is returned and serving continues unprimed. A later failure also logs
+        one warning.
 
         Args:
             folder: Folder of the model.
@@ -100,7 +101,7 @@ class BackgroundPriming:
         """See `start`, which turns the error into a warning.
 
         Raises:
-            ValueError: The folder holds no model weights.
+            ValueError: The folder contains no model weights.
         """
         self._folder = folder
         self._identity = primed_identity(folder, k)
@@ -139,11 +140,11 @@ class BackgroundPriming:
 
     @property
     def running(self) -> bool:
-        """Whether more rows may arrive than `poll` could return now."""
+        """Whether rows may still arrive after those that `poll` can return now."""
         return self._thread is not None and (self._thread.ident is None or self._thread.is_alive())
 
     def close(self) -> None:
-        """End the background process, if there is one; rows that it saved are not lost."""
+        """Stop the background process, if there is one; the rows that it saved are kept."""
         if self._thread is not None:
             self._finalizer()
 
@@ -205,7 +206,7 @@ class BackgroundPriming:
         return child
 
     def _watch(self, child: subprocess.Popen[bytes]) -> None:
-        """Read what the child computes until it is finished, it exits or this object is closed."""
+        """Read the child's rows until all are computed, it exits or this object is closed."""
         while not self._closing.is_set():
             ended = child.poll() is not None
             self._take(partial_file(self._file))
@@ -218,7 +219,7 @@ class BackgroundPriming:
             self._closing.wait(self._poll_seconds)
 
     def _take(self, file: Path) -> None:
-        """Queue the rows of a file that are new."""
+        """Queue the rows of a file that were not queued before."""
         try:
             modified = file.stat().st_mtime_ns
             if self._seen.get(file) == modified:
@@ -243,7 +244,7 @@ class BackgroundPriming:
             )
 
     def _reason(self, child: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-        """Why the child exited before it was finished."""
+        """The reason why the child exited before all rows were computed."""
         if child.returncode == 0:
             return self._refused
         errors.seek(0)
@@ -264,7 +265,7 @@ def _lower_priority(process: int) -> None:
     except (AttributeError, OSError):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process, 19)
-    # Engines bind the thread that starts the process to one core: allow it all of this process's.
+    # Engines may have bound this thread to one core: allow the child all cores of this process.
     with contextlib.suppress(AttributeError, OSError):
         threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
         cores = set().union(*(os.sched_getaffinity(thread) for thread in threads))

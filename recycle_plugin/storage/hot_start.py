@@ -1,4 +1,4 @@
-"""Hot start: what one run of an engine learns is loaded by the next from the user's file."""
+"""Hot start: a run of an engine saves what it learned to a file, and the next run loads it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def open_hot_start(
 ) -> TableSaver | None:
     """Load the tables from a file, if it exists, and save them to it from now on.
 
-    A file that cannot be used is left untouched: a warning gives the reason, None is returned and
-    nothing is saved in its place.
+    A file that cannot be used is left untouched: a warning with the reason is logged, None is
+    returned and nothing is saved.
 
     Args:
         tables: Tables to fill and to save.

@@ -22,7 +22,7 @@ def primed_identity(folder: Path, k: int) -> dict[str, str]:
     """The identity of a primed matrix: fingerprints of the model in `folder`, and k.
 
     Raises:
-        ValueError: The folder holds no model weights.
+        ValueError: The folder contains no model weights.
     """
     weights = weights_fingerprint(folder)
     return {"weights": weights, "tokenizer": tokenizer_identity(folder), "k": str(k)}
@@ -32,7 +32,7 @@ def primed_file(folder: Path, k: int) -> Path:
     """The cache file for the primed matrix of the model in `folder`; it need not exist yet.
 
     Raises:
-        ValueError: The folder holds no model weights.
+        ValueError: The folder contains no model weights.
     """
     return cached_file(primed_identity(folder, k))
 
@@ -44,12 +44,12 @@ def cached_file(identity: dict[str, str]) -> Path:
 
 
 def partial_file(file: Path) -> Path:
-    """The file beside `file` that holds the rows computed so far."""
+    """The file beside `file` with the rows computed so far."""
     return file.with_name(f"{file.stem}.partial{file.suffix}")
 
 
 def save_primed(file: Path, matrix: torch.Tensor, identity: dict[str, str]) -> None:
-    """Write a primed matrix, `int32 [V, k]`; rows that are not computed yet hold -1.
+    """Write a primed matrix, `int32 [V, k]`; rows that are not computed yet are -1.
 
     Raises:
         OSError: The file cannot be written.
@@ -62,7 +62,7 @@ def load_primed(file: Path, identity: dict[str, str], vocab_size: int) -> torch.
     """Read a primed matrix, `int32 [V, k]`, into CPU memory.
 
     Raises:
-        TablesError: The file is missing or damaged, or its identity is another.
+        TablesError: The file is missing or damaged, or has another identity.
     """
     expected = {_MATRIX: TableSpec((vocab_size, int(identity["k"])), vocab_size=vocab_size)}
     return load_tables(file, expected, {**identity, "vocabulary": str(vocab_size)})[_MATRIX]

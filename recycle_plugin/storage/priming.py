@@ -41,12 +41,12 @@ from recycle_plugin.storage.table_files import TablesError
 CHUNK = 256
 """Tokens in one forward."""
 _SAVES = 10
-_SAVE_AFTER = 60.0
+_SAVE_AFTER = 60.0  # seconds
 # Memory that a model needs to run, as a multiple of the size of its weights.
 _MEMORY_FACTOR = 1.3
 
 Report = Callable[[int, int], None]
-"""`(rows computed so far, all rows)`."""
+"""`(rows computed so far, total rows)`."""
 
 
 def prime(
@@ -57,18 +57,18 @@ def prime(
     report: Report = lambda done, rows: None,
     vocab_size: int | None = None,
 ) -> None:
-    """Compute the primed matrix of the model in `folder`, unless `file` holds it already.
+    """Compute the primed matrix of the model in `folder`, unless `file` already has it.
 
     If several processes prime the same file, one computes and the others wait for it. Rows are
-    computed in order of token id; every tenth of them, or every minute, they are saved to a partial
-    file beside `file`.
+    computed in order of token id and saved to a partial file beside `file`, after every tenth of
+    them and at least once a minute.
 
     Args:
         folder: Folder of the model.
         file: File to write.
         k: Candidates per token.
         device: Torch device to run the model on.
-        report: Called with the number of rows computed so far and the number of all rows.
+        report: Called with the number of rows computed so far and their total.
         vocab_size: Width of the served logits, if known; a model of another width is refused.
 
     Raises:
@@ -110,7 +110,7 @@ def prime(
 
 
 def _load(file: Path, identity: dict[str, str], rows: int) -> torch.Tensor | None:
-    """Load a file; None if it is missing or damaged, so that it is computed again."""
+    """Load a primed matrix; None if the file is missing or damaged and must be computed again."""
     try:
         return load_primed(file, identity, rows)
     except TablesError:
@@ -131,7 +131,7 @@ def _read_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        # Model code from anywhere runs here and may raise anything.
+        # This may run third-party model code, which can raise anything.
         raise ValueError(f"transformers cannot read {folder}/config.json: {error}") from error
 
 
@@ -157,7 +157,7 @@ def _load_model(folder: Path, device: str) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
         return model.to(device).eval()
     except Exception as error:
-        # Model code from anywhere runs here and may raise anything.
+        # This may run third-party model code, which can raise anything.
         raise ValueError(f"transformers cannot load the model in {folder}: {error}") from error
 
 
@@ -168,9 +168,11 @@ def _is_faster_in_float32(config: Any) -> bool:
     """
     if getattr(config, "quantization_config", None) is not None:
         return False
-    halves = config.get_text_config().dtype in (torch.bfloat16, torch.float16)
-    known = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")  # not in every build of torch
-    return halves and not (known and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_16_bit = config.get_text_config().dtype in (torch.bfloat16, torch.float16)
+    can_query = hasattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported"
+    )  # not in every build of torch
+    return is_16_bit and not (can_query and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @torch.inference_mode()
@@ -208,7 +210,7 @@ def _candidates(
 @contextmanager
 def progress_shown(console: Console) -> Iterator[Report]:
     """Show progress: a bar on a terminal, elsewhere a line for every tenth."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would interrupt our bar
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would break up this one
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
@@ -237,12 +239,12 @@ def prepare(folder: Path, k: int) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with progress_shown(console) as report:
         prime(folder, file, k, "cuda" if torch.cuda.is_available() else "cpu", report)
-    torch.cuda.empty_cache()  # leaves the GPU to an engine that starts next
+    torch.cuda.empty_cache()  # free it for an engine that starts next
     console.print(f"Primed: {file}", markup=False)
 
 
 def _end_with(parent: int) -> None:
-    """Exit soon after the parent process; prctl would do so when the parent's thread exits."""
+    """Exit soon after the parent process does; prctl would watch one thread of it instead."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -49,7 +49,7 @@ def tokenizer_identity(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What a loaded table must look like.
+    """The shape, type and values that a loaded table must have.
 
     Attributes:
         shape: Exact shape.
@@ -66,7 +66,7 @@ class TableSpec:
 def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     """Write a file of tables atomically: readers see the old file or the new one, never a part.
 
-    Missing folders are created. Of several writers of the same file the last one wins.
+    Missing folders are created. If several processes write the same file, the last one wins.
 
     Raises:
         OSError: The file cannot be written.
@@ -93,8 +93,8 @@ def load_tables(
     """Read the expected tables of a file into CPU memory; other tables in it are ignored.
 
     Raises:
-        TablesError: The file is missing or damaged, or its identity or its tables differ from what
-            is expected.
+        TablesError: The file is missing or damaged, or its identity or its tables are not as
+            expected.
     """
     if not file.is_file():
         raise TablesError(f"{file} is not a file: give the name of a saved file")
@@ -117,7 +117,7 @@ def load_tables(
 
 def _check_identity(file: Path, found: Identity, identity: Identity) -> None:
     if found.get("format") != FORMAT:
-        raise TablesError(f"{file} holds no tables of Token Recycling: give another file")
+        raise TablesError(f"{file} contains no Token Recycling tables: give another file")
     if found.get("version") != VERSION:
         raise TablesError(
             f"{file} has version {found.get('version')}, but only {VERSION} is supported: "
@@ -142,7 +142,7 @@ def _check_table(file: Path, name: str, table: torch.Tensor, expected: TableSpec
         low, high = (int(bound) for bound in table.aminmax())
         if low < -1 or high >= expected.vocab_size:
             raise TablesError(
-                f"{name} in {file} holds ids from {low} to {high}, outside -1 to "
+                f"{name} in {file} has ids from {low} to {high}, outside -1 to "
                 f"{expected.vocab_size - 1}: the file is damaged, delete it to start again"
             )
 
@@ -159,15 +159,15 @@ def _remove_stale(file: Path) -> None:
 
 
 class TableSaver:
-    """Saves tables that change while an engine serves to a file, from a thread of its own.
+    """Saves the tables of a serving engine to a file, from a background thread.
 
     The thread saves periodically, and once the tables have not changed for a second. `close` saves
-    a last time; it runs at the latest when the process exits normally. A killed process loses what
-    came after the last save.
+    once more; it also runs when the process exits normally. A killed process loses the changes
+    since the last save.
 
     `snapshot` is called in that thread while the engine may be writing to the tables, so a saved
-    row can mix the values from before and after a step. That may make a draft worse but never an
-    answer, because the target verifies every draft. `snapshot` must return copies in CPU memory
+    row can mix values from before and after a step. That may lower acceptance but cannot change the
+    output, because the target verifies every draft. `snapshot` must return copies in CPU memory
     that nothing else writes to.
     """
 
@@ -242,7 +242,7 @@ class TableSaver:
             self.save()
 
     def _run(self) -> None:
-        # Some hosts kill their processes at the end, so tables are also saved when they fall idle.
+        # Some engines kill their processes at shutdown, so tables are also saved when idle.
         saved = time.monotonic()
         while not self._closing.wait(min(self._every, _IDLE_SECONDS)):
             idle, self._touched = not self._touched, False

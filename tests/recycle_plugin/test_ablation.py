@@ -1,4 +1,4 @@
-"""What `ablate_recycling.py` measures is greedy decoding, whatever drafts."""
+"""`ablate_recycling.py` replays greedy decoding exactly, with every drafter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def target(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> KnownTarge
 
 
 class Plain:
-    """The target, which reads a whole text for every token."""
+    """The target without a KV cache: each token takes a forward of the whole text."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -54,7 +54,7 @@ class Plain:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def logits(self, text: list[int]) -> torch.Tensor:
-        """After a text, `[V]`."""
+        """The logits after a text, `[V]`."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(input_ids=torch.tensor([text])).logits[0, -1]
         return logits
@@ -66,7 +66,7 @@ class Plain:
         return answer
 
     def steps(self, drafter: Any, prompt: list[int]) -> int:
-        """Decoding with a drafter, as a host does it but one node at a time."""
+        """The number of decode steps with a drafter; the nodes are evaluated one at a time."""
         slots, answer, steps = torch.tensor([0]), [], 0
         drafter.start(0, prompt)
         trees = DraftTree.of_roots(torch.tensor(prompt[-1:], dtype=torch.int32))
@@ -114,23 +114,23 @@ def found_by(target: KnownTarget, name: str, prompts: list[list[int]]) -> list[R
     return found
 
 
-def test_the_target_is_known_by_what_it_says(
+def test_cached_outputs_are_the_targets(
     target: KnownTarget, plain: Plain, prompts: list[list[int]]
 ) -> None:
     known = target.begin(prompts[1])
     assert known.answer == plain.answer(prompts[1])
-    away = [known.child(known.child(3, 7), 9), known.child(0, 5), len(known.answer) - 1]
-    target.learn(known, [away, [known.child(away[0], 2)]])
+    off_answer = [known.child(known.child(3, 7), 9), known.child(0, 5), len(known.answer) - 1]
+    target.learn(known, [off_answer, [known.child(off_answer[0], 2)]])
     texts = [[*known.answer[:3], 7, 9], [5], known.answer[:-1], [*known.answer[:3], 7, 9, 2]]
-    for node, text in zip([*away, known.child(away[0], 2)], texts, strict=True):
+    for node, text in zip([*off_answer, known.child(off_answer[0], 2)], texts, strict=True):
         expected = plain.logits(prompts[1] + text).topk(8).indices.tolist()
         assert known.tops[node] == expected
     assert known.prompt_tops[4].tolist() == plain.logits(prompts[1][:5]).topk(8).indices.tolist()
     target.finish(known)
     again = target.begin(prompts[1])
     assert (again.tops, again.answer) == (known.tops, known.answer)
-    assert again.child(3, 7) == known.parents[away[0]]
-    # What was not asked before is read on top of what was kept.
+    assert again.child(3, 7) == known.parents[off_answer[0]]
+    # A node that is not in the cache is evaluated after the cached ones.
     node = again.child(1, 11)
     target.learn(again, [[node]])
     expected = plain.logits([*prompts[1], known.answer[0], 11]).topk(8).indices.tolist()
@@ -171,9 +171,7 @@ def test_settings_differ_from_their_families(target: KnownTarget, prompts: list[
     assert steps["paper cold"] > steps["paper"]
 
 
-def test_parts_that_are_taken_away_learn_nothing(
-    target: KnownTarget, prompts: list[list[int]]
-) -> None:
+def test_ablated_parts_learn_nothing(target: KnownTarget, prompts: list[list[int]]) -> None:
     changed = {}
     for name in ("grown", "grown without pairs", "grown with fixed priors"):
         setting = SETTINGS[name]
@@ -192,7 +190,7 @@ def test_parts_that_are_taken_away_learn_nothing(
     }
 
 
-def test_a_tree_of_the_greatest_depth_is_the_best_of_its_nodes() -> None:
+def test_a_tree_without_a_depth_limit_has_the_most_probable_nodes() -> None:
     assert budget_tree(80, 32) == StaticTree.from_budget(80, ROW_PRIORS)
     shallow = budget_tree(80, 4)
     assert (shallow.num_draft_tokens, shallow.depth) == (80, 4)
@@ -201,7 +199,7 @@ def test_a_tree_of_the_greatest_depth_is_the_best_of_its_nodes() -> None:
     )
 
 
-def test_bigrams_come_first_and_the_last_of_them_wins() -> None:
+def test_prompt_bigrams_move_to_the_front_of_their_rows_and_the_last_wins() -> None:
     tables = Tables(32, 8, torch.device("cpu"), bigrams=True, hot_start=True)
     tables.matrix[5] = torch.arange(10, 18)
     move_bigrams(tables, [5, 12, 5, 20, 5, 12, 6])
@@ -212,7 +210,7 @@ def test_bigrams_come_first_and_the_last_of_them_wins() -> None:
     assert row.tolist()[:5] == [5, 12, 6, 5, -1]
 
 
-def test_primed_settings_are_the_others_with_a_primed_matrix() -> None:
+def test_primed_settings_only_differ_by_the_primed_matrix() -> None:
     for name, setting in SETTINGS.items():
         if setting.primed:
             assert replace(setting, primed=False) == SETTINGS[name.removesuffix(" primed")]

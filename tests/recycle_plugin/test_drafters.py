@@ -1,4 +1,4 @@
-"""The drafters draft what the target's logits last said of each token."""
+"""Drafters propose the candidates from the target's most recent logits after each token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def slots(*numbers: int) -> torch.Tensor:
 
 
 def observe(drafter: DynamicTreeDrafter | StaticTreeDrafter, **rows: tuple[int, ...]) -> list[int]:
-    """Rows by names as in `t5` or, with the token before, `t4_5`."""
+    """Observe rows: `t5` is a row of token 5, and `t4_5` one whose previous token is 4."""
     named = [[int(token) for token in name[1:].split("_")] for name in rows]
     return drafter.observe(
         torch.zeros(len(rows), dtype=torch.int64),
@@ -74,7 +74,7 @@ def test_a_static_tree_follows_the_matrix_level_by_level() -> None:
     assert tree.tree_size.tolist() == [5]
 
 
-def test_a_static_tree_has_nothing_below_a_token_never_seen() -> None:
+def test_a_static_tree_has_no_nodes_below_an_unknown_token() -> None:
     drafter = make(tree="branch:2-1", k=2)
     observe(drafter, t5=(6, 7), t7=(9, 2))
     tree = drafter.propose(slots(0, 1), ids(5, 11))
@@ -84,7 +84,7 @@ def test_a_static_tree_has_nothing_below_a_token_never_seen() -> None:
 
 
 def test_a_static_tree_counts_each_nodes_acceptance() -> None:
-    """Whole, without a node for which there was no candidate, and cut as hosts cut."""
+    """For complete trees, without nodes that had no candidate, and truncated as by hosts."""
     drafter = make(tree="branch:2-2", k=2)
     nodes = [[0], [1], [0, 0], [0, 1], [1, 0], [1, 1]]
 
@@ -115,7 +115,7 @@ def test_a_static_tree_counts_each_nodes_acceptance() -> None:
     # Cut after 18, the fourth column; 19 would have been accepted.
     step((15,), {15: 16, 16: 19}, width=4)
     assert counts() == ([4, 4, 2, 1, 1, 1], [3, 1, 0, 1, 0, 1])
-    # A root alone tries nothing.
+    # A tree of only a root counts nothing.
     step((15,), {15: 16}, width=1)
     assert counts() == ([4, 4, 2, 1, 1, 1], [3, 1, 0, 1, 0, 1])
     drafter.reset()
@@ -126,7 +126,7 @@ def test_a_dynamic_tree_follows_rows_and_goes_deep_where_that_is_more_likely() -
     drafter = make(nodes=3)
     observe(drafter, t5=(6, 7), t6=(8,), t8=(9,))
     drafter.start(0, [1, 5])
-    # Of rank 0 three times 0.3 each; rank 1 has 0.083.
+    # The prior of rank 0 is 0.3, and of rank 1 0.083.
     assert paths(drafter, 0, 5) == [[6], [7], [6, 8]]
     assert [6, 8, 9] in paths(make_known(nodes=8), 0, 5)
 
@@ -138,7 +138,7 @@ def make_known(**options: object) -> DynamicTreeDrafter | StaticTreeDrafter:
     return drafter
 
 
-def test_what_followed_two_tokens_is_tried_before_what_followed_one() -> None:
+def test_bigram_candidates_come_before_matrix_candidates() -> None:
     drafter = make(nodes=1)
     observe(drafter, t4_5=(6,), t3_5=(7,))
     for slot, text, expected in ((0, [4, 5], 6), (1, [3, 5], 7), (2, [2, 5], 7)):
@@ -146,16 +146,16 @@ def test_what_followed_two_tokens_is_tried_before_what_followed_one() -> None:
         assert paths(drafter, slot, 5) == [[expected]]
 
 
-def test_a_text_that_repeats_itself_goes_on_as_before() -> None:
+def test_a_repeated_text_is_continued_by_its_n_gram_match() -> None:
     drafter = make(nodes=4)
     drafter.start(0, [20, 21, 22, 23, 24, 25, 1, 20, 21])
     assert paths(drafter, 0, 21) == [[22], [22, 23], [22, 23, 24], [22, 23, 24, 25]]
-    # Another request's text is its own.
+    # Requests do not match n-grams in each other's texts.
     drafter.start(1, [20, 21])
     assert paths(drafter, 1, 21) == []
 
 
-def test_what_is_emitted_joins_the_text() -> None:
+def test_emitted_tokens_are_appended_to_the_text() -> None:
     drafter = make(nodes=4)
     drafter.start(0, [20, 21, 22, 23])
     drafter.extend(slots(0), ids(20)[None])
@@ -171,8 +171,8 @@ def test_what_is_emitted_joins_the_text() -> None:
     assert drafter.previous_tokens(slots(0)).tolist() == [-1]
 
 
-def test_what_candidates_are_worth_is_measured() -> None:
-    """The second candidate of a row is always right, so in time it is drafted before the first."""
+def test_acceptance_statistics_change_the_ranking() -> None:
+    """If the second candidate of a row is always accepted, it is eventually drafted first."""
     drafter = make(nodes=1)
     observe(drafter, t5=(6, 7))
     drafter.start(0, [1, 5])
@@ -211,7 +211,7 @@ def test_dynamic_trees_count_acceptance_by_source() -> None:
 def test_each_candidate_has_one_source() -> None:
     source_stats = SourceStats.of(expected_priors())
     states = {
-        (3, 1, 1): "n-gram match of 3",  # whatever other table proposes it
+        (3, 1, 1): "n-gram match of 3",  # also proposed by the tables
         (6, 0, 0): "n-gram match of 6",
         (0, 2, 1): "bigram rank 2",
         (9, 2, 0): "bigram rank 2",  # another candidate is the match
@@ -230,7 +230,7 @@ def test_each_candidate_has_one_source() -> None:
     ]
 
 
-def test_candidates_of_two_sources_are_worth_more_and_all_are_probabilities() -> None:
+def test_priors_are_probabilities_and_higher_for_candidates_of_two_tables() -> None:
     priors = expected_priors().view(13, 10, 9)
     assert float(priors.min()) >= 0
     assert float(priors.max()) < 1
@@ -239,7 +239,7 @@ def test_candidates_of_two_sources_are_worth_more_and_all_are_probabilities() ->
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
-def test_the_last_of_equal_tokens_wins_and_skipped_rows_write_nothing(
+def test_the_last_duplicate_wins_and_skipped_rows_write_nothing(
     options: dict[str, object],
 ) -> None:
     drafter = make(**options)
@@ -270,7 +270,7 @@ def test_a_hot_start_keeps_the_tables_and_a_cold_one_empties_them(
     assert bool(paths(drafter, 0, 5)) == hot
 
 
-def test_private_tables_are_seen_by_their_request_alone_and_end_with_it() -> None:
+def test_private_tables_serve_only_their_request_and_are_cleared_after_it() -> None:
     drafter = make(nodes=2, sharing="request")
     drafter.tables.matrix[5] = torch.tensor([9, 8, 7, 6, 4, 3, 2, 1])
     for slot in (0, 1):
@@ -284,7 +284,7 @@ def test_private_tables_are_seen_by_their_request_alone_and_end_with_it() -> Non
 
 
 def test_auto_sizes_trees_by_the_measured_forwards() -> None:
-    """The forwards decide: more draft tokens than without a profile, or none at all."""
+    """Cheap forwards give more draft tokens than without a profile, expensive ones none."""
 
     def drafted(cost_of_a_token: float | None) -> int:
         drafter = make(nodes="auto", max_nodes=15)

@@ -1,4 +1,4 @@
-"""The options of Token Recycling pick the tree that the paper or the user means."""
+"""The options of Token Recycling, the trees that they select, and their error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from recycle_plugin import METHOD, RecycleOptions, config
 
 
-def test_trees_are_dynamic_unless_a_static_one_is_asked_for() -> None:
+def test_trees_are_dynamic_unless_a_static_one_is_given() -> None:
     assert RecycleOptions().is_dynamic
     assert RecycleOptions().num_draft_tokens == 80
     assert RecycleOptions(nodes=7).num_draft_tokens == 7
@@ -71,8 +71,8 @@ def test_the_papers_tree() -> None:
     assert [levels[depth] for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3]
 
 
-def test_smaller_trees_are_no_prefix_of_the_papers() -> None:
-    """Its first 15 nodes would have depth 2."""
+def test_smaller_trees_are_not_prefixes_of_the_papers_tree() -> None:
+    """The first 15 nodes of the paper's tree have depth 2 or less."""
     tree = RecycleOptions(tree="static", nodes=15).topology
     assert tree.num_draft_tokens == 15
     assert tree.depth > 2

@@ -1,4 +1,4 @@
-"""Priming fills the matrix with what the model says after [BOS, t], however it is interrupted."""
+"""Priming fills the matrix with the model's top tokens after [BOS, t], also if interrupted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from recycle_plugin.storage.priming import CHUNK, prime
 
 VOCAB = 5 * CHUNK + 100
 K = 8
-SECONDS = 300.0  # more than any wait takes, at the lowest priority on a busy machine
+SECONDS = 300.0  # timeout of waits: priming runs at the lowest priority on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> torch.Tensor:
-    """The primed matrix as one forward of all `[BOS, t]` gives it."""
+    """The primed matrix from one forward of all `[BOS, t]`."""
     return direct(model, 3)
 
 
@@ -85,12 +85,12 @@ def load(file: Path, model: Path) -> torch.Tensor:
 
 
 def agreement(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How much of two matrices is equal: equal logits may swap places in another batch."""
+    """Fraction of equal entries: equal logits may swap ranks between batch sizes."""
     return (a == b).float().mean().item()
 
 
 def collect(primed: BackgroundPriming) -> torch.Tensor:
-    """All rows that a priming gives until it ends, -1 where it gave none."""
+    """All rows that priming delivers until it ends; -1 in other rows."""
     matrix = torch.full((VOCAB, K), -1, dtype=torch.int32)
     give_up = time.monotonic() + SECONDS
     while True:
@@ -121,7 +121,7 @@ def begin(model: Path) -> Iterator[Callable[..., BackgroundPriming | None]]:
         primed.close()
 
 
-def test_rows_are_what_the_model_says_after_bos_and_the_token(
+def test_rows_are_the_models_top_tokens_after_bos_and_the_token(
     model: Path, expected: torch.Tensor, tmp_path: Path
 ) -> None:
     seen: list[int] = []
@@ -169,7 +169,7 @@ def test_a_cpu_without_bfloat16_runs_in_float32_if_that_fits(
     assert priming._load_model(folder, "cpu").dtype == dtype
 
 
-def test_an_interrupted_priming_goes_on_and_ends_the_same(model: Path, tmp_path: Path) -> None:
+def test_interrupted_priming_continues_to_the_same_matrix(model: Path, tmp_path: Path) -> None:
     prime(model, tmp_path / "whole", K)
     out = tmp_path / "out"
 
@@ -188,7 +188,7 @@ def test_an_interrupted_priming_goes_on_and_ends_the_same(model: Path, tmp_path:
     assert torch.equal(load(out, model), load(tmp_path / "whole", model))
 
 
-def test_what_is_made_is_not_made_again_unless_it_is_damaged(
+def test_a_finished_matrix_is_only_computed_again_if_it_is_damaged(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -211,7 +211,7 @@ def test_what_is_made_is_not_made_again_unless_it_is_damaged(
     assert len(loads) == 1
 
 
-def test_two_at_once_compute_once(
+def test_two_primings_at_once_compute_the_matrix_once(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads: list[str] = []
@@ -229,7 +229,7 @@ def test_two_at_once_compute_once(
     def report(made: int, rows: int) -> None:
         if made == 0:
             starts.append(made)
-        if len(starts) >= 3:  # both before they ask for the lock, and the one that has it
+        if len(starts) >= 3:  # both before taking the lock, and one with it
             other_waits.set()
 
     threads = [
@@ -277,7 +277,7 @@ def test_models_that_do_not_fit_are_refused(
         prime(model, tmp_path / "out", 9999)
 
 
-def test_an_engine_is_primed_in_the_background_and_at_once_the_next_time(
+def test_an_engine_is_primed_in_the_background_and_the_next_one_at_once(
     model: Path,
     expected: torch.Tensor,
     cache: Path,
@@ -301,7 +301,7 @@ def test_an_engine_is_primed_in_the_background_and_at_once_the_next_time(
     assert agreement(collect(later), expected) > 0.999
 
 
-def test_what_was_begun_is_continued_and_what_is_damaged_computed_again(
+def test_a_partial_matrix_is_continued_and_a_damaged_one_computed_again(
     model: Path, expected: torch.Tensor, cache: Path, begin: Callable[..., BackgroundPriming | None]
 ) -> None:
     file = primed_file(model, K)
@@ -317,14 +317,14 @@ def test_what_was_begun_is_continued_and_what_is_damaged_computed_again(
     assert torch.equal(load(file, model), made)
 
 
-def test_without_a_cache_a_temporary_folder_serves(
+def test_without_a_writable_cache_a_temporary_folder_is_used(
     model: Path,
     expected: torch.Tensor,
     cache: Path,
     begin: Callable[..., BackgroundPriming | None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cache.touch()  # no folder can be made there
+    cache.touch()  # a file, so the folder cannot be created
     primed = begin()
     assert primed is not None
     assert agreement(collect(primed), expected) > 0.999
@@ -340,7 +340,7 @@ def test_without_a_cache_a_temporary_folder_serves(
         ("empty", "empty has no .safetensors file"),
     ],
 )
-def test_what_cannot_be_primed_is_one_warning(
+def test_a_model_that_cannot_be_primed_logs_one_warning(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, folder: str, words: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -349,7 +349,7 @@ def test_what_cannot_be_primed_is_one_warning(
     assert words in record.message
 
 
-def test_what_goes_wrong_in_the_background_is_one_warning(
+def test_a_failure_in_the_background_logs_one_warning(
     model: Path,
     cache: Path,
     begin: Callable[..., BackgroundPriming | None],
@@ -441,7 +441,7 @@ def prepare(method: str, folder: Path) -> Result:
     return CliRunner().invoke(app, ["prepare", "--method", method, "--model", str(folder)])
 
 
-def test_the_command_prepares_and_tells_of_every_tenth(
+def test_the_command_prepares_and_reports_every_tenth(
     model: Path, expected: torch.Tensor, cache: Path
 ) -> None:
     result = prepare("token-recycling", model)
@@ -453,7 +453,7 @@ def test_the_command_prepares_and_tells_of_every_tenth(
     assert agreement(load(file, model), expected) > 0.999
 
 
-def test_the_command_says_what_is_wrong(model: Path, cache: Path, tmp_path: Path) -> None:
+def test_errors_of_the_command(model: Path, cache: Path, tmp_path: Path) -> None:
     for method, folder, words in (
         ("nothing", model, "unknown method 'nothing'"),
         ("rsd", model, "needs no preparation. Methods that do: token_"),

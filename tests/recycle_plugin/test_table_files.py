@@ -1,4 +1,4 @@
-"""Files of tables are complete or refused, and a saver keeps them up to date."""
+"""Table files are loaded whole or refused, and a saver keeps them up to date."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_idle_tables_are_saved(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_what_was_saved_is_loaded(file: Path) -> None:
+def test_saved_tables_are_loaded(file: Path) -> None:
     loaded = load_tables(file, EXPECTED, IDENTITY)
     assert loaded.keys() == EXPECTED.keys()
     for name, table in make_tables().items():
@@ -62,13 +62,13 @@ def test_what_was_saved_is_loaded(file: Path) -> None:
     assert load_tables(file, {"tags": EXPECTED["tags"]}, {}).keys() == {"tags"}
 
 
-def test_what_is_loaded_outlives_the_file(file: Path) -> None:
+def test_loaded_tables_outlive_the_file(file: Path) -> None:
     loaded = load_tables(file, EXPECTED, IDENTITY)
     os.truncate(file, 0)
     assert torch.equal(loaded["tags"], make_tables()["tags"])
 
 
-def test_folders_are_made_and_strided_tables_saved(tmp_path: Path) -> None:
+def test_missing_folders_are_created_and_strided_tables_saved(tmp_path: Path) -> None:
     file = tmp_path / "a" / "b" / "tables.safetensors"
     columns = torch.arange(4, dtype=torch.int32).reshape(2, 2).T
     save_tables(file, {"matrix": columns}, {})
@@ -84,7 +84,7 @@ def test_folders_are_made_and_strided_tables_saved(tmp_path: Path) -> None:
         ({"weights": "a"}, r"weights unknown, but a is served"),
     ],
 )
-def test_files_of_something_else_are_refused(
+def test_files_with_another_identity_are_refused(
     file: Path, identity: dict[str, str], words: str
 ) -> None:
     with pytest.raises(TablesError, match=rf"tables\.safetensors .*{words}: give another file"):
@@ -99,7 +99,7 @@ def test_files_of_something_else_are_refused(
         (
             "matrix",
             TableSpec((5, 2), vocab_size=4),
-            r"holds ids from -1 to 4, outside -1 to 3: .*delete",
+            r"has ids from -1 to 4, outside -1 to 3: .*delete",
         ),
         ("pairs", TableSpec((5, 2)), r"lacks pairs: delete it"),
     ],
@@ -127,7 +127,7 @@ def test_missing_damaged_and_foreign_files_are_refused(file: Path, tmp_path: Pat
         with pytest.raises(TablesError, match=r"tables\.safetensors is damaged.*delete it"):
             load_tables(file, EXPECTED, IDENTITY)
     save_file(make_tables(), file)
-    with pytest.raises(TablesError, match=r"holds no tables of Token Recycling: give another"):
+    with pytest.raises(TablesError, match=r"contains no Token Recycling tables: give another"):
         load_tables(file, EXPECTED, IDENTITY)
     save_file(make_tables(), file, IDENTITY | {"format": FORMAT, "version": "99"})
     with pytest.raises(TablesError, match=r"has version 99, but only 1 is supported: delete it"):
@@ -166,7 +166,7 @@ def test_readers_see_whole_files_while_two_write(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [file.name]
 
 
-def test_what_a_killed_writer_left_is_removed_after_a_while(file: Path) -> None:
+def test_old_partial_files_of_killed_writers_are_removed(file: Path) -> None:
     old, new = (file.with_name(f".{file.name}.{name}.partial") for name in ("old", "new"))
     for partial in (old, new):
         partial.touch()
@@ -176,35 +176,35 @@ def test_what_a_killed_writer_left_is_removed_after_a_while(file: Path) -> None:
 
 
 class Counter:
-    """Tables that say how often they were looked at."""
+    """A `snapshot` that counts its calls."""
 
     def __init__(self) -> None:
-        self.looks = 0
-        self.looked = threading.Condition()
+        self.calls = 0
+        self.called = threading.Condition()
 
     def __call__(self) -> dict[str, torch.Tensor]:
-        with self.looked:
-            self.looks += 1
-            self.looked.notify_all()
-            return {"looks": torch.tensor([self.looks])}
+        with self.called:
+            self.calls += 1
+            self.called.notify_all()
+            return {"calls": torch.tensor([self.calls])}
 
 
 def saved(file: Path) -> int:
-    return int(load_tables(file, {"looks": TableSpec((1,), torch.int64)}, IDENTITY)["looks"])
+    return int(load_tables(file, {"calls": TableSpec((1,), torch.int64)}, IDENTITY)["calls"])
 
 
 def test_a_saver_saves_in_the_background_when_touched(tmp_path: Path) -> None:
     counter = Counter()
     saver = TableSaver(tmp_path / "tables", counter, IDENTITY, every=0.01)
-    for looks in (1, 2):
+    for calls in (1, 2):
         saver.touch()
-        with counter.looked:
-            assert counter.looked.wait_for(lambda looks=looks: counter.looks >= looks, timeout=30)
+        with counter.called:
+            assert counter.called.wait_for(lambda calls=calls: counter.calls >= calls, timeout=30)
     saver.close()
-    assert saved(tmp_path / "tables") == counter.looks
+    assert saved(tmp_path / "tables") == counter.calls
 
 
-def test_a_saver_saves_on_request_and_a_last_time(tmp_path: Path) -> None:
+def test_a_saver_saves_on_request_and_when_closed(tmp_path: Path) -> None:
     file, counter = tmp_path / "tables", Counter()
     saver = TableSaver(file, counter, IDENTITY)
     assert saver.save()
@@ -213,7 +213,7 @@ def test_a_saver_saves_on_request_and_a_last_time(tmp_path: Path) -> None:
     saver.close()
     assert saved(file) == 2
     saver.close()
-    assert counter.looks == 2
+    assert counter.calls == 2
 
 
 def test_an_untouched_saver_writes_nothing(tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_an_untouched_saver_writes_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failure_to_save_is_one_warning_until_it_works_again(
+def test_repeated_failures_to_save_log_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "folder"
-    folder.touch()  # no folder can be made there
+    folder.touch()  # a file, so the folder cannot be created
     saver = TableSaver(folder / "tables", Counter(), IDENTITY)
     with caplog.at_level(logging.WARNING):
         assert not saver.save()
@@ -233,7 +233,7 @@ def test_a_failure_to_save_is_one_warning_until_it_works_again(
     assert len(caplog.records) == 1
     assert str(folder / "tables") in caplog.text
     folder.unlink()
-    saver.close()  # what could not be saved counts as changed
+    saver.close()  # after a failure the tables still count as changed
     assert saved(folder / "tables") == 3
 
 
@@ -252,7 +252,7 @@ def test_a_saver_saves_when_its_process_ends(tmp_path: Path) -> None:
 from pathlib import Path
 import torch
 from recycle_plugin.storage.table_files import TableSaver
-saver = TableSaver(Path({str(tmp_path / "alone")!r}), lambda: {{"looks": torch.tensor([1])}},
+saver = TableSaver(Path({str(tmp_path / "alone")!r}), lambda: {{"calls": torch.tensor([1])}},
     {IDENTITY!r})
 saver.touch()
 """
