@@ -11,7 +11,7 @@ from rsd_plugin.drafter import RsdDrafter
 
 
 def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
-    """Make the drafter for a target."""
+    """Build the drafter for a target."""
     return RsdDrafter(options, target.vocab_size, target.device)
 
 

@@ -18,11 +18,11 @@ _BEAM = re.compile(r"beam:(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """The levels of a tree that is sampled in each step.
+    """The levels of the sampled trees.
 
     Attributes:
-        widths: The largest number of nodes at each level, without the root's level.
-        factors: For RSD-C, the number of children of every node at the level above; None for
+        widths: Maximum number of nodes at each level below the root.
+        factors: For RSD-C, the number of children of every node in the level above; None for
             RSD-S, whose levels are beams.
     """
 
@@ -74,10 +74,10 @@ class RsdOptions(MethodOptions):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Number of draft tokens of a tree, the root not counted."""
+        """Number of draft tokens of a tree, excluding the root."""
         return sum(self.shape.widths)
 
     @property
     def depth(self) -> int:
-        """Greatest depth of a draft token."""
+        """Maximum depth of a draft token."""
         return len(self.shape.widths)

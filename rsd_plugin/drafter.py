@@ -1,5 +1,5 @@
 """The RSD drafter (arXiv 2402.14160, section 3): samples a tree from a draft model without
-replacement, and defines the rule that verifies it."""
+replacement, and provides the acceptance rule for it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rsd_plugin.sampling import Level, beam, branch
 class RecursiveRejection:
     """The acceptance rule of RSD, applied level by level (algorithm 3).
 
-    B is the batch size, I the number of inner nodes, V the vocabulary size, D the greatest depth
-    and K the greatest number of children of a node.
+    B is the batch size, I the number of inner nodes, V the vocabulary size, D the maximum depth
+    and K the maximum number of children of a node.
 
     Args:
         trees: The trees as sampled, or a breadth-first prefix of them.
         probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
-            were sampled. A row of zeros says that the children were chosen as the most likely
+            were sampled. A row of zeros means that the children are the draft model's most likely
             tokens; the target's distribution after such a node must be one-hot.
         coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
     """
@@ -74,7 +74,7 @@ class RecursiveRejection:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How the trees of one step were sampled; the acceptance rule needs it.
+    """How the trees of one step were sampled, for the acceptance rule.
 
     Attributes:
         probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
@@ -93,7 +93,7 @@ class RsdDrafter(DraftModelDrafter):
         options: The method's options.
         vocab_size: Vocabulary size of the draft model and the target.
         device: Device on which trees are built.
-        seed: Seed of the random numbers that requests without a seed share.
+        seed: Seed of the generator that requests without their own seed share.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class RsdDrafter(DraftModelDrafter):
     ) -> tuple[DraftTree, Drawn]:
         """Sample one tree under each root.
 
-        Where filters leave fewer tokens than a node has children, the level ends in columns
-        without a node.
+        If sampling filters leave fewer tokens than a node has children, the last columns of the
+        level are empty.
         """
         levels = self.levels(roots, seeds, lengths, sampled)
         request = next(levels)
@@ -139,7 +139,7 @@ class RsdDrafter(DraftModelDrafter):
         lengths: Sequence[int],
         sampled: Tensor,
     ) -> Generator[tuple[DraftTree, int], Tensor, tuple[DraftTree, Drawn]]:
-        """Sample as `propose` does, but leave the draft model to the caller.
+        """Sample as `propose` does, but let the caller run the draft model.
 
         Yields:
             The arguments of each forward; its result must be sent back.
@@ -179,13 +179,13 @@ class RsdDrafter(DraftModelDrafter):
         return RecursiveRejection(trees, probs, coins)
 
     def _coins(self, noise: StepNoise) -> Tensor:
-        # The number of coins does not depend on the draft, so that a seed gives the same tokens
-        # with and without one.
+        # The number of coins does not depend on the draft, so a seed gives the same tokens with and
+        # without a draft.
         return noise.uniform(self.max_depth + 1, self._max_children + 1)
 
 
 def _append_level(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:
-    """The trees with one more level."""
+    """Append a level to the trees."""
     all_tokens = torch.cat([trees.tokens, tokens], 1)
     tree_size = torch.full_like(all_tokens[:, 0], all_tokens.shape[1])
     return DraftTree(all_tokens, torch.cat([trees.parents, parents], 1), tree_size)

@@ -1,7 +1,7 @@
 """The random numbers of one step, separate for each seeded request.
 
-A request with a seed takes its numbers from generators of its own, which are seeded in each step
-from the request's seed and its length. They do not depend on the other requests of the batch. All
+A request with a seed has its own generators, which are seeded in each step from the request's seed
+and its length. They do not depend on the other requests of the batch. All
 requests without a seed share one generator.
 """
 
@@ -21,7 +21,7 @@ class StepNoise:
     Args:
         shared: Generator of the requests without a seed.
         seeds: Seed of each request, or None.
-        lengths: Length of each request in tokens, which differs from step to step.
+        lengths: Length of each request in tokens, which changes with every step.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepNoise:
             drawn.exponential_(generator=self._shared)
         for row, generator in self._for_drafts:
             drawn[row].exponential_(generator=generator)
-        # The logarithm of an exact zero would be infinite noise.
+        # An exact zero would give infinite noise.
         return drawn.clamp_(min=torch.finfo(drawn.dtype).tiny).log_().neg_()
 
     def uniform(self, *shape: int) -> Tensor:

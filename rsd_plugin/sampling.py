@@ -1,6 +1,6 @@
 """Sampling the levels of a draft tree without replacement (RSD, arXiv 2402.14160, section 3.2).
 
-The Gumbel-top-k trick turns sampling into ranking: the k greatest of `log p + noise` are k tokens
+The Gumbel-top-k trick turns sampling into ranking: the k largest of `log p + noise` are k tokens
 sampled one after another without replacement, in sampling order. Without noise they are the k most
 likely tokens. B is the batch size, W the number of nodes of a level, V the vocabulary size.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one level; the children of a node are neighbours, in sampling order.
+    """The nodes of one level; the children of a node are adjacent, in sampling order.
 
     Attributes:
         tokens: `int32 [B, W]`, padded at the end with -1.
@@ -47,13 +47,13 @@ def branch(level: Level, log_p: Tensor, noise: Tensor, width: int) -> Level:
     """
     perturbed, tokens = _best(level, log_p, noise, width)
     found = torch.isfinite(perturbed)
-    own = log_p.gather(2, tokens).double()
+    child_log_p = log_p.gather(2, tokens).double()
     parents = torch.arange(tokens.shape[1], device=tokens.device)[:, None].expand_as(tokens)
     return _compact(
         Level(
             tokens=tokens.int().masked_fill(~found, -1).flatten(1),
             parents=parents.flatten(1),
-            log_probs=(level.log_probs[:, :, None] + own).flatten(1),
+            log_probs=(level.log_probs[:, :, None] + child_log_p).flatten(1),
             scores=perturbed.double().flatten(1),
         )
     )
@@ -71,19 +71,19 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor
         log_p: `float32 [B, W, V]`, the draft model's log-probabilities after each node.
         noise: `float32 [B, W, V]`, standard Gumbel noise, or zeros to take the most likely paths.
         width: Number of nodes to keep.
-        sampled: `bool [B]`, rows that are sampled; in the others the scores are the
+        sampled: `bool [B]`, whether each request is sampled; the scores of the others are plain
             log-probabilities.
     """
     width = min(width, log_p.shape[1] * log_p.shape[2])
     perturbed, tokens = _best(level, log_p, noise, min(width, log_p.shape[2]))
     found = torch.isfinite(perturbed)
-    own = log_p.gather(2, tokens).double()
-    log_probs = level.log_probs[:, :, None] + own
+    child_log_p = log_p.gather(2, tokens).double()
+    log_probs = level.log_probs[:, :, None] + child_log_p
     noisy = level.log_probs[:, :, None] + perturbed.double()
     scores = torch.where(sampled[:, None, None], _condition(level.scores, noisy), log_probs)
     scores = scores.masked_fill(~found, -torch.inf).flatten(1)
     best, at = scores.topk(width, dim=1)
-    # Sort by parent and then by score, so that the children of a node are neighbours.
+    # Sort by parent and then by score, so that the children of a node are adjacent.
     parents = at // tokens.shape[2]
     order = parents.masked_fill(~torch.isfinite(best), scores.shape[1])
     order = order.sort(dim=1, stable=True).indices
@@ -97,7 +97,7 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor
 
 
 def _best(level: Level, log_p: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` greatest perturbed log-probabilities of each node, in order, and their tokens."""
+    """The `count` largest perturbed log-probabilities after each node, and their tokens."""
     missing = (level.tokens < 0)[:, :, None]
     perturbed = (log_p + noise).masked_fill(missing, -torch.inf)
     top = perturbed.topk(min(count, log_p.shape[2]), dim=2)
@@ -123,7 +123,7 @@ def _condition(parent: Tensor, noisy: Tensor) -> Tensor:
 
 
 def _compact(level: Level) -> Level:
-    """Move the columns without a node to the end."""
+    """Move empty columns to the end."""
     order = (level.tokens < 0).to(torch.int8).sort(dim=1, stable=True).indices
     return Level(
         tokens=level.tokens.gather(1, order),

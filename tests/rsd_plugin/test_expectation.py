@@ -1,4 +1,4 @@
-"""The expected number of tokens per step is the mean over many sampled steps."""
+"""The exact expected tokens per step, compared with the mean over many sampled steps."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_one_child_is_speculative_sampling() -> None:
             assert rule(target, draft, [token]) == pytest.approx([accepted])
 
 
-def test_two_tokens_drawn_without_replacement_leave_nothing_to_reject() -> None:
+def test_one_of_two_tokens_drawn_without_replacement_is_always_accepted() -> None:
     target, draft = torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8])
     assert sum(recursive_rejection(target, draft, [1, 0])) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_k_sequential_accepts_no_token_more_often_than_the_target_has_it(count: int) -> None:
-    """Otherwise no residual could correct for it; one token is accepted exactly that often."""
+def test_k_sequential_accepts_no_token_more_often_than_its_target_probability(count: int) -> None:
+    """Otherwise no residual could correct it. For one token the bound is tight."""
     target, draft = (table[0].double() for table in tables())
     accepted = torch.zeros(VOCAB, dtype=torch.float64)
     for children in product(range(VOCAB), repeat=count):

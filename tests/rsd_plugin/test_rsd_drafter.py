@@ -1,4 +1,4 @@
-"""Drafting and verification together, with tables as models: the output follows the target."""
+"""Drafting and verification with tables as models: the output follows the target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1")
 def tables(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """Next-token distributions by the last token, of a target and of a draft model.
 
-    Each rules out some tokens that the other allows.
+    Each has zeros where the other has not.
     """
     generator = torch.Generator().manual_seed(seed)
     target, draft = (1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator)).softmax(-1)
@@ -45,7 +45,7 @@ def step(
     trees, drawn = drafter.propose(roots, seeds, lengths, sampled, forward)
     rule = drafter.acceptance_rule(trees, drawn)
     if fault:
-        # The rule sees other distributions than those that the children were sampled from.
+        # Give the rule other distributions than the children were sampled from.
         rule = RecursiveRejection(trees, drawn.probs.roll(1, 2), rule._coins)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -106,20 +106,20 @@ def test_the_output_is_distributed_as_the_targets(tree: str) -> None:
 
 def test_a_planted_fault_is_found() -> None:
     roots = torch.full((REQUESTS,), 3, dtype=torch.int32)
-    everyone = torch.ones(REQUESTS).bool()
-    written, _ = decode("beam:3x2", roots, [None] * REQUESTS, everyone, fault=True)
+    all_sampled = torch.ones(REQUESTS).bool()
+    written, _ = decode("beam:3x2", roots, [None] * REQUESTS, all_sampled, fault=True)
     assert p_value(written) < 1e-6
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_seeds_repeat_whatever_shares_the_batch(tree: str) -> None:
+def test_seeded_requests_do_not_depend_on_the_batch(tree: str) -> None:
     roots = torch.tensor([3, 3, 1, 3], dtype=torch.int32)
     seeds: list[int | None] = [7, 8, None, 7]
-    everyone = torch.ones(4).bool()
-    together, _ = decode(tree, roots, seeds, everyone)
-    alone, _ = decode(tree, roots[:1], seeds[:1], everyone[:1])
+    all_sampled = torch.ones(4).bool()
+    together, _ = decode(tree, roots, seeds, all_sampled)
+    alone, _ = decode(tree, roots[:1], seeds[:1], all_sampled[:1])
     other = torch.cat([roots[2:3], roots[:1]])
-    later, _ = decode(tree, other, [None, 7], everyone[:2])
+    later, _ = decode(tree, other, [None, 7], all_sampled[:2])
     assert together[0].tolist() == together[3].tolist() == alone[0].tolist() == later[1].tolist()
 
 
@@ -152,8 +152,8 @@ def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
         return target[trees.tokens[:, first:].clamp(min=0).long()]
 
-    everyone = torch.ones(count).bool()
-    trees, drawn = drafter.propose(roots, [None] * count, [1] * count, everyone, forward)
+    all_sampled = torch.ones(count).bool()
+    trees, drawn = drafter.propose(roots, [None] * count, [1] * count, all_sampled, forward)
     rule = drafter.acceptance_rule(trees, drawn)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The notation of RSD's trees, and what is refused."""
+"""The notation of RSD's trees, and the errors for wrong notation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options(tree: str) -> RsdOptions:
         ("branch:1-1", (1, 1), (1, 1)),
     ],
 )
-def test_trees_are_read(
+def test_tree_notations_are_parsed(
     tree: str, widths: tuple[int, ...], factors: tuple[int, ...] | None
 ) -> None:
     shape = options(tree).shape

@@ -1,4 +1,4 @@
-"""Levels sampled without replacement, against sampling tokens and sequences one by one."""
+"""Levels sampled without replacement, compared with sampling tokens or sequences one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gumbel(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def chain(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """A draft model of two steps: log-probabilities of the first token, and after each first."""
+    """A two-step draft model: log-probabilities of the first token, and after each first token."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.log_softmax(torch.randn(VOCAB, generator=generator), -1)
     second = torch.log_softmax(2 * torch.randn(VOCAB, VOCAB, generator=generator), -1)
@@ -51,7 +51,7 @@ def without_replacement(probabilities: torch.Tensor, count: int) -> dict[tuple[i
     return law
 
 
-def test_children_are_drawn_without_replacement_in_the_order_of_drawing() -> None:
+def test_children_are_drawn_without_replacement_in_sampling_order() -> None:
     first, _ = chain()
     log_p = first.expand(DRAWS, 1, VOCAB)
     level = branch(roots(DRAWS), log_p, gumbel(DRAWS, 1, VOCAB), 2)
@@ -75,7 +75,7 @@ def two_levels(width: int, seed: int = 0) -> tuple[Level, Level]:
     return upper, lower
 
 
-def test_a_beam_holds_sequences_drawn_without_replacement() -> None:
+def test_a_beam_is_sequences_drawn_without_replacement() -> None:
     first, second = chain()
     upper, lower = two_levels(2)
     sequences = (first[:, None] + second).double().exp().flatten()
@@ -150,7 +150,7 @@ def test_without_noise_a_beam_takes_the_most_likely_sequences() -> None:
     assert sorted(lower.log_probs[0].tolist(), reverse=True) == pytest.approx(best.tolist())
 
 
-def test_fewer_tokens_than_children_leave_gaps_behind() -> None:
+def test_fewer_tokens_than_children_leave_padding_at_the_end() -> None:
     log_p = torch.tensor([[[0.0, -torch.inf, -torch.inf], [-0.7, -torch.inf, -0.69]]])
     level = Level.root(torch.zeros(1, dtype=torch.int32))
     two = Level(
