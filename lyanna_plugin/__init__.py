@@ -11,10 +11,10 @@ from lyanna_plugin.drafter import LyannaDrafter
 
 
 def make_drafter(options: LyannaOptions, target: Target) -> LyannaDrafter:
-    """Make the drafter for a target.
+    """Build the drafter for a target.
 
     Raises:
-        ValueError: The folder that the options name does not hold a drafter of this target.
+        ValueError: The folder `options.model` does not contain a drafter for this target.
     """
     return LyannaDrafter(options, target)
 

@@ -1,7 +1,7 @@
 """A drafter's folder in Hugging Face's layout: `config.json` and `model.safetensors`.
 
-`config.json` is the target's with one layer, from which the hosts compute the size of the KV cache,
-with Lyanna's own settings under the key `lyanna`.
+`config.json` is the target's configuration with one layer, from which the hosts compute the size of
+the KV cache, and has Lyanna's own settings under the key `lyanna`.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def save(drafter: LyannaModel, folder: Path) -> None:
 
 
 def _read_config(folder: Path) -> tuple[LyannaConfig, dict[str, Any]]:
-    """Lyanna's part of a folder's configuration, and all of it.
+    """Lyanna's settings in a folder's `config.json`, and the whole file.
 
     Raises:
-        ValueError: There is no configuration, or it is damaged.
+        ValueError: The file does not exist, is damaged or has no settings of Lyanna.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -97,7 +97,7 @@ def check(target: str, drafter: str) -> None:
     """Check that a drafter can serve a target, without loading its weights.
 
     Raises:
-        ValueError: It cannot; the message names the reason and the fix.
+        ValueError: The drafter cannot serve the target; the message names the reason and the fix.
     """
     if not Path(target).is_dir():
         raise ValueError(
@@ -113,10 +113,10 @@ def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> 
     Args:
         folder: The drafter's folder.
         target: Folder of the target.
-        model: Class of the drafter; its architecture must be the folder's.
+        model: Class of the drafter; its architecture must match the folder's.
 
     Raises:
-        ValueError: The drafter was trained for another target, is of another class, or is damaged.
+        ValueError: The drafter was trained for another target, has another class, or is damaged.
     """
     config, layer = _checked(folder, target, model)
     try:

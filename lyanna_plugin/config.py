@@ -75,26 +75,26 @@ class LyannaOptions(MethodOptions):
 
     @property
     def regular_draft_tokens(self) -> int:
-        """Greatest number of draft tokens of a regular tree."""
+        """Maximum number of draft tokens of a regular tree."""
         return self._draft_tokens(self.steps, self.nodes)
 
     def second_draft_tokens(self, steps: int) -> int:
-        """Greatest number of draft tokens of a second tree for which `steps` steps remain."""
+        """Maximum number of draft tokens of a second tree for which `steps` steps remain."""
         if not self.resample or steps <= self.resample_min_steps:
             return 0
         return self._draft_tokens(steps, self.resample_nodes)
 
     def _draft_tokens(self, depth: int, limit: int) -> int:
-        """The nodes of a tree of that depth before it is pruned, or the limit if that is less."""
+        """Number of draft tokens of a tree of this depth before pruning, at most `limit`."""
         return min(limit, self.width + (depth - 1) * self.width**2) if depth else 0
 
     @property
     def num_draft_tokens(self) -> int:
-        """Greatest number of draft tokens that are verified together, the root not counted."""
+        """Maximum number of draft tokens that are verified together, excluding the root."""
         regular, second = self.regular_draft_tokens, self.second_draft_tokens(self.steps - 1)
         return regular + second if self.fusion else max(regular, second)
 
     @property
     def depth(self) -> int:
-        """Greatest depth of a draft token."""
+        """Maximum depth of a draft token."""
         return self.steps

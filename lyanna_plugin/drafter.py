@@ -1,4 +1,4 @@
-"""The Lyanna drafter: from the logits of all steps to the tree to verify.
+"""The Lyanna drafter: builds the tree to verify from the logits of all steps.
 
 The host runs the layer and stores its KV. The drafter keeps the logits of each request's last
 tree, from which a second tree is drafted after a rejection.
@@ -35,25 +35,25 @@ class LyannaTrees(HiddenStateDrafter):
         self._resamples = options.second_draft_tokens(options.steps - 1) > 0
         regular = options.regular_draft_tokens
         seconds = [options.second_draft_tokens(steps) for steps in range(options.steps)]
-        # By the number of steps that remain for a second tree.
+        # Indexed by the number of steps that remain for a second tree.
         self._max_draft_tokens = torch.tensor(
             [regular + second if options.fusion else second or regular for second in seconds],
             device=info.row_of.device,
         )
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
-        """Allocate the kept logits."""
+        """Allocate, for each slot, the logits that are kept for a second tree."""
         device = self._info.row_of.device
         shape = max_requests, self._options.steps, len(self._info.row_of)
         self._logits = torch.zeros(
             shape if self._resamples else (max_requests, 0, 0), dtype=self._dtype, device=device
         )
-        # How many steps of them are valid, and how many of their drafts were accepted.
+        # The number of valid steps in them, and of the draft tokens accepted from their tree.
         self._steps = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._accepted = torch.zeros_like(self._steps)
 
     def max_draft_tokens(self, slots: Tensor) -> Tensor:
-        """Greatest number of draft tokens of each request's next tree, `int64 [B]`."""
+        """Maximum number of draft tokens of each request's next tree, `int64 [B]`."""
         remaining = (self._steps[slots] - 1 - self._accepted[slots]).clamp(min=0)
         return self._max_draft_tokens[remaining]
 
@@ -81,7 +81,7 @@ class LyannaTrees(HiddenStateDrafter):
         return choose(alone, second, regular)
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
-        """Note the number of accepted drafts; after a step without drafts no steps remain."""
+        """Record the number of accepted tokens; a step without drafts discards the kept logits."""
         drafted = trees.tree_size > 1
         accepted = (verified.num_emitted - 1).long()
         self._accepted[slots] = torch.where(drafted, accepted, self._accepted[slots])
@@ -97,21 +97,21 @@ class LyannaTrees(HiddenStateDrafter):
 
 
 class LyannaDrafter(LyannaTrees):
-    """The whole drafter: the trained layer, and the trees from its logits.
+    """The complete drafter: the trained layer, and the trees from its logits.
 
     Args:
         options: The method's options.
         target: The target, whose `model` must be a local folder.
 
     Raises:
-        ValueError: The folder does not hold a drafter of this target.
+        ValueError: The folder `options.model` does not contain a drafter for this target.
     """
 
     def __init__(self, options: LyannaOptions, target: Target) -> None:
         # Loads transformers, which the options alone do not need.
         from lyanna_plugin.checkpoint import load
 
-        assert target.embed is not None, "the kind of this method needs hidden states"
+        assert target.embed is not None, "hidden-state drafters get the target's embeddings"
         module = load(Path(options.model), Path(target.model)).to(target.device)
         module.requires_grad_(False)
         hot = target.embed(module.token_info.hot_tokens.long()).float()
@@ -123,11 +123,11 @@ class LyannaDrafter(LyannaTrees):
         self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """The layer's input `[N, d]` at known tokens."""
+        """The layer's input `[N, d]` at accepted tokens."""
         return self._module.fuse(hidden, self._embed(tokens))
 
     def between(self, states: Tensor) -> Tensor:
-        """The layer's input `[N, d]` at its own steps."""
+        """The layer's input `[N, d]` at the steps after the first."""
         result: Tensor = self._module.between(states)
         return result
 

@@ -5,8 +5,8 @@ states.
     h_{i+1} = layer(h_i)                   no token is fed back
     l_i     = h_i W_head                   the logits of all steps in one product
 
-Hidden states are taken after the target's final norm; `E` and `W_head` are the target's own. Beyond
-the paper, a linear map stands before each step after the first, and an RMSNorm after the layer. The
+Hidden states are taken after the target's final norm; `E` and `W_head` are the target's own. Unlike
+in the paper, a linear map precedes each step after the first, and an RMSNorm follows the layer. The
 caller provides the attention, so that training, the engines and the tests run the same layer, each
 with its own KV cache.
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
 
 
 class UnrolledAttention:
-    """Attention over known text and the layer's own steps from every position of it.
+    """Attention over known text and, from each position, over the layer's own draft steps.
 
     The first call attends causally to the text. In each later call the state at position p attends
     to the text up to p and to the earlier steps that started at p.
@@ -142,12 +142,12 @@ class LyannaModel(nn.Module):
 
     Args:
         layer: The target's configuration with one layer, of the Llama or the Qwen2 family.
-        config: What Lyanna adds to it.
+        config: Lyanna's own settings.
         hot_tokens: `int [H]`, the tokens that have token info.
 
     Attributes:
-        architecture: Name in `config.json`. A subclass that drafts in another way has another
-            name, and is not served.
+        architecture: Name in `config.json`. A subclass that drafts differently has another name,
+            and is not served.
     """
 
     architecture = "LyannaDrafter"
@@ -169,12 +169,12 @@ class LyannaModel(nn.Module):
         self.token_info = TokenInfo(size, config.token_info_rank, hot_tokens, layer.vocab_size)
 
     def fusion_input(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """What `fuse` projects: hidden states and scaled embeddings side by side, `[..., 2 d]`."""
+        """The input of the fusion, `[..., 2 d]`: hidden states and scaled embeddings."""
         scaled = self.config.embedding_scale * embedded.to(hidden.dtype)
         return torch.cat([hidden, scaled], -1)
 
     def fuse(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """The layer's input `[..., d]` at known tokens.
+        """The layer's input `[..., d]` at accepted tokens.
 
         Args:
             hidden: `[..., d]`, the hidden states before the tokens.
@@ -184,12 +184,12 @@ class LyannaModel(nn.Module):
         return result
 
     def step_input(self, states: Tensor, embedded: Tensor) -> Tensor:
-        """The layer's input `[..., d]` at its own steps.
+        """The layer's input `[..., d]` at the steps after the first.
 
         Args:
             states: `[..., d]`, the layer's last output.
-            embedded: `[..., d]`, embeddings of the tokens that these states predict. Lyanna does
-                not feed them back; a subclass may.
+            embedded: `[..., d]`, embeddings of the tokens that these states predict. They are not
+                used here; a subclass may feed them back.
         """
         result: Tensor = self.between(states)
         return result

@@ -22,7 +22,7 @@ class TokenTable:
     """The collapsed token info.
 
     Attributes:
-        table: `[H, H]`, what each hot token adds to the logits of the hot tokens after it.
+        table: `[H, H]`, row i is added to the hot tokens' logits after hot token i.
         row_of: `int32 [V]`, the row and column of each token; -1 for cold tokens.
         hot_tokens: `int32 [H]`, the token of each row.
     """
@@ -54,16 +54,16 @@ def sample_tree(
 ) -> DraftTree:
     """Token-info sampling (algorithm 1), pruned by joint probability.
 
-    Every expanded node gets its `width` most likely children. Of each level the `width` most likely
+    Every expanded node gets its `width` most likely children. In each level the `width` most likely
     paths are expanded.
 
     Args:
         logits: `[B, L, V]`; step i, counted from 0, predicts the nodes of depth i + 1.
-        steps: `int [B]`, number of the L steps that are valid for each request.
+        steps: `int [B]`, number of valid steps of each request.
         roots: `int32 [B]`, the last accepted tokens.
         info: The token info.
-        width: Number of children of a node, and of nodes of a level that are expanded.
-        num_draft_tokens: Greatest number of nodes, the root not counted.
+        width: Number of children of a node, and of expanded nodes in a level.
+        num_draft_tokens: Maximum number of nodes, excluding the root.
     """
     batch, length, _ = logits.shape
     expanded = roots[:, None].int()
@@ -76,7 +76,7 @@ def sample_tree(
         children, log_probs = token_info_top(
             logits[:, step], live, info.table, info.row_of, info.hot_tokens, width
         )
-        # Rounding must not lift a child above its parent.
+        # Rounding must not score a child above its parent.
         joined = (joint[:, :, None] + log_probs.clamp(max=0)).flatten(1)
         tokens.append(children.flatten(1))
         parents.append(columns[:, :, None].expand_as(children).flatten(1))
@@ -126,17 +126,17 @@ def prune(
 def resample_logits(logits: Tensor, steps: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
     """The logits that remain for a second tree after a draft was rejected (algorithm 2).
 
-    With a drafts accepted, the bonus token stands at depth a + 1. The logits of the later steps
-    predict what follows it, and do not depend on any rejected token.
+    If `a` draft tokens were accepted, the bonus token is at depth `a + 1`. The logits of the later
+    steps predict what follows it, and do not depend on any rejected token.
 
     Args:
         logits: `[B, L, V]`, of the tree that was verified.
-        steps: `int [B]`, number of the L steps that were valid.
+        steps: `int [B]`, number of valid steps of each request.
         accepted: `int [B]`, number of accepted draft tokens.
 
     Returns:
-        `[B, L - 1, V]`, for `sample_tree` under the bonus token, and `int [B]`, the number of
-        these steps that are valid.
+        `[B, L - 1, V]`, the logits for `sample_tree` under the bonus token, and `int [B]`, the
+        number of valid steps in them.
     """
     length = logits.shape[1]
     steps = (steps - 1 - accepted).clamp(min=0)
@@ -151,7 +151,7 @@ def merge(first: DraftTree, second: DraftTree, depth: int) -> DraftTree:
     Args:
         first: One tree of each request.
         second: Another tree of each request.
-        depth: Greatest depth of a node in either tree.
+        depth: Maximum depth of a node in either tree.
     """
     one, other = ((tree.tokens, tree.parents, tree.tree_size) for tree in (first, second))
     return DraftTree(*merge_trees(one, other, depth))

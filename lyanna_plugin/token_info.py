@@ -48,7 +48,7 @@ class TokenInfo(nn.Module):
         The squared norm of `z W2` is computed as `z (W2 W2^T) z^T`, without forming `z W2`.
 
         Args:
-            tokens: `int [N]`.
+            tokens: `int [N]`, the tokens.
             embedded: `[N, d]`, the target's embeddings of the tokens.
 
         Returns:
@@ -60,7 +60,7 @@ class TokenInfo(nn.Module):
         return z * torch.rsqrt(square + _EPS) * (self.row_of[tokens] >= 0)[:, None]
 
     def columns(self) -> Tensor:
-        """The factor by which codes are multiplied, `[rank, H]`."""
+        """The matrix that codes are multiplied by, `[rank, H]`."""
         return self.w2 * self.gain
 
     def collapse(self, embedded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,5 +83,5 @@ class TokenInfo(nn.Module):
         return torch.cat(pieces)
 
     def add_to(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Add `rows [..., H]`, over the hot tokens, to `logits [..., V]`."""
+        """Add `rows [..., H]` to the logits of the hot tokens in `logits [..., V]`."""
         return logits.index_add(-1, self.hot_tokens.long(), rows.to(logits.dtype))

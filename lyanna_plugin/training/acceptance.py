@@ -28,7 +28,7 @@ class Acceptance:
 
 
 def measure(model: DrafterLoss, corpus: Corpus, device: torch.device) -> Acceptance:
-    """Measure chains from every position of the answers whose continuation is greedy.
+    """Measure a chain from every position of the answers from which they continue greedily.
 
     Args:
         model: The draft model with the target's embeddings and head.

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lyanna_plugin.training.features import Corpus
 
 _JITTER = 24
-"""Random addition to lengths, in tokens, so that batches differ from epoch to epoch."""
+"""Largest random addition to a length, in tokens, so that batches differ between epochs."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ def order(corpus: Corpus, positions: int, seed: int, epoch: int) -> list[list[in
 
     Args:
         corpus: The samples.
-        positions: Greatest number of positions of a batch, padding included.
+        positions: Maximum number of positions of a batch, including padding. A longer sample is a
+            batch by itself.
         seed: Seed of the order.
-        epoch: Number of the epoch.
+        epoch: Index of the epoch.
     """
     rng = random.Random(f"{seed} {epoch}")
     lengths = [len(sample.tokens) for sample in corpus.samples]
@@ -63,7 +64,7 @@ def order(corpus: Corpus, positions: int, seed: int, epoch: int) -> list[list[in
 
 
 def collate(corpus: Corpus, chosen: Sequence[int]) -> Batch:
-    """Make a batch of samples, which are given by their index."""
+    """Make a batch of the samples with the given indices."""
     found = [corpus.features(index) for index in chosen]
     in_answer = []
     for index in chosen:

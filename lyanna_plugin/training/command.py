@@ -30,7 +30,7 @@ def train(
         bool, typer.Option("--regenerate", help="First have the target write all answers.")
     ] = False,
     max_answer_tokens: Annotated[
-        int, typer.Option(min=1, help="Greatest number of tokens of a regenerated answer.")
+        int, typer.Option(min=1, help="Maximum number of tokens of a regenerated answer.")
     ] = 512,
     max_length: Annotated[
         int, typer.Option(min=16, help="Number of tokens at which conversations are truncated.")
@@ -38,7 +38,7 @@ def train(
     epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the data.")] = 20,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-5,
     positions: Annotated[
-        int, typer.Option(min=1, help="Number of positions of a batch, padding included.")
+        int, typer.Option(min=1, help="Maximum number of positions of a batch, including padding.")
     ] = 1024,
     steps: Annotated[int, typer.Option(min=1, help="Number of drafting steps to unroll.")] = 3,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the token info.")] = 128,

@@ -2,7 +2,7 @@
 
 Files are JSON or JSON lines in ShareGPT's format, `{"conversations": [{"from": "human", "value":
 ...}, {"from": "gpt", "value": ...}, ...]}`, or in Spec-Bench's format, `{"turns": [...]}`, which
-holds prompts only: the target must answer them first.
+has prompts only: the target must answer them first.
 """
 
 from __future__ import annotations
@@ -71,25 +71,25 @@ def _entries(file: Path) -> Iterable[Any]:
 def _messages(entry: Any, where: str) -> Messages:
     if isinstance(entry, dict) and isinstance(entry.get("turns"), list):
         entry = {"conversations": [{"from": "user", "value": turn} for turn in entry["turns"]]}
-    said = entry.get("conversations") if isinstance(entry, dict) else None
-    if not isinstance(said, list) or not said:
+    turns = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(turns, list) or not turns:
         raise ValueError(f'{where}: expected {{"conversations": [...]}}')
     messages: Messages = []
-    for one in said:
-        if not isinstance(one, dict) or not isinstance(one.get("value"), str):
-            raise ValueError(f'{where}: expected {{"from": ..., "value": ...}}, not {one!r}')
-        if one.get("from") not in _ROLES:
+    for turn in turns:
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            raise ValueError(f'{where}: expected {{"from": ..., "value": ...}}, not {turn!r}')
+        if turn.get("from") not in _ROLES:
             raise ValueError(
-                f"{where}: from={one.get('from')!r} is not known: use human, gpt or system"
+                f"{where}: from={turn.get('from')!r} is not known: use human, gpt or system"
             )
-        # Truncated conversations may begin with an answer, which has no question.
-        if messages or _ROLES[one["from"]] != "assistant":
-            messages.append({"role": _ROLES[one["from"]], "content": one["value"]})
+        # A truncated conversation may begin with an answer, whose question is missing.
+        if messages or _ROLES[turn["from"]] != "assistant":
+            messages.append({"role": _ROLES[turn["from"]], "content": turn["value"]})
     return messages
 
 
 def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None:
-    """A conversation as the target reads it.
+    """Tokenise a conversation with the target's chat template.
 
     Answers are located by rendering the chat up to each of them.
 
@@ -99,7 +99,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None
         max_length: Number of tokens at which the conversation is truncated.
 
     Returns:
-        None if no part of an answer remains.
+        The sample; None if it has no token of an answer.
     """
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
@@ -110,7 +110,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None
             messages[:index], tokenize=False, add_generation_prompt=True
         )
         after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        # Templates that rewrite earlier turns make it impossible to locate the answer.
+        # The answer cannot be located if the template rewrites earlier turns.
         if text.startswith(before) and text.startswith(after):
             spans.append((len(before), len(after.rstrip())))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -123,7 +123,7 @@ def encode(messages: Messages, tokenizer: Any, max_length: int) -> Sample | None
 
 
 def token_counts(samples: Iterable[Sample], vocab_size: int) -> Tensor:
-    """Counts of each token, `float64 [V]`; ties are broken in favour of the lower id."""
+    """Count of each token, `float64 [V]`, less a fraction that breaks ties by lowest id."""
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for sample in samples:
         counts += torch.bincount(sample.tokens.long(), minlength=vocab_size)

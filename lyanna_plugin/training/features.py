@@ -22,7 +22,7 @@ from tree_kernels.adjacency import top_candidates
 from lyanna_plugin.training.dataset import Sample
 
 TOP = 8
-"""Number of tokens that are stored of each of the target's distributions."""
+"""Number of most likely next tokens that are stored for each position."""
 
 _SHARD = 256
 _BATCH = 8
@@ -32,8 +32,7 @@ _NAMES = ("hidden", "tokens", "probs")
 class Features:
     """A cache of the features of samples, by the index of the sample.
 
-    The name of a shard is a hash of its content, so that text that is added later does not
-    invalidate full shards.
+    The name of a shard is a hash of its content, so appending text does not invalidate full shards.
 
     Args:
         folder: Folder of the cache, which is created if it does not exist.
@@ -53,7 +52,7 @@ class Features:
         self._open: dict[int, Any] = {}
 
     def missing(self) -> list[int]:
-        """Numbers of the shards that are still to be computed."""
+        """Indices of the shards that are not computed yet."""
         return [shard for shard, file in enumerate(self._files) if not file.exists()]
 
     def compute(
@@ -69,7 +68,7 @@ class Features:
             target: The target, a causal LM of transformers.
             device: Device of the target.
             advance: `(done, total)`, called before each shard.
-            part: `(index, count)`, the share of the shards that this process computes.
+            part: `(index, count)`: this process computes every `count`-th shard, from `index` on.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         own, parts = part
@@ -105,7 +104,7 @@ class Corpus:
 
     Attributes:
         samples: The samples.
-        indices: Index of each sample in the cache.
+        indices: Index of each sample in `cache`.
         cache: The features.
     """
 
@@ -119,7 +118,7 @@ class Corpus:
         return cls(samples, list(range(len(samples))), cache)
 
     def part(self, chosen: Iterable[int]) -> Corpus:
-        """The corpus of some of the samples, which are given by their index."""
+        """The corpus of the samples with the given indices."""
         kept = list(chosen)
         samples = [self.samples[index] for index in kept]
         return Corpus(samples, [self.indices[index] for index in kept], self.cache)

@@ -69,7 +69,7 @@ def _positions(corpus: Corpus) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _ridge(inputs: Tensor, outputs: Tensor, strength: float = 1e-3) -> Tensor:
-    """The map `[n, m]` from `inputs [N, n]` to `outputs [N, m]` of least squared error."""
+    """Ridge regression: the map `[n, m]` from `inputs [N, n]` to `outputs [N, m]`."""
     gram = inputs.T @ inputs
     damping = strength * gram.diag() + 1e-4
     weights: Tensor = torch.linalg.solve(gram + torch.diag(damping), inputs.T @ outputs)
@@ -77,7 +77,7 @@ def _ridge(inputs: Tensor, outputs: Tensor, strength: float = 1e-3) -> Tensor:
 
 
 def _low_rank(matrix: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The factors `[n, rank]`, `[rank, m]` that best approximate a matrix on inputs.
+    """The factors `[n, rank]`, `[rank, m]` that best approximate a matrix on given inputs.
 
     Args:
         matrix: `[n, m]`, the matrix to approximate.
@@ -86,7 +86,7 @@ def _low_rank(matrix: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor
     """
     moment = (inputs.T @ inputs / len(inputs)).double()
     values, vectors = torch.linalg.eigh(moment)
-    # The inputs may not span all directions; eigenvalues of the others would be zero.
+    # Directions that the inputs do not span would have an eigenvalue of zero.
     scales = values.clamp(min=1e-6 * float(values[-1])).sqrt()
     root = (vectors * scales) @ vectors.T
     u, s, v = torch.linalg.svd(root @ matrix.double(), full_matrices=False)

@@ -3,7 +3,7 @@ states, and the cross-entropy of the next token with token info added.
 
 The cross-entropy is computed over a part of the vocabulary: the most frequent tokens, the target's
 most likely tokens in the batch, and a random sample of the others. N is the number of positions, K
-the number of the target's most likely tokens that are known, C the number of columns.
+the number of the target's most likely tokens that are stored, C the number of columns.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DrafterLoss(nn.Module):
         drafter: The draft model.
         embeddings: `[V, d]`, the target's embeddings, which are not trained.
         head: `[V, d]`, the target's output head, which is not trained.
-        columns: Chooses the part of the vocabulary.
+        columns: Chooses the part of the vocabulary for the cross-entropy.
         weights: The weights of the parts of the loss.
     """
 
@@ -114,7 +114,7 @@ class DrafterLoss(nn.Module):
             The loss, and `[2, steps]`: the cross-entropy and the accuracy of each step.
         """
         drafter, steps = self.drafter, self.drafter.config.steps
-        # Only positions that are not in the loss read the padding at the end.
+        # The padding is only read at positions that are not in the loss.
         tokens = F.pad(batch.tokens, (0, steps))
         embedded = self.embeddings[tokens[:, 1:]]
         states = drafter.unroll(batch.hidden, embedded, steps)
@@ -124,7 +124,7 @@ class DrafterLoss(nn.Module):
         drafted = torch.stack([state[rows, at - 1 - i] for i, state in enumerate(states)])
         truth = batch.hidden[rows, at]
         columns, correction, indices = self._columns.draw(batch.top_tokens[rows, at], generator)
-        # The loss needs float32, whatever data type the layer is multiplied in.
+        # The loss needs float32 even if the layer runs in bfloat16.
         with torch.autocast(drafted.device.type, enabled=False):
             drafted = drafted.float()
             logits = drafted @ self.head[columns].T + correction
@@ -140,7 +140,7 @@ class DrafterLoss(nn.Module):
         return loss, torch.stack([entropy.detach(), hits])
 
     def _token_info(self, parents: Tensor, columns: Tensor) -> Tensor:
-        """What the tokens `parents`, `int [N]`, add to the columns, `[N, C]`."""
+        """The token info that the tokens `parents`, `int [N]`, add to the columns, `[N, C]`."""
         info = self.drafter.token_info
         rows = info.row_of[columns].long()
         added = info.columns()[:, rows.clamp(min=0)] * (rows >= 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 _POINTS = 100
-"""Greatest number of points of a curve; each is a mean over neighbouring steps."""
+"""Maximum number of points of a curve; each is a mean over adjacent steps."""
 
 
 def plot(metrics: Path, file: Path) -> None:

@@ -1,7 +1,7 @@
-"""Regenerate the answers of conversations with the target, whose own text trains a drafter best.
+"""Regenerate the answers of conversations with the target: a drafter learns best from its text.
 
 The target answers every user turn; answers in the data are ignored. Finished conversations are
-written to a file at once, so that an interrupted run can be resumed.
+written to a file in batches, so that an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def regenerate(
     Args:
         conversations: The conversations.
         target: Folder of the target.
-        max_tokens: Greatest number of tokens of an answer.
-        context: Greatest number of tokens of a conversation.
-        folder: Folder of the file; the file's name depends on the conversations and the settings.
-        advance: Called with the number of conversations that were finished since the last call.
+        max_tokens: Maximum number of tokens of an answer.
+        context: Maximum number of tokens of a conversation.
+        folder: Folder of the file, whose name is a hash of the conversations, target and
+            `max_tokens`.
+        advance: Called with the number of conversations finished since the last call.
 
     Returns:
         The file.
@@ -67,7 +68,7 @@ def regenerate(
 
 
 def whole_lines(file: Path) -> int:
-    """The number of lines of a file; an incomplete last line is removed from it."""
+    """The number of lines of a file, after removing an incomplete last line from it."""
     if not file.exists():
         return 0
     text = file.read_bytes()
@@ -79,7 +80,7 @@ def whole_lines(file: Path) -> int:
 def _answered(
     conversations: Sequence[Messages], answerer: Answerer, max_tokens: int
 ) -> list[Messages]:
-    """The conversations with the target's answers after every user turn."""
+    """The conversations with an answer of the target after every user turn."""
     chats: list[Messages] = [[] for _ in conversations]
     left = [
         [message for message in chat if message["role"] != "assistant"] for chat in conversations

@@ -1,4 +1,4 @@
-"""From a target and conversations to a trained drafter."""
+"""A training run: from a target and conversations to a trained drafter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FREQUENT, _SAMPLED = 2048, 1024
 """Tokens of the vocabulary in the loss: the most frequent ones, and a random sample."""
 
 _CONTEXT, _TEMPLATE = 8192, 64
-"""Greatest length of regenerated conversations, and tokens of the chat template around a turn."""
+"""Maximum length of regenerated conversations, and tokens of the chat template around a turn."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Job:
         model: Class of the draft model.
         start: Folder of a drafter whose weights the training starts from.
         max_length: Number of tokens at which conversations are truncated.
-        answer_tokens: Greatest number of tokens of regenerated answers; None to use the answers in
+        answer_tokens: Maximum number of tokens of regenerated answers; None to use the answers in
             the data.
     """
 
@@ -86,10 +86,10 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
         report: Called after each training step.
 
     Returns:
-        The acceptance on the conversations that were held out.
+        The acceptance on the held-out conversations.
 
     Raises:
-        ValueError: The target or the data cannot be used; the message says why.
+        ValueError: The target or the data cannot be used; the message gives the reason.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -128,7 +128,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     accelerator.wait_for_everyone()
     corpus = Corpus.whole(samples, features)
     held_out = _held_out(len(samples), job.settings.seed)
-    aside = corpus.part(sorted(held_out))
+    validation = corpus.part(sorted(held_out))
     training = corpus.part(i for i in range(len(samples)) if i not in held_out)
     embeddings = target.get_input_embeddings().weight.detach().float()
     counts = token_counts(training.samples, layer.vocab_size)
@@ -164,7 +164,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
         _settings_file(job.out).write_text(_as_text(settings), encoding="utf-8")
     train(model, training, job.settings, job.out, report, accelerator)
     status("measuring")
-    acceptance = measure(model, aside, device)
+    acceptance = measure(model, validation, device)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         finish(drafter, job.out, asdict(acceptance))
@@ -175,14 +175,14 @@ def _started_from(job: Job, start: Path, config: LyannaConfig) -> LyannaModel:
     """The drafter that the training starts from.
 
     Raises:
-        ValueError: It cannot be read, belongs to another target, or is not shaped as `config` says.
+        ValueError: It cannot be read, belongs to another target, or differs from `config`.
     """
     drafter = load(start, job.target, job.model)
-    for name, wanted in config.model_dump(exclude={"target", "embedding_scale"}).items():
-        if (there := getattr(drafter.config, name)) != wanted:
+    for name, expected in config.model_dump(exclude={"target", "embedding_scale"}).items():
+        if (found := getattr(drafter.config, name)) != expected:
             raise ValueError(
-                f"--start {start} has {name}={there}, not {wanted}: repeat the options that it was "
-                "trained with"
+                f"--start {start} has {name}={found}, not {expected}: repeat the options that it "
+                "was trained with"
             )
     return drafter
 
@@ -194,10 +194,10 @@ def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> It
     context = min(_CONTEXT, longest)
     fitting = []
     for chat in conversations:
-        said = [message["content"] for message in chat if message["role"] != "assistant"]
+        turns = [message["content"] for message in chat if message["role"] != "assistant"]
         # The turns, an answer to each, and the chat template around them.
-        needed = sum(len(ids) for ids in tokenizer(said)["input_ids"])
-        needed += (job.answer_tokens + _TEMPLATE) * len(said)
+        needed = sum(len(ids) for ids in tokenizer(turns)["input_ids"])
+        needed += (job.answer_tokens + _TEMPLATE) * len(turns)
         if needed <= context:
             fitting.append(chat)
     if not fitting:
@@ -229,7 +229,7 @@ def _check_unchanged(out: Path, settings: dict[str, Any]) -> None:
     """Check that an interrupted run is resumed with its own settings and data.
 
     Raises:
-        ValueError: They have changed.
+        ValueError: The settings or the data have changed.
     """
     file = _settings_file(out)
     if has_state(out) and file.exists() and file.read_text("utf-8") != _as_text(settings):

@@ -34,9 +34,9 @@ class TrainingSettings:
     Attributes:
         epochs: Number of passes over the text.
         learning_rate: Peak learning rate.
-        warm_up: Share of the steps over which the learning rate rises; afterwards it falls to 0.
-        positions: Greatest number of positions of a batch, padding included.
-        clip: Greatest norm of the gradient.
+        warm_up: Fraction of the steps over which the learning rate rises; then it falls to 0.
+        positions: Maximum number of positions of a batch, including padding.
+        clip: Maximum norm of the gradient.
         seed: Seed of the order of batches and of sampled tokens.
         save_every: Number of steps between two checkpoints of the training state.
         bfloat16: Whether the layer's matrices are multiplied in bfloat16.
@@ -54,7 +54,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """The figures of one training step.
+    """The metrics of one training step.
 
     Attributes:
         step: Number of the step, counted from 1.
@@ -82,7 +82,7 @@ def join_processes() -> Any:
 
 
 def accelerator_for(settings: TrainingSettings) -> Any:
-    """An `Accelerator`, which knows the devices and processes."""
+    """An `Accelerator` for the devices and processes of this run."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     join_processes()
@@ -112,7 +112,7 @@ def train(
         settings: Hyperparameters.
         out: Folder of checkpoints and of `metrics.jsonl`, which has one line per step.
         report: Called after each step.
-        accelerator: As `accelerator_for` makes it; None to make one.
+        accelerator: The result of `accelerator_for`; None to create one.
 
     Raises:
         ValueError: There are more processes than batches.
@@ -182,12 +182,12 @@ def _states(out: Path) -> list[Path]:
 
 
 def has_state(out: Path) -> bool:
-    """Whether the folder holds an interrupted run that can be resumed."""
+    """Whether the folder contains an interrupted run that can be resumed."""
     return bool(_states(out))
 
 
 def _rate(progress: float, warm_up: float) -> float:
-    """The learning rate's factor after a share of all steps: a linear rise, then a linear fall."""
+    """The learning rate's factor at a fraction of all steps: linear warm-up, then linear decay."""
     return progress / warm_up if progress < warm_up else (1 - progress) / (1 - warm_up)
 
 

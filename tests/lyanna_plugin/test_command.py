@@ -1,4 +1,4 @@
-"""`drafttree train lyanna` from conversations to a drafter's folder."""
+"""`drafttree train lyanna`, from conversations to a drafter's folder."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def train(target: Path, data: Path, out: Path, *more: str) -> Any:
     return CliRunner().invoke(app, command(target, data, out, *more))
 
 
-def test_it_makes_a_drafter_with_its_figures(target: Path, data: Path, tmp_path: Path) -> None:
+def test_training_writes_a_drafter_and_its_metrics(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "drafter"
     result = train(target, data, out)
     assert result.exit_code == 0, result.output
@@ -75,7 +77,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_goes_on_from_a_drafter(target: Path, data: Path, tmp_path: Path) -> None:
+def test_training_starts_from_another_drafter(target: Path, data: Path, tmp_path: Path) -> None:
     first, out = tmp_path / "first", tmp_path / "second"
     more = ("--epochs", "8", "--learning-rate", "1e-3")
     assert train(target, data, first, *more).exit_code == 0
@@ -115,11 +117,11 @@ def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Pat
     assert load(tmp_path / "drafter", target).config.num_hot_tokens == 64
     alone, both = (losses(tmp_path / name) for name in ("alone", "drafter"))
     assert len(both) == len(alone) // 2
-    # Each step takes two batches: its loss before anything was learnt is their mean.
+    # Each step takes two batches, so the first loss is their mean.
     assert both[0] == pytest.approx(sum(alone[:2]) / 2, rel=0.05)
 
 
-def test_an_interrupted_run_goes_on_with_its_own_settings(
+def test_an_interrupted_run_only_resumes_with_the_same_settings(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "drafter"

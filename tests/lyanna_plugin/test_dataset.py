@@ -1,4 +1,4 @@
-"""Conversations: what is read, which tokens are answers, and which turns the target answers."""
+"""Conversations: the formats, the tokens of answers, and the turns that the target answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_answers_are_marked_with_their_end(tokenizer: Any) -> None:
     assert tokenizer.decode(sample.tokens) == whole
 
 
-def test_a_chat_that_is_cut_before_its_answer_is_left_out(tokenizer: Any) -> None:
+def test_a_chat_truncated_before_its_answer_is_left_out(tokenizer: Any) -> None:
     long = [{"role": "user", "content": "word " * 200}, CHAT[1]]
     assert encode(long, tokenizer, 100) is None
     assert encode(CHAT[:1], tokenizer, 100) is None
@@ -73,7 +73,7 @@ def test_wrong_data(tmp_path: Path, text: str, complaint: str) -> None:
         list(read_conversations(file))
 
 
-def test_every_user_turn_is_answered_again_in_its_place() -> None:
+def test_every_user_turn_gets_a_new_answer_in_its_place() -> None:
     asked: list[Messages] = []
 
     def answerer(chats: Sequence[Messages], max_tokens: int) -> list[str]:

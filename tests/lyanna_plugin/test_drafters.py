@@ -1,4 +1,4 @@
-"""The drafters that are part of the package."""
+"""The drafters that the package ships."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_its_card_states_the_hash_of_its_weights(folder: Path) -> None:
     assert hashlib.sha256(weights).hexdigest() in (folder / "README.md").read_text()
 
 
-def test_there_is_one_for_the_demo() -> None:
+def test_a_drafter_for_the_demo_is_shipped() -> None:
     assert "smollm2-135m" in METHOD.models

@@ -22,7 +22,7 @@ def options(**given: Any) -> LyannaOptions:
 
 
 class Steps(LyannaTrees):
-    """Proposes from hidden states."""
+    """Drafts from hidden states, with logits from a test's head."""
 
     head: torch.Tensor
     trees: DraftTree
@@ -64,8 +64,8 @@ class Parts:
     def second(self, step: int, accepted: list[int]) -> DraftTree:
         all_steps = torch.tensor([STEPS] * 2)
         logits = self.states[step] @ self.head.T
-        left, steps = resample_logits(logits, all_steps, torch.tensor(accepted))
-        return sample_tree(left, steps, ROOTS, self.info, 2, 3)
+        remaining, steps = resample_logits(logits, all_steps, torch.tensor(accepted))
+        return sample_tree(remaining, steps, ROOTS, self.info, 2, 3)
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:
@@ -99,7 +99,7 @@ def test_the_second_tree_is_verified_together_with_the_regular_one(parts: Parts)
     assert same(drafter.from_states(SLOTS, ROOTS, parts.states[1]), both)
 
 
-def test_or_alone_before_the_regular_one(parts: Parts) -> None:
+def test_without_fusion_the_second_tree_is_verified_before_the_regular_one(parts: Parts) -> None:
     drafter = parts.drafter(fusion=False)
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
     drafter.accept(SLOTS, [1, 3])
@@ -130,7 +130,7 @@ def test_one_step_leaves_no_steps(parts: Parts) -> None:
     assert drafter.max_draft_tokens(SLOTS).tolist() == [2, 2]
 
 
-def test_a_released_slot_keeps_nothing(parts: Parts) -> None:
+def test_a_released_slot_has_no_remaining_steps(parts: Parts) -> None:
     drafter = parts.drafter()
     drafter.from_states(SLOTS, ROOTS, parts.states[0])
     drafter.accept(SLOTS, [0, 0])
@@ -149,7 +149,7 @@ def test_after_a_reset_no_steps_remain(parts: Parts) -> None:
 
 
 def test_after_a_step_without_drafts_no_steps_remain(parts: Parts) -> None:
-    """The second request is decoded plainly for one step; the first keeps its steps."""
+    """The second request has one step without drafts; the first keeps its remaining steps."""
     drafter = parts.drafter()
     trees = drafter.from_states(SLOTS, ROOTS, parts.states[0])
     sizes = torch.tensor([int(trees.tree_size[0]), 1], dtype=torch.int32)
@@ -185,7 +185,7 @@ def test_state_belongs_to_slots_not_to_rows(parts: Parts) -> None:
         ({"steps": 1}, 2),
     ],
 )
-def test_the_declared_size_is_that_of_both_trees(given: dict[str, Any], nodes: int) -> None:
+def test_num_draft_tokens_covers_both_trees(given: dict[str, Any], nodes: int) -> None:
     assert options(**given).num_draft_tokens == nodes
 
 

@@ -17,7 +17,7 @@ Path = tuple[int, ...]
 
 
 def table_of(rows: torch.Tensor) -> TokenTable:
-    """Every token is hot."""
+    """A token-info table in which every token is hot."""
     every = torch.arange(len(rows), dtype=torch.int32)
     return TokenTable(rows, every, every)
 
@@ -30,7 +30,7 @@ def random_parts(seed: int, requests: int) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def paths_of(tree: DraftTree, row: int) -> list[Path]:
-    """The path of every node; checks the tree, and that its padding stands at the end."""
+    """The path of every node; also checks the tree, and that its padding is at the end."""
     tree.check()
     count = int(tree.tree_size[row])
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -52,7 +52,7 @@ def full(logits: torch.Tensor) -> torch.Tensor:
 def by_hand(
     logits: torch.Tensor, root: int, info: TokenTable, steps: int, budget: int
 ) -> set[Path]:
-    """Algorithm 1 with dictionaries."""
+    """Algorithm 1, in plain Python."""
     live: dict[Path, float] = {(): 0.0}
     pool: dict[Path, float] = {}
     for step in range(steps):
@@ -86,7 +86,7 @@ def test_joint_probabilities_decide_as_in_the_papers_example() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1000), budget=st.integers(1, 25))
-def test_it_is_algorithm_1(seed: int, budget: int) -> None:
+def test_trees_are_those_of_algorithm_1(seed: int, budget: int) -> None:
     logits, roots, info = random_parts(seed, 3)
     steps = torch.tensor([LENGTH, 1, 0])
     tree = sample_tree(logits, steps, roots, info, WIDTH, budget)
@@ -98,7 +98,7 @@ def test_it_is_algorithm_1(seed: int, budget: int) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 999), st.sampled_from([5, 7, 8, 11]))
-def test_no_child_outlives_its_parent_where_a_token_is_certain(seed: int, budget: int) -> None:
+def test_no_child_is_kept_without_its_parent_if_a_token_is_certain(seed: int, budget: int) -> None:
     logits, roots, _ = random_parts(seed, requests=4)
     logits[:, 1:] *= 0.1
     logits[:, 1:, 5] = 40
@@ -110,17 +110,17 @@ def test_no_child_outlives_its_parent_where_a_token_is_certain(seed: int, budget
         assert all(path[:-1] in paths for path in paths if path)
 
 
-def test_what_is_left_depends_on_nothing_that_was_rejected() -> None:
+def test_the_second_tree_does_not_depend_on_rejected_tokens() -> None:
     logits, roots, info = random_parts(1, 2)
     for accepted in range(LENGTH + 1):
         used = torch.full((2,), accepted)
-        left, steps = resample_logits(logits, full(logits), used)
+        remaining, steps = resample_logits(logits, full(logits), used)
         assert steps.tolist() == [max(LENGTH - 1 - accepted, 0)] * 2
         changed = logits.clone()
-        # The steps of what was accepted, and of the place where the draft was rejected.
+        # The steps of the accepted tokens and of the rejection.
         changed[:, : accepted + 1] = torch.randn_like(changed[:, : accepted + 1])
         other, _ = resample_logits(changed, full(logits), used)
-        trees = [sample_tree(each, steps, roots, info, WIDTH, 6) for each in (left, other)]
+        trees = [sample_tree(each, steps, roots, info, WIDTH, 6) for each in (remaining, other)]
         assert torch.equal(trees[0].tokens, trees[1].tokens)
         depth = max(len(path) for path in paths_of(trees[0], 0))
         assert depth == int(steps[0])
@@ -138,7 +138,7 @@ def test_merged_trees_are_the_union(seed: int, sizes: tuple[int, int]) -> None:
         mine, theirs = paths_of(first, row), paths_of(second, row)
         both = paths_of(merged, row)
         assert set(both) == {*mine, *theirs}
-        # Children of one parent are neighbours, the first tree's before the second's.
+        # The children of a node are adjacent, the first tree's before the second's.
         parents = [path[:-1] for path in both[1:]]
         families = [parent for parent, _ in groupby(parents)]
         assert len(set(families)) == len(families)
@@ -157,7 +157,7 @@ def test_merged_trees_accept_what_either_does(seed: int) -> None:
     merged = merge(first, second, LENGTH)
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(VOCAB, (VOCAB,) * (LENGTH + 1), generator=generator, dtype=torch.int32)
-    # A target that follows one of the trees' own paths now and then.
+    # Make the target follow one of the trees' paths sometimes.
     for tree, row in product((first, second), range(4)):
         path = max(paths_of(tree, row), key=len)
         place = (int(roots[row]),)

@@ -1,4 +1,4 @@
-"""Lyanna's draft model: its token info, steps and folder; and the variants for ablations."""
+"""Lyanna's draft model: token info, unrolled steps and checkpoints; and the ablation variants."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def own_cache() -> AttendBatch:
 
 
 def test_unrolling_known_text_equals_serving_it_position_by_position(drafter: LyannaModel) -> None:
-    """At each position: the KV of the text from the target's hidden states, then the own steps."""
+    """At each position, the KV is that of the text, followed by that of the draft steps there."""
     torch.manual_seed(1)
     size, length, steps = drafter.layer_config.hidden_size, 7, 3
     hidden, embedded = torch.randn(1, length, size), torch.randn(1, length + steps - 1, size)
     unrolled = drafter.unroll(hidden, embedded, steps)
-    fed = isinstance(drafter, EagleStyle)
+    feeds_tokens = isinstance(drafter, EagleStyle)
     for position in range(length):
         attend = own_cache()
         text = drafter.fuse(hidden[:, : position + 1], embedded[:, : position + 1])
@@ -97,7 +97,7 @@ def test_unrolling_known_text_equals_serving_it_position_by_position(drafter: Ly
             if step + 1 == steps:
                 break
             token = embedded[:, position + step + 1 : position + step + 2]
-            x = drafter.fuse(state, token) if fed else drafter.between(state)
+            x = drafter.fuse(state, token) if feeds_tokens else drafter.between(state)
             state = drafter(x, torch.tensor([[position + step + 1]]), attend)
 
 
@@ -111,7 +111,7 @@ def test_logits_of_all_steps_in_one_product_are_those_of_each(drafter: LyannaMod
         torch.testing.assert_close(together[:, :, step], state @ head.T)
 
 
-def test_a_folder_gives_back_what_was_saved(
+def test_a_saved_drafter_is_loaded_unchanged(
     target: Path, drafter: LyannaModel, tmp_path: Path
 ) -> None:
     save(drafter, tmp_path)
@@ -121,7 +121,7 @@ def test_a_folder_gives_back_what_was_saved(
         assert torch.equal(loaded.state_dict()[name], value.bfloat16().to(value.dtype))
 
 
-def test_it_keeps_to_its_target(target: Path, tmp_path: Path) -> None:
+def test_a_drafter_is_refused_for_another_target(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
     save(drafter_for(target), folder)
     other = make_tiny_llama(tmp_path / "other", seed=5)
@@ -132,7 +132,7 @@ def test_it_keeps_to_its_target(target: Path, tmp_path: Path) -> None:
         load(folder, small)
 
 
-def test_what_is_wrong_with_a_folder_is_said(target: Path, tmp_path: Path) -> None:
+def test_errors_name_what_is_wrong_with_a_folder(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
     with pytest.raises(ValueError, match=r"it has no config\.json"):
         load(folder, target)
@@ -169,17 +169,17 @@ def test_variants_for_ablations_are_not_served(
     assert type(load_variant(tmp_path, target)) is variant
 
 
-def test_architectures_tell_variants_apart() -> None:
+def test_every_variant_has_its_own_architecture() -> None:
     classes = {model for model, _ in VARIANTS.values()}
     assert len({model.architecture for model in classes}) == len(classes) == 4
 
 
-def test_variants_leave_out_what_they_are_named_after(target: Path) -> None:
-    whole, silent, blind = (
+def test_variants_ignore_the_part_that_they_are_named_after(target: Path) -> None:
+    complete, no_info, no_token = (
         drafter_for(target, model=model)
         for model in (LyannaModel, WithoutTokenInfo, WithoutFirstToken)
     )
-    size = whole.layer_config.hidden_size
+    size = complete.layer_config.hidden_size
     hidden, embedded = torch.randn(3, size), torch.randn(3, size)
     tokens = torch.tensor([1, 2, 3])
 
@@ -187,11 +187,11 @@ def test_variants_leave_out_what_they_are_named_after(target: Path) -> None:
         info = drafter.token_info
         return info.codes(tokens, embedded) @ info.columns()
 
-    assert (added(whole) != 0).any()
-    assert (added(silent) == 0).all()
-    assert (silent.token_info.collapse(torch.randn(64, size), torch.float32) == 0).all()
-    assert not torch.equal(whole.fuse(hidden, embedded), whole.fuse(hidden, 2 * embedded))
-    assert torch.equal(blind.fuse(hidden, embedded), blind.fuse(hidden, 2 * embedded))
+    assert (added(complete) != 0).any()
+    assert (added(no_info) == 0).all()
+    assert (no_info.token_info.collapse(torch.randn(64, size), torch.float32) == 0).all()
+    assert not torch.equal(complete.fuse(hidden, embedded), complete.fuse(hidden, 2 * embedded))
+    assert torch.equal(no_token.fuse(hidden, embedded), no_token.fuse(hidden, 2 * embedded))
 
 
 def test_fields_of_earlier_versions_are_read_or_refused() -> None:

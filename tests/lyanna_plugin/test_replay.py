@@ -17,7 +17,7 @@ from scripts.experiments.lyanna.lyanna_replay import LyannaReplay, Text
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
     target = make_tiny_llama(tmp_path_factory.mktemp("target"))
     out = tmp_path_factory.mktemp("drafter")
     return target, out, make_by_heart(target, out).mean_accepted_tokens
@@ -34,15 +34,15 @@ def texts_of(target: Path) -> tuple[list[Text], torch.Tensor, torch.Tensor]:
         Text(tokens, states, len(PROMPTS[0]))
         for tokens, states in zip(written, hidden, strict=True)
     ]
-    # Of different lengths, as answers are.
+    # Answers differ in length.
     texts[1] = Text(texts[1].tokens[:20], texts[1].hidden[:20], texts[1].start)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return texts, embeddings.weight.detach(), head.weight.detach()
 
 
-def test_one_text_after_the_other(learnt: tuple[Path, Path, float]) -> None:
-    """Without second trees, step by step with sample_tree alone."""
-    target, _, _ = learnt
+def test_replay_equals_decoding_one_text_at_a_time(learned: tuple[Path, Path, float]) -> None:
+    """Without second trees, compared with a loop that calls `sample_tree` directly."""
+    target, _, _ = learned
     texts, embeddings, head = texts_of(target)
     drafter = drafter_for(target)
     options = LyannaOptions(model="", resample=False, nodes=7)
@@ -71,10 +71,10 @@ def test_one_text_after_the_other(learnt: tuple[Path, Path, float]) -> None:
         assert replayed.tokens == len(text.tokens) - 1 - text.start
 
 
-def test_fusion_accepts_no_less_and_what_was_learnt_is_accepted(
-    learnt: tuple[Path, Path, float],
+def test_fusion_accepts_no_less_and_learned_text_is_accepted(
+    learned: tuple[Path, Path, float],
 ) -> None:
-    target, out, expected = learnt
+    target, out, expected = learned
     texts, embeddings, head = texts_of(target)
     drafter = load(out, target)
     steps, replay = [], LyannaReplay(texts, drafter, embeddings, head, steps=3)

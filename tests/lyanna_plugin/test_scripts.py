@@ -1,4 +1,4 @@
-"""What the scripts that measure Lyanna do without an engine or a target."""
+"""Parts of the scripts that measure Lyanna which need no engine and no target."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from scripts.experiments.lyanna import measure_lyanna
 
 
-def test_an_unknown_setting_is_named() -> None:
+def test_an_unknown_setting_is_an_error() -> None:
     app = typer.Typer()
     app.command()(measure_lyanna.main)
     places = ("--prompts", "p.jsonl", "--output", "o.json", "--work", "w", "--drafter", "a=a")

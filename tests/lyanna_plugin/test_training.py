@@ -1,4 +1,4 @@
-"""Training on the text of a tiny target: it learns, in all its parts, and can be interrupted."""
+"""Training on the text of a tiny target: all parts are trained, and a run can be interrupted."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def test_the_top_token_is_the_targets_greedy_choice(target: Any, corpus: Corpus)
     assert batch.in_answer.sum() == 3 * 40
 
 
-def test_features_are_what_the_target_says(target: Any, corpus: Corpus) -> None:
+def test_features_are_the_targets_outputs(target: Any, corpus: Corpus) -> None:
     assert corpus.cache.missing() == []
     part = corpus.part([5])
     hidden, tokens, probs = part.features(0)
     with torch.no_grad():
-        said = target(part.samples[0].tokens.long()[None], output_hidden_states=True)
-    torch.testing.assert_close(hidden, said.hidden_states[-1][0].bfloat16())
-    best = said.logits[0].softmax(-1).topk(8)
+        outputs = target(part.samples[0].tokens.long()[None], output_hidden_states=True)
+    torch.testing.assert_close(hidden, outputs.hidden_states[-1][0].bfloat16())
+    best = outputs.logits[0].softmax(-1).topk(8)
     assert torch.equal(tokens, best.indices.int())
     torch.testing.assert_close(probs, best.values.bfloat16())
 
 
-def test_text_that_is_added_leaves_whole_shards_as_they_are(
+def test_added_text_does_not_invalidate_complete_shards(
     target: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "_SHARD", 8)
@@ -107,16 +107,16 @@ def test_gradients_flow_to_every_trained_part(
     model = loss_of(drafter_for(folder, model=variant), target)
     loss, _ = model(collate(corpus, [0, 1]), torch.Generator().manual_seed(0))
     loss.backward()
-    still = {
+    untrained = {
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
         and (parameter.grad is None or not parameter.grad.abs().sum() > 0)
     }
-    assert still == set()
+    assert untrained == set()
 
 
-def test_the_loss_of_sampled_columns_is_near_that_of_all(
+def test_the_loss_over_sampled_columns_estimates_the_full_loss(
     folder: Path, target: Any, corpus: Corpus
 ) -> None:
     drafter = drafter_for(folder)
@@ -131,7 +131,7 @@ def test_the_loss_of_sampled_columns_is_near_that_of_all(
     assert (drawn.std(0) > 0).all()
 
 
-def test_a_small_text_is_learnt_by_heart(
+def test_a_small_text_is_memorised(
     folder: Path, target: Any, corpus: Corpus, tmp_path: Path
 ) -> None:
     few = corpus.part(range(12))
@@ -159,7 +159,7 @@ def test_a_small_text_is_learnt_by_heart(
     assert load(tmp_path, folder).config == drafter.config
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     folder: Path, target: Any, corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = TrainingSettings(epochs=6, learning_rate=1e-3, positions=512, save_every=4)
