@@ -2,8 +2,8 @@
 
 The public function or class of an operation checks its arguments and calls the implementation that
 `_dispatch.py` chooses: Triton, then C++, then the reference. `DRAFTTREE_KERNELS=reference` forces
-the reference of every operation. The reference defines the result, and tests compare the others
-with it. Where the table has no kernel for a device, the reference runs there.
+the reference of every operation. The reference defines the result, and tests compare the kernels
+with it. It also runs on devices for which the table has no kernel.
 
 | Operation | Used by | Triton | C++ | Source |
 |---|---|---|---|---|

@@ -1,6 +1,6 @@
 """Compilation of the C++ kernels: flags, and the libraries that a wheel ships.
 
-A wheel holds one library for each kernel and instruction set level in `LEVELS`; `shipped_library`
+A wheel has one library for each kernel and instruction set level in `LEVELS`; `shipped_library`
 finds the best one that this processor can run. `setup.py` imports this module when it builds a
 wheel, so it needs nothing but the standard library.
 """
@@ -22,18 +22,18 @@ COMPILE_TIMEOUT = 300.0
 
 _COMPILE = (
     *("-std=c++17", "-O3", "-fPIC", "-Wall"),
-    # The reductions of a matrix product need no more; -ffast-math would change the whole process.
+    # Enough to vectorise matrix products; -ffast-math would change the whole process.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
     "-fopenmp",
 )
-# Linked without -fopenmp: the threads are those of the OpenMP library that PyTorch has loaded
-# already. A second library would bring its own threads, which compete with PyTorch's for cores.
+# Linked without -fopenmp, to use the OpenMP library that PyTorch has already loaded. The threads of
+# a second one would compete with PyTorch's for cores.
 _LINK = ("-shared",)
 
 
 @dataclass(frozen=True)
 class Level:
-    """An instruction set level for which a wheel holds libraries.
+    """An instruction set level for which a wheel has libraries.
 
     Attributes:
         march: The level's name, as the compiler's `-march` takes it.
@@ -47,8 +47,8 @@ class Level:
 _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-# Best level first. PyTorch's own CPU kernels are slow below AVX2, so no wheel is built for less:
-# such processors compile on first use, as do other architectures.
+# Best level first. PyTorch's own CPU kernels are slow without AVX2, so wheels support no older
+# processors: these compile on first use, as do other architectures.
 LEVELS = (Level("x86-64-v4", _V4), Level("x86-64-v3", _V3))
 
 
@@ -102,7 +102,7 @@ def shipped_name(source: Path, level: Level) -> str:
 
 
 def shipped_library(source: Path) -> Path | None:
-    """The library that the wheel holds for this kernel and processor; None if it holds none."""
+    """The wheel's library for this kernel and processor; None if there is none."""
     present = set(processor_flags())
     for level in LEVELS:
         library = source.parent / SHIPPED / shipped_name(source, level)
@@ -120,15 +120,15 @@ def can_build_wheel_libraries() -> bool:
 def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
     """Compile every kernel for every level.
 
-    A file that does not compile is left out, as with a compiler older than the float types that
-    it uses: that kernel is compiled on first use, or runs in PyTorch.
+    A file that does not compile is left out, for example if the compiler lacks a float type that it
+    uses: the kernel is then compiled on first use, or runs in PyTorch.
 
     Args:
         sources: The folder of the C++ files.
-        folder: Where to write the libraries. Anything in it is removed first.
+        folder: The folder to write the libraries to. Its contents are removed first.
 
     Returns:
-        What could not be compiled: one line for each library.
+        One line for each library that could not be compiled.
     """
     program = find_compiler()
     assert program is not None

@@ -1,14 +1,14 @@
 """Chooses the implementation of an operation: Triton, then C++, then the PyTorch reference.
 
-Each operation has up to three implementations of one signature, which `Op` holds:
+Each operation is an `Op` with up to three implementations of one signature:
 
 1. Triton, for tensors on a GPU, where Triton is installed;
 2. C++, for tensors on the CPU, where the library is shipped or can be compiled (`_native.py`);
 3. the PyTorch reference, which defines the result, for everything else.
 
 The environment variable `DRAFTTREE_KERNELS=reference` forces the reference of every operation on
-every device, to tell an error of a kernel from one of its caller. It is much slower. The variable
-is read once in a process, when the first operation runs.
+every device, to tell an error in a kernel from an error in its caller. It is much slower. The
+variable is read once per process, when the first operation runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CppFunction:
 
     @cached_property
     def call(self) -> Callable[..., None]:
-        """The function itself; only where it is available."""
+        """The loaded function; may only be read if `is_available`."""
         function: Any = getattr(self._library, self.name)
         function.restype = None
         function.argtypes = [TYPES[letter] for letter in self.signature]
@@ -91,7 +91,7 @@ class CppFunction:
 
 
 class Op(Generic[P, R]):
-    """One operation in up to three implementations, which take and give the same.
+    """One operation with up to three implementations that take and return the same.
 
     Args:
         name: `module.function`, as in the table of `tree_kernels`.
@@ -117,10 +117,10 @@ class Op(Generic[P, R]):
         self._needs = needs
 
     def on(self, tensor: Tensor) -> Callable[P, R]:
-        """The implementation that runs where `tensor` lies."""
+        """The implementation for the device of `tensor`."""
         return self.on_gpu if tensor.is_cuda else self.on_cpu
 
-    # Decided once, as operations of some microseconds run several times a step.
+    # Cached, because operations of a few microseconds run several times per step.
 
     @cached_property
     def on_gpu(self) -> Callable[P, R]:

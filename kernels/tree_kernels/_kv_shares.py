@@ -1,5 +1,5 @@
-"""Attention that splits the KV of a request into shares, one program each (as Flash-Decoding does):
-the number of shares, and the kernel that merges their results.
+"""Splitting the KV of a request into shares, one program each, as in Flash-Decoding: the number of
+shares, and the kernel that merges their results.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ def shares_of(programs: int, reach: int) -> int:
     """The number of shares into which to split the KV, a power of two.
 
     Args:
-        programs: Number of programs that one share takes.
-        reach: The most tokens that the block table can hold of a request. The lengths themselves
-            are on the device, and reading them would wait for it.
+        programs: Number of programs per share.
+        reach: Maximum number of tokens of a request in the block table. The actual lengths are on
+            the device, and reading them would synchronise with it.
     """
     shares = min(_PROGRAMS // programs, reach // _MIN_TOKENS, _MAX_SHARES)
     return 1 << (max(shares, 1).bit_length() - 1)
@@ -39,7 +39,7 @@ def _merge_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
 ) -> None:
-    """Merge the shares of one row and query head, a program each."""
+    """Merge the shares; one program per row and query head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     if row >= tl.load(query_starts + requests):
@@ -55,17 +55,17 @@ def _merge_kernel(
         parts + (cells * HEAD_SIZE)[:, None] + dims[None, :], mask=valid[None, :], other=0.0
     )
     attended = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    to = out + row * out_stride + head * out_head_stride
-    tl.store(to + dims, attended.to(out.dtype.element_ty), mask=valid)
+    place = out + row * out_stride + head * out_head_stride
+    tl.store(place + dims, attended.to(out.dtype.element_ty), mask=valid)
 
 
 def merge_shares(parts: Tensor, log_sums: Tensor, query_starts: Tensor, out: Tensor) -> None:
-    """Write the sum of each row's S shares, weighted by the sums of their exponentials.
+    """Merge each row's S shares, weighted by the sums of their exponentials.
 
     Args:
         parts: Float32 `[S, T, H, D]`, contiguous: the attention of each share alone.
         log_sums: Float32 `[S, T, H]`, contiguous: log2 of the sum of a share's exponentials; -inf
-            for a share in which the row sees nothing.
+            for a share without a token that the row attends to.
         query_starts: Int32 `[B + 1]`, the first row of each request. Rows from the last entry on
             are left unchanged.
         out: `[T, H, D]`, the result.

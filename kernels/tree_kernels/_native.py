@@ -1,6 +1,6 @@
 """The C++ libraries of the CPU kernels: shipped with the wheel, or compiled on first use.
 
-Without a library or a compiler the PyTorch references run in their place, more slowly.
+Without a library or a compiler the slower PyTorch references run instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def load_native(source: Path) -> ctypes.CDLL | None:
-    """The library of a C++ file; None, with one warning in the log, if there is none and it cannot
-    be compiled."""
+    """Load the library of a C++ file, or compile it first; None, after one warning in the log, if
+    neither is possible."""
     try:
         if (shipped := _build.shipped_library(source)) is not None:
             return ctypes.CDLL(str(shipped))
@@ -66,7 +66,7 @@ def _library(program: str, source: Path) -> Path:
         library = scratch / library.name
     made = scratch / "made.so"
     _build.compile_library(program, source, "native", made)
-    # Atomic, as other processes may build and load the same library now.
+    # Atomic, because other processes may build and load the same library at the same time.
     made.replace(library)
     if library.parent != scratch:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -14,10 +14,10 @@ def best_of_rows(
     W: tl.constexpr,
     TOP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The TOP candidates of highest score in each row `[W, L]`, best first.
+    """The TOP highest-scoring candidates of each row `[W, L]`, best first.
 
     Args:
-        token: Int32 `[W, L]`.
+        token: Int32 `[W, L]`, the candidates.
         source: Int32 `[W, L]`, the source of each candidate.
         score: Float32 `[W, L]`, not negative.
         lane: `[1, L]`, the numbers from 0 to L - 1.
@@ -31,7 +31,7 @@ def best_of_rows(
     scores = tl.full([W, TOP], 0.0, tl.float32)
     for rank in range(TOP):
         best = tl.max(score, 1)
-        # Of equal scores the first: candidates are in the order of their sources.
+        # Ties go to the first candidate; candidates are in the order of their sources.
         at = tl.min(tl.where(score == best[:, None], lane, 2 * TOP), 1)
         here = lane == at[:, None]
         tokens = tl.where(ranks == rank, tl.sum(tl.where(here, token, 0), 1)[:, None], tokens)
@@ -43,9 +43,9 @@ def best_of_rows(
 
 @jit
 def count_better(scores: tl.tensor, W: tl.constexpr, TOP: tl.constexpr) -> tl.tensor:
-    """How many of all scores `[W, TOP]` rank before each of them, int32 `[W * TOP]`.
+    """The number of scores in `[W, TOP]` that rank before each of them, int32 `[W * TOP]`.
 
-    Of equal scores the earlier one, row by row, ranks first.
+    Equal scores rank in row-major order.
     """
     ranks = tl.arange(0, TOP)[None, :]
     mine = tl.reshape(scores, [W * TOP])[:, None]

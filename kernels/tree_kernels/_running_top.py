@@ -1,6 +1,6 @@
 """The largest logits of a row in one pass, for Triton kernels.
 
-A key holds the order of a logit in its upper 32 bits and the inverted id in its lower 32 bits. The
+A key has the order of a logit in its upper 32 bits and the inverted id in its lower 32 bits. The
 largest keys are then the largest logits, equal logits are ordered by lowest id, and no two keys are
 equal.
 """
@@ -18,12 +18,12 @@ def no_keys(slots: tl.tensor) -> tl.tensor:
 
 @jit
 def keep_largest(best: tl.tensor, values: tl.tensor, ids: tl.tensor, vocab: tl.tensor) -> tl.tensor:
-    """The largest among the keys `best` and the keys of `values`, as many as `best` has.
+    """Update `best`, the K largest keys so far, with the keys of `values`.
 
     Args:
         best: Int64 `[K]`, the largest keys so far.
         values: Float32 logits.
-        ids: Their ids; ids outside the vocabulary are ignored.
+        ids: The ids of `values`; ids outside the vocabulary are ignored.
         vocab: Size of the vocabulary.
     """
     # Both zeros are equal, and NaN counts as the largest, as in torch.sort.
@@ -32,7 +32,7 @@ def keep_largest(best: tl.tensor, values: tl.tensor, ids: tl.tensor, vocab: tl.t
     order = tl.where(values != values, 0x7FFFFFFF, order)
     order = tl.where(ids < vocab, order, -0x80000000)
     low = tl.min(best, 0)
-    # Most blocks hold no large logit. Half a key suffices to see that, at less than half the cost.
+    # Most blocks have no large logit, which half of each key shows at less than half the cost.
     if tl.max(order, 0) >= (low >> 32).to(tl.int32):
         keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
         keys = tl.where(ids < vocab, keys, -0x7FFFFFFFFFFFFFFF)

@@ -49,5 +49,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def path_pad(length: int) -> int:
-    """Lanes for paths of `length` nodes; all usual lengths share one number and one compilation."""
+    """Lanes for paths of `length` nodes, at least 16: usual lengths share one compilation."""
     return max(16, next_power_of_2(length))

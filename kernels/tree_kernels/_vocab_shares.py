@@ -1,4 +1,4 @@
-"""How many programs read a row of logits, for kernels that split the vocabulary into shares."""
+"""The number of programs that read a row of logits, for kernels that split the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MOST_SHARES = 16
 
 
 def vocab_shares(rows: int, vocab: int, tile: int) -> tuple[int, int]:
-    """How to split the rows `[rows, vocab]` of logits into shares, one program each.
+    """Split the rows `[rows, vocab]` of logits into shares with one program each.
 
     Args:
         rows: Number of rows, at least 1.

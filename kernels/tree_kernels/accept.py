@@ -1,7 +1,7 @@
 """Verification of draft trees (Token Recycling, arXiv 2408.08696, section 3.3).
 
-A tree is followed from its root along the target's own tokens: whole paths at once for greedy
-requests, and one level at a time for sampled requests, whose tokens are drawn between the levels.
+A tree is followed from its root along the target's own tokens: the whole path at once for greedy
+requests, and one level at a time for sampled requests, whose tokens are drawn between levels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _walk_kernel(
     node = tl.where(count > 0, 0, -1)
     steps = tl.where(count > 0, 1, 0)
     for column in range(length):
-        # A node of -1 equals no column, so that the sum is 0 and the emitted token is -1.
+        # A node of -1 equals no column, so the sum is 0 and the emitted token is -1.
         emit = tl.sum(tl.where(nodes == node, truth + 1, 0), 0) - 1
         tl.store(path + request * length + column, node)
         tl.store(emitted + request * length + column, emit)
@@ -190,17 +190,17 @@ def accept_walk(
     """Accept the longest path whose tokens are the target's own, and emit the target's tokens.
 
     Args:
-        tokens: Int32 `[B, N]`, the trees in breadth-first order. Of equal siblings the first is
-            taken.
+        tokens: Int32 `[B, N]`, the trees in breadth-first order. Of siblings with the same
+            token the first is accepted.
         parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
-        tree_size: Int32 `[B]`, the number of nodes of each tree, the root counted.
+        tree_size: Int32 `[B]`, the number of nodes of each tree, including the root.
         target: Int32 `[B, N]`, the target's token after each node.
-        max_depth: The greatest depth of a node.
+        max_depth: Maximum depth of a node.
 
     Returns:
         The accepted nodes, int32 `[B, max_depth + 1]`, padded with -1; the emitted tokens, of the
-        same shape: the target's token after each accepted node; and their number, int32 `[B]`, the
-        bonus token counted, 0 for a request without a tree.
+        same shape: the target's token after each accepted node; and their number, int32 `[B]`,
+        including the bonus token, 0 for a request without a tree.
 
     Raises:
         ValueError: Shapes do not fit, or `max_depth` is negative.
@@ -221,7 +221,7 @@ def accept_step(
     Args:
         tokens: Int32 `[B, N]`, the trees in breadth-first order.
         parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
-        tree_size: Int32 `[B]`, the number of nodes of each tree, the root counted.
+        tree_size: Int32 `[B]`, the number of nodes of each tree, including the root.
         node: Int32 `[B]`, the current node; -1 for a request that has finished.
         sampled: Int32 `[B]`, the token sampled after the node.
 

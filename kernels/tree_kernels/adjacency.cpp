@@ -7,7 +7,7 @@
 
 #include "floats.h"
 
-constexpr int kChunk = 64;  // logits that are compared together, and mostly skipped together
+constexpr int kChunk = 64;  // logits that are compared, and mostly skipped, together
 
 // An integer that orders logits: both zeros are equal, and NaN is the largest.
 static inline int32_t order_of(float value) {
@@ -27,14 +27,14 @@ static bool any_above(const T* chunk, float limit) {
   return above != 0;
 }
 
-// The ids of the k largest logits of a row, largest first, equal logits by lowest id. `orders` is
-// scratch space for k integers.
+// The ids of the k largest logits of a row, largest first, ties by lowest id. `orders` is scratch
+// space for k integers.
 template <typename T>
 static void top_of_row(const T* row, int64_t vocab, int64_t k, int32_t* ids, int32_t* orders) {
   int64_t found = 0;
   for (int64_t start = 0; start < vocab; start += kChunk) {
     const int64_t count = std::min<int64_t>(kChunk, vocab - start);
-    // A later id comes after an equal logit, so that only a larger logit can enter.
+    // Ties go to the earlier id, so only a larger logit can enter.
     if (found == k && count == kChunk && !any_above(row + start, widen(row[ids[k - 1]]))) continue;
     for (int64_t i = 0; i < count; ++i) {
       const int32_t order = order_of(widen(row[start + i]));
@@ -74,7 +74,7 @@ extern "C" void top_float16(const void* logits, int64_t rows, int64_t stride, in
   top<Float16>(logits, rows, stride, vocab, k, ids, orders, threads);
 }
 
-// Rows are written in order, so that the last of equal tokens is kept.
+// Rows are written in order, so the last row of a repeated token wins.
 extern "C" void update(int32_t* matrix, int64_t matrix_rows, int64_t stride, const int32_t* tokens,
                        const int32_t* candidates, int64_t rows, int64_t k) {
   for (int64_t row = 0; row < rows; ++row) {

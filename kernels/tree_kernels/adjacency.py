@@ -1,7 +1,7 @@
 """The adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.2).
 
-Row t holds the k most likely tokens after token t, most likely first, by the target's last logits
-after t.
+Row t has the k most likely tokens after token t, most likely first, by the target's most recent
+logits after t.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _top_kernel(
     K_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """The largest keys (see `_running_top`) of one row in one share of the vocabulary, a program
-    each."""
+    """Find the largest keys (see `_running_top`); one program per row and share of the
+    vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     slots = tl.arange(0, K_PAD)
@@ -90,7 +90,7 @@ def _keep_kernel(
     ROWS: tl.constexpr,
     WRITE: tl.constexpr,
 ) -> None:
-    """The k largest keys of all shares of a row, a program each; WRITE also updates the matrix."""
+    """Find the k largest keys of all shares; one program per row. WRITE updates the matrix."""
     row = tl.program_id(0)
     slot = tl.arange(0, MOST_SHARES * K_PAD)
     there = slot < shares * K_PAD
@@ -157,8 +157,8 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
 def top_reference(logits: Tensor, k: int) -> Tensor:
     """`top_candidates` in PyTorch.
 
-    The k blocks of 1024 ids with the largest maxima hold the k largest logits, and so do the k runs
-    of 64 ids with the largest maxima in them. Only these 64 k logits are sorted.
+    The k blocks of 1024 ids with the largest maxima contain the k largest logits, and so do the k
+    runs of 64 ids with the largest maxima in them. Only these 64 k logits are sorted.
     """
     rows, vocab = logits.shape
     full = vocab // _BLOCK
@@ -169,7 +169,7 @@ def top_reference(logits: Tensor, k: int) -> Tensor:
     tail = logits[:, full * _BLOCK :]
     if tail.shape[1]:
         tops = torch.cat((tops, tail.amax(1, keepdim=True)), 1)
-        # The padding comes after every real id, so not even a logit of -inf loses to it.
+        # The padding has higher ids than the vocabulary, so even logits of -inf rank before it.
         tail = torch.nn.functional.pad(tail, (0, _BLOCK - tail.shape[1]), value=-torch.inf)
     blocks = (
         _keys(tops, torch.arange(tops.shape[1], device=device))
@@ -194,19 +194,19 @@ def top_reference(logits: Tensor, k: int) -> Tensor:
 
 
 def write_rows(matrix: Tensor, tokens: Tensor, candidates: Tensor) -> None:
-    """Write `matrix[tokens[r]] = candidates[r]`; the last row of equal tokens is the one written.
+    """Write `matrix[tokens[r]] = candidates[r]`; the last row of a repeated token wins.
 
-    The paper leaves the order of writers to a race; here it is fixed. Tokens outside the matrix
-    are skipped. The selection waits for the device: no kernel calls this on a GPU.
+    In the paper the writers race; here the order is fixed. Tokens outside the matrix are skipped.
+    On a GPU the selection synchronises with the device, so only references use this function.
 
     Args:
         matrix: Int32 `[V, k]`, written in place.
-        tokens: Int32 or int64 `[R]`.
-        candidates: Int32 `[R, k]`.
+        tokens: Int32 or int64 `[R]`, the matrix rows to write.
+        candidates: Int32 `[R, k]`, the values to write.
     """
     ordered, rows = tokens.sort(stable=True)
     winner = rows[torch.searchsorted(ordered, tokens.contiguous(), right=True) - 1]
-    # Every row writes the candidates of the last equal row, so the order of writes cannot matter.
+    # Rows with the same token write the same candidates, so the order of writes does not matter.
     valid = (tokens >= 0) & (tokens < matrix.shape[0])
     matrix[tokens[valid].long()] = candidates[winner[valid]]
 
@@ -273,7 +273,7 @@ def _check_matrix(matrix: Tensor, k: int, tokens: Tensor, rows: int) -> None:
 
 
 def top_candidates(logits: Tensor, k: int) -> Tensor:
-    """The ids of the k largest logits of each row, largest first, equal logits by lowest id.
+    """The ids of the k largest logits of each row, largest first; ties by lowest id.
 
     Args:
         logits: Float32, bfloat16 or float16 `[R, V]`. NaN counts as the largest.
@@ -292,7 +292,7 @@ def top_candidates(logits: Tensor, k: int) -> Tensor:
 def recycle(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
     """Write the top candidates of a step's logits into the adjacency matrix (section 3.2).
 
-    Of equal tokens the last row is written; tokens outside the matrix are skipped.
+    The last row of a repeated token wins; tokens outside the matrix are skipped.
 
     Args:
         matrix: Int32 `[V, k]`, written in place.
@@ -300,7 +300,7 @@ def recycle(matrix: Tensor, tokens: Tensor, logits: Tensor) -> Tensor:
         logits: Float32, bfloat16 or float16 `[R, V']`, the target's logits after each token.
 
     Returns:
-        The candidates, int32 `[R, k]`, as `top_candidates` gives them.
+        The candidates, int32 `[R, k]`, as `top_candidates` returns them.
 
     Raises:
         ValueError: Shapes do not fit, or k is not between 1 and V'.

@@ -1,6 +1,6 @@
 """The bigram table: candidates by a token and the token before it.
 
-The cell of a bigram is its hash, and a new bigram replaces another one in its cell. This extends
+A bigram is stored in the cell of its hash and replaces another bigram there. This extends
 the adjacency matrix of Token Recycling (arXiv 2408.08696, section 3.2) from one token to two.
 """
 
@@ -16,7 +16,7 @@ from tree_kernels.ngrams import mixed, ngram_cells
 
 _UPDATE = CppFunction("bigrams.cpp", "update_bigrams", "piippppii")
 _NONE = -1
-_ROWS = 256  # that a Triton program compares at once
+_ROWS = 256  # rows that a Triton program compares at once
 
 
 def bigram_cells(previous: Tensor, tokens: Tensor, cells: int) -> Tensor:
@@ -26,7 +26,7 @@ def bigram_cells(previous: Tensor, tokens: Tensor, cells: int) -> Tensor:
 
 @jit
 def bigram_hash(previous: tl.tensor, token: tl.tensor) -> tl.tensor:
-    """The uint32 hash of bigrams, whose lowest bits are the cell."""
+    """The uint32 hash of bigrams, whose lowest bits give the cell."""
     return mixed(mixed(tl.full(token.shape, 2, tl.uint32), previous), token)
 
 
@@ -44,9 +44,9 @@ def _update_kernel(
     K_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Write one row, unless a later row has the same cell; a program each.
+    """Write a row, unless a later row has the same cell; one program per row.
 
-    `table_cells` is the distance from one slot's table to the next in cells, 0 if all share one.
+    `table_cells` is the number of cells of a slot's table, or 0 if all slots share one table.
     """
     row = tl.program_id(0)
     own = row + tl.arange(0, 1)
@@ -126,15 +126,15 @@ _UPDATE_BIGRAMS = Op(
 def update_bigrams(
     bigrams: Tensor, slots: Tensor, tokens: Tensor, previous: Tensor, candidates: Tensor
 ) -> None:
-    """Write the candidates of bigrams; of rows with the same cell the last one is written.
+    """Write the candidates of bigrams; the last row of a cell wins.
 
     Args:
         bigrams: Int32 `[P, S, 2 + k]`, contiguous, S a power of two: one table for each slot, or
-            with P = 1 one for all. A cell holds the two tokens and their candidates.
+            one for all if P = 1. A cell contains the two tokens and their candidates.
         slots: Int64 `[R]`, the slot of each row's request.
         tokens: Int32 `[R]`, the last token of each bigram; a row of -1 is skipped.
         previous: Int32 `[R]`, the token before it; a row of -1 is skipped.
-        candidates: Int32 `[R, k]`.
+        candidates: Int32 `[R, k]`, the candidates after each bigram.
 
     Raises:
         ValueError: Shapes do not fit, or the table is not contiguous.
@@ -147,5 +147,5 @@ def update_bigrams(
         or any(each.shape != (rows,) for each in (slots, tokens, previous))
     ):
         shapes = [[*each.shape] for each in (bigrams, slots, tokens, previous, candidates)]
-        raise ValueError(f"expected [P, S, 2 + k], contiguous, [R] thrice and [R, k], not {shapes}")
+        raise ValueError(f"expected [P, S, 2 + k], contiguous, 3 x [R] and [R, k], not {shapes}")
     _UPDATE_BIGRAMS.on(bigrams)(bigrams, slots, tokens, previous, candidates)

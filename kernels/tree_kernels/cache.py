@@ -1,4 +1,4 @@
-"""The folder in which drafttree keeps what it makes once and uses again."""
+"""The folder of drafttree's cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from platformdirs import user_cache_path
 
 
 def cache_root() -> Path:
-    """The folder that `DRAFTTREE_CACHE` names, or else drafttree's folder in the user's cache."""
+    """The folder in `DRAFTTREE_CACHE`, or else drafttree's folder in the user's cache folder."""
     chosen = os.environ.get("DRAFTTREE_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else user_cache_path("drafttree")

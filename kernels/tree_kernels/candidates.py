@@ -1,8 +1,9 @@
-"""The candidates for the children of a draft tree's node, and the source of each.
+"""The candidates for the children of a node, and the source of each.
 
-The candidates of a node are, in this order and each once: the token that followed the longest
-suffix of the node's path that occurred earlier in the request's text (the n-gram match), the row of
-its last two tokens in the bigram table, and the row of its token in the adjacency matrix.
+The candidates of a node are, in this order and without duplicates: the token that followed the
+longest suffix of the node's path that occurred earlier in the request's text (the n-gram match),
+the row of its last two tokens in the bigram table, and the row of its token in the adjacency
+matrix.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ ROW_STATES = TOP + 1
 """States of a candidate by the adjacency matrix; see `NUM_SOURCES`."""
 
 ALONE = -2
-"""In place of the previous token in a bigram table: the cell holds the request's own row of a token
-alone, which is used instead of the adjacency matrix's row."""
+"""Stored as the previous token in a private bigram table: the cell is the request's own row of a
+single token, which is used instead of the adjacency matrix's row."""
 
 NUM_SOURCES = (2 * LONGEST + 1) * BIGRAM_STATES * ROW_STATES
 """The number of candidate sources: source = (match x BIGRAM_STATES + bigram) x ROW_STATES + row.
 
 - match: 0 if no suffix occurred before; n if a suffix of n tokens did and the candidate followed
-  it; n + LONGEST if another token followed it.
+  it there; n + LONGEST if another token followed it.
 - bigram: the candidate's rank, from 1, in the row of the bigram table; 0 if it is not in that row;
   TOP + 1 if the table has no such row.
 - row: the candidate's rank, from 1, in the row of its parent's token; 0 if it is not in that row.
@@ -42,7 +43,7 @@ NUM_SOURCES = (2 * LONGEST + 1) * BIGRAM_STATES * ROW_STATES
 def _find_bigram(
     bigrams: tl.tensor, cells: tl.tensor, previous: tl.tensor, token: tl.tensor, TOP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The cells of bigrams `[W]`, and whether the cells hold these bigrams."""
+    """The cells of bigrams `[W]`, and whether they contain these bigrams."""
     cell = bigrams + (bigram_hash(previous, token).to(tl.int64) & (cells - 1)) * (TOP + 2)
     return cell, (tl.load(cell) == previous) & (tl.load(cell + 1) == token)
 
@@ -103,7 +104,7 @@ def node_candidates(
         likely = tl.load(row + rank, mask=known, other=-1)
         in_row = tl.where((in_row == 0) & (offered == likely[:, None]), rank + 1, in_row)
     is_copy = offered == copy[:, None]
-    # A repeated token has another rank than its lane, or a rank in an earlier row.
+    # A duplicate has a rank other than its lane's, or a rank in an earlier row.
     first = (of_bigram & (in_bigram == lane)) | (of_row & (in_bigram == 0) & (in_row == lane - TOP))
     first = (lane == 0) | (first & (offered != copy[:, None]))
     state = tl.where(is_copy, matched[:, None], LONGEST + matched[:, None])
@@ -116,7 +117,7 @@ def node_candidates(
 def _find_rows(
     bigrams: Tensor, slots: Tensor, previous: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rows of bigrams in the slots' tables, `[B, W, TOP]`, and whether the cells hold them."""
+    """The rows of bigrams in the slots' tables, `[B, W, TOP]`, and whether they were found."""
     table = slots[:, None] if len(bigrams) > 1 else torch.zeros_like(slots)[:, None]
     cell = bigrams[table, bigram_cells(previous, tokens, bigrams.shape[1])]
     return cell[..., 2:], (cell[..., 0] == previous) & (cell[..., 1] == tokens)
@@ -131,7 +132,7 @@ def _rank(row: Tensor, tokens: Tensor) -> Tensor:
 def find_candidates(
     matrix: Tensor, bigrams: Tensor, ngrams: NgramIndex, slots: Tensor, suffix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The candidates of W nodes of each request, in PyTorch.
+    """The PyTorch reference for the candidates of W nodes of each request.
 
     Args:
         matrix: The adjacency matrix, as in `growth.grow`.

@@ -2,7 +2,7 @@
 //
 // An item of work is some nodes of one tree, one KV head and a run of KV blocks. Its rows are the
 // nodes times the query heads that share the KV head, so that scores and weighted sums are small
-// matrix products in registers. In the end the runs of the same rows are merged by their maxima.
+// matrix products in registers. Finally the runs of the same rows are merged by their maxima.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,9 +20,9 @@ constexpr int kVectors = 2;
 #endif
 constexpr int kTile = kWidth * kVectors;  // columns of a product in registers
 constexpr int kRows = 4;                  // rows of a product in registers
-constexpr int64_t kRowsAtOnce = 48;       // with more the scores would not fit into the L1 cache
+constexpr int64_t kRowsAtOnce = 48;       // the scores of more would not fit into the L1 cache
 constexpr int64_t kItemsPerThread = 4;
-constexpr float kHidden = -1e30f;  // finite, so that a run without a visible token gives no NaN
+constexpr float kHidden = -1e30f;  // finite, so that a run without a visible token does not give NaN
 constexpr float kLeast = -126.0f;  // the smallest exponent of a normal float
 
 typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
@@ -31,7 +31,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * kWidth), aligned(4), may
 static Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 static void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
 
-// 2^x for x <= 0, 0 below the normal floats; relative error 2e-7. The polynomial is a minimax fit
+// 2^x for x <= 0, flushed to 0 below the normal floats; relative error 2e-7. The polynomial is a minimax fit
 // of 2^f over [-1, 0] that is exact at 0.
 static Vector exp2(Vector x) {
   const Vector clamped = x < kLeast ? Vector{} + kLeast : x;
@@ -66,7 +66,7 @@ static void multiply(const float* a, int64_t a_stride, const float* b, int64_t b
     for (int j = 0; j < N; ++j) {
       Vector right = load(b + d * b_stride + j * kWidth);
 #if defined(__x86_64__)
-      asm("" : "+v"(right));  // else GCC loads it again for each row, and loads are the bottleneck
+      asm("" : "+v"(right));  // or GCC would load it again for each row, and loads are the bottleneck
 #endif
       for (int i = 0; i < kRows; ++i) sum[i][j] += left[i] * right;
     }
@@ -93,7 +93,7 @@ struct Trees {
   const int64_t* lengths;  // [count], tokens of the context and the tree together
   const int32_t* blocks;   // [count, blocks_stride]
   int64_t blocks_stride;
-  const uint8_t* masks;    // [count, most nodes, most nodes]
+  const uint8_t* masks;    // [count, most_nodes, most_nodes]
   int64_t most_nodes;
 };
 
@@ -125,8 +125,8 @@ static int64_t row_offset(const Layer<T>& layer, const Trees& trees, const Item&
   return token * stride + (item.kv_head * layer.group + r % layer.group) * layer.head_size;
 }
 
-// Replaces the scores of a block by their exponentials relative to the rows' maxima so far, and
-// rescales the sums where a maximum rises (online softmax).
+// Online softmax: replaces the scores of a block by their exponentials relative to the rows' maxima
+// so far, and rescales the sums of rows whose maximum rises.
 static void soften(float* scores, int64_t span, int64_t columns, const Item& item, int64_t size) {
   float* maxima = item.sums + item.rows * size;
   float* weights = maxima + item.rows;
@@ -269,7 +269,7 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
     item.sums = place;
     place += item.rows * (layer.head_size + 2);
   }
-  // The vectors are thread-local, so that other threads need pointers to this thread's.
+  // The vectors are thread-local, so other threads need pointers to this thread's.
   const Item* all = items.data();
   const int64_t* starts = groups.data();
   const int64_t num_items = items.size(), num_groups = groups.size() - 1;

@@ -28,15 +28,15 @@ _MULTIPLE = 16  # float32 values in the widest vector register
 
 @dataclass(frozen=True)
 class PagedTrees:
-    """The T trees of a step and the places of their keys and values.
+    """The T trees of a step and the KV blocks of their requests.
 
     Attributes:
         starts: Int64 `[T]`, the row of each tree's root in the batch.
-        nodes: Int64 `[T]`, the number of nodes of each tree, the root counted. The nodes of a tree
-            are adjacent in the batch.
-        lengths: Int64 `[T]`, the number of tokens of each context and its tree together.
+        nodes: Int64 `[T]`, the number of nodes of each tree, including the root. The nodes of a
+            tree are adjacent in the batch.
+        lengths: Int64 `[T]`, the number of tokens of each context plus its tree.
         blocks: Int32 `[T, P]`, the KV blocks of each request in the order of its tokens.
-        masks: Bool `[T, N, N]`, whether node i attends to node j; no tree has more than N nodes.
+        masks: Bool `[T, N, N]`, whether node i attends to node j. No tree has more than N nodes.
 
     Raises:
         ValueError: A tensor has another type or shape or is not contiguous.
@@ -148,7 +148,7 @@ class TreeAttention:
             values: `[blocks, kv_heads, block_size, head_size]`, each head of a block contiguous,
                 with the strides of the keys between blocks and between heads.
             output: `[tokens, heads, head_size]`, written in the rows of the trees only.
-            scale: Factor of the scores.
+            scale: Factor of the attention scores.
         """
         self._attend(self, trees, query, keys, values, output, scale)
 
@@ -186,7 +186,7 @@ def _attend_reference(
         strict=True,
     ):
         used = blocks[: -(-length // block_size)]
-        # The query heads of a group become rows, so that each KV head is one matrix product.
+        # The query heads of a group become rows, so each KV head takes one matrix product.
         q = query[start : start + nodes].view(nodes, heads, group, size).transpose(0, 1)
         k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
         v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]

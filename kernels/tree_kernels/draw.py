@@ -1,9 +1,9 @@
 """Sampling of one token from the softmax of each row of logits.
 
-The token of the largest logit / temperature + Gumbel noise is distributed as the softmax (the
-Gumbel-max trick), so that a row is read once and no distribution is written. The noise comes from
-Philox 4x32-10 (Salmon et al., SC 2011) with a key for each row and the id as counter: it does not
-depend on the order in which programs run.
+The argmax of logit / temperature + Gumbel noise is distributed as the softmax (the Gumbel-max
+trick), so a row is read once and no distribution is written. The noise comes from Philox 4x32-10
+(Salmon et al., SC 2011) with a key for each row and the id as counter: it does not depend on the
+order in which programs run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _MASK = 0xFFFFFFFF
 # Scale 31 bits to [0, 1), shifted by half a step so that no number is 0.
 _SCALE = 4.6566127342e-10
 _HALF = 2.3283064e-10
-# Below this the first terms of its series are more accurate than -log(1 - u) itself. The largest
-# noise has a u close to 0.
+# For u below this, the first terms of the Taylor series of -log(1 - u) are more accurate than its
+# direct evaluation. The largest noise comes from a u close to 0.
 _SMALL = 1 / 64
 
 
@@ -67,7 +67,7 @@ def _better(
     vocab: tl.tensor,
     temperature: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The best score of each lane and its id, updated with those of `ids`."""
+    """Update the best score and id of each lane with the scores of `ids`."""
     logits = tl.load(line + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
     scores = logits / temperature + noise
     better = scores > best
@@ -89,7 +89,7 @@ def _draw_kernel(
     HALF: tl.constexpr,
     SMALL: tl.constexpr,
 ) -> None:
-    """The best token of one row in one share of the vocabulary, a program each."""
+    """Find the best token; one program per row and share of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     line = logits + row * logits_stride
@@ -126,7 +126,7 @@ def _first_kernel(
     shares: tl.tensor,
     MOST_SHARES: tl.constexpr,
 ) -> None:
-    """The token of the best share of one row, a program each."""
+    """Take the token of the best share; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, MOST_SHARES)
     there = share < shares
@@ -197,12 +197,11 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
 
     Args:
         logits: Float32, bfloat16 or float16 `[R, V]`, without NaN.
-        temperatures: Float32 `[R]`. Where it is 0 the most likely token is taken, of equal ones
-            that of the lowest id.
-        seed: Int64 `[1]` on the device of the logits, not negative. Equal seeds give equal draws.
+        temperatures: Float32 `[R]`. At 0 the most likely token is taken, ties by lowest id.
+        seed: Int64 `[1]` on the device of the logits, not negative. Equal seeds give equal tokens.
 
     Returns:
-        Int32 `[R]`.
+        The sampled tokens, int32 `[R]`.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -22,7 +22,7 @@ def _full_mask_kernel(
     width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the row of one node, a program each."""
+    """Write the row of a node; one program per node."""
     request = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1).to(tl.int64)
     context = tl.load(contexts + request)
@@ -66,13 +66,13 @@ _FULL_MASK = Op("full_mask.full_mask", _full_mask_reference, triton=_full_mask_t
 
 
 def full_mask(masks: Tensor, contexts: Tensor, size: int) -> Tensor:
-    """The flat mask of a batch; every node attends to its whole context.
+    """The flat custom mask of a batch; every node attends to its whole context.
 
     Args:
         masks: Bool `[B, N, N]`, whether node i attends to node j.
         contexts: Int64 `[B]`, the number of tokens before each tree.
-        size: Number of elements of the result, B * N * N + N * sum(contexts). The caller knows it
-            without waiting for the device.
+        size: Number of elements of the result, B * N * N + N * sum(contexts). Computing it here
+            would wait for the device.
 
     Returns:
         Bool `[size]`: for each request N rows of `contexts[b] + N` elements.

@@ -30,7 +30,7 @@ def _gather_kernel(
     LEVELS: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """Fill the tree of one request, a program each. It is in registers: levels need no barrier."""
+    """Fill a tree; one program per request. It is in registers, so levels need no barrier."""
     request = tl.program_id(0)
     nodes = tl.arange(0, PAD)
     inside = (nodes < tree_size) & (nodes > 0)
@@ -68,7 +68,7 @@ def _compact_kernel(
     count = tl.sum(keep.to(tl.int32), 0)
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     above = tl.where(parent < 0, -1, tl.gather(place, tl.maximum(parent, 0), 0))
-    # The dropped nodes fill the cells behind the kept ones: every cell has one writer.
+    # Dropped nodes fill the cells after the kept ones, so every cell is written exactly once.
     place = tl.where(keep, place, count + nodes - place - 1)
     here = request * tree_size + place
     tl.store(out_tokens + here, token, mask=inside)
@@ -140,7 +140,7 @@ def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor,
     place = keep.cumsum(1) - 1
     parents = parents.expand(requests, nodes).long()
     above = place.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, -1).int()
-    # Dropped nodes go to an extra column, which is cut off.
+    # Dropped nodes go to an extra column, which is discarded.
     place = place.masked_fill(~keep, nodes)
     padding = tokens.new_full((requests, nodes + 1), -1)
     out_tokens = padding.scatter(1, place, tokens)[:, :nodes]
@@ -192,11 +192,11 @@ def gather_tree(
 
     Args:
         matrix: Int32 `[V, k]`, contiguous, the adjacency matrix; -1 where there is no candidate.
-        roots: Int32 or int64 `[B]`.
+        roots: Int32 or int64 `[B]`, the root tokens.
         parents: Int32 `[N]`, the columns of the nodes' parents in breadth-first order, -1 for the
             root, which is node 0.
         ranks: Int32 `[N]`, the rank of each node among the candidates of its parent.
-        level_ends: For each depth d the number of nodes of depth at most d.
+        level_ends: For each depth d, the number of nodes of depth at most d.
 
     Returns:
         Int32 `[B, N]`; -1 for a node without a candidate or with a parent outside [0, V), and for
@@ -210,7 +210,7 @@ def gather_tree(
     if parents.dim() != 1 or parents.shape != ranks.shape:
         raise ValueError(f"parents {[*parents.shape]} and ranks {[*ranks.shape]} must both be [N]")
     if not level_ends or level_ends[0] != 1 or level_ends[-1] != parents.shape[0]:
-        raise ValueError(f"level_ends must lead from 1 to {parents.shape[0]}, not {[*level_ends]}")
+        raise ValueError(f"level_ends must go from 1 to {parents.shape[0]}, not {[*level_ends]}")
     return _GATHER_TREE.on(matrix)(matrix, roots, parents, ranks, level_ends)
 
 
@@ -220,8 +220,8 @@ def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tenso
     The paper drafts zeros for these nodes (section 3.3).
 
     Args:
-        tokens: Int32 `[B, N]`. All nodes below a node of -1 must be -1 too, as `gather_tree` gives
-            them.
+        tokens: Int32 `[B, N]`, the trees. All nodes below a node of -1 must be -1 too, as in the
+            result of `gather_tree`.
         parents: Int32 `[N]` or `[B, N]`, the columns of the nodes' parents, -1 for a root.
 
     Returns:

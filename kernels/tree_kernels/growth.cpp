@@ -9,14 +9,14 @@
 
 constexpr int64_t kTop = 8;                 // candidates in a row, and children of a node
 constexpr int64_t kOffered = 2 * kTop + 1;  // an n-gram match, a bigram's row and a token's row
-constexpr int32_t kAlone = -2;  // in place of the previous token: the row of a token alone, the request's own
+constexpr int32_t kAlone = -2;  // stored as the previous token: the request's own row of a single token
 constexpr int64_t kBigramStates = kTop + 2, kRowStates = kTop + 1;
 
 struct Tables {
   const int32_t* matrix;
   int64_t vocab;
   const int32_t* bigrams;
-  int64_t bigram_cells;   // of a slot's table
+  int64_t bigram_cells;   // cells of a slot's table
   int64_t bigram_stride;  // integers from one slot's table to the next, 0 if all share one
   const int32_t* history;
   int64_t length;
@@ -49,7 +49,7 @@ static int32_t match_ngrams(const Tables& tables, int64_t slot, const int32_t* s
   return -1;
 }
 
-// The row of a bigram in a slot's table; null if the table does not hold it.
+// The row of a bigram in a slot's table; null if the table does not contain it.
 static const int32_t* find_row(const Tables& tables, int64_t slot, int32_t previous, int32_t token) {
   const int32_t key[2] = {previous, token};
   const int32_t* cell = tables.bigrams + slot * tables.bigram_stride +
@@ -63,7 +63,7 @@ static int64_t rank_in(const int32_t* row, int32_t token) {
   return 0;
 }
 
-// The children of a node, best first; equal scores in the order of the candidates.
+// The children of a node, best first; ties in the order of the candidates.
 static int64_t children_of(const Tables& tables, int64_t slot, const Node& node, int32_t at,
                            Node* children) {
   static const int32_t kNothing[kTop] = {-1, -1, -1, -1, -1, -1, -1, -1};
@@ -104,7 +104,7 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
   return count;
 }
 
-// The results are [B, columns]; the columns of a level without a node hold -1, -1, 0 and 0.
+// The results are [B, columns]; columns without a node are -1, -1, 0 and 0.
 extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* bigrams,
                            int64_t bigram_cells,
                            int64_t bigram_stride, const int32_t* history, int64_t length,

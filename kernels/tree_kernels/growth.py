@@ -26,7 +26,7 @@ _LANES = next_power_of_2(2 * TOP + 1)
 
 @dataclass(frozen=True)
 class Grown:
-    """Expanded trees: all levels one after another, each level in the order of its parents.
+    """Expanded trees: one level after another, each in the order of its parents.
 
     Attributes:
         tokens: Int32 `[B, F]`, the root first; -1 where there is no node.
@@ -44,7 +44,7 @@ class Grown:
 
 
 def columns_of(width: int, depth: int) -> int:
-    """The number of columns of trees with `depth` levels of up to `width` nodes below the root."""
+    """The number of columns of a tree with `depth` levels of up to `width` nodes below the root."""
     return 1 + min(TOP, width) + (depth - 1) * width
 
 
@@ -54,12 +54,12 @@ def _slot_stride(bigrams: Tensor) -> int:
 
 @jit
 def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
-    """The token at `place` of the text for the first node; -1 for others and before the text."""
+    """The token at `place` of the text for node 0; -1 for other nodes and before the text."""
     return tl.where(node == 0, tl.load(text + place, mask=place >= 0, other=-1), -1)
 
 
-# The roots may be a slice of another tensor and the results are rows of one tensor, so that their
-# addresses depend on the batch.
+# The roots may be a slice of another tensor, and the results are slices of one tensor: how their
+# addresses are aligned depends on the batch.
 @jit(do_not_specialize=["roots", "tokens", "parents", "sources"])
 def _grow_kernel(
     matrix: tl.tensor,
@@ -90,7 +90,7 @@ def _grow_kernel(
     WIDTH: tl.constexpr,
     W: tl.constexpr,
 ) -> None:
-    """Expand the tree of one request, a program each; the current level is in registers."""
+    """Expand a tree; one program per request. The current level is in registers."""
     line = tl.program_id(0).to(tl.int64) * columns
     slot = tl.load(slots + tl.program_id(0))
     text = history + slot * length
@@ -145,7 +145,7 @@ def _grow_kernel(
         tl.store(parents + here, -1, mask=gap)
         tl.store(sources + here, 0, mask=gap)
         tl.store(scores + here, 0.0, mask=gap)
-        # What other threads of the program wrote is read below.
+        # The loads below read what other threads of the program have stored.
         tl.debug_barrier()
         parent = tl.load(parents + here, mask=node < room, other=-1)
         parent = tl.maximum(parent - above, 0)
@@ -303,17 +303,17 @@ def grow(
 ) -> Grown:
     """Expand a tree under each root, level by level.
 
-    Of equal scores in a level the earlier parent's comes first, and then the earlier candidate.
+    Ties within a level go to the earlier parent, then to the earlier candidate.
 
     Args:
         matrix: Int32 `[V, 8]`, contiguous, the adjacency matrix; -1 where there is no candidate.
         bigrams: Int32 `[P, S, 10]`, contiguous, S a power of two: the bigram tables, one for each
-            slot, or with P = 1 one for all. A cell holds two tokens and their candidates. If the
-            first of the two is `ALONE`, the candidates replace the matrix's row of the second.
+            slot, or one for all if P = 1. A cell contains two tokens and their candidates. If the
+            first token is `ALONE`, the candidates replace the matrix's row of the second.
         ngrams: The texts of the requests, each of which ends with its root.
         priors: Float32 `[NUM_SOURCES]`, the acceptance probability of each source, in [0, 1].
         slots: Int64 `[B]`, the slots of the requests.
-        roots: Int32 `[B]`.
+        roots: Int32 `[B]`, the root tokens.
         width: Maximum number of nodes of a level.
         depth: Number of levels below the root.
 

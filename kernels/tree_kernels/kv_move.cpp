@@ -8,7 +8,7 @@ struct Layout {
   int64_t block_stride, head_stride, offset_stride, dim_stride;  // in elements
 };
 
-// Rows are copied as integers of the elements' size T, so that any value is copied bit by bit.
+// Rows are copied as integers T of the element size, so that all values are copied bit by bit.
 template <typename T>
 static void move(const int64_t* caches, int64_t num_caches, const Layout& layout,
                  const int64_t* slots, const int32_t* path, int64_t requests, int64_t nodes,
@@ -25,7 +25,7 @@ static void move(const int64_t* caches, int64_t num_caches, const Layout& layout
           return cache + slot_of[node] / layout.block_size * layout.block_stride +
                  slot_of[node] % layout.block_size * layout.offset_stride;
         };
-        // The moves of a request overlap, so that all its rows are read before any is written.
+        // The moves of a request overlap, so all its rows are read before any is written.
         for (int64_t d = 1; d < length; ++d) {
           if (accepted[d] <= 0 || accepted[d] == d) continue;
           const T* from = row_of(accepted[d]);

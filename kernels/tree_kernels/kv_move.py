@@ -1,7 +1,7 @@
-"""KV compaction: the rows of the accepted nodes move to the slots right behind the root's.
+"""KV compaction: the rows of the accepted nodes move to the slots right after the root's.
 
-There they would be without a tree. The moves of a request overlap, so that all its rows are read
-before any is written.
+They would be there without a tree. The moves of a request overlap, so all its rows are read before
+any is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, path_pad, tl
 
-# Rows are copied as integers, so that any element type, NaN included, is copied bit by bit.
+# Rows are copied as integers, so that all element types and NaN are copied bit by bit.
 _MOVE = {size: CppFunction("kv_move.cpp", f"move_{size}", "pipppiii") for size in (1, 2, 4, 8)}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,9 +37,9 @@ def _move_kernel(
     PATH_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ) -> None:
-    """Move the rows of one request, head and cache, a program each.
+    """Move rows; one program per request, head and cache.
 
-    `addresses` holds the addresses of all caches; `cache` is one of them and gives the type.
+    `addresses` are the addresses of all caches; `cache` is one of them and gives the type.
     """
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -48,14 +48,14 @@ def _move_kernel(
     dims = tl.arange(0, DIM_PAD)
     node = tl.load(path + request * length + steps, mask=steps < length, other=-1)
     valid = (node > 0) & (node != steps)
-    come = tl.load(slots + request * nodes + node, mask=valid, other=0)
-    go = tl.load(slots + request * nodes + steps, mask=valid, other=0)
+    old_slots = tl.load(slots + request * nodes + node, mask=valid, other=0)
+    new_slots = tl.load(slots + request * nodes + steps, mask=valid, other=0)
     mask = valid[:, None] & (dims < head_dim)[None, :]
     columns = start + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
-    read = (come // block_size) * block_stride + (come % block_size) * offset_stride
-    write = (go // block_size) * block_stride + (go % block_size) * offset_stride
+    read = (old_slots // block_size) * block_stride + (old_slots % block_size) * offset_stride
+    write = (new_slots // block_size) * block_stride + (new_slots % block_size) * offset_stride
     rows = tl.load(columns + read[:, None], mask=mask)
-    # Without a barrier one warp of the program could store before another one loads.
+    # Without a barrier one warp of the program could store before another has loaded.
     tl.debug_barrier()
     tl.store(columns + write[:, None], rows, mask=mask)
 
@@ -82,14 +82,14 @@ def _move_triton(mover: KvMover, slots: Tensor, path: Tensor) -> None:
 
 
 def _move_reference(mover: KvMover, slots: Tensor, path: Tensor) -> None:
-    # On a GPU, where this is not the path of a decode step, nonzero waits for the device.
+    # On a GPU, nonzero waits for the device; decode steps there use the Triton kernel.
     request, place = torch.nonzero(_moves(path), as_tuple=True)
-    come, go = slots[request, path[request, place].long()], slots[request, place]
+    old, new = slots[request, path[request, place].long()], slots[request, place]
     for cache in mover.caches:
         block_size = cache.shape[2]
         bits = cache.view(_BITS[cache.element_size()])
-        rows = bits[come // block_size, :, come % block_size]
-        bits[go // block_size, :, go % block_size] = rows
+        rows = bits[old // block_size, :, old % block_size]
+        bits[new // block_size, :, new % block_size] = rows
 
 
 def _moves(path: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def _kind(cache: Tensor) -> tuple[object, ...]:
 
 
 class KvMover:
-    """Moves rows in all KV caches of a group of layers. The caches must not be reallocated.
+    """Moves rows in all KV caches of a group of layers, which must not be reallocated afterwards.
 
     Args:
         caches: At least one tensor `[num_blocks, heads, block_size, head_dim]`, all of the same
@@ -137,7 +137,7 @@ class KvMover:
     def __init__(self, caches: Sequence[Tensor]) -> None:
         if len(set(map(_kind, caches))) != 1 or caches[0].dim() != 4:
             shapes = sorted({str([*cache.shape]) for cache in caches})
-            raise ValueError(f"caches must be alike and have four dimensions, not {shapes}")
+            raise ValueError(f"caches must have the same layout and four dimensions, not {shapes}")
         self.caches = list(caches)
         cache = self.caches[0]
         addresses = [cache.data_ptr() for cache in self.caches]
@@ -164,7 +164,7 @@ class KvMover:
 
 
 def movers_of(caches: Iterable[Tensor]) -> list[KvMover]:
-    """One `KvMover` for each set of alike caches; keys and values of a layer may share one."""
+    """One `KvMover` for each set of caches with the same layout; keys and values may share one."""
     alike: dict[tuple[object, ...], list[Tensor]] = {}
     for cache in caches:
         alike.setdefault(_kind(cache), []).append(cache)

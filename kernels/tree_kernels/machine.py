@@ -1,4 +1,4 @@
-"""What this machine has: its processor and its C++ compiler."""
+"""The processor and the C++ compiler of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_compiler() -> str | None:
 
 
 def processor_name() -> str:
-    """The processor's model name, or its architecture where the system does not tell the model."""
+    """The processor's model name, or its architecture if the model is unknown."""
     name = _of_cpuinfo("model name") or _of_lscpu("Model name")
     return name or platform.processor() or platform.machine()
 
@@ -38,7 +38,7 @@ def _of_cpuinfo(key: str) -> str:
 
 
 def _of_lscpu(key: str) -> str:
-    # On ARM the kernel gives numbers, which lscpu translates.
+    # On ARM, /proc/cpuinfo has numbers, which lscpu translates.
     try:
         done = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,5 +1,5 @@
 // Depths and ancestor masks of trees, on a CPU. In breadth-first order a parent comes before its
-// children, so that one pass is enough.
+// children, so one pass is enough.
 
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,6 @@
 """The depths and the ancestor masks of trees (Token Recycling, arXiv 2408.08696, section 3.3).
 
-Triton and PyTorch find them by pointer doubling, in ceil(log2 N) rounds.
+Triton and PyTorch compute them by pointer doubling, in ceil(log2 N) rounds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _tree_mask_kernel(
     ROUNDS: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """32 columns of one request's mask, a program each. Bit j of `bits` says whether node
-    32 * word + j is an ancestor."""
+    """Write 32 columns of a mask; one program per request and word. Bit j of `bits` says whether
+    node 32 * word + j is an ancestor."""
     request = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1)
     nodes = tl.arange(0, PAD)
@@ -101,8 +101,8 @@ def _tree_mask_triton(parents: Tensor, tree_size: Tensor) -> Tensor:
 
 
 def _jumps(parents: Tensor, tree_size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes inside each tree, those of them that have a parent, and the parent of each node or
-    the node itself; `[B, N]`."""
+    """Three tensors `[B, N]`: whether a column is a node, whether it also has a parent, and its
+    parent, or the column itself if it has none."""
     nodes = torch.arange(parents.shape[1], device=parents.device)
     valid = nodes < tree_size[:, None]
     below = valid & (parents >= 0)
@@ -168,7 +168,7 @@ def depths(parents: Tensor, tree_size: Tensor) -> Tensor:
     Args:
         parents: Int32 `[B, N]`, the columns of the nodes' parents in breadth-first order, -1 for a
             root.
-        tree_size: Int32 `[B]`, the number of nodes of each tree, the root counted.
+        tree_size: Int32 `[B]`, the number of nodes of each tree, including the root.
 
     Returns:
         Int32 `[B, N]`, 0 for the root and for padding.
@@ -186,7 +186,7 @@ def tree_mask(parents: Tensor, tree_size: Tensor) -> Tensor:
     Args:
         parents: Int32 `[B, N]`, the columns of the nodes' parents in breadth-first order, -1 for a
             root.
-        tree_size: Int32 `[B]`, the number of nodes of each tree, the root counted.
+        tree_size: Int32 `[B]`, the number of nodes of each tree, including the root.
 
     Returns:
         Bool `[B, N, N]`; rows of padding are false.

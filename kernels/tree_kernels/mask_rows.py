@@ -22,7 +22,7 @@ def _mask_rows_kernel(
     out_stride: tl.tensor,
     PAD: tl.constexpr,
 ) -> None:
-    """Write the row of one node, a program each."""
+    """Write the row of a node; one program per node."""
     tree = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
     if node >= tl.load(nodes + tree):
@@ -56,7 +56,7 @@ def _mask_rows_reference(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tens
     lanes = torch.arange(_BITS, dtype=torch.int32, device=masks.device)
     packed = (bits.view(trees, width, words, _BITS) << lanes).sum(3, dtype=torch.int32)
     places = torch.arange(width, device=masks.device)
-    # On a GPU, where this is not the path of a decode step, selecting by mask waits for the device.
+    # On a GPU, selecting by mask waits for the device; decode steps there use the Triton kernel.
     real = places < nodes[:, None]
     out[(starts[:, None] + places)[real]] = packed[real]
 
@@ -69,7 +69,7 @@ def mask_rows(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None
 
     Args:
         masks: Bool `[B, N, N]`, whether node i attends to node j.
-        starts: Integers `[B]`, the row of each tree's root in the batch; its nodes are adjacent.
+        starts: Integers `[B]`, the row of each root in the batch; the nodes of a tree are adjacent.
         nodes: Integers `[B]`, the number of nodes of each tree, at most N.
         out: Int32 `[T, W]` with W >= ceil(N / 32), written in place: bit j % 32 of word j // 32 of
             a row says that it attends to node j.

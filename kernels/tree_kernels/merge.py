@@ -28,9 +28,9 @@ def _merge_kernel(
     DEPTH: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """Merge the trees of one request, a program each.
+    """Merge two trees; one program per request.
 
-    The nodes of the first tree are followed by those of the second, without its root.
+    The nodes of the first tree are followed by those of the second without its root.
     """
     request = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PAD)
@@ -52,13 +52,13 @@ def _merge_kernel(
         tl.load(first_parents + ours, mask=there & (places < width), other=0),
     )
     parent = tl.where(second & (parent > 0), parent + width - 1, tl.maximum(parent, 0))
-    # Trees have at most DEPTH levels, so that DEPTH steps up reach the root from every node.
+    # Trees have at most DEPTH levels, so DEPTH steps up reach the root from every node.
     level = tl.zeros([PAD], tl.int32)
     up = places
     for _ in range(DEPTH):
         level += (there & (up > 0)).to(tl.int32)
         up = tl.gather(parent, up, 0)
-    # A node of the second tree is one of the first's if that has the same token and parent.
+    # A node of the second tree is dropped if the first tree has one with the same path.
     same = places
     below = tl.where(second | (places == 0) | ~there, -1, parent)
     for depth in range(1, DEPTH + 1):
@@ -90,7 +90,7 @@ def _merge_kernel(
 
 
 Tree = tuple[Tensor, Tensor, Tensor]
-"""Tokens int32 `[B, N]`, parents int32 `[B, N]`, tree sizes int32 `[B]` (root counted)."""
+"""Tokens int32 `[B, N]`, parents int32 `[B, N]`, tree sizes int32 `[B]`, including the root."""
 
 
 def _merge_triton(first: Tree, second: Tree, depth: int) -> Tree:
@@ -147,7 +147,7 @@ def _breadth_first(tokens: Tensor, parents: Tensor, levels: Tensor, depth: int) 
         tokens: Int32 `[B, N]`.
         parents: Int64 `[B, N]`, the columns of the nodes' parents; the root's is not read.
         levels: Integers `[B, N]`, the depth of each node; -1 where there is no node.
-        depth: The greatest depth of a node.
+        depth: Maximum depth of a node.
     """
     count = tokens.shape[1]
     here = torch.arange(count, device=tokens.device)
@@ -193,12 +193,12 @@ _MERGE_TREES = Op(
 def merge_trees(first: Tree, second: Tree, depth: int) -> Tree:
     """The union of two trees under the same roots: equal paths become one node.
 
-    Of the children of one parent those of `first` come first.
+    Among the children of a node, those of `first` come first.
 
     Args:
         first: Trees of N columns in breadth-first order, each with at least its root.
         second: Trees of M columns in breadth-first order, with the same roots.
-        depth: The greatest depth of a node.
+        depth: Maximum depth of a node.
 
     Returns:
         Trees of N + M - 1 columns in breadth-first order, padded with -1.
@@ -210,5 +210,5 @@ def merge_trees(first: Tree, second: Tree, depth: int) -> Tree:
         one = nodes.shape == first[0].shape[:1] == tokens.shape[:1]
         if tokens.shape != parents.shape or not one:
             shapes = [[*tensor.shape] for tensor in (*first, *second)]
-            raise ValueError(f"expected [B, N], [B, N] and [B] twice, with one B, not {shapes}")
+            raise ValueError(f"expected [B, N], [B, N] and [B] twice, with equal B, not {shapes}")
     return _MERGE_TREES.on(first[0])(first, second, depth)

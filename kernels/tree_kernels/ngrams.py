@@ -1,7 +1,7 @@
 """The texts of running requests with an index of their n-grams, for prompt-lookup decoding.
 
-The index says where each n-gram of a text last occurred, so that a draft tree can continue as the
-text did. Appending a token takes the same time however long the text is.
+The index maps each n-gram of a text to its last occurrence, so that a draft tree can propose what
+followed there. Appending a token takes constant time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class NgramIndex:
     Attributes:
         history: Int32 `[P, T]`, the tokens of each text.
         lengths: Int32 `[P]`, the number of tokens of each text; tokens beyond T are dropped.
-        index: Int32 `[P, H]`, H a power of two: the place of the token that followed an n-gram when
-            it last occurred, by the n-gram's hash; -1 if there is none. N-grams may share a cell,
-            so that a reader compares the text.
+        index: Int32 `[P, H]`, H a power of two: by an n-gram's hash, the place of the token that
+            followed its last occurrence; -1 if there is none. N-grams may share a cell, so a match
+            must be compared with the text.
     """
 
     history: Tensor
@@ -43,7 +43,7 @@ class NgramIndex:
 
     @classmethod
     def of(cls, slots: int, length: int, cells: int, device: torch.device) -> NgramIndex:
-        """Empty texts.
+        """An index of empty texts.
 
         Args:
             slots: Number of texts.
@@ -69,7 +69,7 @@ class NgramIndex:
 
 
 def mix(values: Tensor, tokens: Tensor) -> Tensor:
-    """Add `tokens` to the hashes `values`; int64 in [0, 2^32)."""
+    """Hash `tokens` into the hashes `values`; int64 in [0, 2^32)."""
     values = ((values ^ (tokens & 0xFFFFFFFF)) * 0x9E3779B1) & 0xFFFFFFFF
     return values ^ (values >> 15)
 
@@ -105,9 +105,9 @@ def _extend_kernel(
     WRITE: tl.constexpr,
     INDEX: tl.constexpr,
 ) -> None:
-    """Write and index one block of a request's new tokens, a program each.
+    """Write and index a block of new tokens; one program per request and block.
 
-    With both WRITE and INDEX there is one block a request, and the program also sets the length.
+    With both WRITE and INDEX there is one block per request, and the program also sets the length.
     """
     slot = tl.load(slots + tl.program_id(0))
     line = tokens + tl.program_id(0).to(tl.int64) * columns
@@ -124,7 +124,7 @@ def _extend_kernel(
     if WRITE:
         tl.store(text + place, token, mask=fits)
     if WRITE and INDEX:
-        # What other threads of the program wrote is read below.
+        # The loads below read what other threads of the program have stored.
         tl.debug_barrier()
         tl.store(lengths + slot, tl.minimum(end + tl.sum(added, 0), length))
     if INDEX:
@@ -136,7 +136,7 @@ def _extend_kernel(
             hashed = tl.where(n >= back, mixed(hashed, token[:, None]), hashed)
         whole = fits[:, None] & (n > 0) & (n <= LONGEST) & (n <= place[:, None])
         cell = index + slot * cells + (hashed.to(tl.int64) & (cells - 1))
-        # Of equal cells the last one is kept: later places are larger.
+        # The last n-gram of a cell wins: later places are larger.
         tl.atomic_max(cell, place[:, None] + tl.zeros_like(n), mask=whole, sem="relaxed")
 
 
@@ -210,7 +210,7 @@ def _extend_triton(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
 
 
 def find_matches(ngrams: NgramIndex, slots: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
-    """The longest suffixes of nodes' paths that occur in the requests' texts, in PyTorch.
+    """The PyTorch reference for the longest path suffixes that occur in the requests' texts.
 
     Args:
         ngrams: The texts and their index.
@@ -245,7 +245,7 @@ def _extend_reference(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None
     place = first + added.cumsum(1) - 1
     fits = added & (place < room)
     rows = slots[:, None].expand_as(place)
-    # The selections are free of syncs because the reference runs on the CPU.
+    # On a GPU, selecting by mask waits for the device; decode steps there use the Triton kernel.
     history[rows[fits], place[fits]] = tokens[fits].int()
     lengths[slots] = (first[:, 0] + added.sum(1)).clamp(max=room).int()
     for n in range(1, LONGEST + 1):
@@ -253,7 +253,7 @@ def _extend_reference(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None
         row, end = rows[whole], place[whole]
         grams = history[row[:, None], end[:, None] + torch.arange(-n, 0, device=end.device)]
         cell = row * cells + ngram_cells(grams, cells)
-        # Of equal cells the last one is kept: later places are larger.
+        # The last n-gram of a cell wins: later places are larger.
         index.view(-1).scatter_reduce_(0, cell, end.int(), "amax")
 
 
@@ -300,7 +300,7 @@ def extend_ngrams(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
 
     Args:
         ngrams: The texts and their index.
-        slots: Int64 `[B]`, the slots of the texts; each at most once.
+        slots: Int64 `[B]`, the slots of the texts, without duplicates.
         tokens: Int32 `[B, E]`, the tokens to append; -1 entries are skipped.
 
     Raises:

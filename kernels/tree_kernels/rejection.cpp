@@ -1,8 +1,8 @@
 // Recursive rejection sampling of one level (RSD, arXiv 2402.14160, algorithm 3), on a CPU.
 //
-// Rows of a vocabulary are summed in double precision, block by block. Most distributions are
-// filtered (top-k, top-p): a block in which the target has no mass stays without mass, so that its
-// values are neither read nor written again.
+// Distributions are summed in double precision, block by block. Most are filtered (top-k, top-p):
+// a block in which the target has no mass never gets any, so its values are not read or written
+// again.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include <vector>
 
 constexpr int64_t kBlock = 256;
-constexpr int kLanes = 16;  // sums that run side by side, for vector registers
+constexpr int kLanes = 16;  // partial sums, to use vector registers
 
 static double sum_of(const float* values, int64_t count) {
   double lanes[kLanes] = {};
@@ -42,7 +42,7 @@ struct Row {
   }
 };
 
-// What is left of the draft distribution: the row without the rejected tokens.
+// The draft distribution without the rejected tokens.
 struct Draft : Row {
   std::vector<int32_t> rejected;
 
@@ -66,8 +66,8 @@ struct Draft : Row {
   }
 };
 
-// The first token at which the running sum exceeds `wanted`; the last one with mass if the running
-// sum falls short of it by rounding; -1 if there is no mass.
+// The first token at which the running sum exceeds `wanted`; the last token with mass if, due to
+// rounding, none does; -1 if there is no mass.
 static int32_t draw(const Row& row, int64_t vocab, double wanted) {
   double before = 0;
   int64_t last = -1;
@@ -91,7 +91,7 @@ static int32_t draw(const Row& row, int64_t vocab, double wanted) {
 struct Scratch {
   Row target;
   Draft draft;
-  std::vector<float> left;
+  std::vector<float> residual;
 };
 
 // `draft` is null for a node without children.
@@ -114,8 +114,8 @@ static void reject_one(const float* target, const float* draft, const int32_t* c
     bool taken = coins[child] * (p.at(token) / p_mass) < q.values[token] / q_mass;
     if (!taken) {
       // q <- max(q - p, 0), both normalised.
-      scratch.left.resize(vocab);
-      float* left = scratch.left.data();
+      scratch.residual.resize(vocab);
+      float* residual = scratch.residual.data();
       float p_block[kBlock];
       for (int64_t start = 0; start < vocab; start += kBlock) {
         double& sum = q.sums[start / kBlock];
@@ -124,13 +124,13 @@ static void reject_one(const float* target, const float* draft, const int32_t* c
         p.block(start, count, p_block);
         for (int64_t i = 0; i < count; ++i) {
           const float difference = q.values[start + i] / q_mass - p_block[i] / p_mass;
-          left[start + i] = difference > 0.0f ? difference : 0.0f;
+          residual[start + i] = difference > 0.0f ? difference : 0.0f;
         }
-        sum = sum_of(left + start, count);
+        sum = sum_of(residual + start, count);
       }
-      q.values = left;
+      q.values = residual;
       p.reject(token, vocab);
-      // Nothing is left where q is p: only rounding can have rejected the child.
+      // The residual is empty if q equals p: only rounding can have rejected the child.
       taken = q.mass() <= 0;
     }
     if (taken) {

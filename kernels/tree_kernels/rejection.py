@@ -7,10 +7,10 @@ is rejected, the next child is tried with
     q <- norm(max(q - p, 0)),    p <- norm(p without x).
 
 If no child is accepted, the next token is drawn from the last q. The token that follows the node is
-then distributed as the target q, whatever p is.
+then distributed as the target q, for any p.
 
-The reference and C++ add up distributions in double precision, so that their decisions agree for
-the same coins whatever the order of the sums.
+The reference and C++ sum distributions in double precision, so that they decide alike for the same
+coins although they sum in different orders.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ def _reject_kernel(
     draft_rows: tl.tensor,
     children: tl.tensor,
     coins: tl.tensor,
-    left_of_target: tl.tensor,
-    left_of_draft: tl.tensor,
+    scratch_q: tl.tensor,
+    scratch_p: tl.tensor,
     accepted: tl.tensor,
     tokens: tl.tensor,
     vocab: tl.tensor,
     num_children: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Try the children of one request, a program each; scratch rows hold the current q and p."""
+    """Try the children of a node; one program per request. The scratch rows are q and p."""
     request = tl.program_id(0).to(tl.int64)
     draft_row = tl.load(draft_rows + request)
     q_row = target + tl.load(target_rows + request) * vocab
     p_row = draft + tl.maximum(draft_row, 0) * vocab
-    q_left = left_of_target + request * vocab
-    p_left = left_of_draft + request * vocab
+    q_current = scratch_q + request * vocab
+    p_current = scratch_p + request * vocab
     p_columns = tl.where(draft_row >= 0, vocab, 0)
     q_mass = 0.0
     p_mass = 0.0
@@ -56,19 +56,19 @@ def _reject_kernel(
         inside = columns < vocab
         q = tl.load(q_row + columns, mask=inside, other=0.0)
         p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
-        tl.store(q_left + columns, q, mask=inside)
-        tl.store(p_left + columns, p, mask=inside)
+        tl.store(q_current + columns, q, mask=inside)
+        tl.store(p_current + columns, p, mask=inside)
         q_mass += tl.sum(q)
         p_mass += tl.sum(p)
-    # The program reads below what its other threads have written.
+    # The loads below read what other threads of the program have stored.
     tl.debug_barrier()
     found = -1
     for child in range(0, num_children):
         token = tl.load(children + request * num_children + child)
         if (found < 0) & (token >= 0) & (draft_row >= 0):
             coin = tl.load(coins + request * (num_children + 1) + child)
-            q_token = tl.load(q_left + token) / q_mass
-            p_token = tl.load(p_left + token) / tl.where(p_mass > 0, p_mass, 1.0)
+            q_token = tl.load(q_current + token) / q_mass
+            p_token = tl.load(p_current + token) / tl.where(p_mass > 0, p_mass, 1.0)
             tl.debug_barrier()
             if coin * p_token < q_token:
                 found = child
@@ -80,16 +80,16 @@ def _reject_kernel(
                 for first in range(0, vocab, BLOCK):
                     columns = first + tl.arange(0, BLOCK)
                     inside = columns < vocab
-                    q = tl.load(q_left + columns, mask=inside, other=0.0)
-                    p = tl.load(p_left + columns, mask=inside, other=0.0)
+                    q = tl.load(q_current + columns, mask=inside, other=0.0)
+                    p = tl.load(p_current + columns, mask=inside, other=0.0)
                     q = tl.maximum(q * q_scale - p * p_scale, 0.0)
                     p = tl.where(columns == token, 0.0, p)
-                    tl.store(q_left + columns, q, mask=inside)
-                    tl.store(p_left + columns, p, mask=inside)
+                    tl.store(q_current + columns, q, mask=inside)
+                    tl.store(p_current + columns, p, mask=inside)
                     q_mass += tl.sum(q)
                     p_mass += tl.sum(p)
                 tl.debug_barrier()
-                # q equals p, so that only rounding can have rejected the child.
+                # q equals p, so only rounding can have rejected the child.
                 if q_mass <= 0.0:
                     found = child
     wanted = tl.load(coins + request * (num_children + 1) + num_children) * q_mass
@@ -101,14 +101,14 @@ def _reject_kernel(
     else:
         for first in range(0, vocab, BLOCK):
             columns = first + tl.arange(0, BLOCK)
-            q = tl.load(q_left + columns, mask=columns < vocab, other=0.0)
+            q = tl.load(q_current + columns, mask=columns < vocab, other=0.0)
             reached = (before + tl.cumsum(q, 0) > wanted) & (q > 0)
             hit = tl.min(tl.where(reached, columns, vocab))
             if (drawn < 0) & (hit < vocab):
                 drawn = hit
             last = tl.maximum(last, tl.max(tl.where(q > 0, columns, -1)))
             before += tl.sum(q)
-        # By rounding the running sums may stay below the mass.
+        # Due to rounding, the running sums may stay below the mass.
         if drawn < 0:
             drawn = last
     tl.store(accepted + request, found)
@@ -162,16 +162,16 @@ def _reject_reference(
         q_normed = q / _mass(q)
         p_normed = p / _mass(p).clamp_min(torch.finfo(p.dtype).tiny)
         taken = coins[:, child] * p_normed.gather(1, at)[:, 0] < q_normed.gather(1, at)[:, 0]
-        left = (q_normed - p_normed).clamp_min(0)
-        # q equals p, so that only rounding can have rejected the child.
-        taken |= left.sum(1) <= 0
+        residual = (q_normed - p_normed).clamp_min(0)
+        # q equals p, so only rounding can have rejected the child.
+        taken |= residual.sum(1) <= 0
         accepted = torch.where(tried & taken, child, accepted)
         rejected = (tried & ~taken)[:, None]
-        q = torch.where(rejected, left, q)
+        q = torch.where(rejected, residual, q)
         p = torch.where(rejected, p.scatter(1, at, 0.0), p)
     sums = q.double().cumsum(1)
     wanted = coins[:, -1:].double() * sums[:, -1:]
-    # The last token with mass: by rounding the running sums may stay below the mass.
+    # The last token with mass: due to rounding, the running sums may stay below the mass.
     last = torch.where(q > 0, torch.arange(q.shape[1], device=q.device), -1).amax(1)
     drawn = torch.minimum(torch.searchsorted(sums, wanted, right=True)[:, 0], last)
     if num_children:
@@ -241,7 +241,7 @@ def reject_step(
 
     Returns:
         The index of the accepted child, int32 `[B]`, -1 if there is none; and the next token, int32
-        `[B]`: the accepted child's token, or one drawn from what is left of the target.
+        `[B]`: the accepted child's token, or one drawn from the residual of the target.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -1,5 +1,5 @@
-"""The nodes of dynamic trees that are most likely to be accepted (EAGLE-2, arXiv 2406.16858,
-section 4.2: reranking).
+"""Selection of the nodes of dynamic trees that are most likely to be accepted (EAGLE-2, arXiv
+2406.16858, section 4.2: reranking).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiipppp")
 _BLOCK = 32
 
 
-# Slices of one tensor, whose addresses depend on the batch.
+# Slices of one tensor: the alignment of their addresses depends on the batch.
 _SLICES = ("tokens", "parents", "sources", "out_tokens", "out_parents", "out_sources")
 
 
@@ -34,7 +34,7 @@ def _best_kernel(
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Select the nodes of one request, a program each. The root is always kept."""
+    """Select the nodes of a tree; one program per request. The root is always kept."""
     request = tl.program_id(0).to(tl.int64)
     line = request * columns
     node = tl.arange(0, PAD)
@@ -55,7 +55,7 @@ def _best_kernel(
     parent = tl.load(parents + line + node, mask=chosen, other=-1)
     parent = tl.where(parent < 0, -1, tl.gather(place, tl.maximum(parent, 0), 0))
     source = tl.load(sources + line + node, mask=chosen, other=0)
-    # The other nodes fill the cells behind the chosen ones: every cell has one writer.
+    # The other nodes fill the cells after the chosen ones, so every cell is written exactly once.
     place = tl.where(chosen, place, count + node - place - 1)
     here = request * kept + place
     inside = inside & (place < kept)
@@ -128,16 +128,16 @@ _BEST_NODES = Op(
 def best_nodes(grown: Grown, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft tokens of highest score of each tree, in breadth-first order.
 
-    A child never scores above its parent, so the selected nodes are a tree. Of equal scores the
-    first are kept.
+    A child never scores above its parent, so the selected nodes form a tree. On ties the earlier
+    nodes are kept.
 
     Args:
         grown: The expanded trees.
-        num_draft_tokens: Number N of nodes to select, the root not counted.
+        num_draft_tokens: Number N of nodes to select, excluding the root.
 
     Returns:
-        Tokens, parents and sources, int32 `[B, N + 1]`, which hold -1, -1 and 0 where there is no
-        node, and the size of each tree, int32 `[B]`, the root counted.
+        Tokens, parents and sources, int32 `[B, N + 1]`, which are -1, -1 and 0 where there is no
+        node, and the size of each tree, int32 `[B]`, including the root.
 
     Raises:
         ValueError: The trees have N columns or fewer.

@@ -24,7 +24,7 @@ extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const
       hit[source] += on[node];
     }
   }
-  // Only the sources of these trees can have changed.
+  // Only the priors of these sources can have changed.
   for (int64_t request = 0; request < requests; ++request)
     for (int64_t node = 1; node < nodes; ++node) {
       const int32_t source = sources[request * tree_stride + node];

@@ -1,8 +1,8 @@
 """Acceptance statistics of candidates by their source.
 
-A candidate is tried when its parent was accepted, and hit when it was accepted too. Its acceptance
-probability is estimated as (WEIGHT * expected + hit) / (WEIGHT + tried), the mean of a beta
-distribution.
+A candidate counts as tried if its parent was accepted, and as hit if it was accepted too. Its
+acceptance probability is estimated as (WEIGHT * expected + hit) / (WEIGHT + tried), the mean of a
+beta distribution.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SourceStats:
     each node of a static tree.
 
     Attributes:
-        expected: Float32 `[S]`, the acceptance probability assumed before any candidate is tried.
+        expected: Float32 `[S]`, the prior acceptance probability, before any candidate is tried.
         tried: Int32 `[S]`, the number of candidates whose parent was accepted.
         hit: Int32 `[S]`, the number of tried candidates that were accepted.
         priors: Float32 `[S]`, the estimated acceptance probability.
@@ -52,7 +52,7 @@ class SourceStats:
         self.priors.copy_(self.expected)
 
     def refresh(self) -> None:
-        """Estimate `priors` from the counts."""
+        """Recompute `priors` from the counts."""
         counted = self.expected * self.WEIGHT + self.hit
         torch.div(counted, self.tried + self.WEIGHT, out=self.priors)
 
@@ -100,8 +100,8 @@ def _priors_kernel(
     inside = source < total
     hits = tl.load(hit + source, mask=inside, other=0).to(tl.float32)
     tries = tl.load(tried + source, mask=inside, other=0) + WEIGHT
-    thought = tl.load(expected + source, mask=inside, other=0.0) * WEIGHT
-    tl.store(priors + source, tl.div_rn(thought + hits, tries.to(tl.float32)), mask=inside)
+    prior_hits = tl.load(expected + source, mask=inside, other=0.0) * WEIGHT
+    tl.store(priors + source, tl.div_rn(prior_hits + hits, tries.to(tl.float32)), mask=inside)
 
 
 def _count_triton(

@@ -15,7 +15,7 @@ extern "C" void count_step(const bool* counted, const int32_t* tokens, const int
       const int32_t node = path[request * length + depth];
       if (node < 0) continue;
       ++emitted;
-      // In breadth-first order siblings are adjacent: a first child follows a node of another parent.
+      // In breadth-first order siblings are adjacent: a first child follows another parent's node.
       sums[5] += node > 0 && above[node] == above[node - 1];
       sums[6] += node != depth;
     }

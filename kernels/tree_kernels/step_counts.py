@@ -43,7 +43,7 @@ def _count_kernel(
     drafted = tl.sum((token >= 0).to(tl.int64), 0) - 1
     accepted = tl.load(path + request * length + depth, mask=depth < length, other=-1)
     emitted = tl.sum((accepted >= 0).to(tl.int64), 0)
-    # In breadth-first order siblings are adjacent: a first child follows a node of another parent.
+    # In breadth-first order siblings are adjacent: a first child follows another parent's node.
     below = accepted > 0
     own = tl.load(parents + request * nodes + accepted, mask=below, other=-1)
     earlier = tl.load(parents + request * nodes + accepted - 1, mask=below, other=-2)
@@ -117,7 +117,7 @@ def count_step(
 
     Args:
         sums: Int64 `[7]`, the counters in the order of `COUNTS`.
-        counted: Bool `[B]`, the requests that are counted.
+        counted: Bool `[B]`, whether to count each request.
         tokens: Int32 `[B, N]`, the trees as they were verified; -1 where there is no node.
         parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
         path: Int32 `[B, D]`, the accepted nodes, the root first; padded with -1.

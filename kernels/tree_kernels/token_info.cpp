@@ -1,7 +1,7 @@
 // Token-info sampling of one level, on a CPU.
 //
-// A node's token changes the logits of the hot tokens alone. The other logits are read once for each
-// request, whatever the number of its nodes, and the hot ones once for each node.
+// A node's token only changes the logits of the hot tokens. The other logits are read once per
+// request, for all its nodes, and the hot ones once per node.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ constexpr int kChunk = 64;  // logits that are compared together
 constexpr int kLanes = 16;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// e^x for x <= 0, with 0 below -87; relative error 4e-7. 2^f over [0, 1) is its Taylor series about
+// e^x for x <= 0, flushed to 0 below -87; relative error 4e-7. 2^f over [0, 1) is its Taylor series about
 // 1/2.
 static inline float exp_of(float x) {
   const float y = (x > -87.0f ? x : -87.0f) * 1.44269504f;
@@ -31,8 +31,8 @@ static inline float exp_of(float x) {
   return x > -87.0f ? power * scale : 0.0f;
 }
 
-// The k largest values so far, largest first, equal ones by lowest id; and the sum of all
-// exponentials so far.
+// The k largest values so far, largest first, ties by lowest id; and the sum of all exponentials so
+// far.
 struct Seen {
   std::vector<float> values;
   std::vector<int32_t> ids;
@@ -74,7 +74,7 @@ struct Seen {
     for (int start = 0; start < kChunk; start += kLanes)
       for (int i = 0; i < kLanes; ++i) sums[i] += exp_of(chunk[start + i] - most);
     for (int i = 0; i < kLanes; ++i) mass += sums[i];
-    // Of equal values a later one may have the lower id, so that only smaller values are skipped.
+    // A later value may have a lower id than an equal one, so only smaller values are skipped.
     if (found == k && highest < values[k - 1]) return;
     for (int i = 0; i < kChunk; ++i)
       if (chunk[i] > kNothing && (found < k || chunk[i] >= values[k - 1])) put(chunk[i], id_of(i));

@@ -1,7 +1,7 @@
 """Token-info sampling of one level (Lyanna, section 4.2, algorithm 1).
 
-All nodes of a request share the logits of the step. A node's own token adds a row of the token-info
-table to them, for the hot (frequent) tokens, and the most likely tokens become its children.
+All nodes of a request share the logits of the step. A node's token adds a row of the token-info
+table to the logits of the hot (frequent) tokens, and the most likely tokens become its children.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _token_info_kernel(
     BLOCK: tl.constexpr,
     BYTES: tl.constexpr,
 ) -> None:
-    """The top tokens of one node in one pass over the vocabulary, a program each (keys: see
-    `_running_top`)."""
+    """Find the top tokens in one pass over the vocabulary; one program per node. Keys are as in
+    `_running_top`."""
     node = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + node)
     row = tl.load(row_of + tl.maximum(token, 0)).to(tl.int64)
@@ -69,7 +69,7 @@ def _token_info_kernel(
         added_to = column >= tl.where(row >= 0, 0, hot)
         added = tl.load(table + tl.maximum(row, 0) * hot + column, mask=added_to, other=0)
         if BYTES:
-            # Moves sign, exponent and mantissa to their places in float32: not all GPUs have FP8.
+            # Move sign, exponent and mantissa to their places in float32: not all GPUs have FP8.
             byte = added.to(tl.int32)
             bits = ((byte & 0x80) << 24) | ((byte & 0x7F) << 20)
             values += bits.to(tl.float32, bitcast=True) * _FLOAT8_SCALE
@@ -163,9 +163,9 @@ def token_info_top(
     Args:
         logits: Float32, bfloat16 or float16 `[B, V]`, shared by all nodes of a request.
         tokens: Int32 `[B, n]`, the nodes' own tokens; -1 where there is no node.
-        table: `[H, H]` of the logits' type or FP8 (e4m3): row i holds what hot token i adds to the
-            logits of the hot tokens.
-        row_of: Int32 `[V]`, the row of each token in the table; -1 for tokens that are not hot.
+        table: `[H, H]` of the logits' type or FP8 (e4m3): row i is added to the hot tokens'
+            logits after hot token i.
+        row_of: Int32 `[V]`, the row of each token in the table; -1 for cold tokens.
         hot_tokens: Int32 `[H]`, the tokens of the rows.
         k: Number of tokens for each node.
 

@@ -20,7 +20,7 @@ from tree_kernels._triton import jit, next_power_of_2, tl
 
 _BITS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MIN_LANES = 16  # the least rows of a matrix product on tensor cores
+_MIN_LANES = 16  # minimum rows of a matrix product on tensor cores
 _MAX_LANES = 64
 _QUERY_BYTES = 32768  # shared memory for the queries of a block of rows
 _TILE_BYTES = 16384  # shared memory for the keys of a tile
@@ -82,7 +82,7 @@ def _attend_kernel(
     SHARES: tl.constexpr,
     SEARCH: tl.constexpr,
 ) -> None:
-    """Attend for one block of rows, KV head and share of the KV, a program each.
+    """Attend; one program per block of rows, KV head and share of the KV.
 
     A lane is one query head of a row.
     """
@@ -101,8 +101,8 @@ def _attend_kernel(
         return
     length = tl.load(lengths + request)
     tree = tl.load(tree_starts + request)
-    ngrams = length - rows
-    root = ngrams + tree
+    context = length - rows
+    root = context + tree
 
     lanes = tl.arange(0, LANES)
     dims = tl.arange(0, HEAD_PAD)
@@ -113,13 +113,13 @@ def _attend_kernel(
     cells = there[:, None] & (dims < HEAD_SIZE)[None, :]
     queries = query + line * query_stride + head * query_head_stride
     q = tl.load(queries[:, None] + dims[None, :], mask=cells, other=0.0)
-    position = ngrams + row
+    position = context + row
     in_tree = there & (row >= tree)
 
-    # Before `clear` all rows of the block attend to every token, from `end` on none does.
+    # All rows of the block attend to every token before `clear`, and none from `end` on.
     last = tl.minimum(block * BLOCK_ROWS + BLOCK_ROWS, rows) - 1
-    end = tl.where(last >= tree, length, ngrams + last + 1)
-    clear = tl.maximum(tl.minimum(ngrams + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
+    end = tl.where(last >= tree, length, context + last + 1)
+    clear = tl.maximum(tl.minimum(context + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
     size = tl.cdiv(tl.cdiv(end, TILE), SHARES) * TILE
     begin = share * size
     end = tl.minimum(begin + size, end)
@@ -138,40 +138,40 @@ def _attend_kernel(
             inside = tokens < end
             page = tl.load(pages + tokens // PAGE, mask=inside, other=0).to(tl.int64)
             slot = tokens % PAGE
-            # Slots behind the last token may hold anything, even NaN, and 0 * NaN is not 0.
+            # Slots after the last token may contain anything, even NaN, and 0 * NaN is not 0.
             loaded = inside[:, None] & (dims < HEAD_SIZE)[None, :]
             at = key_head + page * key_page_stride + slot * key_slot_stride
             key = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
             if masked:
                 node = tl.maximum(tokens - root, 0)
-                behind = (tokens >= root) & inside & (node // 32 < words)
+                is_node = (tokens >= root) & inside & (node // 32 < words)
                 word = tl.load(
                     tree_lines[:, None] + (node // 32)[None, :],
-                    mask=in_tree[:, None] & behind[None, :],
+                    mask=in_tree[:, None] & is_node[None, :],
                     other=0,
                 )
-                named = (word >> (node % 32)[None, :]) & 1
+                in_mask = (word >> (node % 32)[None, :]) & 1
                 seen = tl.where(
                     in_tree[:, None],
-                    (tokens < root)[None, :] | (named != 0),
+                    (tokens < root)[None, :] | (in_mask != 0),
                     tokens[None, :] <= position[:, None],
                 )
                 scores = tl.where(seen & inside[None, :], scores, float("-inf"))
-            risen = tl.maximum(highest, tl.max(scores, 1))
-            # For a row without a visible token yet, -inf - -inf would be NaN.
-            base = tl.where(risen == float("-inf"), 0.0, risen)
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            # While a row has no visible token, -inf - -inf would be NaN.
+            base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
             weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(highest - base)
+            rescale = tl.exp2(highest - base)
             at = value_head + page * value_page_stride + slot * value_slot_stride
             value = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
-            total = total * shrink + tl.sum(weights, 1)
+            total = total * rescale + tl.sum(weights, 1)
             weighted = tl.dot(
-                weights.to(value.dtype), value, weighted * shrink[:, None], input_precision="ieee"
+                weights.to(value.dtype), value, weighted * rescale[:, None], input_precision="ieee"
             )
-            highest = risen
+            highest = new_highest
 
-    # A row without a visible token gives zero.
+    # The result of a row without a visible token is zero.
     attended = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
     to = out + share.to(tl.int64) * out_share_stride + line * out_stride + head * out_head_stride
     tl.store(to[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=cells)
@@ -195,7 +195,7 @@ def _tree_attention_triton(
     out: Tensor,
     shares: int | None = None,
 ) -> None:
-    """`shares` is the number of shares of the KV, a power of two; None chooses it."""
+    """`shares`: number of shares of the KV, a power of two; None to choose it."""
     tokens, heads, head_size = query.shape
     requests, pages = block_table.shape
     page, kv_heads = key_cache.shape[1:3]
@@ -248,11 +248,11 @@ def _in_view(rows: int, length: int, tree: int, masks: Tensor) -> Tensor:
     row = torch.arange(rows, device=masks.device)[:, None]
     token = torch.arange(length, device=masks.device)
     node = token - (length - rows + tree)
-    # Nodes beyond the last word are in no mask.
+    # Nodes beyond the last word are not attended to.
     words = F.pad(masks, (0, 1))
     at = node.clamp(0, masks.shape[1] * _BITS)
-    named = (words[:, at // _BITS] >> (at % _BITS).int()) & 1
-    return torch.where(row >= tree, (node < 0) | named.bool(), token <= length - rows + row)
+    in_mask = (words[:, at // _BITS] >> (at % _BITS).int()) & 1
+    return torch.where(row >= tree, (node < 0) | in_mask.bool(), token <= length - rows + row)
 
 
 def _tree_attention_reference(
@@ -270,7 +270,7 @@ def _tree_attention_reference(
 ) -> None:
     page, kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // kv_heads
-    # On a GPU, where this is not the path of a decode step, tolist waits for the device.
+    # On a GPU, tolist waits for the device; decode steps there use the Triton kernel.
     for (start, stop), length, tree, pages in zip(
         pairwise(query_starts.tolist()),
         lengths.tolist(),
@@ -285,7 +285,7 @@ def _tree_attention_reference(
         )
         hidden = ~_in_view(stop - start, length, tree, masks[start:stop])
         scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), key) * scale
-        # A row without a visible token gives zero.
+        # The result of a row without a visible token is zero.
         weights = scores.masked_fill(hidden, -torch.inf).softmax(2).masked_fill(hidden, 0.0)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
 
@@ -358,10 +358,10 @@ def tree_attention(
     max_query: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend for the rows of a batch, whose keys and values are in the cache already.
+    """Attend for the rows of a batch, whose keys and values are already in the cache.
 
-    The call does not wait for the device, and its launches depend on shapes and `max_query` alone:
-    a captured CUDA graph of it serves other lengths and trees.
+    The call does not wait for the device, and its launches depend only on shapes and `max_query`,
+    so a CUDA graph of it can be replayed for other lengths and trees.
 
     Args:
         query: Float32, bfloat16 or float16 `[T, H, D]`, the rows of one request after another.
@@ -370,15 +370,15 @@ def tree_attention(
         value_cache: `[C, S, K, D]` of the query's type; its strides may differ from the keys'.
         block_table: Int32 `[B, P]`, the pages of each request in the order of its tokens.
         query_starts: Int32 `[B + 1]`, the first row of each request, and the number of all rows.
-        lengths: Int32 `[B]`, the number of tokens of each request in the cache, those of this step
-            included. Its rows are the last of them.
-        tree_starts: Int32 `[B]`, the position of the tree's root among the request's rows, all of
-            which from there on are nodes; the number of its rows if it has no tree.
+        lengths: Int32 `[B]`, the number of tokens of each request in the cache, including those of
+            this step, which are the last.
+        tree_starts: Int32 `[B]`, the position of the root among the request's rows, which are nodes
+            from there on; the request's number of rows if it has no tree.
         masks: Int32 `[T, W]`: bit j % 32 of word j // 32 says that the row attends to node j of its
-            request's tree. It is not read for rows before a tree.
-        scale: Factor of the scores.
-        max_query: An upper bound of the number of rows of a request.
-        out: `[T, H, D]`, written and returned; None allocates it. Rows behind the last request's
+            request's tree. Rows before a tree are not read.
+        scale: Factor of the attention scores.
+        max_query: Upper bound on the number of rows of a request.
+        out: `[T, H, D]`, written and returned; None allocates it. Rows after the last request's
             stay unchanged.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Fixtures that run the Triton kernels in Triton's interpreter, and the CPU kernels both ways.
+"""Fixtures that run Triton kernels in the interpreter, and CPU operations in C++ and in PyTorch.
 
-Triton reads TRITON_INTERPRET when it decorates a function, those of its own library included. The
-fixtures replace the decorated functions for the time of a test, so that the environment stays as it
-is and earlier imports of Triton do not matter.
+Triton reads TRITON_INTERPRET when it decorates a function, including those of its own library. The
+fixtures replace the decorated functions during a test, so that the environment stays unchanged and
+earlier imports of Triton do not matter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @contextmanager
-def left_alone(*holders: Any) -> Iterator[None]:
-    """Restore the attributes of modules and classes at the end."""
+def restored(*holders: Any) -> Iterator[None]:
+    """Restore the attributes of modules and classes on exit."""
     before = [dict(vars(holder)) for holder in holders]
     try:
         yield
@@ -65,7 +65,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
-                # One object a function: the interpreter finds its fast reductions by identity.
+                # One object per function: the interpreter finds its fast reductions by identity.
                 new = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
                 monkeypatch.setattr(module, name, new)
 
@@ -100,7 +100,7 @@ def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
     core = language.core
     # The interpreter does not restore Triton's language after a kernel that calls a function.
-    with left_alone(language, core, language.math, core.tensor, core.tensor_descriptor_base):
+    with restored(language, core, language.math, core.tensor, core.tensor_descriptor_base):
         yield str(request.param)
 
 

@@ -14,7 +14,7 @@ def int32(values):
 
 
 def random_trees(seed, widths, vocab):
-    """Trees over a small vocabulary: accepted paths are long, and siblings repeat."""
+    """Trees over a small vocabulary, for long accepted paths and equal siblings."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(widths), max(max(widths), 1))
     tokens, parents = torch.full(shape, -1).int(), torch.full(shape, -1).int()
@@ -104,7 +104,7 @@ def test_steps_along_the_targets_tokens_make_the_walk(cpu_path):
         assert found.tolist() == path[:, depth + 1].tolist()
 
 
-def test_a_second_child_is_taken_and_the_first_of_equal_ones(cpu_path):
+def test_a_second_child_is_accepted_and_the_first_of_equal_siblings(cpu_path):
     tokens, parents = int32([[5, 7, 8, 8, 9, 9]]), int32([[-1, 0, 0, 0, 2, 3]])
     target = int32([[8, 0, 9, 1, 4, 6]])
     found = accept_walk(tokens, parents, int32([6]), target, 3)

@@ -11,7 +11,7 @@ from tree_kernels.bigrams import update_bigrams
 
 
 def step(seed, rows, vocab, own, k=3, cells=16, slots=3):
-    """Rows of which some are skipped, some are equal and some share a cell."""
+    """Rows with some that are skipped, some duplicates and some that share a cell."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low, high, *shape):

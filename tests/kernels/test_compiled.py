@@ -30,7 +30,7 @@ def test_it_compiles_and_fits(name: str, first: bool) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_compilation_serves_all_batch_sizes(name: str) -> None:
-    """Compilation takes a second or more, during which all requests would wait."""
+    """A compilation while serving would block all requests for a second or more."""
     case = CASES[name]
     batch = "requests" if "requests" in case.quick else "rows"
     works = [case.make(**{**case.quick, batch: size}) for size in (1, 2, 3, 7, 16, 33)]

@@ -44,7 +44,7 @@ def steps(draw):
         blocks=blocks,
         masks=tree_mask(parents, torch.tensor(nodes, dtype=torch.int32)),
     )
-    # Slots without a token of a tree hold arbitrary values.
+    # Unused slots have arbitrary values.
     cache = torch.randn(len(order), kv_heads, 2 * block_size * size).to(dtype)
     query = (3 * torch.randn(token + 1, kv_heads * group, size)).to(dtype)
     return trees, query, cache, kv_heads, size, block_size
@@ -57,7 +57,7 @@ def views(cache, size, block_size):
 
 
 def defined(trees, query, keys, values, scale, before):
-    """Row by row: the softmax over the tokens that a node attends to."""
+    """The definition, row by row: the softmax over the tokens that a node attends to."""
     output = before.clone()
     block_size, group = keys.shape[3], query.shape[1] // keys.shape[1]
     for row in range(len(trees.starts)):
@@ -111,7 +111,7 @@ def test_scores_may_be_large_and_far_apart():
     torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)
 
 
-def test_a_shape_that_the_registers_do_not_fit_takes_the_reference():
+def test_a_head_size_that_is_no_multiple_of_16_runs_the_reference():
     assert not TreeAttention(2, 1, 40, 128, torch.float32).is_cpp
 
 

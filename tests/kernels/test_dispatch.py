@@ -56,7 +56,7 @@ ON_CPU = SimpleNamespace(is_cuda=False)
 AVAILABLE, MISSING = SimpleNamespace(is_available=True), SimpleNamespace(is_available=False)
 
 
-def test_each_device_takes_its_kernel_and_the_reference_where_there_is_none(
+def test_each_device_runs_its_kernel_or_else_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_dispatch, "triton", object())
@@ -95,8 +95,8 @@ def test_another_value_of_the_variable_is_an_error(
 
 
 @pytest.mark.parametrize("name", list(bench_kernels.KERNELS))
-def test_references_make_all_tensors_where_their_inputs_lie(name: str) -> None:
-    """A tensor made without a device would be on "meta", where it mixes with no other."""
+def test_references_create_tensors_on_the_device_of_their_inputs(name: str) -> None:
+    """A tensor made without a device would be on "meta" and fail to combine with others."""
     case = bench_kernels.KERNELS[name]
     work = case.make(**case.quick)
     expected = work.ours()

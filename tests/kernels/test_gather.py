@@ -15,7 +15,7 @@ def int32(values):
 
 @st.composite
 def static_trees(draw, max_nodes=70):
-    """Parents in breadth-first order, and the number of nodes of depth <= d for every d."""
+    """Parents in breadth-first order, and the number of nodes of depth <= d for each d."""
     parents, ends, start = [-1], [1], 0
     for _ in range(draw(st.integers(0, 6))):
         level = range(start, len(parents))
@@ -34,7 +34,7 @@ def drafts(draw):
     vocab, k = draw(st.sampled_from([1, 5, 12, 37])), draw(st.integers(1, 5))
     seed = draw(st.integers(0, 99))
     generator = torch.Generator().manual_seed(seed)
-    # The matrix also holds ids outside the vocabulary.
+    # The matrix also contains ids outside the vocabulary.
     matrix = torch.randint(0, vocab + 1, (vocab, k), dtype=torch.int32, generator=generator)
     matrix[torch.rand(vocab, generator=generator) < draw(st.sampled_from([0.0, 0.3]))] = -1
     ranks = [0] + [draw(st.integers(0, k - 1)) for _ in parents[1:]]

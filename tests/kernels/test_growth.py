@@ -102,7 +102,7 @@ def texts_alone(text, cells=4096, room=100):
     return *empty, ngrams, priors, torch.tensor([0]), int32(text[-1:])
 
 
-def test_a_text_that_repeats_itself_is_continued(cpu_path, interpreter):
+def test_a_repeated_text_is_continued(cpu_path, interpreter):
     verse = [3, 1, 4, 1, 5, 9, 2, 6, 8]
     case = texts_alone([*verse, 7, *verse[:3]])
     for run in (grow, growth._grow_triton):
@@ -115,7 +115,7 @@ def test_a_text_that_repeats_itself_is_continued(cpu_path, interpreter):
 
 
 def test_a_match_ends_with_the_text(cpu_path):
-    # The text ends after the 4, so that the match cannot continue beyond it.
+    # The text ends after the 4, so the match cannot continue beyond it.
     case = texts_alone([4, 5, 4], room=3)
     assert grow(*case, 2, 3).tokens[0].tolist() == [4, 5, -1, 4, -1, 5, -1]
 

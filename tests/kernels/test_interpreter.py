@@ -1,4 +1,4 @@
-"""The shuffled interpreter reveals a race: programs that write to one cell."""
+"""The shuffled interpreter reveals a race between programs that write to one cell."""
 
 import torch
 from tree_kernels._triton import tl

@@ -32,7 +32,7 @@ def move_by_kernel(caches, slots, path):
 
 @st.composite
 def moves(draw):
-    """Requests with slots of their own, and paths that may end before the maximum depth."""
+    """Requests with disjoint slots, and paths that may end before the maximum depth."""
     requests, nodes = draw(st.integers(1, 4)), draw(st.integers(2, 9))
     block_size = draw(st.sampled_from([1, 4, 16]))
     slots = draw(st.permutations(range(requests * nodes + 3)))[: requests * nodes]
@@ -106,7 +106,7 @@ def test_rows_move_bit_by_bit(cpu_path, interpreter):
 def test_shapes_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match="four dimensions"):
         KvMover([torch.zeros(2, 3, 4)])
-    with pytest.raises(ValueError, match="alike"):
+    with pytest.raises(ValueError, match="same layout"):
         KvMover([torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 6)])
     with pytest.raises(ValueError, match="must be \\[B, N\\]"):
         KvMover([torch.zeros(2, 3, 4, 5)])(SLOTS, PATH[:1])
@@ -129,7 +129,7 @@ def test_every_cache_of_a_group_moves(cpu_path, interpreter, layout):
         assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
 
 
-def test_keys_and_values_laid_out_alike_have_one_mover(cpu_path):
+def test_keys_and_values_with_the_same_layout_have_one_mover(cpu_path):
     for caches, movers in (
         (engine_caches("vllm"), 1),
         (engine_caches("sglang"), 1),

@@ -1,4 +1,4 @@
-"""The processor's name, as reports give it."""
+"""The processor's name in reports."""
 
 from __future__ import annotations
 

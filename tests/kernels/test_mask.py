@@ -72,7 +72,7 @@ def test_a_chain_of_any_length_sees_all_before_it(cpu_path, interpreter, width):
     assert mask._depths_triton(*case).tolist() == [list(range(width))]
 
 
-def test_nodes_past_the_count_are_padding_whatever_their_parents(cpu_path):
+def test_columns_past_the_tree_size_are_padding(cpu_path):
     parents = torch.tensor([[-1, 0, 1, 2]], dtype=torch.int32)
     count = torch.tensor([2], dtype=torch.int32)
     assert depths(parents, count).tolist() == [[0, 1, 0, 0]]

@@ -44,7 +44,7 @@ def pairs(draw):
 
 
 def paths_of(tree, row):
-    """The paths in the order of their nodes."""
+    """The path of each node, in the order of the nodes."""
     tokens, parents, nodes = (part[row].tolist() for part in tree)
     assert tokens[nodes:] == parents[nodes:] == [-1] * (len(tokens) - nodes)
     paths = [()]

@@ -24,7 +24,7 @@ def int32(values):
 
 
 def made(seed, vocab, length, cells, added, extend=extend_ngrams, batch=4):
-    """Texts in five slots, some of them extended several times, and the same in plain Python."""
+    """Texts in five slots, some of them extended several times, and the same texts as lists."""
     generator = torch.Generator().manual_seed(seed)
     ngram_index = NgramIndex.of(5, length, cells, CPU)
     plain = [PlainText(length, cells) for _ in range(5)]

@@ -1,7 +1,7 @@
 """Recursive rejection sampling: the token that follows a node is distributed as the target.
 
 The tests measure the distribution of `reject_step` and do not repeat its formulas: the result is a
-step function of each coin, so that bisection finds each probability to about 1e-7.
+step function of each coin, so bisection finds each probability to about 1e-7.
 """
 
 from itertools import permutations
@@ -93,8 +93,8 @@ def test_the_token_is_distributed_as_the_target(cpu_path, first, second, count):
     assert torch.allclose(found, q.double(), atol=2e-6)
 
 
-def test_children_in_another_order_than_drawn_would_change_the_distribution():
-    """A control: children in the order of their tokens, not of drawing."""
+def test_another_order_of_children_changes_the_distribution():
+    """Control: children in token order instead of sampling order."""
     q, p = normed([5, 1, 2, 2]), normed([1, 2, 40, 5])
     found = sum(
         probability * law(q, p, sorted(children)) for children, probability in orders(p.double(), 2)
@@ -127,8 +127,8 @@ def test_with_two_tokens_one_of_two_children_is_always_accepted(cpu_path, a, b, 
 
 
 @pytest.mark.parametrize("winner", range(3))
-def test_without_a_draft_distribution_a_sure_target_takes_its_own_token(cpu_path, winner):
-    """Verification of greedy requests, whose children are chosen and not drawn."""
+def test_without_a_draft_distribution_a_one_hot_target_takes_its_token(cpu_path, winner):
+    """Verification of greedy requests, whose children are not sampled."""
     q = torch.zeros(3)
     q[winner] = 1.0
     coins = torch.tensor([[0.999, 0.999, 0.5]])

@@ -13,7 +13,7 @@ from tree_kernels.selection import best_nodes
 
 
 def random_trees(seed, batch, width, depth):
-    """Expanded trees with many equal scores; the nodes of a level come before its gaps."""
+    """Expanded trees with many equal scores; each level's nodes come before its padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(high):

@@ -18,7 +18,7 @@ UNTOUCHED = 7.0
 
 @dataclass(frozen=True)
 class Request:
-    """A request: its context, its causal rows, and the parents of the tree that follows them."""
+    """A request: its context, its causal rows and the parents of its tree's nodes."""
 
     context: int
     chunk: int = 0
@@ -60,7 +60,7 @@ def make_batch(
     spare_rows=2,
     seed=0,
 ):
-    """Scattered pages in a cache that holds NaN wherever there is no token."""
+    """A batch with scattered pages in a cache that is NaN wherever there is no token."""
     torch.manual_seed(seed)
     rows = [request.chunk + len(request.parents) for request in requests]
     lengths = [request.context + count for request, count in zip(requests, rows, strict=True)]
@@ -123,7 +123,7 @@ def attended(batch, at, line, view):
 
 
 def defined(batch):
-    """Row by row: causal rows; nodes attend to the context, their ancestors and themselves."""
+    """The definition, row by row: causal rows, and nodes that attend by the ancestor mask."""
     out = torch.full_like(batch.arguments[0], UNTOUCHED)
     line = 0
     for at, request in enumerate(batch.requests):
@@ -233,7 +233,7 @@ def test_a_chain_is_causal(interpreter):
 
 
 def test_the_bits_of_the_mask_decide_what_a_node_attends_to(interpreter):
-    """A mask may also name later nodes, of another program's rows, and only some ancestors."""
+    """A mask may include later nodes, in another program's rows, and exclude ancestors."""
     batch = make_batch([Request(20, parents=chain(6))], (16, 1), spare_rows=0)
     nodes = [[0, 2, 5], [1], [5], [0, 1], [], [4, 5]]
     batch.arguments[-1][:, 0] = torch.tensor([sum(1 << node for node in row) for row in nodes])
@@ -251,7 +251,7 @@ def test_scores_may_be_large_and_far_apart(interpreter, shares):
 
 @pytest.mark.parametrize("shares", [1, 2])
 def test_requests_without_rows_or_tokens_are_skipped(interpreter, shares):
-    """The batch of a CUDA graph is padded with requests of no rows, or of one row and no tokens."""
+    """CUDA graph batches are padded with requests of no rows, or of one row and no tokens."""
     batch = make_batch([Request(30, chunk=1), Request(20, parents=star(3)), Request(10, chunk=1)])
     query, keys, values, table, starts, lengths, trees, masks = batch.arguments
     expected = by_kernel(batch, shares)
@@ -313,7 +313,7 @@ def test_one_graph_serves_other_lengths_and_trees():
         make_batch([Request(context, parents=shape(81)) for context in contexts], seed=seed)
         for seed, (shape, contexts) in enumerate([(bush, (100, 130)), (star, (143, 99))])
     ]
-    # Both have the same number of pages, so that the second fits into the first's tensors.
+    # Both have the same number of pages, so the second fits into the first's tensors.
     static = tuple(each.cuda() for each in batches[0].arguments)
     on_device = replace(batches[0], arguments=static)
     by_kernel(on_device)
