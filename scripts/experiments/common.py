@@ -17,7 +17,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Replayed:
-    """The counts of one text.
+    """The step and token counts of one decoded text.
 
     Attributes:
         steps: Number of decode steps, without the prompt's forward.
@@ -51,7 +51,7 @@ def row(*cells: str) -> None:
 
 
 def heading(*cells: str) -> None:
-    """Print the first two rows of a table."""
+    """Print the first two rows of a Markdown table, after an empty line."""
     typer.echo("")
     row(*cells)
     row(*["---"] * len(cells))

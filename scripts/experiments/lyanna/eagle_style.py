@@ -1,8 +1,8 @@
 """EAGLE's way of drafting with the same layer, for comparison.
 
-Every token is fed back, so that each level of the tree takes a forward of its expanded nodes, and
-the head is applied to each of them. n is the number of trees, w of nodes of a level, d the hidden
-size.
+Every token is fed back, so each level of the tree takes a forward of its expanded nodes, and the
+head is applied to each of them. n is the number of trees, w the number of nodes of a level, d the
+hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scripts.experiments.lyanna.lyanna_replay import Text, replay
 
 
 class TreeKV:
-    """The layer's KV of texts, and of the nodes of trees at positions in them.
+    """The layer's KV for texts, and for the nodes of trees at positions in them.
 
     Args:
         keys: `[n, S, Hkv, D]`, the texts' keys.
@@ -94,22 +94,22 @@ def draft_tree(
     width: int,
     num_draft_tokens: int,
 ) -> DraftTree:
-    """Draft trees.
+    """Draft one tree per root.
 
-    As in Lyanna, each expanded node gets its `width` most likely children, and of each level the
+    As in Lyanna, each expanded node gets its `width` most likely children, and in each level the
     `width` most likely paths are expanded.
 
     Args:
         layer: `(states [n, w, d], tokens int64 [n, w], positions [n, w], attend) -> [n, w, d]`, the
             next states.
         head: Maps states to logits.
-        first: `[n, d]`, the states that predict the first drafts.
+        first: `[n, d]`, the states that predict the children of the roots.
         cache: The layer's KV.
         positions: `int64 [n]`, the roots' positions.
         roots: `int32 [n]`, the roots.
         depth: Depth of the trees.
-        width: Number of children of a node, and of nodes of a level that are expanded.
-        num_draft_tokens: Greatest number of nodes, the root not counted.
+        width: Number of children of a node, and of expanded nodes in a level.
+        num_draft_tokens: Maximum number of nodes, excluding the root.
     """
     states, joint = first[:, None], torch.zeros(len(roots), 1, device=first.device)
     columns = torch.zeros_like(roots)[:, None]
@@ -145,7 +145,7 @@ def replay_eagle(
     width: int,
     num_draft_tokens: int,
 ) -> list[Replayed]:
-    """Replay decoding of texts with such trees."""
+    """Replay the decoding of texts with EAGLE-style trees."""
     with torch.inference_mode():
         kept = [text_kv(drafter, text.hidden[:-1], embeddings[text.tokens[1:]]) for text in texts]
     states, keys, values = (pad_sequence(list(each), True) for each in zip(*kept, strict=True))

@@ -1,8 +1,8 @@
 """Decoding replayed over text that the target has written greedily.
 
-It counts what a drafter would have had accepted, without running the target again. Every tree is
-built by the drafter's own code from the layer's logits on that text. n is the number of texts that
-are still being decoded, d the hidden size.
+It counts the draft tokens that would have been accepted, without running the target again. Every
+tree is built by the drafter's own code from the layer's logits on that text. n is the number of
+texts that are still being decoded, d the hidden size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Text:
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftTree]
 """`(rows int64 [n], positions int64 [n], roots int32 [n]) -> trees`: drafts under the roots, which
-stand at these positions of these texts."""
+are at these positions of these texts."""
 
 OnVerified = Callable[[Tensor, DraftTree, Verified], None]
 """`(rows int64 [n], trees, verified)`: called after each verification."""
@@ -56,7 +56,7 @@ def replay(
 
     Args:
         texts: The texts.
-        depth: Greatest depth of a draft token.
+        depth: Maximum depth of a draft token.
         propose: Drafts trees.
         on_verified: Called after each verification.
     """
@@ -71,11 +71,11 @@ def replay(
         follows = padded[rows[:, None], positions[:, None] + torch.arange(1, depth + 2)]
         verified = _verify(trees, follows)
         on_verified(rows, trees, verified)
-        gained = torch.minimum(verified.num_emitted.long(), lengths[rows] - 1 - positions)
+        emitted = torch.minimum(verified.num_emitted.long(), lengths[rows] - 1 - positions)
         counts[0, rows] += 1
-        counts[1, rows] += gained
+        counts[1, rows] += emitted
         counts[2, rows] += trees.tree_size.long() - 1
-        at[rows] += gained
+        at[rows] += emitted
     return [Replayed(*each) for each in counts.T.tolist()]
 
 
@@ -105,7 +105,7 @@ class LyannaReplay:
         drafter: The draft model.
         embeddings: `float32 [V, d]`, the target's embeddings.
         head: `float32 [V, d]`, the target's output head.
-        steps: Greatest number of steps that any run will draft.
+        steps: Maximum number of drafting steps of any run.
     """
 
     def __init__(
@@ -145,5 +145,5 @@ class LyannaReplay:
 
 
 def _without_last(text: Text) -> Text:
-    """The text without the hidden state of its last token, after which no token is known."""
+    """The text without the hidden state of its last token, which has no next token."""
     return Text(text.tokens, text.hidden[:-1], text.start)

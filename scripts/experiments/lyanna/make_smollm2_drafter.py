@@ -1,11 +1,11 @@
-"""Make Lyanna's drafter for SmolLM2-135M, trained on text of the model's own.
+"""Train Lyanna's drafter for SmolLM2-135M on text that the model has written.
 
     .venv-vllm/bin/python -m scripts.experiments.lyanna.make_smollm2_drafter \\
         WORK --prompts spec_bench_dev.jsonl
 
-First two processes of the model write conversations: some freely, others that begin like one of the
-given prompts. The model also answers every second of these prompts, starting with the first; the
-others are left for measurements. Then two processes train the drafter into WORK/drafter, first on
+First, two processes have the model write conversations: some freely, others that begin like one of
+the given prompts. The model also answers every second of these prompts, starting with the first;
+the others are left for measurements. Then two processes train the drafter in WORK/drafter, first on
 the free conversations and then on the others. An interrupted run is resumed by repeating the
 command with the same WORK. Needs vLLM.
 """
@@ -57,7 +57,7 @@ def answer_prompts(model: Path, prompts: Path, folders: list[Path], work: Path) 
 
 
 def train(model: Path, work: Path, text: Path, out: Path, epochs: int, *more: str) -> None:
-    """Train on a folder of text, unless it was done before."""
+    """Train on a folder of text, unless the drafter is already trained."""
     if (out / "held_out.json").exists():
         return
     command = [
@@ -78,17 +78,17 @@ def main(
     ] = 4_300,
     epochs: int = 2,
 ) -> None:
-    """Make the drafter."""
+    """Train the drafter."""
     model = ensure("smollm2-135m")
-    free, begun = work / "text", work / "seeded"
-    for folder in (free, begun):
+    free, prompted = work / "text", work / "seeded"
+    for folder in (free, prompted):
         folder.mkdir(parents=True, exist_ok=True)
     write_text(model, free, conversations, None)
-    write_text(model, begun, seeded, prompts)
-    answer_prompts(model, prompts, [free, begun], work)
+    write_text(model, prompted, seeded, prompts)
+    answer_prompts(model, prompts, [free, prompted], work)
     first, last = work / "first", work / "drafter"
     train(model, work, free, first, epochs, "--learning-rate", "1e-3")
-    train(model, work, begun, last, epochs, "--learning-rate", "5e-4", "--start", str(first))
+    train(model, work, prompted, last, epochs, "--learning-rate", "5e-4", "--start", str(first))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure what drafters of one target accept on prompts that none of them was trained on.
+"""Measure the acceptance of drafters of one target on prompts that none was trained on.
 
     .venv-vllm/bin/python -m scripts.experiments.lyanna.measure_lyanna \\
         TARGET --prompts spec_bench_dev.jsonl --drafter lyanna=DIR --drafter eagle=DIR \\
@@ -58,8 +58,8 @@ class Target:
 
     Attributes:
         folder: Folder of the target.
-        embeddings: `float32 [V, d]`, its embeddings.
-        head: `float32 [V, d]`, its output head.
+        embeddings: `float32 [V, d]`, the target's embeddings.
+        head: `float32 [V, d]`, the target's output head.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ def texts_of(corpus: Corpus) -> Iterator[Text]:
 def measured(
     drafter: LyannaModel, target: Target, corpus: Corpus, only: list[str]
 ) -> dict[str, Any]:
-    """The figures of one drafter in the settings named by `only`, or in all if it is empty."""
+    """The figures of one drafter in the settings in `only`, or in all if `only` is empty."""
     columns = Columns(torch.arange(1), len(target.head), sampled=0)
     loss = DrafterLoss(drafter, target.embeddings, target.head, columns, LossWeights())
     texts = list(texts_of(corpus))

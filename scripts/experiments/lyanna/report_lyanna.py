@@ -45,14 +45,14 @@ def acceptance_table(report: Report) -> None:
 def variants_table(report: Report) -> None:
     """Print conditional acceptance of chains, and tokens per step of trees, by variant.
 
-    Each figure is a mean over seeds; beside it stands the mean difference from the whole drafter
-    with the standard error of that difference over the seeds.
+    Each figure is a mean over seeds, followed by the mean difference from the complete drafter and
+    its standard error over the seeds.
     """
     runs: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, found in report["drafters"].items():
         variant, _, seed = name.rpartition("-")
         runs[variant][seed] = found
-    heading("variant", "step 1", "step 2", "step 3", "tokens a step, 12 nodes")
+    heading("variant", "step 1", "step 2", "step 3", "tokens per step, 12 nodes")
     for variant, seeds in runs.items():
         cells = []
         for pick in (*map(_chain, range(3)), _twelve):
@@ -77,7 +77,7 @@ def _twelve(found: Report) -> float:
 
 
 def times_table(report: Report) -> None:
-    """Print the time of drafting in both ways."""
+    """Print the drafting times of Lyanna and EAGLE."""
     heading("requests", "depth", "way", "forward", "head", "sampling", "all, ms", "lower by")
     for run in report["runs"]:
         for way, parts in run["ms"].items():
@@ -93,7 +93,7 @@ def speed_table(report: Report) -> None:
     categories of tasks, with its standard error.
     """
     heading(
-        *("run", "tokens a step", "forward of a tree", "of a chain", "drafting"),
+        *("run", "tokens per step", "forward of a tree", "of a chain", "drafting"),
         *("decode speedup", "with prefill", "over the first"),
     )
     firsts: dict[str, Report] = {}
@@ -135,7 +135,7 @@ def plot(acceptance: Report, times: Report, file: Path) -> None:
         nodes, tokens, errors = zip(*points, strict=True)
         left.errorbar(nodes, tokens, yerr=errors, marker="o", capsize=3, label=name)
     left.set_xlabel("draft nodes")
-    left.set_ylabel("tokens a step")
+    left.set_ylabel("tokens per step")
     left.legend()
     labels, parts = [], defaultdict(list)
     for run in times["runs"]:
@@ -147,7 +147,7 @@ def plot(acceptance: Report, times: Report, file: Path) -> None:
     for part, values in parts.items():
         right.bar(labels, values, bottom=bottom, label=part)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
-    right.set_ylabel("ms a draft tree")
+    right.set_ylabel("ms per draft tree")
     right.tick_params(axis="x", labelsize=6)
     right.legend()
     figure.tight_layout()

@@ -1,10 +1,10 @@
-"""Time drafting a tree in Lyanna's way and in EAGLE's with the same layer (the paper's figure 13).
+"""Time drafting a tree as Lyanna and as EAGLE do, with the same layer (the paper's figure 13).
 
     .venv-vllm/bin/python -m scripts.experiments.lyanna.time_drafting \\
         TARGET --output results/lyanna_draft_time.json
 
 The layer's forwards, the head and the sampling are timed separately. Weights are random, which does
-not affect times. The two ways alternate, and medians are reported.
+not affect times. Lyanna and EAGLE alternate, and medians are reported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Clock:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def __call__(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time is added to a part."""
+        """Wrap a function so that its time is added to a part."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = self._now()
@@ -56,7 +56,7 @@ class Clock:
 
 
 class Drafting:
-    """Drafts one tree per request, after a text of `context` tokens, in both ways."""
+    """Drafts one tree per request, after a text of `context` tokens, as Lyanna or as EAGLE does."""
 
     def __init__(
         self, target: Path, requests: int, context: int, dtype: torch.dtype, device: torch.device
@@ -79,7 +79,7 @@ class Drafting:
         self._clock = Clock(device)
 
     def seconds(self, way: str, **shape: int) -> dict[str, float]:
-        """The time of drafting once, by part."""
+        """The seconds of drafting once, by part."""
         self._clock.seconds.clear()
         draft = self._lyanna if way == "lyanna" else self._eagle
         self._clock("all", draft)(**shape)
@@ -88,7 +88,7 @@ class Drafting:
         return found
 
     def _known(self) -> tuple[TreeKV, Tensor]:
-        """The text's KV and the first states; both ways fuse the last accepted token."""
+        """The text's KV and the first states; both methods fuse the last accepted token."""
         cache = TreeKV(self._keys, self._values, self._positions)
         states = self._clock("forward", self._fused)(
             self._first[:, None], self._roots[:, None], self._positions[:, None], cache

@@ -1,4 +1,4 @@
-"""Train Lyanna's drafter and its variants for ablations, all alike and briefly.
+"""Train Lyanna's drafter and its ablation variants briefly, all with the same settings.
 
     .venv-vllm/bin/python -m scripts.experiments.lyanna.train_variants \\
         TARGET --data own-0.jsonl --out VARIANTS --cache FEATURES

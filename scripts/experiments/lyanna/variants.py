@@ -1,7 +1,7 @@
 """Variants of Lyanna's draft model for ablations; none of them is served.
 
-Each variant has an architecture of its own in its `config.json`, by which `load_variant` finds the
-class and which the hosts refuse.
+Each variant has its own architecture in `config.json`, from which `load_variant` finds the class.
+Hosts refuse these architectures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ZeroTokenInfo(TokenInfo):
 
 
 class WithoutTokenInfo(LyannaModel):
-    """Lyanna without token info: below the root, drafting depends on no token."""
+    """Lyanna without token info: after the root, drafting does not depend on tokens."""
 
     architecture = "LyannaWithoutTokenInfo"
 
@@ -52,7 +52,7 @@ class WithoutFirstToken(LyannaModel):
 
 
 class EagleStyle(WithoutTokenInfo):
-    """EAGLE's way with the same layer: every token is fed back, and there is no token info."""
+    """EAGLE with the same layer: every token is fed back, and there is no token info."""
 
     architecture = "LyannaEagleStyle"
 
@@ -72,14 +72,14 @@ VARIANTS: dict[str, tuple[type[LyannaModel], dict[str, Any]]] = {
     "dense-token-info": (LyannaModel, {"num_hot_tokens": 49_152}),
     "eagle": (EagleStyle, {}),
 }
-"""The class of each variant, and the fields of its configuration that are not defaults."""
+"""The class of each variant, and the fields of its configuration that differ from the defaults."""
 
 
 def load_variant(folder: Path, target: Path) -> LyannaModel:
     """Load a drafter of any variant.
 
     Raises:
-        ValueError: It was trained for another target, or is damaged.
+        ValueError: The drafter was trained for another target, or is damaged.
     """
     classes = {model.architecture: model for model, _ in VARIANTS.values()}
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]

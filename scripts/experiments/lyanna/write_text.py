@@ -4,8 +4,8 @@
         MODEL --output text.jsonl --conversations 20000
 
 The model continues an empty user turn, half of the time after one of a few openings, and then
-answers what it wrote. With `--seeds` two of three turns begin like a prompt of that file, of which
-every second one is used, starting with the first. The output has one conversation per line in
+answers what it wrote. With `--seeds`, two of three turns begin like a prompt of that file; every
+second prompt is used, starting with the first. The output has one conversation per line in
 ShareGPT's format. An interrupted run is resumed. Needs vLLM.
 """
 
@@ -30,9 +30,9 @@ OPENINGS = (
     *("Fix this code:\n", "Draft an email ", "Tell me a story ", "Create ", "Suggest ", "The "),
 )
 _SEEDED = 2 / 3
-"""Share of the turns that begin like a prompt, if there are prompts."""
+"""Fraction of the turns that begin like a prompt, if there are prompts."""
 _WORDS = 40
-"""Greatest number of words that are taken of a prompt."""
+"""Maximum number of words taken from a prompt."""
 
 
 def opening(seeds: list[str], rng: random.Random) -> str:
@@ -67,7 +67,7 @@ def user_turns(
 
 
 def answers(llm: Any, turns: list[str], max_tokens: int, rng: random.Random) -> list[str]:
-    """The model's answers, of which three in four are greedy."""
+    """The model's answers; three in four are greedy."""
     from vllm import SamplingParams
 
     outputs = llm.chat(

@@ -3,8 +3,8 @@
     python -m scripts.experiments.rsd.distil_draft TARGET --text text.jsonl --output DRAFT
 
 The student starts from the target's first layers and its embeddings. It is trained to match the
-target's next-token distribution (Kullback-Leibler divergence) on conversations of the target's own
-(`write_text.py`). Needs transformers.
+target's next-token distribution (Kullback-Leibler divergence) on conversations that the target
+wrote itself (`write_text.py`). Needs transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Measure the block efficiency of draft trees for a target and a draft model, without an engine.
 
 The target answers each prompt once in each sampling setting. At some positions of these answers
-every tree is sampled by RSD's own drafter, and its expected number of tokens per step is computed
-exactly. Results are appended to OUTPUT line by line, so that an interrupted run can be resumed:
+every RSD tree is sampled by RSD's own drafter, and the expected number of tokens per step of every
+tree is computed exactly. Results are appended to OUTPUT line by line, so an interrupted run can be
+resumed:
 
     python -m scripts.experiments.rsd.measure_rsd TARGET DRAFT \\
         --prompts FILE --limit 26 --output rsd.jsonl
@@ -53,7 +54,7 @@ BRANCHES = (
 """The paper's trees of RSD-C for the same lengths and sizes."""
 
 GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio, which spreads positions evenly however many there are."""
+"""The golden ratio: its multiples modulo 1 spread any number of positions evenly."""
 
 CHAINS = (2, 3, 4, 5, 6, 10, 14, 21, 30)
 """Lengths of ordinary speculative sampling."""
@@ -92,7 +93,7 @@ class Model:
         return answers
 
     def read(self, text: list[int]) -> None:
-        """Cache a text, under whose end trees can then be evaluated; earlier trees are dropped."""
+        """Cache a text, so that trees after it can be evaluated; earlier trees are dropped."""
         from transformers import DynamicCache
 
         known = 0
@@ -108,7 +109,7 @@ class Model:
         self._columns: dict[NodePath, int] = {}
 
     def read_nodes(self, root: int, paths: list[NodePath]) -> dict[NodePath, Tensor]:
-        """The logits after nodes; the parent of each was read earlier or precedes it in `paths`."""
+        """The logits after nodes; their parents must be read already or precede them in `paths`."""
         cached = len(self._text) + len(self._columns)
         seen = torch.zeros(1, 1, len(paths), cached + len(paths), dtype=torch.bool)
         seen[..., : len(self._text)] = True
@@ -200,7 +201,7 @@ class Position:
         return children
 
     def _spectr(self, width: int, length: int) -> Drawing:
-        """Chains that are sampled independently, as SpecTr does."""
+        """Independently sampled chains, as in SpecTr."""
         generator = torch.Generator().manual_seed(self._seed)
         chains: list[NodePath] = [()] * width
         children: dict[NodePath, list[int]] = {}
@@ -223,7 +224,7 @@ def measure(
 ) -> dict[str, float]:
     """The expected tokens per step of every tree at one position."""
     trees = position.trees()
-    # The leaves need no logits: what follows a leaf is one token in any case.
+    # The leaves need no logits: exactly one token follows an accepted leaf.
     nodes = {path for children in trees.values() for path in children}
     logits = target.read_nodes(root, sorted(nodes, key=len))
     probs: dict[NodePath, Tensor] = {}
@@ -297,8 +298,8 @@ def main(
                 continue
             answer, seed = answers[name][key], zlib.crc32(f"{name} {key} {number}".encode())
             # With the golden ratio, later positions fall into the gaps between earlier ones.
-            turn = (zlib.crc32(name.encode()) / 2**32 + number * GOLDEN) % 1.0
-            at = int(turn * max(1, len(answer) - 1))
+            fraction = (zlib.crc32(name.encode()) / 2**32 + number * GOLDEN) % 1.0
+            at = int(fraction * max(1, len(answer) - 1))
             text = rendered[name] + answer[: at + 1]
             for model in (target_model, draft_model):
                 model.read(text[:-1])

@@ -32,7 +32,7 @@ BUDGETS = {
     21: (("3x7", "7x3"), ("3-1-1-1-1-1-1", "3-2-2", "7-1-1")),
     30: (("5x6", "6x5"), ("2-2-2-2", "5-1-1-1-1-1", "6-1-1-1-1")),
 }
-"""The paper's trees of equal size (appendix D.3.2); speculative sampling drafts a chain of it."""
+"""The paper's trees of equal size (appendix D.3.2); the chains of SD have the same size."""
 
 RESAMPLES = 10_000
 
@@ -134,7 +134,7 @@ def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
                 )
             axis.set(xlabel=label, title=setting, xticks=list(groups))
             axis.grid(alpha=0.3)
-        axes[row][0].set_ylabel("block efficiency (tokens a step)")
+        axes[row][0].set_ylabel("block efficiency (tokens per step)")
     axes[0][0].legend()
     figure.suptitle(title)
     figure.tight_layout()
@@ -161,7 +161,7 @@ def main(
     }
     report = {
         **conditions,
-        "method": "expected tokens a step, summed exactly for trees as drawn at places in the "
+        "method": "expected tokens per step, summed exactly for trees sampled at positions in the "
         "target's own answers; standard errors by bootstrap over prompts",
         "settings": {
             setting: {

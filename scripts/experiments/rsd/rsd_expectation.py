@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 NodePath = tuple[int, ...]
-"""A node, given by the tokens on the path from the root, which is left out, to the node."""
+"""A node, given by the tokens on the path to it, without the root."""
 
 Acceptance = Callable[[Tensor, Tensor, Sequence[int]], list[float]]
 """`(target, draft, children) -> probabilities`: the probability that each child is accepted."""
@@ -23,11 +23,11 @@ def expected_tokens(
     draft: Callable[[NodePath], Tensor],
     accept: Acceptance,
 ) -> float:
-    """The expected number of tokens of one step, the bonus token included.
+    """The expected number of tokens of one step, including the bonus token.
 
     Args:
         children: The tokens of each inner node's children, in sampling order. A token may occur
-            more than once; the nodes then share the children below them.
+            more than once; its nodes then share their descendants.
         target: The target's distribution after a node.
         draft: The draft model's distribution after a node.
         accept: The acceptance rule.

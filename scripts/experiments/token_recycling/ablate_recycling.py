@@ -1,16 +1,16 @@
-"""Measures what each part of Token Recycling contributes in tokens per step, without an engine.
+"""Measure how many tokens per step each part of Token Recycling contributes, without an engine.
 
     python -m scripts.experiments.token_recycling.ablate_recycling MODEL \\
         --prompts spec_bench_dev.jsonl --limit 40 --nodes 15 --nodes 80 --work WORK \\
         --output results/recycling_ablation.json
 
-Each setting answers all turns of all prompts greedily. The product's own drafters draft, and learn
+Each setting decodes all turns of all prompts greedily. The package's own drafters draft and learn
 from the logits of a float32 target at all nodes of their trees. `recycling_variants.py` lists the
 settings by name; `--primed` adds those that start from a primed matrix, such as `grown primed`. All
-settings go through the prompts side by side, and the target's outputs are kept in WORK, so an
-interrupted run soon catches up and a further setting only asks for what no other setting has asked.
-A setting that the output already has for all prompts under the same conditions is not measured
-again. `report_recycling.py` tabulates and plots the results. Needs transformers.
+settings go through the prompts side by side, and the target's outputs are cached in WORK, so an
+interrupted run catches up quickly, and another setting only evaluates nodes that no earlier setting
+needed. A setting is skipped if OUTPUT already has its results for all prompts under the same
+conditions. `report_recycling.py` tabulates and plots the results. Needs transformers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from scripts.experiments.token_recycling.recycling_variants import (
 _ROWS = 256
 
 Decoding = Generator[list[int], None, Replayed]
-"""Yields the nodes of each tree, which must be known when it goes on; returns what became of it."""
+"""Yields the nodes of each tree, which must be evaluated before it resumes; returns the counts."""
 
 
 def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) -> Decoding:
-    """Answer one prompt; the drafter has room for one request."""
+    """Replay the decoding of one prompt's answer; the drafter must be allocated for one request."""
     slots = torch.tensor([0])
     drafter.start(0, known.prompt)
     if setting.prompt_logits:
@@ -72,20 +72,20 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
         verified = verify_target(trees, likely[None], drafter.max_depth)
         drafter.on_verified(slots, trees, verified)
         emitted = verified.emitted[0, : verified.num_emitted[0]].tolist()
-        left = known.answer[done : done + len(emitted)]
-        assert emitted[: len(left)] == left
-        done += len(left)
+        expected = known.answer[done : done + len(emitted)]
+        assert emitted[: len(expected)] == expected
+        done += len(expected)
         if done == len(known.answer):
             drafter.release([0])
-            # The first token is the prompt's own forward's.
+            # The first token comes from the prompt's forward, which is not a step.
             return Replayed(steps, done - 1, drafts)
-        trees = drafter.propose(slots, torch.tensor(left[-1:], dtype=torch.int32))
+        trees = drafter.propose(slots, torch.tensor(expected[-1:], dtype=torch.int32))
         steps += 1
         drafts += int((trees.tokens[0, 1:] >= 0).sum())
 
 
 def _nodes_of(trees: DraftTree, known: Known, root: int) -> list[int]:
-    """The nodes of one tree whose root is the node `root`; -1 for none."""
+    """The node of each column of a tree whose root is the node `root`; -1 for padding."""
     nodes = [root]
     columns = zip(trees.tokens[0, 1:].tolist(), trees.parents[0, 1:].tolist(), strict=True)
     for token, parent in columns:
@@ -94,18 +94,22 @@ def _nodes_of(trees: DraftTree, known: Known, root: int) -> list[int]:
 
 
 def as_logits(tops: Tensor, vocab: int) -> Tensor:
-    """Logits `[N, V]` whose most likely tokens are `tops`, int `[N, 8]`: drafters look at no more
-    than these. Rows of -1 are all the same."""
+    """Logits `[N, V]` whose most likely tokens are `tops`, int `[N, 8]`; drafters use no others. A
+    row of -1 gives logits of zero."""
     values = torch.arange(TOP, 0, -1.0).expand(tops.shape).masked_fill(tops < 0, 0)
     return torch.zeros(len(tops), vocab).scatter(1, tops.clamp(min=0).long(), values)
 
 
 @dataclass
 class Measured:
-    """A setting while it is measured.
+    """A setting that is being measured.
 
     Attributes:
-        found: what became of each prompt, by its number.
+        name: Name of the setting.
+        nodes: Number of draft tokens of a tree.
+        setting: The setting.
+        drafter: The setting's drafter.
+        found: The counts of each prompt's turns, by the prompt's index.
     """
 
     name: str
@@ -116,7 +120,7 @@ class Measured:
 
 
 class Bench:
-    """Has all prompts answered in any setting."""
+    """Replays the decoding of all prompts in any setting."""
 
     def __init__(self, model: Path, prompts: list[Prompt], most: int, work: Path) -> None:
         self.target = KnownTarget(model, work, most)
@@ -126,13 +130,13 @@ class Bench:
         self._most = most
 
     def begin(self, name: str, nodes: int) -> Measured:
-        """Begin with a setting."""
+        """Start measuring a setting."""
         drafter = SETTINGS[name].make(self.target.vocab, nodes)
         drafter.allocate(1, self._context)
         return Measured(name, nodes, SETTINGS[name], drafter, {})
 
     def order(self, order: Order) -> list[int]:
-        """The prompts in an order."""
+        """The indices of the prompts in the given order."""
         numbers = list(range(len(self.prompts)))
         if order == "category":
             names = list(dict.fromkeys(prompt.category for prompt in self.prompts))
@@ -142,11 +146,11 @@ class Bench:
         return numbers
 
     def answer(self, number: int, settings: list[Measured], primed: Tensor | None) -> None:
-        """Have one prompt answered in all settings."""
+        """Replay the decoding of one prompt in all settings."""
         prompt = self.prompts[number]
         answers: list[str] = []
         for turn in range(len(prompt.turns)):
-            # As `drafttree bench` asks: a chat too long for the context loses its beginning.
+            # As in `drafttree bench`, a chat that is too long for the context loses its beginning.
             tokens = self._chat.render(prompt.turns[: turn + 1], answers)
             known = self.target.begin(tokens[-(self._context - self._most) :])
             self._settle(known, settings, number, primed)
@@ -166,18 +170,18 @@ class Bench:
             each.found.setdefault(number, [])
             running.append((each, decode(each.drafter, each.setting, known, self.target.vocab)))
         while running:
-            trees, going = [], []
+            trees, unfinished = [], []
             for each, decoding in running:
                 try:
                     trees.append(next(decoding))
-                    going.append((each, decoding))
+                    unfinished.append((each, decoding))
                 except StopIteration as done:
                     each.found[number].append(done.value)
             self.target.learn(known, trees)
-            running = going
+            running = unfinished
 
     def figures(self, measured: Measured) -> dict[str, Any]:
-        """What became of the prompts so far."""
+        """The figures of a setting for the prompts so far."""
         numbers = sorted(measured.found)
         counts = {number: _sum(measured.found[number]) for number in numbers}
         categories: dict[str, list[Replayed]] = {}
@@ -188,8 +192,8 @@ class Bench:
             "prompts_done": len(counts),
             "tokens": sum(each.tokens for each in counts.values()),
             "categories": {
-                name: round(sum(each.tokens for each in of) / sum(each.steps for each in of), 4)
-                for name, of in categories.items()
+                name: round(sum(each.tokens for each in some) / sum(each.steps for each in some), 4)
+                for name, some in categories.items()
             },
             "by_prompt": [[each.steps, each.tokens] for each in counts.values()],
         }
@@ -204,10 +208,10 @@ def _sum(counts: list[Replayed]) -> Replayed:
 
 
 def read_primed(file: Path, vocab: int) -> Tensor:
-    """The matrix that a file begins with, int32 `[V, 8]`.
+    """Read the primed matrix of a file, int32 `[V, 8]`.
 
     Raises:
-        ValueError: it is of another shape.
+        ValueError: The matrix has another type or shape.
     """
     from safetensors.torch import load_file
 
@@ -223,11 +227,11 @@ CONDITIONS = (
     *("setting", "nodes", "model", "dtype", "prompts", "limit", "max_new_tokens", "start"),
     "primed",
 )
-"""What runs of one file differ in; all else is found."""
+"""The keys that identify a run in a results file; the other keys are results."""
 
 
 class Results:
-    """The runs of a file."""
+    """The runs of a results file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -235,16 +239,16 @@ class Results:
         self._runs = {tuple(run[name] for name in CONDITIONS): run for run in runs}
 
     def prompts_done(self, conditions: dict[str, Any]) -> int:
-        """How far the run under these conditions went."""
+        """Number of prompts that the run under these conditions has finished."""
         found = self._runs.get(tuple(conditions[name] for name in CONDITIONS), {})
         return int(found.get("prompts_done", 0))
 
     def put(self, conditions: dict[str, Any], found: dict[str, Any]) -> None:
-        """Add a run, or go on with it."""
+        """Add or update a run."""
         self._runs[tuple(conditions[name] for name in CONDITIONS)] = {**conditions, **found}
 
     def write(self) -> None:
-        """One run a line."""
+        """Write the file atomically, with one run per line."""
         part = self._file.with_suffix(".part")
         lines = ",\n".join(json.dumps(run) for run in self._runs.values())
         part.write_text(f"[\n{lines}\n]\n")
@@ -254,11 +258,13 @@ class Results:
 def main(
     model: Path,
     prompts: Annotated[Path, typer.Option(help="In Spec-Bench's format; all turns are asked.")],
-    output: Annotated[Path, typer.Option(help="JSON; continued if it is there.")],
-    work: Annotated[Path, typer.Option(help="For what the target says; shared by all settings.")],
+    output: Annotated[Path, typer.Option(help="JSON; an existing file is continued.")],
+    work: Annotated[Path, typer.Option(help="Folder of the cache, shared by all settings.")],
     limit: int = 40,
-    max_new_tokens: Annotated[int, typer.Option(help="A turn.")] = 96,
-    nodes: Annotated[list[int] | None, typer.Option(help="May be repeated; else 15, 80.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens per turn.")] = 96,
+    nodes: Annotated[
+        list[int] | None, typer.Option(help="May be repeated. Default: 15 and 80.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="A setting; may be repeated.")] = None,
     primed: Annotated[
         Path | None, typer.Option(help="A safetensors file with `matrix`, int32 [V, 8].")
@@ -310,7 +316,7 @@ def main(
             found = bench.figures(each)
             typer.echo(
                 f"{each.name}, {each.nodes} nodes: {found['mean_accepted_tokens']:.3f} "
-                f"± {found['standard_error']:.3f} ({found['nodes_a_step']:.1f} drafts a step)"
+                f"± {found['standard_error']:.3f} ({found['nodes_a_step']:.1f} drafts per step)"
             )
 
 

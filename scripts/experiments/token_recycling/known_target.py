@@ -1,8 +1,8 @@
-"""What a target says after a prompt, after its greedy answer, and after texts that leave it.
+"""A cache of a target's most likely next tokens along its greedy answers and after draft tokens.
 
-All ways of drafting ask of one target the same things again and again: what comes after the answer
-so far, and after drafts at its end that were not accepted. Each is read once and kept, in a file
-for each prompt, so that many settings can be measured in the time of a few.
+All settings evaluate one target at much the same nodes: after each prefix of the greedy answer, and
+after rejected draft tokens that follow one. Each node is evaluated once and cached in a file per
+prompt, so that many settings can be measured in the time of a few.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from drafttree.model_files import weights_fingerprint
 TOP = 8
 
 _ROWS = 512
-"""The most nodes that are read at a time, if no one tree has more."""
+"""Rows per forward of the head; nodes are also evaluated once at least this many are pending."""
 
 
 @dataclass
 class Known:
-    """What is known of one prompt's texts.
+    """The cached outputs for one prompt.
 
-    A node is a text: node 0 the prompt, and node i the prompt with i tokens of the answer, without
-    its last; the others go on from their parents by one token.
+    A node is a text: node 0 is the prompt, node i the prompt and i tokens of the answer, up to its
+    last but one token. Every other node is the text of its parent and one more token.
 
     Attributes:
-        prompt_tops: int32 `[P, 8]`, the most likely next tokens after each of the prompt's.
-        parents, tokens, tops: of all nodes; no tops where it was not read yet.
+        prompt: The tokens of the prompt.
+        prompt_tops: Int32 `[P, 8]`, the most likely next tokens after each token of the prompt.
+        answer: The tokens of the greedy answer.
+        parents: The parent of each node; -1 for node 0.
+        tokens: The last token of each node.
+        tops: The 8 most likely next tokens after each node; empty until the node is evaluated.
     """
 
     prompt: list[int]
@@ -47,7 +51,7 @@ class Known:
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def child(self, parent: int, token: int) -> int:
-        """The node that goes on from another by a token."""
+        """The node of a parent's text and one more token, which is added if it is new."""
         node = self._children.setdefault((parent, token), len(self.parents))
         if node == len(self.parents):
             self.parents.append(parent)
@@ -56,11 +60,11 @@ class Known:
         return node
 
     def on_answer(self, node: int) -> bool:
-        """Whether a node is the prompt or the answer so far."""
+        """Whether a node is the prompt or a prefix of the answer."""
         return node < len(self.answer)
 
     def save(self, file: Path) -> None:
-        """Write all to a file."""
+        """Write the cache of this prompt to a file."""
         columns = {"answer": self.answer, "parents": self.parents, "tokens": self.tokens}
         tensors = {name: torch.tensor(each, dtype=torch.int32) for name, each in columns.items()}
         tensors["tops"] = torch.tensor(self.tops, dtype=torch.int32)
@@ -70,7 +74,7 @@ class Known:
 
     @classmethod
     def load(cls, file: Path, prompt: Sequence[int]) -> Known:
-        """Read what was written of a prompt."""
+        """Read the cache of a prompt from a file."""
         read = load_file(file)
         known = cls(
             list(prompt),
@@ -86,11 +90,12 @@ class Known:
 
 
 class KnownTarget:
-    """A causal LM in float32, and what it said so far.
+    """A causal LM in float32 with a cache of its outputs.
 
     Args:
-        work: where what it said is kept.
-        most: tokens of an answer.
+        folder: Folder of the target.
+        work: Folder of the cache.
+        most: Maximum number of tokens of an answer.
     """
 
     def __init__(self, folder: Path, work: Path, most: int) -> None:
@@ -106,7 +111,7 @@ class KnownTarget:
         self._name = f"{weights_fingerprint(folder)} {most}"
 
     def begin(self, prompt: Sequence[int]) -> Known:
-        """What is known of a prompt, its greedy answer at least."""
+        """The cached outputs for a prompt; if there are none, decode its greedy answer first."""
         self._text: list[tuple[Tensor, Tensor]] = []
         file = self._file(prompt)
         if file.exists():
@@ -126,28 +131,28 @@ class KnownTarget:
         return known
 
     def finish(self, known: Known) -> None:
-        """Keep what became known of a prompt."""
+        """Write the outputs for a prompt to the cache."""
         self._work.mkdir(parents=True, exist_ok=True)
         known.save(self._file(known.prompt))
 
     def learn(self, known: Known, trees: Iterable[Sequence[int]]) -> None:
-        """Read the nodes of trees, as far as they are not known; of the prompt begun last."""
-        unread: set[int] = set()
+        """Evaluate nodes of trees that are not cached; `known` must be from the last `begin`."""
+        missing: set[int] = set()
         for tree in trees:
             for node in tree:
                 if known.tops[node]:
                     continue
                 while not known.on_answer(node):
-                    unread.add(node)
+                    missing.add(node)
                     node = known.parents[node]
-            if len(unread) >= _ROWS:
-                self._read_nodes(known, sorted(unread))
-                unread = set()
-        if unread:
-            self._read_nodes(known, sorted(unread))
+            if len(missing) >= _ROWS:
+                self._read_nodes(known, sorted(missing))
+                missing = set()
+        if missing:
+            self._read_nodes(known, sorted(missing))
 
     def _read_nodes(self, known: Known, nodes: list[int]) -> None:
-        """Read nodes with all that is between them and the answer, parents first."""
+        """Evaluate nodes in one forward. Parents off the answer must be among them, before them."""
         text = known.prompt + known.answer[:-1]
         cache = self._new_cache()
         if self._text:
@@ -179,7 +184,7 @@ class KnownTarget:
             known.tops[node] = known.tops[node] or tops
 
     def _read(self, cache: Any, tokens: Sequence[int], **given: Any) -> Tensor:
-        """The hidden states `[N, d]` at tokens after what was read."""
+        """The hidden states `[N, d]` at tokens that follow the text in the KV cache."""
         with torch.inference_mode():
             result = self._model.base_model(
                 input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True, **given

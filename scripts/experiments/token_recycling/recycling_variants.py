@@ -1,7 +1,6 @@
-"""Token Recycling without its parts, and in other ways: what `ablate_recycling.py` measures.
+"""The ablations and variants of Token Recycling that `ablate_recycling.py` measures.
 
-All are the product's drafters, or these with one thing changed. They draft for one request at a
-time.
+All are the package's drafters, or these with one change. They draft for one request at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 TableDrafter = DynamicTreeDrafter | StaticTreeDrafter
 Order = Literal["file", "category", "shuffled"]
 Make = Callable[[int, int], TableDrafter]
-"""`(tokens in the vocabulary, nodes) -> drafter`."""
+"""`(vocab_size, num_draft_tokens) -> drafter`."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,14 @@ class Setting:
     """One way of drafting.
 
     Attributes:
-        cold: everything learnt is forgotten before each request.
-        bigrams: the prompt's bigrams move to the front of their rows.
-        prompt_logits: the target's logits at all of the prompt are observed, not only at its end.
-        order: of the prompts.
-        fits: whether there is such a tree of so many nodes.
-        primed: the matrix begins with what the target says after each token alone.
+        make: Makes the drafter.
+        cold: Whether everything learned is forgotten before each request.
+        bigrams: Whether the prompt's bigrams move to the front of their rows.
+        prompt_logits: Whether the target's logits at all prompt positions are observed, instead of
+            only the last.
+        order: Order of the prompts.
+        fits: Whether the setting has a tree with a given number of draft tokens.
+        primed: Whether the matrix starts primed.
     """
 
     make: Make
@@ -55,15 +56,15 @@ class Setting:
     primed: bool = False
 
 
-class Rows(Tables):
-    """Tables of rows alone: nothing is learnt of pairs."""
+class MatrixOnly(Tables):
+    """Tables that only learn in the adjacency matrix, not in the bigram table."""
 
     def learn(self, slots: Tensor, tokens: Tensor, previous: Tensor, logits: Tensor) -> Tensor:
         return recycle(self.matrix, tokens, logits)[:, 0]
 
 
-class WithoutCopies(DynamicTreeDrafter):
-    """Never finds what it looks for in the request's text."""
+class WithoutNgrams(DynamicTreeDrafter):
+    """Dynamic trees without n-gram matches: the index stays empty."""
 
     def extend(self, slots: Tensor, tokens: Tensor) -> None:
         super().extend(slots, tokens)
@@ -71,14 +72,14 @@ class WithoutCopies(DynamicTreeDrafter):
 
 
 class FixedPriors(DynamicTreeDrafter):
-    """Learns nothing of what candidates are worth."""
+    """Dynamic trees without acceptance statistics: the priors stay fixed."""
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         self.extend(slots, verified.emitted)
 
 
-class FixedMask(DynamicTreeDrafter):
-    """The candidates of grown trees, the best first, on the nodes of a static tree."""
+class FixedTopology(DynamicTreeDrafter):
+    """Dynamic trees' candidates, ranked by prior, on the topology of a static tree."""
 
     def __init__(self, tables: Tables, tree: StaticTree) -> None:
         super().__init__(tables, tree.num_draft_tokens, auto=False, private=False)
@@ -112,7 +113,7 @@ class FixedMask(DynamicTreeDrafter):
 
 
 class FirstWins(StaticTreeDrafter):
-    """Of equal tokens of a tree the first writes the row (the paper's figure 3c)."""
+    """If a token occurs twice in a tree, the first writes its row (the paper's figure 3c)."""
 
     def observe(self, slots: Tensor, tokens: Tensor, previous: Tensor, logits: Tensor) -> Tensor:
         return (
@@ -121,7 +122,7 @@ class FirstWins(StaticTreeDrafter):
 
 
 class Merged(StaticTreeDrafter):
-    """Of equal tokens any writes each place of the row, as the paper's race may leave it."""
+    """If a token repeats, a random occurrence writes each rank, as the paper's race may do."""
 
     def __init__(self, tables: Tables, tree: StaticTree) -> None:
         super().__init__(tables, tree)
@@ -138,7 +139,7 @@ class Merged(StaticTreeDrafter):
 
 
 class AcceptedOnly:
-    """Learns nothing at nodes that were not accepted."""
+    """Mixin that only learns at accepted nodes."""
 
     def observe(self, slots: Tensor, tokens: Tensor, previous: Tensor, logits: Tensor) -> Tensor:
         self._seen = slots, tokens, previous, logits
@@ -152,20 +153,20 @@ class AcceptedOnly:
 
 
 class AcceptedOnlyStatic(AcceptedOnly, StaticTreeDrafter):
-    """The paper's drafting without what was rejected."""
+    """Static trees that only learn at accepted nodes."""
 
 
 class AcceptedOnlyGrown(AcceptedOnly, DynamicTreeDrafter):
-    """Grown trees without what was rejected."""
+    """Dynamic trees that only learn at accepted nodes."""
 
 
 def budget_tree(nodes: int, depth: int) -> StaticTree:
-    """The `nodes` nodes of highest path probability of those that are no deeper than `depth`."""
-    # Of equal scores the less deep come first, then those of lower ranks.
+    """The `nodes` nodes of highest path probability among those of depth up to `depth`."""
+    # Ties go to the shallower node, then to the lower ranks.
     level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
     paths = []
     for _ in range(depth):
-        # No more than `nodes` of a level can be among the best of all.
+        # At most `nodes` nodes of a level can be among the `nodes` best of all.
         level = nsmallest(
             nodes,
             (
@@ -198,7 +199,7 @@ def _grown(kind: type[DynamicTreeDrafter], vocab: int, nodes: int) -> DynamicTre
 
 
 def _rows_only(vocab: int, nodes: int) -> DynamicTreeDrafter:
-    tables = _tables(vocab, Rows, bigrams=False)
+    tables = _tables(vocab, MatrixOnly, bigrams=False)
     return DynamicTreeDrafter(tables, nodes, auto=False, private=False)
 
 
@@ -206,8 +207,8 @@ def _private(vocab: int, nodes: int) -> DynamicTreeDrafter:
     return DynamicTreeDrafter(_tables(vocab), nodes, auto=False, private=True)
 
 
-def _fixed_mask(vocab: int, nodes: int) -> FixedMask:
-    return FixedMask(_tables(vocab), _paper_tree(nodes))
+def _fixed_mask(vocab: int, nodes: int) -> FixedTopology:
+    return FixedTopology(_tables(vocab), _paper_tree(nodes))
 
 
 def _paper_tree(nodes: int, k: int = CANDIDATES) -> StaticTree:
@@ -224,7 +225,7 @@ def _fits_depth(depth: int, nodes: int) -> bool:
 
 
 BALANCED = {15: (3, 2, 1), 80: (5, 3, 2, 1)}
-"""Branching factors of trees in which all nodes of a level are alike, by nodes."""
+"""Branching factors of balanced trees, by number of draft tokens."""
 
 PAPER = Setting(partial(_static, StaticTreeDrafter, tree=_paper_tree))
 GROWN = Setting(partial(_grown, DynamicTreeDrafter))
@@ -250,7 +251,7 @@ SETTINGS: dict[str, Setting] = {
     **{f"{name} cold": replace(family, cold=True) for name, family in _FAMILIES.items()},
     "grown private": Setting(_private),
     "grown without pairs": Setting(_rows_only),
-    "grown without copies": Setting(partial(_grown, WithoutCopies)),
+    "grown without copies": Setting(partial(_grown, WithoutNgrams)),
     "grown with fixed priors": Setting(partial(_grown, FixedPriors)),
     "grown on a fixed mask": Setting(_fixed_mask),
     **{
@@ -283,8 +284,8 @@ SETTINGS |= {f"{name} primed": replace(each, primed=True) for name, each in SETT
 
 
 def move_bigrams(tables: Tables, text: Sequence[int]) -> None:
-    """Let each token of a text come first in the row of the one before it, and in the pair's of
-    the two before it where pairs are kept; the text's last bigrams win."""
+    """Move each token of a text to the front of its previous token's row, and of the row of its two
+    previous tokens if bigrams are kept; later occurrences in the text win."""
     for token, after in pairwise(text):
         _to_front(tables.matrix[token], after)
     (bigrams,) = tables.bigrams

@@ -1,4 +1,4 @@
-"""Sum up what `ablate_recycling.py` measured: tables for results/README.md, and a plot.
+"""Summarise the output of `ablate_recycling.py`: tables for docs/benchmarks.md, and a plot.
 
     python -m scripts.experiments.token_recycling.report_recycling \\
         results/recycling_ablation.json --plot results/recycling_ablation.png
@@ -19,34 +19,34 @@ from scripts.experiments.common import heading, row
 
 Run = dict[str, Any]
 Runs = dict[tuple[str, int], Run]
-"""Runs by setting and nodes, of one target and one set of prompts."""
+"""The runs of one target and one set of prompts, by setting and number of draft tokens."""
 
 LINES = (
     *("paper", "paper primed", "grown", "grown primed", "grown without pairs primed"),
     *("grown without copies primed", "grown with fixed priors primed"),
     *("grown on a fixed mask primed", "grown accepted only primed", "grown cold"),
 )
-"""The settings that the plot shows over nodes."""
+"""The settings that are plotted against the number of draft tokens."""
 
 _DRAWS = 1000
 
 
 def groups(runs: list[Run]) -> dict[str, Runs]:
-    """The runs that were not stopped, by what was asked of whom."""
+    """The finished runs, by target, prompts and answer length."""
     found: dict[str, Runs] = {}
     for run in runs:
         if run["prompts_done"] < run["limit"]:
             continue
         name = (
             f"{run['model']}, {run['prompts']}: {run['limit']} prompts, "
-            f"{run['max_new_tokens']} tokens a turn"
+            f"{run['max_new_tokens']} tokens per turn"
         )
         found.setdefault(name, {})[run["setting"], run["nodes"]] = run
     return found
 
 
 def base_of(setting: str) -> str | None:
-    """What a setting is compared with: its family, which is compared with the plainer one."""
+    """The baseline of a setting: its family; `paper` for `grown`, unprimed for primed."""
     family, _, rest = setting.partition(" ")
     primed = setting.endswith(" primed")
     if rest in ("", "primed"):
@@ -55,8 +55,8 @@ def base_of(setting: str) -> str | None:
 
 
 def gain(run: Run, base: Run) -> tuple[float, float]:
-    """Tokens a step more than in the base's run, with the standard error by bootstrap over the
-    prompts, the same in both."""
+    """The gain in tokens per step over a baseline run, and its standard error by a paired bootstrap
+    over the prompts."""
     counts = torch.tensor([run["by_prompt"], base["by_prompt"]]).double()
     prompts = counts.shape[1]
     generator = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def gain(run: Run, base: Run) -> tuple[float, float]:
 
 
 def settings_table(runs: Runs) -> None:
-    """Tokens a step of every setting at every number of nodes; in brackets the gain."""
+    """Print tokens per step by setting and number of draft tokens, with the gain in brackets."""
     columns = sorted({nodes for _, nodes in runs})
     heading("setting", *(f"{nodes} nodes" for nodes in columns))
     for setting in dict.fromkeys(name for name, _ in runs):
@@ -85,7 +85,7 @@ def settings_table(runs: Runs) -> None:
 
 
 def categories_table(runs: Runs) -> None:
-    """Tokens a step of the whole methods by category."""
+    """Print the tokens per step of the complete methods by category."""
     chosen = [key for key in runs if key[0].removesuffix(" primed") in ("paper", "grown")]
     names = list(dict.fromkeys(name for key in chosen for name in runs[key]["categories"]))
     heading("category", *(f"{setting}, {nodes}" for setting, nodes in chosen))
@@ -94,7 +94,7 @@ def categories_table(runs: Runs) -> None:
 
 
 def plot(found: dict[str, Runs], file: Path) -> None:
-    """Tokens a step by nodes, and the paper's by the depth of its tree."""
+    """Plot tokens per step by number of draft tokens, and of static trees by depth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,7 +123,7 @@ def plot(found: dict[str, Runs], file: Path) -> None:
                 )
         left.set_title(title, fontsize=8)
         left.set_xlabel("draft nodes")
-        left.set_ylabel("tokens a step")
+        left.set_ylabel("tokens per step")
         left.legend(fontsize=7)
         for nodes in sorted({nodes for name, nodes in runs if name.startswith("paper depth=")}):
             depths = sorted(
@@ -134,7 +134,7 @@ def plot(found: dict[str, Runs], file: Path) -> None:
             if len(depths) > 1:
                 right.plot(*zip(*depths, strict=True), marker="o", label=f"paper, {nodes} nodes")
         right.set_xlabel("depth of the static tree")
-        right.set_ylabel("tokens a step")
+        right.set_ylabel("tokens per step")
         if right.lines:
             right.legend(fontsize=7)
         right.set_visible(bool(right.lines))
