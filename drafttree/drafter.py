@@ -3,11 +3,11 @@
 There are three kinds. A `ModelFreeDrafter` drafts from tokens and target logits that it has seen; a
 `DraftModelDrafter` samples trees from a draft model that the host runs; a `HiddenStateDrafter`
 continues the target's hidden states with one layer whose KV the host stores. All three share the
-vocabulary of `Drafter`. A drafter knows no engine.
+vocabulary of `Drafter`. Drafters do not depend on an engine.
 
 Shapes: B is the batch size, N the columns of a draft tree, V the vocabulary size, d the hidden
 size. A slot is the index of a request's state: the host assigns it when the request starts, and it
-stays the same until the request is released, wherever the request stands in the batch.
+stays the same until the request is released, whatever the request's row in the batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from the target's distribution there. Called once per level, the roots' level fi
 
 @dataclass(frozen=True)
 class Target:
-    """The target model, as a host describes it to a method that makes a drafter.
+    """A host's description of the target, from which a method makes its drafter.
 
     Attributes:
         model: Folder of the target in Hugging Face's layout, or the name under which the engine
@@ -59,7 +59,7 @@ class Target:
 
 
 class Drafter:
-    """What all kinds of drafter have in common; every method here has a default.
+    """Base class of all kinds of drafter; every method here has a default.
 
     Attributes:
         max_depth: Greatest depth of a draft token; the root's depth is 0.
@@ -91,7 +91,7 @@ class Drafter:
         """Forget everything learned, for instance because the target's weights changed."""
 
     def explain(self) -> list[dict[str, Any]]:
-        """How the sizes of trees were chosen: one row per case, ready for JSON."""
+        """Explain how tree sizes were chosen: one row per case, ready for JSON."""
         return []
 
     def acceptance(self) -> dict[str, Any]:
@@ -135,9 +135,9 @@ class ModelFreeDrafter(Drafter):
         """
 
     def previous_tokens(self, slots: torch.Tensor) -> torch.Tensor:
-        """The last token but one of each text, `int32 [B]`; -1 where it is not known.
+        """The second-to-last token of each text, `int32 [B]`; -1 where it is not known.
 
-        A drafter that does not look at the `previous` argument of `observe` need not know it.
+        Only drafters whose `observe` uses `previous` need to override this.
         """
         return torch.full_like(slots, -1, dtype=torch.int32)
 
@@ -146,7 +146,7 @@ class ModelFreeDrafter(Drafter):
 
         Args:
             slots: `int64 [B]`, the requests' slots.
-            roots: `int32 [B]`, the texts' last tokens; -1 for requests that are not to be drafted
+            roots: `int32 [B]`, the texts' last tokens; -1 for requests that must not be drafted
                 for. At least one is not -1.
 
         Returns:
@@ -166,13 +166,13 @@ class ModelFreeDrafter(Drafter):
 
         Args:
             slots: `int64 [R]`, the slot of each row's request.
-            tokens: `int32 [R]`, the token whose next-token logits a row holds; -1 to skip the row.
+            tokens: `int32 [R]`, the token that each row's logits come after; -1 to skip the row.
             previous: `int32 [R]`, the token before it; -1 where it is not known.
             logits: `[R, V]`.
 
         Returns:
             `int32 [R]`, the argmax of each row with ties broken towards the lowest id, if learning
-            computed it on the way; the host then need not read the logits again. Otherwise None.
+            computes it anyway, which saves the host from reading the logits again; otherwise None.
         """
         return None
 
@@ -205,7 +205,7 @@ class DraftModelDrafter(Drafter):
             forward: The draft model.
 
         Returns:
-            The trees, and whatever `acceptance_rule` needs to know of how they were sampled.
+            The trees, and whatever `acceptance_rule` needs about how they were sampled.
         """
         raise NotImplementedError
 
@@ -214,7 +214,7 @@ class DraftModelDrafter(Drafter):
 
         Args:
             trees: The trees as verified, which may be truncated against those proposed.
-            drawn: What `propose` returned beside them.
+            drawn: The second value that `propose` returned.
 
         Returns:
             None if the drafts were chosen deterministically: the host then samples each token from
@@ -225,7 +225,7 @@ class DraftModelDrafter(Drafter):
     def undrafted_rule(
         self, roots: torch.Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> AcceptanceRule | None:
-        """The same for roots without drafts, such as the end of a prompt."""
+        """The acceptance rule for roots without drafts, such as the end of a prompt."""
         return None
 
 
@@ -243,16 +243,16 @@ class HiddenStateDrafter(Drafter):
 
         Args:
             hidden: `[N, d]`, the target's hidden states before the tokens.
-            tokens: `int [N]`.
+            tokens: `int [N]`, the known tokens.
         """
         raise NotImplementedError
 
     def between(self, states: torch.Tensor) -> torch.Tensor:
-        """The layer's input `[N, d]` at its own steps, from its last output `[N, d]`."""
+        """The layer's input `[N, d]` at a draft step, from its previous output `[N, d]`."""
         return states
 
     def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One step of the layer: `[N, d]` at `positions [N]` to `[N, d]`."""
+        """Run the layer on `x [N, d]` at `positions [N]`; returns its output `[N, d]`."""
         raise NotImplementedError
 
     def max_draft_tokens(self, slots: torch.Tensor) -> torch.Tensor:
@@ -269,6 +269,6 @@ class HiddenStateDrafter(Drafter):
             roots: `int32 [B]`, the texts' last tokens.
             logits: `[B, L, V]`, the target's output head applied to the layer's L steps.
             steps: `int64 [B]`, number of steps that are valid for each request; 0 for requests
-                that are not to be drafted for.
+                that must not be drafted for.
         """
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""What makes a drafting method: its name, its kind, its options and its drafter.
+"""Declaration of a drafting method: its name, its kind, its options and its drafter.
 
-Methods are found through the entry-point group `drafttree.methods`, so a method from any package is
-served like the ones of this package.
+Methods are found through the entry-point group `drafttree.methods`, so methods from other packages
+are served like those of this one.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class HostSupport:
     """How one host serves a kind of drafter.
 
     Attributes:
-        runs: `module:Class` of the host's part, a vLLM model runner or an SGLang worker; a path, so
-            that no engine is imported before it is needed.
+        runs: `module:Class` of the vLLM model runner or SGLang worker that serves the kind. It is
+            given as a path, so that no engine is imported before it is needed.
         algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM.
         devices: Types of devices on which the kind is served.
-        tensor_parallel: Whether it is served with tensor parallelism.
-        older_versions: Whether it is served by host versions that are supported beside the tested
-            one.
+        tensor_parallel: Whether the kind is served with tensor parallelism.
+        older_versions: Whether the kind is also served by supported host versions other than the
+            tested one.
     """
 
     runs: str
@@ -88,12 +88,12 @@ class DrafterKind(Generic[D]):
     Attributes:
         name: Name in messages.
         drafter: Base class of the kind's drafters.
-        needs_model: Whether it needs a model of its own, named by the option `model`.
-        needs_vocabulary_of_target: Whether that model must have the target's own vocabulary, as a
-            draft model must, which hosts then check.
-        needs_hidden_states: Whether it reads the target's hidden states.
-        vllm: How vLLM serves it.
-        sglang: How SGLang serves it.
+        needs_model: Whether the drafter needs a model of its own, named by the option `model`.
+        needs_vocabulary_of_target: Whether that model must have the target's vocabulary, as a
+            draft model must; hosts then check it.
+        needs_hidden_states: Whether the drafter reads the target's hidden states.
+        vllm: How vLLM serves the kind.
+        sglang: How SGLang serves the kind.
     """
 
     name: str
@@ -162,11 +162,12 @@ class Method(Generic[D]):
         kind: Kind of its drafter.
         options: Pydantic model that validates its options.
         make_drafter: `(options, target) -> drafter`.
-        check_model: `(target, model)`; raises ValueError for a model, named by the option `model`,
-            that cannot serve the target.
+        check_model: `(target, model)`, which raises ValueError if the model named by the option
+            `model` does not fit the target.
         models: Folders of models that come with the method, by the name of the target's recipe.
-        prepare: `(target's folder, options)`; does at once, with progress on the terminal, what the
-            method would otherwise do at its first use of a target. Raises ValueError if it cannot.
+        prepare: `(target's folder, options)`, which does in advance, with progress on the terminal,
+            what the method would otherwise do at its first use of a target. Raises ValueError if it
+            cannot.
     """
 
     name: str
@@ -188,7 +189,7 @@ class Method(Generic[D]):
         drafter = self.make_drafter(options, target)
         if not isinstance(drafter, self.kind.drafter):
             raise TypeError(
-                f"{self.title} made a {type(drafter).__name__}, which is no "
+                f"{self.title} made a {type(drafter).__name__}, which is not a "
                 f"{self.kind.drafter.__name__}: make_drafter must return a drafter of its kind, "
                 f"{self.kind.name}"
             )
@@ -198,7 +199,7 @@ class Method(Generic[D]):
         """Validate options.
 
         Raises:
-            ValueError: Naming the option, its value and the fix.
+            ValueError: The message names the option, its value and the fix.
         """
         try:
             return self.options.model_validate(options)
@@ -231,7 +232,7 @@ def installed_methods() -> dict[str, Method[Any]]:
         try:
             method = entry.load()
         except Exception as error:
-            # A broken package of somebody else must not take the engine down.
+            # A broken third-party package must not take the engine down.
             logger.warning(
                 "The method %s (%s) cannot be loaded: %r", entry.name, entry.value, error
             )

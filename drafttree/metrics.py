@@ -11,29 +11,28 @@ from drafttree.tree import DraftTree, Verified
 class Counters:
     """Sums over decode steps of single requests; prefill steps are not counted.
 
-    They stay on the device, so that counting a step waits for nothing. By name:
+    They stay on the device, so that counting a step does not synchronise with it. By name:
 
     - steps: decode steps, undrafted ones included.
     - emitted: tokens emitted by these steps, the bonus token included; the engine drops those
       after the end of a text.
-    - drafted_steps: steps that verified at least one draft node.
-    - draft_tokens: draft nodes verified.
-    - accepted_tokens: draft nodes accepted.
-    - non_first_child_accepted: accepted nodes that are not their parent's first child, which only
-      a tree can have.
-    - kv_rows_moved: accepted nodes whose KV rows move to another place, counted once, not by
-      layer.
+    - drafted_steps: steps that verified at least one draft token.
+    - draft_tokens: draft tokens verified.
+    - accepted_tokens: draft tokens accepted.
+    - non_first_child_accepted: accepted draft tokens that are not their parent's first child, which
+      only a tree can have.
+    - kv_rows_moved: accepted draft tokens whose KV rows were moved, counted once and not by layer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
 
     def add_step(self, counted: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
-        """Add an engine step; `counted` are the requests that decode in it, `bool [B]`."""
+        """Add an engine step; `counted`, `bool [B]`, marks the requests that decode in it."""
         if trees.drafted:
             count_step(self._sums, counted, trees.tokens, trees.parents, verified.path)
         else:
-            self._sums[:2].add_(counted.sum())  # a step and a token each
+            self._sums[:2].add_(counted.sum())  # one step and one token per request
 
     def as_dict(self) -> dict[str, int]:
         """The counts by name; waits for the device."""

@@ -21,7 +21,7 @@ _SAMPLE_SIZE = 4096
 _SAMPLES = 1024
 _MIN_SAMPLES = 16
 
-# A fast tokenizer is one file. Without it, all of these decide the ids of tokens.
+# A fast tokenizer is one file. Without it, all of these determine the token ids.
 _FAST_TOKENIZER = "tokenizer.json"
 _TOKENIZER_PARTS = (
     "*.model",
@@ -70,8 +70,8 @@ def first_rows_fingerprint(folder: Path) -> str:
     """Content hash of the name and the first row of every tensor of a model folder.
 
     Trained drafters store it as the identity of their target. They do not store
-    `weights_fingerprint`, because copies of a target may have another `config.json` or may be split
-    into files otherwise, and because drafters that are in use already carry this one.
+    `weights_fingerprint`, because copies of a target may have another `config.json` or be split
+    into files differently, and because existing drafters already carry this one.
 
     Raises:
         ValueError: The folder has no weights, or they cannot be read.
@@ -91,7 +91,7 @@ def first_rows_fingerprint(folder: Path) -> str:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Content hash of the files that decide the token ids of a model folder.
+    """Content hash of the files that determine the token ids of a model folder.
 
     These are `tokenizer.json` or, if there is none, all files of a slow tokenizer.
 
@@ -115,7 +115,7 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
-    """Refuse a draft model whose token ids are not the target's; warn about one that is too large.
+    """Refuse a draft model whose token ids differ from the target's, and warn if it is not smaller.
 
     Without a `tokenizer.json` in both folders only the sizes of the vocabularies are compared.
 

@@ -1,4 +1,4 @@
-"""What a host patches in its engine, as data: each host's `patches.py` lists all of it."""
+"""Description of a patch to an engine; each host's `patches.py` lists all of its patches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patch:
-    """One thing of the engine that is replaced.
+    """A part of an engine that is replaced.
 
     Attributes:
-        target: What is replaced: `module:Class.attribute`, or the object in words where it is not
-            a class attribute.
+        target: What is replaced: `module:name` or `module:Class.attribute`.
         when: When it is replaced, and for how long.
         reason: Why the engine cannot do without it.
     """

@@ -1,6 +1,6 @@
 """A conformance test for drafters, which a method's own tests should run.
 
-`check_drafter` plays a short decoding session against a random target, with requests that start,
+`check_drafter` runs a short decoding session against a random target, with requests that start,
 finish, opt out and share the batch, and with truncated trees. It checks everything that a host
 relies on, and needs no engine.
 """
@@ -18,7 +18,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_target
 
 VOCAB_SIZE = 64
-"""Vocabulary size of the random target, for which the drafter must be made."""
+"""Vocabulary size of the random target, and so of the drafter to check."""
 
 MAX_REQUESTS = 4
 MAX_MODEL_LEN = 256
@@ -62,17 +62,17 @@ def check_method(method: Method[Any], options: dict[str, Any] | None = None) -> 
 def check_drafter(
     drafter: ModelFreeDrafter, num_draft_tokens: int, depth: int, steps: int = 60, seed: int = 0
 ) -> int:
-    """Check a model-free drafter that has just been made, for `VOCAB_SIZE` tokens.
+    """Check a newly made model-free drafter for a vocabulary of `VOCAB_SIZE` tokens.
 
     Args:
         drafter: The drafter.
         num_draft_tokens: Greatest number of draft tokens that its options declare.
         depth: Greatest depth that its options declare.
-        steps: Number of decode steps to play.
+        steps: Number of decode steps to run.
         seed: Seed of the random target.
 
     Returns:
-        Number of accepted draft tokens; 0 means that no draft was ever right.
+        Number of accepted draft tokens.
 
     Raises:
         AssertionError: The message names the rule that is broken.
@@ -93,7 +93,7 @@ def check_drafter(
     _check_reports(drafter)
     drafter.reset()
     tried = [row["tried"] for row in _counts(drafter)]
-    assert not any(tried), f"reset must clear the counts of acceptance, and tried is {tried}"
+    assert not any(tried), f"reset must clear the acceptance counts, but tried is {tried}"
     return session.accepted
 
 
@@ -107,7 +107,7 @@ class _Session:
         self._drafter = drafter
         self._num_draft_tokens = num_draft_tokens
         self._generator = generator
-        # Few tokens follow each token, so that texts repeat themselves and drafts can be right.
+        # Few tokens follow each token, so that texts repeat themselves and drafts are accepted.
         weights = torch.rand(VOCAB_SIZE, VOCAB_SIZE, generator=generator) ** 24
         self._target = weights.log()
         drafter.allocate(MAX_REQUESTS, MAX_MODEL_LEN)
@@ -162,16 +162,16 @@ class _Session:
         )
         trees.check(self._num_draft_tokens)
         assert torch.equal(trees.tokens[:, 0], asked), (
-            f"column 0 must hold the roots {asked.tolist()}, not {trees.tokens[:, 0].tolist()}"
+            f"column 0 must contain the roots {asked.tolist()}, not {trees.tokens[:, 0].tolist()}"
         )
         depth = _depth(trees)
         assert depth <= self._drafter.max_depth, (
-            f"a draft token has depth {depth}, and max_depth={self._drafter.max_depth}"
+            f"a draft token has depth {depth}, but max_depth={self._drafter.max_depth}"
         )
         return trees
 
     def _check_previous(self, slots: torch.Tensor) -> None:
-        """Tokens before the roots, for drafters that know them: state belongs to slots."""
+        """Check the tokens before the roots, where the drafter returns them."""
         found = self._drafter.previous_tokens(slots)
         assert (found.dtype, found.shape) == (torch.int32, slots.shape), (
             f"previous_tokens must return int32 [{len(slots)}], not {found.dtype} {[*found.shape]}"
@@ -179,15 +179,15 @@ class _Session:
         for slot, token in zip(slots.tolist(), found.tolist(), strict=True):
             expected = self._texts[slot][-2]
             assert token in (-1, expected), (
-                f"previous_tokens of slot {slot} is {token}, and its text ends with {expected}, "
+                f"previous_tokens of slot {slot} is {token}, but its text ends with {expected}, "
                 f"{self._texts[slot][-1]}"
             )
 
     def _check_order(self, slots: torch.Tensor, asked: torch.Tensor) -> None:
-        """A request's tree belongs to its slot, whatever its row.
+        """Check that a request's tree depends on its slot and not on its row in the batch.
 
-        Drafters that are random, or that measure time, may propose other trees at the second call;
-        only if a repetition gives the same trees must another order of the batch give them too.
+        Drafters that are random or that measure time may propose other trees at the second call, so
+        orders are compared only if a repetition gives the same trees.
         """
         first, second = self._propose(slots, asked), self._propose(slots, asked)
         rolled = self._propose(slots.roll(1), asked.roll(1))

@@ -1,7 +1,7 @@
-"""Static draft trees: topologies that are fixed before the first token is drafted.
+"""Draft trees: static topologies, the trees of a batch, and the outcome of their verification.
 
-Nodes stand in breadth-first order with the root (the last accepted token) at 0, so that any
-prefix of the nodes is a valid tree: engines truncate drafts without asking.
+Nodes are in breadth-first order with the root (the last accepted token) at 0, so that any prefix of
+the nodes is a valid tree and engines may truncate drafts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_DEPTH = 32
 RankPath = tuple[int, ...]
 
 BRANCHING = "branch:"
-"""How trees that are given by their branching factors are written: `branch:4-2-1`."""
+"""Prefix of a tree that is given by its branching factors, as in `branch:4-2-1`."""
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A draft tree whose nodes are named by rank paths.
+    """A draft tree of fixed shape, whose nodes are identified by rank paths.
 
     `paths[i]` lists the candidate rank taken at every level from the root to node `i + 1`; the
     root's empty path is not listed. Build one with the class methods, which validate and sort.
@@ -40,7 +40,7 @@ class StaticTree:
         """Sort rank paths breadth-first and check them.
 
         Raises:
-            ValueError: a path is empty, repeated, negative, too deep, without its parent, or
+            ValueError: A path is empty, repeated, negative, too deep or without its parent, or
                 there are no or too many paths.
         """
         listed = [tuple(path) for path in paths]
@@ -71,7 +71,7 @@ class StaticTree:
         """Read a tree from JSON: `{"paths": [[0], [1], [0, 0], ...]}`.
 
         Raises:
-            ValueError: the file cannot be read, is no such JSON, or its tree is not valid.
+            ValueError: The file cannot be read, is not such JSON, or its tree is not valid.
         """
         try:
             content = json.loads(file.read_text())
@@ -82,7 +82,7 @@ class StaticTree:
             raise ValueError(f"cannot read the tree file {file}: {error.strerror}") from error
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f'the tree file {file} must hold {{"paths": [[0], [0, 0], ...]}}'
+                f'the tree file {file} must contain {{"paths": [[0], [0, 0], ...]}}'
             ) from error
         try:
             return cls.from_paths(paths)
@@ -91,10 +91,10 @@ class StaticTree:
 
     @classmethod
     def from_budget(cls, num_draft_tokens: int, rank_priors: Sequence[float]) -> StaticTree:
-        """The tree of the draft tokens of highest path probability.
+        """The tree of the `num_draft_tokens` draft tokens with the highest path probabilities.
 
-        A path's probability is the product of its ranks' priors. A child never scores above its
-        parent, so taking the best first leaves the tree prefix-closed.
+        A path's probability is the product of its ranks' priors. A child is never more probable
+        than its parent, so taking nodes best first leaves the tree prefix-closed.
         """
         if not 1 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(
@@ -140,24 +140,24 @@ class StaticTree:
         """The tree of branching factors as in `branch:4-2-1`.
 
         Raises:
-            ValueError: it is not written so, or makes no tree.
+            ValueError: The notation is wrong, or its factors give no valid tree.
         """
         try:
             factors = [int(factor) for factor in notation.removeprefix(BRANCHING).split("-")]
         except ValueError as error:
             raise ValueError(
-                f"tree={notation!r} is no list of branching factors: write {BRANCHING}4-2-1"
+                f"tree={notation!r} is not a list of branching factors: write {BRANCHING}4-2-1"
             ) from error
         return cls.from_branching(factors)
 
     @property
     def num_draft_tokens(self) -> int:
-        """The number of draft tokens: of nodes, the root not counted."""
+        """The number of draft tokens: all nodes but the root."""
         return len(self.paths)
 
     @property
     def tree_size(self) -> int:
-        """The number of nodes, the root counted."""
+        """The number of nodes, the root included."""
         return 1 + len(self.paths)
 
     @cached_property
@@ -185,7 +185,7 @@ class StaticTree:
 
     @property
     def width(self) -> int:
-        """The number of candidates a token must have: one more than the highest rank."""
+        """The number of candidates needed for each node: one more than the highest rank."""
         return 1 + max(self.ranks)
 
 
@@ -193,15 +193,15 @@ class StaticTree:
 class DraftTree:
     """The draft trees of a batch of B requests, nodes in breadth-first order.
 
-    Every parent stands before its children, so any prefix of the columns is a valid tree too. A
-    column whose token is -1 holds no node; its parent is -1.
+    Every parent comes before its children, so any prefix of the columns is a valid tree too. A
+    column whose token is -1 contains no node; its parent is -1.
 
     Attributes:
         tokens: `int32 [B, N]`; column 0 is the root, the last accepted token, or -1 for a request
             that is not drafted for.
         parents: `int32 [B, N]`, the column of each node's parent; -1 for roots.
-        tree_size: `int32 [B]`, number of columns that may hold nodes, the root counted: at least up
-            to the last node.
+        tree_size: `int32 [B]`, number of leading columns that may contain nodes, the root included;
+            there is no node after them.
     """
 
     tokens: torch.Tensor
@@ -223,10 +223,11 @@ class DraftTree:
         """Verify that the tensors are draft trees; reads them on the host.
 
         Args:
-            num_draft_tokens: Greatest number of columns beside the root, if it is to be checked.
+            num_draft_tokens: Greatest number of columns beside the root; None to leave that
+                unchecked.
 
         Raises:
-            ValueError: Naming the request, the column and the rule that is broken.
+            ValueError: The message names the request, the column and the rule that is broken.
         """
         batch, width = self.tokens.shape if self.tokens.dim() == 2 else (-1, 0)
         shapes = [tuple(each.shape) for each in (self.parents, self.tree_size)]
@@ -272,7 +273,7 @@ class DraftTree:
         return above
 
     def path(self, row: int, column: int) -> list[int]:
-        """The tokens from below the root down to a node; empty where there is no node."""
+        """The draft tokens on the path from the root to a node; empty where there is no node."""
         tokens: list[int] = []
         while column > 0:
             tokens.insert(0, int(self.tokens[row, column]))
@@ -286,12 +287,11 @@ def _check_tree(name: str, tokens: list[int], parents: list[int], size: int) -> 
         raise ValueError(f"{name}: the root's parent is {parents[0]} and must be -1")
     used = [column for column, token in enumerate(tokens) if token >= 0]
     if used and used[0] != 0:
-        raise ValueError(f"{name}: column {used[0]} holds a node, and there is no root")
+        raise ValueError(f"{name}: column {used[0]} contains a node, but there is no root")
     last = used[-1] if used else -1
     if not last < size <= len(tokens):
         raise ValueError(
-            f"{name}: tree_size is {size}, and the last node stands in column {last} of "
-            f"{len(tokens)}"
+            f"{name}: tree_size is {size}, but the last node is in column {last} of {len(tokens)}"
         )
     depth = {0: 0}
     siblings: set[tuple[int, int]] = set()
@@ -299,12 +299,12 @@ def _check_tree(name: str, tokens: list[int], parents: list[int], size: int) -> 
         parent = parents[column]
         if parent not in depth:
             raise ValueError(
-                f"{name}: the parent of column {column} is {parent}, which is no earlier node"
+                f"{name}: the parent of column {column} is {parent}, which is not an earlier node"
             )
         depth[column] = depth[parent] + 1
         if depth[column] < depth[before]:
             raise ValueError(
-                f"{name}: column {column} is shallower than column {before}: nodes must stand in "
+                f"{name}: column {column} is shallower than column {before}: nodes must be in "
                 "breadth-first order"
             )
         if (parent, tokens[column]) in siblings:
@@ -314,7 +314,7 @@ def _check_tree(name: str, tokens: list[int], parents: list[int], size: int) -> 
         siblings.add((parent, tokens[column]))
     for column, token in enumerate(tokens):
         if column and token < 0 and parents[column] != -1:
-            raise ValueError(f"{name}: column {column} holds no node, and its parent must be -1")
+            raise ValueError(f"{name}: column {column} contains no node, so its parent must be -1")
 
 
 @dataclass(frozen=True)

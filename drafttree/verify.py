@@ -1,9 +1,9 @@
-"""Sampled verification: lossless acceptance of drafts that were chosen, not drawn.
+"""Sampled verification: lossless acceptance of drafts that were chosen deterministically.
 
-The next token at a node is drawn from the target exactly as the engine would draw it without
-speculation; if a child carries that token the walk goes down to it, else it ends there. So every
-emitted token is the target's own draw, whatever was drafted, and greedy verification (Token
-Recycling, arXiv 2408.08696, section 3.2) is the temperature-0 case.
+The next token at a node is sampled from the target exactly as the engine would sample it without
+speculation. If a child has that token, the child is accepted and verification continues there;
+otherwise it ends. So every emitted token is sampled from the target, whatever was drafted, and
+greedy verification (Token Recycling, arXiv 2408.08696, section 3.2) is the temperature-0 case.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from drafttree.tree import DraftTree, Verified
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(nodes int32 [B], alive bool [B]) -> tokens int32 [B]`: the target's token after each node.
 
-Rows that are not alive have left their tree; what is returned for them is ignored, and nothing of
-their request's random state may be used up."""
+Rows that are not alive have left their tree: the token returned for them is ignored, and their
+request's random state must not advance."""
 
 
 def draws_ahead(logits: torch.Tensor) -> bool:
-    """Whether it pays to draw a token for every row before any draft is accepted.
+    """Whether drawing a token for every row in advance is faster than drawing level by level.
 
-    A GPU spends more on the launches of all levels; a CPU would draw for rows seldom reached.
+    On a GPU the launches of all levels cost more. On a CPU most rows would be drawn in vain.
     """
     return logits.is_cuda
 
 
 def draw_ahead(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """A token after each row of `logits [R, V]`, drawn at `temperatures [R]`: `int32 [R]`.
+    """A token for each row of `logits [R, V]`, drawn at `temperatures [R]`: `int32 [R]`.
 
-    One draw a row is as good as one when the row is reached, as a row is reached once at most.
+    Drawing in advance does not change the distribution, because each row is reached at most once.
     """
     seed = torch.randint(1 << 62, (1,), device=logits.device)
     return draw_tokens(logits, temperatures, seed)
 
 
 def verify_target(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Verified:
-    """Verify against the target's token after each node, `int32 [B, N]`: its likeliest, or one
-    drawn ahead.
+    """Verify against the target's token after each node, `int32 [B, N]`.
+
+    These are the most likely tokens, or tokens from `draw_ahead`.
     """
     if not trees.drafted:
         return Verified(torch.zeros_like(trees.tokens), target, torch.ones_like(trees.tree_size))
@@ -58,7 +59,11 @@ def verify_sampled(
     """Verify by drawing level by level, one draw for each emitted token and no more.
 
     Args:
-        watched: `draw` waits for the device at each level, so it costs nothing to stop early.
+        trees: The trees to verify.
+        draw: Draws the target's token after one node of each tree.
+        max_depth: Greatest depth of a draft token.
+        watched: Whether `draw` waits for the device at each level anyway, so that checking for an
+            early end costs nothing.
     """
     batch = trees.tokens.shape[0]
     device = trees.tokens.device
@@ -75,7 +80,7 @@ def verify_sampled(
         )
         alive = node >= 0
         node = node.clamp(min=0)
-        # Looking at the result would stall a GPU; on a CPU it saves the draws of the levels left.
+        # Reading the result would stall a GPU; on a CPU it saves the draws of the remaining levels.
         if (watched or device.type == "cpu") and not bool(alive.any()):
             break
     return Verified(path, emitted, (emitted >= 0).sum(1, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Counts of a step, worked out by hand."""
+"""Counts of a step, compared with counts made by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def int32(rows: list[list[int]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def test_only_decoding_requests_are_counted_and_later_children_are_told_apart() -> None:
-    # Below the root two children; below the second of them two more.
+def test_only_decoding_requests_are_counted_and_later_children_separately() -> None:
+    # The root has two children, and the second of them has two more.
     parents = int32([[-1, 0, 0, 2, 2]] * 3 + [[-1] * 5])
     tokens = int32([[9, 1, 2, 3, 4]] * 3 + [[9, -1, -1, -1, -1]])
     trees = DraftTree(tokens, parents, torch.tensor([5, 5, 5, 1], dtype=torch.int32))

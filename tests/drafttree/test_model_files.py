@@ -1,4 +1,4 @@
-"""Fingerprints tell models apart by their weights and their tokenizers."""
+"""Fingerprints distinguish models by their weights and their tokenizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_weights(folder: Path, rows: int = 64, **files: int) -> Path:
     return folder
 
 
-def test_equal_weights_have_equal_fingerprints_wherever_they_lie(tmp_path: Path) -> None:
+def test_equal_weights_have_equal_fingerprints_in_any_folder(tmp_path: Path) -> None:
     one = weights_fingerprint(make_weights(tmp_path / "one", model=1))
     assert len(one) == 16
     assert one == weights_fingerprint(make_weights(tmp_path / "two", model=1))
@@ -66,7 +66,7 @@ def test_a_huge_folder_is_not_read_whole(tmp_path: Path) -> None:
         with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
             file.write((2).to_bytes(8, "little") + b"{}")
             os.ftruncate(file.fileno(), 1 << 36)
-    assert weights_fingerprint(tmp_path)  # 2.5 TB would never end
+    assert weights_fingerprint(tmp_path)  # reading all 2.5 TB would take hours
 
 
 def test_a_damaged_header_is_hashed_as_it_is(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_damaged_header_is_hashed_as_it_is(tmp_path: Path) -> None:
     assert weights_fingerprint(tmp_path)
 
 
-def test_a_tokenizer_is_known_by_its_main_file(tmp_path: Path) -> None:
+def test_a_tokenizer_is_identified_by_its_main_file(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     slow = tokenizer_fingerprint(tmp_path)
     (tmp_path / "merges.txt").write_text("a b")
@@ -103,7 +103,7 @@ def test_weights_alone_are_enough(tmp_path: Path) -> None:
     assert weights_fingerprint(tmp_path) != whole
 
 
-def test_first_rows_are_known_whatever_files_they_are_in(tmp_path: Path) -> None:
+def test_the_first_rows_fingerprint_does_not_depend_on_the_files(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The conformance test passes on good drafters and finds faults that are planted into one."""
+"""The conformance test passes on good drafters and finds planted faults."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_good_drafter_passes_and_is_accepted() -> None:
     assert check(TwoChains()) > 50
 
 
-def test_a_drafter_may_leave_everything_optional_out() -> None:
+def test_a_drafter_may_omit_everything_optional() -> None:
     class Minimal(ModelFreeDrafter):
         max_depth = DEPTH
 
@@ -158,7 +158,7 @@ def without_the_last_tree(trees: DraftTree) -> DraftTree:
 
 
 class TooDeep(TwoChains):
-    """Says that its drafts end one level above where they do."""
+    """Declares a maximum depth that is one less than that of its drafts."""
 
     max_depth = DEPTH - 1
 
@@ -178,14 +178,14 @@ class WrongDtype(TwoChains):
 
 
 class ByRow(TwoChains):
-    """Looks its state up by the row of the batch."""
+    """Looks up its state by the row in the batch."""
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         return super().propose(torch.arange(len(slots)), roots)
 
 
 class PreviousByRow(TwoChains):
-    """Looks previous tokens up by the row of the batch."""
+    """Looks up previous tokens by the row in the batch."""
 
     def previous_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         return super().previous_tokens(torch.arange(len(slots)))
@@ -220,16 +220,16 @@ class Overcounts(TwoChains):
     [
         (with_proposals(too_wide), ValueError, "7 columns for drafts and at most 6 are declared"),
         (with_proposals(children_first), ValueError, "the parent of column 1 is 2"),
-        (with_proposals(without_root), AssertionError, "column 0 must hold the roots"),
+        (with_proposals(without_root), AssertionError, "column 0 must contain the roots"),
         (with_proposals(as_int64), ValueError, "must be int32, not torch.int64"),
         (with_proposals(without_the_last_tree), AssertionError, "3 trees for 4 requests"),
-        (TooDeep, AssertionError, "has depth 3, and max_depth=2"),
+        (TooDeep, AssertionError, "has depth 3, but max_depth=2"),
         (SecondBest, AssertionError, "must return the logits' argmax"),
         (WrongDtype, AssertionError, r"must return int32 .*, not torch.int64"),
         (ByRow, AssertionError, "indexed by its slot, not by its row"),
         (PreviousByRow, AssertionError, "previous_tokens of slot"),
         (KeepsText, AssertionError, "previous_tokens of slot"),
-        (KeepsCounts, AssertionError, "reset must clear the counts"),
+        (KeepsCounts, AssertionError, "reset must clear the acceptance counts"),
         (Overcounts, AssertionError, "hit must not exceed tried"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What travels to the device together comes out as it went in."""
+"""Arrays that are copied in one transfer keep their shapes, data types and values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(tensors: list[torch.Tensor]) -> None:
         assert tensor.tolist() == expected.tolist()
 
 
-def test_packed_arrays_come_out_as_they_went_in() -> None:
+def test_packed_arrays_are_unpacked_unchanged() -> None:
     buffer = packed(ARRAYS)
     tensors = unpacked(buffer, ARRAYS)
     check(tensors)

@@ -160,23 +160,23 @@ GOOD = DraftTree(
     ("tokens", "parents", "size", "complaint"),
     [
         ([5, 6, 7, 8, -1], [0, 0, 0, 1, -1], 4, "the root's parent is 0 and must be -1"),
-        ([-1, 6, -1, -1, -1], [-1, 0, -1, -1, -1], 4, "column 1 holds a node, and there is no"),
-        ([5, 6, 7, 8, -1], [-1, 0, 0, 1, -1], 3, "tree_size is 3, and the last node stands in"),
-        ([5, 6, 7, 8, -1], [-1, 0, 0, 1, -1], 6, "tree_size is 6, and the last node stands in"),
-        ([5, -1, -1, -1, -1], [-1] * 5, 0, "tree_size is 0, and the last node stands in column 0"),
-        ([5, 6, 7, 8, -1], [-1, 2, 0, 1, -1], 4, "the parent of column 1 is 2, which is no earl"),
-        ([5, 6, 7, 8, -1], [-1, 0, 0, 3, -1], 4, "the parent of column 3 is 3, which is no earl"),
-        ([5, 6, 7, 8, -1], [-1, 0, 0, -1, -1], 4, "the parent of column 3 is -1, which is no"),
-        ([5, 6, -1, 8, -1], [-1, 0, -1, 2, -1], 4, "the parent of column 3 is 2, which is no"),
+        ([-1, 6, -1, -1, -1], [-1, 0, -1, -1, -1], 4, "column 1 contains a node, but there is no"),
+        ([5, 6, 7, 8, -1], [-1, 0, 0, 1, -1], 3, "tree_size is 3, but the last node is in"),
+        ([5, 6, 7, 8, -1], [-1, 0, 0, 1, -1], 6, "tree_size is 6, but the last node is in"),
+        ([5, -1, -1, -1, -1], [-1] * 5, 0, "tree_size is 0, but the last node is in column 0"),
+        ([5, 6, 7, 8, -1], [-1, 2, 0, 1, -1], 4, "the parent of column 1 is 2, which is not an"),
+        ([5, 6, 7, 8, -1], [-1, 0, 0, 3, -1], 4, "the parent of column 3 is 3, which is not an"),
+        ([5, 6, 7, 8, -1], [-1, 0, 0, -1, -1], 4, "the parent of column 3 is -1, which is not an"),
+        ([5, 6, -1, 8, -1], [-1, 0, -1, 2, -1], 4, "the parent of column 3 is 2, which is not an"),
         ([5, 6, 7, 8, -1], [-1, 0, 1, 0, -1], 4, "column 3 is shallower than column 2"),
         ([5, 6, 7, 7, -1], [-1, 0, 0, 0, -1], 4, "token 7 is drafted twice under column 0"),
-        ([5, 6, 7, 8, -1], [-1, 0, 0, 1, 1], 4, "column 4 holds no node, and its parent must be"),
+        ([5, 6, 7, 8, -1], [-1, 0, 0, 1, 1], 4, "column 4 contains no node, so its parent must be"),
     ],
 )
 def test_trees_that_are_not_valid_are_refused(
     tokens: list[int], parents: list[int], size: int, complaint: str
 ) -> None:
-    """They stand in the second request, which the message names."""
+    """The invalid tree is the second request's, which the message names."""
     wrong = DraftTree(
         torch.cat([GOOD.tokens, torch.tensor([tokens], dtype=torch.int32)]),
         torch.cat([GOOD.parents, torch.tensor([parents], dtype=torch.int32)]),

@@ -1,4 +1,4 @@
-"""Sampled verification emits the target's own draws and uses up none that it does not emit."""
+"""Sampled verification emits the target's own draws, and makes no draw that it does not emit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from drafttree.tree import DraftTree
 from drafttree.verify import verify_sampled, verify_target
 
-# Two requests: a tree 5 -> (6 -> 8, 7 -> 9) and one that was cut to 5 -> 6.
+# Two requests: a tree 5 -> (6 -> 8, 7 -> 9) and one that was truncated to 5 -> 6.
 TREES = DraftTree(
     tokens=torch.tensor([[5, 6, 7, 8, 9], [5, 6, -1, -1, -1]], dtype=torch.int32),
     parents=torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, -1, -1, -1]], dtype=torch.int32),
@@ -15,7 +15,7 @@ TREES = DraftTree(
 )
 
 
-def test_the_walk_goes_down_where_a_child_carries_the_draw() -> None:
+def test_a_child_with_the_drawn_token_is_accepted() -> None:
     script = [[7, 6], [9, 4], [3, 0]]
     nodes, living = [], []
 
@@ -44,7 +44,7 @@ def test_no_draw_is_made_after_the_last_request_left_its_tree() -> None:
     assert verified.num_emitted.tolist() == [1, 1]
 
 
-def test_greedy_verification_is_the_walk_along_fixed_tokens() -> None:
+def test_greedy_verification_equals_sampled_verification_of_fixed_draws() -> None:
     target = torch.tensor([[6, 8, 0, 2, 0], [9, 3, -1, -1, -1]], dtype=torch.int32)
 
     def draw(node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
