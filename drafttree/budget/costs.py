@@ -35,7 +35,7 @@ def batch_bucket(batch_size: int) -> int:
 
 @dataclass
 class _Estimate:
-    """What is known of one (batch bucket, n).
+    """The estimate for one (batch bucket, n).
 
     Attributes:
         ratio: Logarithm of measured over predicted seconds, global level subtracted.
@@ -154,8 +154,8 @@ class CostModel:
     def needs_sample(self, batch_size: int, n: int) -> bool:
         """Whether the estimate is unreliable.
 
-        It is while there are too few samples, if the last one was an outlier, and if the global
-        level has moved since.
+        It is if there are too few samples, if the last one was an outlier, or if the global level
+        has moved since.
         """
         estimate = self._estimates.get((batch_bucket(batch_size), n))
         return (

@@ -15,19 +15,19 @@ _CONTEXT = 128
 _TOKEN_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256, 512, 1024, 2048, 4096, 8192)
 _REPEATS = 3
 _MAX_SECONDS = 10.0
-"""No larger forward is measured once all of them took this long together."""
+"""Total time after which no larger forward is measured."""
 
 Forwards = Callable[[int, int, int, bool, int], list[float]]
-"""A host's function to time forwards: `(num_requests, tokens_per_request, context, tree, repeats)
--> seconds of each forward`."""
+"""A host's function that times forwards: `(num_requests, tokens_per_request, context, tree,
+repeats) -> seconds of each forward`."""
 
 
 def of_one_request(forwards: Forwards, room: int) -> Callable[[int], float]:
-    """The function `measure_forward(num_tokens)` of a drafter, from a host's own.
+    """Make a drafter's `measure_forward(num_tokens)` from a host's function.
 
     Args:
         forwards: The host's function.
-        room: Largest number of tokens of one request that the host's KV cache holds.
+        room: Largest number of tokens of one request that fit in the host's KV cache.
 
     Returns:
         A function that runs one forward of one request and returns its seconds.
@@ -53,7 +53,7 @@ def profile_drafter(
         if max_tokens >= 1:
             drafter.profile(measure_forward, max_tokens)
     except Exception as error:
-        # Models differ, and an engine must not fail to start for want of a measurement.
+        # Models differ, and an engine must not fail to start because a measurement failed.
         logger.warning("The model's forwards cannot be timed: %s", error)
 
 

@@ -121,7 +121,7 @@ class NodeBudget:
         copy = AsyncHostCopy.of(values)
         known = copy if copy.arrived is None or self._last is None else self._last
         self._last = copy
-        # In float32, as a recording holds them.
+        # In float32, as in a recording.
         expected_tokens = to_expected_tokens(known.wait().numpy().astype(np.float32, copy=False))
         num_draft_tokens = self.planner.choose(len(slots), expected_tokens)
         self._timer.begin_drafted(slots, num_draft_tokens)

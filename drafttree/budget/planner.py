@@ -35,13 +35,13 @@ FloatArray = np.ndarray[Any, Any]
 
 @dataclass
 class _BucketState:
-    """What the planner remembers of one batch bucket.
+    """The planner's state for one batch bucket.
 
     Attributes:
         size: Size in use, trials aside; 0 for plain decoding.
         gain: Harmonic mean over the requests of the tokens expected at that size. Dividing the
             time of a step by it gives the mean time per token.
-        draft_seconds: Mean time of looking up drafts; None until it was measured.
+        draft_seconds: Mean time of looking up drafts; None until it is measured.
         benefit: Mean saving of looking up drafts, as a share of a plain step.
     """
 
@@ -53,7 +53,7 @@ class _BucketState:
 
 @dataclass(frozen=True)
 class _StepPlan:
-    """What was decided for the step under way.
+    """The decision for the current step.
 
     Attributes:
         size: Draft tokens of each request.
@@ -76,7 +76,7 @@ class Planner:
     """Chooses one of a few candidate sizes for each decode step.
 
     Before each step call `should_skip_drafting`. If it returns False, look up drafts and call
-    `choose`. After the step, and before the next is asked about, call `record_step` or
+    `choose`. After the step, and before the next one, call `record_step` or
     `record_truncated_step`; a step for which neither is called is ignored.
 
     Attributes:
@@ -150,7 +150,7 @@ class Planner:
         rates = [
             gain / costs.seconds(batch_size, size) for gain, size in zip(gains, sizes, strict=True)
         ]
-        # A size for which there are no further drafts is no choice, whatever its predicted cost.
+        # A size that adds no drafts is never chosen, whatever its predicted cost.
         for index, (smaller, larger) in enumerate(pairwise(expected), 1):
             rates[index] = rates[index] if larger > smaller else 0.0
         best = self._best(state, rates)
@@ -228,7 +228,7 @@ class Planner:
     def record_truncated_step(self, batch_size: int, seconds: float, emitted_tokens: float) -> None:
         """Account for a step with fewer draft tokens than were chosen.
 
-        It changes the loss budget alone, as it says nothing about any candidate size.
+        Only the loss budget changes, because such a step gives no sample of any candidate size.
         """
         self._state(batch_size)
         self._plan = None
@@ -242,7 +242,7 @@ class Planner:
         self.budgets.clamp(plain_seconds, self.constants)
 
     def calibrate(self, batch_size: int, expected_tokens: FloatArray) -> FloatArray:
-        """Correct expected tokens, `[R, S]`, by the ratio in which such drafts were accepted."""
+        """Correct expected tokens, `[R, S]`, by the ratio of accepted to expected drafts."""
         ratios = self._calibration.ratios(
             batch_bucket(batch_size), self.candidate_sizes, self.costs.clock
         )
@@ -286,7 +286,7 @@ class Planner:
         return state.benefit <= 0 and self.budgets.probe < self._draft_seconds(state, batch_size)
 
     def _best(self, state: _BucketState, rates: list[float]) -> int:
-        """The index of the size with the best rate, as far as margin and hysteresis allow it."""
+        """The index of the best size under margin and hysteresis; 0 for plain decoding."""
         best = max(range(1, len(rates)), key=rates.__getitem__, default=0)
         margin = self.constants.margin
         if state.size == 0:
@@ -346,7 +346,7 @@ class Planner:
     def _settle(
         self, state: _BucketState, batch_size: int, plan: _StepPlan, emitted: float
     ) -> None:
-        """Refill the time budgets and charge the step to the one that it belongs to.
+        """Refill the time budgets and charge the step to the budget that covers it.
 
         Charges are computed from the updated estimates and not from the step's own time, as an
         outlier would have delayed a plain step too.

@@ -1,7 +1,7 @@
 """Records the steps that a planner decided on, for `drafttree budget` to replay.
 
-A recording is a file of JSON lines. The first holds what the planner was made from, each of the
-others one step. The environment variable `DRAFTTREE_RECORD_STEPS` names the file.
+A recording is a file of JSON lines. The first line has the planner's arguments, and each further
+line has one step. The environment variable `DRAFTTREE_RECORD_STEPS` names the file.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class RecordedStep(BaseModel):
     is_truncated: bool = False
 
     def expected_array(self) -> FloatArray | None:
-        """`expected_tokens` as the planner was given them, `float32 [R, S]`."""
+        """`expected_tokens` as they were passed to the planner, `float32 [R, S]`."""
         if self.expected_tokens is None:
             return None
         return np.array(self.expected_tokens, np.float32)
 
 
 class RecordingPlanner(Planner):
-    """A planner that writes down each of its steps, up to `MAX_RECORDED_STEPS`."""
+    """A planner that writes each of its steps to a file, `max_steps` at most."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ def make_planner(candidate_sizes: Sequence[int], forward_seconds: Mapping[int, f
     """
     if name := os.environ.get(RECORD_VARIABLE):
         try:
-            # Line by line, as a host may kill its engine processes.
+            # Line-buffered, because a host may kill its engine processes.
             file = open(  # noqa: SIM115
                 name.replace("%p", str(os.getpid())), "w", buffering=1, encoding="utf-8"
             )
@@ -158,7 +158,7 @@ def read_recording(path: Path) -> tuple[RecordedPlanner, list[RecordedStep]]:
     A last line that was cut off, because the engine was killed, is ignored.
 
     Raises:
-        ValueError: The file cannot be read, or is no recording.
+        ValueError: The file cannot be read, or is not a recording.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -171,7 +171,7 @@ def read_recording(path: Path) -> tuple[RecordedPlanner, list[RecordedStep]]:
         first = RecordedPlanner.model_validate_json(lines[0])
     except (IndexError, ValidationError) as error:
         raise ValueError(
-            f"{path} is no recording of steps: run the engine, or drafttree bench, with "
+            f"{path} is not a recording of steps: run the engine, or drafttree bench, with "
             f"{RECORD_VARIABLE}=FILE and give FILE"
         ) from error
     steps = []
@@ -179,7 +179,7 @@ def read_recording(path: Path) -> tuple[RecordedPlanner, list[RecordedStep]]:
         try:
             steps.append(RecordedStep.model_validate_json(line))
         except ValidationError as error:
-            raise ValueError(f"{path}, line {number}: this is no step: {error}") from error
+            raise ValueError(f"{path}, line {number}: this is not a step: {error}") from error
     sizes = len(first.candidate_sizes)
     for number, step in enumerate(steps, 2):
         if any(len(row) != sizes for row in step.expected_tokens or ()):

@@ -1,4 +1,4 @@
-"""Replays recorded steps through the planner, also with changed constants."""
+"""Replays recorded steps through the planner, optionally with changed constants."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Replay:
 
     Attributes:
         choices: Draft tokens chosen in each recorded step; None where drafting was skipped.
-        recorded: What was measured.
-        replayed: What the replayed planner's choices are expected to have given.
+        recorded: Throughput as measured.
+        replayed: Throughput that the replayed planner's choices are expected to give.
         final: Time budgets at the end.
         lowest: Lowest value of each time budget.
         plain_seconds: Predicted seconds of a plain step at the end.
@@ -78,7 +78,7 @@ def recorded_choice(step: RecordedStep) -> int | None:
 
 
 def changed_constants(constants: BudgetConstants, changes: Mapping[str, str]) -> BudgetConstants:
-    """`constants` with some replaced; names in either case, values as text.
+    """`constants` with some of them replaced; names in either case, values as text.
 
     Raises:
         ValueError: A name is unknown or a value out of range.
@@ -91,15 +91,15 @@ def changed_constants(constants: BudgetConstants, changes: Mapping[str, str]) ->
         name = str(problem["loc"][0])
         if problem["type"] == "extra_forbidden":
             known = ", ".join(BudgetConstants.model_fields)
-            raise ValueError(f"{name} is no constant of the node budget: use {known}") from error
+            raise ValueError(f"{name} is not a constant of the node budget: use {known}") from error
         raise ValueError(f"{name}={changed.get(name)}: {problem['msg']}") from error
 
 
 class _Replayer:
     """Runs a planner over recorded steps, beside a reference planner that repeats the recording.
 
-    Where both decide alike, the step has the outcome that was recorded. Where they do not, its
-    time and its tokens are those that the reference planner predicts from all steps so far.
+    Where both decide alike, the step has the recorded outcome. Where they differ, its time and its
+    tokens are those that the reference planner predicts from all steps so far.
     """
 
     def __init__(self, first: RecordedPlanner, constants: BudgetConstants) -> None:
@@ -145,7 +145,7 @@ class _Replayer:
         return self._planner.choose(step.batch_size, self._expected_tokens(step.batch_size))
 
     def _expected_tokens(self, batch_size: int) -> FloatArray:
-        """Those of this step or, if it was recorded without, of the last step of its bucket."""
+        """Expected tokens of this step, or of its bucket's last step if it was recorded without."""
         known = self._expected.get(batch_bucket(batch_size))
         if known is not None:
             return known

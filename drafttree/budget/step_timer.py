@@ -41,16 +41,17 @@ class StepOutcome:
 
 @dataclass
 class _PendingStep:
-    """A step under way.
+    """A step in progress.
 
     Attributes:
         slots: `int64 [B]`, slots of its requests.
         num_draft_tokens: Draft tokens chosen for each request.
-        began: Clock when the step was proposed.
+        began: Time at which the step was proposed.
         draft_seconds: Seconds spent looking up drafts.
-        tree_sizes: `int32 [B]`, sizes of the proposed trees; None for the roots alone.
-        tokens: `int32 [B, N]`, tokens of the verified trees; -1 where there is no node.
-        emitted: `int32 [B, D]`, emitted tokens, padded with -1; None before the verification.
+        tree_sizes: `int32 [B]`, sizes of the proposed trees; None if only roots were proposed.
+        tokens: `int32 [B, N]`, tokens of the verified trees; -1 where there is no node. None before
+            the verification.
+        emitted: `int32 [B, D + 1]`, emitted tokens, padded with -1; None before the verification.
     """
 
     slots: torch.Tensor

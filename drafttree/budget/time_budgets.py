@@ -38,7 +38,7 @@ class TimeBudgets:
         self.loss += seconds
 
     def clamp(self, plain_seconds: float, constants: BudgetConstants) -> None:
-        """Bound the budgets, and the loss budget's debt, which could otherwise never be paid."""
+        """Bound the budgets, and the loss budget's debt, so that it can be repaid."""
         self.probe = min(self.probe, constants.probe_capacity * plain_seconds)
         self.trial = min(self.trial, constants.trial_capacity * plain_seconds)
         most = constants.loss_capacity * plain_seconds

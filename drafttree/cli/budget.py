@@ -28,7 +28,7 @@ def budget(
     try:
         first, steps = read_recording(recording)
         if not steps:
-            raise ValueError(f"{recording} holds no steps: record a run that decodes")
+            raise ValueError(f"{recording} contains no steps: record a run that decodes")
         constants = changed_constants(first.constants, _changes(set_ or []))
         result = replay(first, steps, constants)
     except ValueError as error:

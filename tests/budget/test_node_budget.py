@@ -1,4 +1,4 @@
-"""A drafter that is not Token Recycling is sized by the node budget, and its steps are replayed."""
+"""The node budget chooses tree sizes for a drafter other than Token Recycling; replay of steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Engine:
 
 @pytest.fixture
 def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recorded run whose acceptance is first overestimated, then right."""
+    """A recorded run whose acceptance is first overestimated and then estimated correctly."""
     file = tmp_path / "steps.jsonl"
     monkeypatch.setenv(RECORD_VARIABLE, str(file))
     engine = Engine(0.0, expected_p=0.7)
@@ -211,10 +211,10 @@ def test_the_command_names_what_is_wrong(recording: Path, tmp_path: Path) -> Non
     for arguments, words in (
         ((tmp_path / "none.jsonl",), "cannot read"),
         ((report,), "DRAFTTREE_RECORD_STEPS=FILE"),
-        ((empty,), "holds no steps"),
+        ((empty,), "contains no steps"),
         ((wrong,), "line 2"),
         ((recording, "--set", "margin"), "NAME=VALUE"),
-        ((recording, "--set", "marge=1.1"), "no constant of the node budget"),
+        ((recording, "--set", "marge=1.1"), "not a constant of the node budget"),
         ((recording, "--set", "margin=0.5"), "margin=0.5"),
     ):
         result = command(*arguments)

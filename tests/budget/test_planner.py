@@ -55,14 +55,14 @@ class Machine:
     Attributes:
         cost: Seconds of a step at (batch, n) without the drafter's time.
         wasted: Time of looking up drafts that are not used, as a share of a plain step.
-        draft: Time of drafting for a step that verifies drafts, likewise.
+        draft: Time of drafting for a step that verifies drafts, as a share of a plain step.
         quality: Scale of the tokens that drafts add.
         sway: Standard deviation of the logarithm of `quality` from step to step.
         optimism: Ratio of expected to true acceptance.
         noise: Standard deviation of a step's time.
         outliers: Whether one step in 50 takes five times as long.
         slow: Factor on the time of all steps.
-        dear: Factor on the time of steps with drafts.
+        draft_cost: Factor on the time of steps with drafts.
     """
 
     cost: Cost
@@ -74,20 +74,20 @@ class Machine:
     noise: float = 0.02
     outliers: bool = False
     slow: float = 1.0
-    dear: float = 1.0
+    draft_cost: float = 1.0
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
 
     def true_seconds(self, batch: int, n: int, drafted: bool) -> float:
         plain = self.cost(batch, 0)
         if n == 0:
             return self.slow * plain * (1 + self.wasted * drafted)
-        return self.slow * self.dear * (self.cost(batch, n) + self.draft * plain)
+        return self.slow * self.draft_cost * (self.cost(batch, n) + self.draft * plain)
 
     def forwards(self, off: Callable[[int], float] = lambda tokens: 1.0) -> dict[int, float]:
         return {t: self.cost(1, t - 1) * off(t) for t in MEASURED}
 
     def rate(self, batch: int, n: int) -> float:
-        """Tokens a second of a request when `n` is kept."""
+        """Tokens per second of a request at a fixed `n`."""
         return gain_of(n, self.quality) / self.true_seconds(batch, n, drafted=False)
 
     def seen(self, seconds: float) -> float:
@@ -107,12 +107,12 @@ class Score:
 
     @property
     def over_plain(self) -> float:
-        """Tokens in this time over those of plain decoding."""
+        """Speedup over plain decoding."""
         return self.plain / self.seconds
 
     @property
     def over_best(self) -> float:
-        """The same against the best fixed size."""
+        """Speedup over the best fixed size."""
         return self.best / self.seconds
 
     def mostly(self, last: int = 500) -> int:
@@ -188,7 +188,7 @@ def test_overestimated_acceptance_costs_little(cost: Cost) -> None:
 @pytest.mark.parametrize("beyond", [0, 4])
 @pytest.mark.parametrize("cost", [memory_bound, between, compute_bound])
 def test_wrong_measurements_at_start_are_put_right(cost: Cost, beyond: int, off: float) -> None:
-    """All forwards taken for twice as dear or cheap as they are, or only the larger ones."""
+    """All forwards, or only the larger ones, were measured at half or twice their true cost."""
     machine = Machine(cost, noise=0.05)
     planner = Planner(CPU, machine.forwards(lambda tokens: off if tokens > beyond else 1.0))
     score = play(machine, planner, 2000)
@@ -217,15 +217,15 @@ def test_a_machine_that_slows_down_for_everything_does_not_flip_the_choice() -> 
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_it_leaves_drafting_that_became_dear_and_comes_back_to_cheap(batch: int) -> None:
+def test_it_stops_drafting_that_became_expensive_and_resumes_when_cheap(batch: int) -> None:
     machine = Machine(memory_bound, noise=0.05)
     planner = Planner(CPU, machine.forwards())
     assert play(machine, planner, 600, batch).share(0, 300, 600) < 0.05
-    machine.dear = 4.0
-    dear = play(machine, planner, 2000, batch)
-    assert dear.over_plain >= 0.98
-    assert dear.share(0, 100, 2000) > 0.97
-    machine.dear = 1.0
+    machine.draft_cost = 4.0
+    expensive = play(machine, planner, 2000, batch)
+    assert expensive.over_plain >= 0.98
+    assert expensive.share(0, 100, 2000) > 0.97
+    machine.draft_cost = 1.0
     cheap = play(machine, planner, 800, batch)
     assert cheap.share(0, 500, 800) < 0.05
 
@@ -295,7 +295,7 @@ def test_wasted_drafting_takes_its_share_of_the_time(wasted: float, share: float
 
 
 def test_a_text_that_repeats_itself_now_and_then_is_found_out() -> None:
-    """Each row costs nearly half a plain step, so drafts pay while copies hit, and else never."""
+    """Each row costs nearly half a plain step, so drafts pay only while copies are accepted."""
     machine = Machine(lambda b, n: 0.03 * b * (1 + 0.45 * n), wasted=0.007, draft=0.01)
     planner = Planner(CPU, machine.forwards())
     new, copies = Score(), Score()
@@ -310,13 +310,13 @@ def test_a_text_that_repeats_itself_now_and_then_is_found_out() -> None:
 
 
 def two_cores(batch: int, n: int) -> float:
-    """As measured on two cores: a step hardly gets cheaper as requests leave the batch."""
+    """Cost as measured on two cores: a step hardly gets cheaper as requests leave the batch."""
     return 0.035 + 0.0006 * batch + 0.00075 * batch * n
 
 
 @pytest.mark.parametrize("batch", [8, 16, 32])
 def test_requests_that_copy_do_not_make_all_others_wait(batch: int) -> None:
-    """All of a batch answer at equal length, and it is done when the slowest is."""
+    """All answers of a batch have the same length, and it ends with the slowest request."""
     machine = Machine(two_cores, wasted=0.01)
     planner = Planner((0, 3), machine.forwards())
     spent = plain = 0.0
@@ -397,7 +397,7 @@ def test_samples_of_one_size_carry_over_to_its_neighbours() -> None:
     assert not costs.needs_sample(1, 15)
 
 
-def test_one_late_step_changes_little_and_many_change_all() -> None:
+def test_one_slow_step_changes_little_and_many_change_the_estimate() -> None:
     costs = CostModel({1: 1.0, 1000: 1.0})
     for _ in range(10):
         costs.observe(1, 0, 1.0)
@@ -444,7 +444,7 @@ def test_nothing_is_drafted_where_there_is_nothing_to_draft() -> None:
 
 
 def test_steps_that_are_always_truncated_cannot_lose_for_long() -> None:
-    """Near their ends requests' trees are truncated, so that no size is ever measured."""
+    """Trees are truncated near the end of requests, so that no size is ever measured."""
     planner = Planner((0, 7), {1: 1.0, 8: 1.0})
     lost = 0.0
     for _ in range(2000):

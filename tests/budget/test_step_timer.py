@@ -14,7 +14,7 @@ from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree, Verified
 
 DRAFT_SECONDS = 0.25
-"""Seconds of looking up drafts by the tests' clock."""
+"""Time spent looking up drafts, by the tests' clock."""
 
 
 SCORES = torch.tensor([[1.0, 0.5, 0.1, 0.25, 0.2, 0.0, 0.0], [1.0, 0.9, 0.8, 0.9, 0.9, 0.8, 0.8]])
@@ -53,7 +53,7 @@ class FixedPlanner(Planner):
 
 
 class Steps:
-    """Two requests with trees of three nodes, decoding by a clock that the test sets."""
+    """Two requests with trees of three draft tokens, timed by a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -121,7 +121,7 @@ def test_steps_that_were_not_verified_as_proposed_are_discarded() -> None:
         steps.verify(1, 1)
         steps.budget.discard()
 
-    def a_prompt_read_in_part(steps: Steps) -> None:
+    def a_partial_prefill(steps: Steps) -> None:
         steps.verify(1, 0)
 
     def two_steps(steps: Steps) -> None:
@@ -134,7 +134,7 @@ def test_steps_that_were_not_verified_as_proposed_are_discarded() -> None:
     for happens in (
         another_batch,
         a_prefill_between,
-        a_prompt_read_in_part,
+        a_partial_prefill,
         two_steps,
         never_verified,
     ):
