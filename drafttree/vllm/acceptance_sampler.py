@@ -1,6 +1,6 @@
 """vLLM's sampler with a method's acceptance rule in place of the random choice.
 
-Processors, penalties, temperatures, greedy requests and logprobs stay the engine's own.
+Processors, penalties, temperatures, greedy requests and logprobs are still handled by the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AcceptanceSampler(Sampler):
-    """A sampler that lets a function choose from the final distributions.
+    """A sampler in which a function chooses from the final distributions.
 
     Args:
         stock: The engine's own sampler, whose settings apply.

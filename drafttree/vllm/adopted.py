@@ -1,4 +1,4 @@
-"""A stock vLLM model runner made into one that verifies trees: everything outside a step."""
+"""The part of vLLM's model runner with draft trees that runs outside a step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from drafttree.vllm.attention.backends import TreeBackend
 from drafttree.vllm.graphs import capture_small_batches
 from drafttree.vllm.sampling import build_logits_processors
 
-# A logger below vLLM's own: others are not printed.
+# A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
 
 
 class AdoptedRunner(GPUModelRunner):
-    """A model runner that `patches.adopt` has turned into one of ours.
+    """Base class of the runners that `patches.adopt` makes from a stock model runner.
 
-    On a CPU the stock runner derives from the one for GPUs, too.
+    The stock runner for CPUs also derives from the one for GPUs.
 
     Attributes:
         counters: Counts of drafted and accepted tokens.
@@ -60,11 +60,11 @@ class AdoptedRunner(GPUModelRunner):
         self._state_bytes = _allocated(self.device) - before
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
-        """Make the drafter, or note what it is made from once the target is loaded."""
+        """Make the drafter, or keep what is needed to make it once the target is loaded."""
         raise NotImplementedError
 
     def _target(self, embed: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Target:
-        """The target, as described to the method that makes the drafter."""
+        """Describe the target to the method that makes the drafter."""
         return Target(
             model=self.model_config.model,
             vocab_size=self.model_config.get_vocab_size(),
@@ -75,7 +75,7 @@ class AdoptedRunner(GPUModelRunner):
         )
 
     def _plan_budget(self) -> None:
-        """Find the number of tokens of a step, and warn if it does not hold whole trees."""
+        """Determine the token budget of a step, and warn if it truncates trees."""
         scheduler = self.scheduler_config
         budget: int = min(
             scheduler.max_num_batched_tokens,
@@ -106,7 +106,7 @@ class AdoptedRunner(GPUModelRunner):
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Let the engine measure the memory of a step before it sizes its KV cache.
 
-        By itself it computes one row of logits per request, where trees have one for each node.
+        The engine computes one row of logits per request here, but trees have one for each node.
         """
         super().profile_run(*args, **kwargs)
         rows, vocab = self._max_step_rows, self.model_config.get_vocab_size()
@@ -128,8 +128,8 @@ class AdoptedRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and add the memory of the drafter's state to that of the weights.
 
-        The engine sizes its KV cache by the weights and by what a step takes. It does not count
-        what was allocated before.
+        The engine sizes its KV cache by the memory of the weights and of a step. It does not count
+        what was allocated before the weights.
         """
         super().load_model(*args, **kwargs)
         if self.device.type == "cuda":
@@ -137,7 +137,7 @@ class AdoptedRunner(GPUModelRunner):
             logger.info("The drafter's state takes %.1f MiB", self._state_bytes / 2**20)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Build the KV caches, and what compacts them after each step."""
+        """Build the KV caches, and the movers that compact them after each step."""
         super().initialize_kv_cache(*args, **kwargs)
         # The stock holder counts the logits rows of a chain. This one expects one row per request,
         # as trees are sampled level by level.

@@ -1,4 +1,4 @@
-"""Refuses, before anything is started, engines in vLLM that cannot serve draft trees."""
+"""Refuses vLLM engines that cannot serve draft trees, before anything is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from drafttree.method import Method
 
-# A logger below vLLM's own: others are not printed.
+# A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -35,7 +35,7 @@ def check_engine(
     """Refuse an engine that cannot serve a method.
 
     Args:
-        method: The method that was asked for.
+        method: The requested method.
         engine: The engine's arguments.
         model: The target.
         parallel: The engine's parallelism.
@@ -44,7 +44,7 @@ def check_engine(
         The path of the worker class that serves it.
 
     Raises:
-        ValueError: Naming the option, its value and the fix.
+        ValueError: The message names the option, its value and the fix.
     """
     _check_version()
     device = _check_platform(method, engine)
@@ -102,8 +102,8 @@ def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
         )
     if device == "cpu" and current_platform.get_cpu_architecture() != CpuArchEnum.X86:
         raise ValueError(
-            "draft trees rely on the KV layout of x86 CPUs: use one, or leave the speculative "
-            "method out"
+            "draft trees rely on the KV layout of x86 CPUs: use an x86 CPU, or leave the "
+            "speculative method out"
         )
     if device not in method.kind.vllm.devices:
         raise ValueError(
@@ -129,7 +129,7 @@ def _check_cuda(engine: EngineArgs) -> None:
             f"draft trees replace the attention backend {TRITON}, not "
             f"attention_backend={wrong[0]!s}: leave it out"
         )
-    logger.warning("Draft trees on CUDA were tested without a GPU only: expect surprises")
+    logger.warning("Draft trees on CUDA were tested without a GPU only: compare the output first")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -154,6 +154,6 @@ def _check_model(model: ModelConfig) -> None:
     if model.get_head_size() % 32:
         raise ValueError(
             f"draft trees do not work with model={name!r}: its head size "
-            f"{model.get_head_size()} is no multiple of 32: use another model, or leave the "
+            f"{model.get_head_size()} is not a multiple of 32: use another model, or leave the "
             "speculative method out"
         )

@@ -14,6 +14,6 @@ class TreeCPUWorker(TreeWorker, CPUWorker):
     """Serves on CPUs."""
 
     stock_runner = CPUModelRunner
-    # The engine chooses it whatever the user asks for.
+    # On a CPU the engine always chooses this backend.
     stock_backend = AttentionBackendEnum.CPU_ATTN
     tree_backend = CpuTreeBackend

@@ -1,6 +1,6 @@
 """Latency of one forward of vLLM's target model, without scheduling, sampling or drafting.
 
-The batch is made up: requests of one length, each with its last tokens to compute. Neither the
+The batch is synthetic: requests of equal length, of which the last tokens are computed. Neither the
 tokens nor the contents of the KV cache change the work.
 """
 
@@ -23,8 +23,8 @@ def forward_seconds(
         requests: Batch size.
         tokens: Number of tokens to compute for each request.
         context: Number of cached tokens before them.
-        tree: Whether the tokens of a request are a draft tree, which needs the worker of a method
-            of ours, or a causal chain.
+        tree: Whether the tokens of a request form a draft tree, which needs a drafttree worker, or
+            a causal chain.
         repeat: Number of forwards.
 
     Returns:
@@ -38,7 +38,7 @@ def forward_seconds(
     ids = torch.zeros(total, dtype=torch.int32, device=device)
     metadata, slots = _attention_metadata(runner, requests, tokens, positions, tree)
     if runner.lora_config:
-        # LoRA layers must know the adapter of each row: none.
+        # LoRA layers need the adapter of each row: none.
         runner._set_active_loras((0,) * total, (0,) * total, set())
     seconds = []
     with torch.inference_mode():

@@ -14,6 +14,6 @@ class TreeGPUWorker(TreeWorker, Worker):
     """Serves on CUDA GPUs."""
 
     stock_runner = GPUModelRunner
-    # `plugin` asks for it when the configuration is made.
+    # `plugin` selects it when it makes the configuration.
     stock_backend = AttentionBackendEnum.TRITON_ATTN
     tree_backend = TritonTreeBackend

@@ -1,4 +1,4 @@
-"""Sizes of the steps that vLLM captures as CUDA graphs: whole trees, and steps smaller than one."""
+"""Sizes of the steps that vLLM captures as CUDA graphs: whole trees, and smaller steps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 MAX_REQUESTS = 16
-"""Greatest number of whole trees in a graph; more of small trees, up to `MAX_TOKENS`."""
+"""Greatest number of whole trees in a graph, or more while they have at most `MAX_TOKENS` nodes."""
 
 MAX_TOKENS = 512
 
 _CHOSEN = "drafttree_graphs"
-"""The attribute of the engine's configuration that says that the sizes are ours."""
+"""Attribute of the engine's configuration that marks sizes chosen by drafttree."""
 
 
 def capture_sizes(num_draft_tokens: int) -> list[int]:
-    """Numbers of tokens of the steps to capture in which every request has a whole tree.
+    """Token counts of the steps to capture in which every request has a whole tree.
 
-    The engine captures whole steps at multiples of a tree's size only.
+    The engine captures full graphs at multiples of a tree's size only.
 
     Args:
         num_draft_tokens: Draft tokens of a tree.
@@ -33,7 +33,7 @@ def capture_sizes(num_draft_tokens: int) -> list[int]:
 
 
 def small_sizes(tree_size: int) -> list[int]:
-    """Numbers of tokens of the steps to capture that are smaller than a tree."""
+    """Token counts of the steps to capture that are smaller than a tree."""
     return [size for size in (1, 2, 4, *range(8, tree_size, 8)) if size < tree_size]
 
 

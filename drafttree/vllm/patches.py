@@ -1,9 +1,9 @@
 """Everything that drafttree replaces in vLLM: what, when and why, and the code that does it.
 
-One method of the engine is wrapped at registration, and passes everything on unless a method of
-ours is asked for. All other patches are made only then. Each checks that the engine is the one that
-it was written for, and making it twice is the same as making it once. Importing this module imports
-no part of vLLM.
+One method of the engine is wrapped at registration; the wrapper passes everything on unless a
+drafttree method is requested. All other patches are applied only then. Each patch checks that it
+fits the engine, and applying it twice is the same as applying it once. Importing this module
+imports no part of vLLM.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.sampling_params:SamplingParams._validate_spec_decode",
-        when="When a method of ours is first asked for. Other methods are checked as before.",
+        when="When a drafttree method is first requested. Other methods are checked as before.",
         reason="vLLM refuses min_p and logit_bias with speculation, because its own verification "
         "cannot serve them. Draft trees are verified with vLLM's sampler, which can.",
     ),
     Patch(
         target="vllm.config:SpeculativeConfig.use_eagle_block_drop",
         when="On the configuration of an engine whose method reads the target's hidden states.",
-        reason="The drafter's layer stores with each token what the next token says too. The last "
-        "block of a prefix hit may belong to a text with another next token, so it is read again.",
+        reason="The KV of the drafter's layer at each token also depends on the next token. The "
+        "last block of a prefix hit may belong to a text with another next token, so it is "
+        "computed again.",
     ),
     Patch(
         target="vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding",
@@ -69,30 +70,30 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.thinking_budget_state_holder",
         when="On the input batch of an adopted model runner.",
-        reason="vLLM's counts the logits rows of a chain. Trees are sampled level by level, one "
-        "row for each request.",
+        reason="vLLM's own holder counts the logits rows of a chain. Trees are sampled level by "
+        "level, one row for each request.",
     ),
     Patch(
         target="vllm.v1.attention.backends.registry:AttentionBackendEnum",
         when="While the attention layers of a model with draft trees are built.",
-        reason="Layers look up their backend by name. Ours stands under the name of the stock "
-        "backend, for which everything else of the engine is configured.",
+        reason="Layers look up their backend by name. The tree backend is registered under the "
+        "name of the stock backend, for which the rest of the engine is configured.",
     ),
 )
 
-_MARK = "_drafttree"  # an attribute of every function of ours that replaces one of the engine
-_REQUEST = "drafttree"  # the attribute of a SpeculativeConfig that names a method of ours
+_MARK = "_drafttree"  # attribute of every function that replaces one of the engine
+_REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttree method
 
 R = TypeVar("R")
 
 
 def requested(config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the method, if `config` asks for a method of ours."""
+    """Name and options of the method, if `config` requests a drafttree method."""
     return getattr(config, _REQUEST, None)
 
 
 def mark_requested(config: SpeculativeConfig, name: str, options: dict[str, Any]) -> None:
-    """Note on the configuration that it asks for a method of ours."""
+    """Mark the configuration as a request for a drafttree method."""
     # A plain attribute is pickled with the configuration to the engine's other processes.
     object.__setattr__(config, _REQUEST, (name, options))
 
@@ -100,12 +101,12 @@ def mark_requested(config: SpeculativeConfig, name: str, options: dict[str, Any]
 def wrap_create_speculative_config(
     find: Callable[[EngineArgs], Any | None], create: Callable[..., SpeculativeConfig]
 ) -> None:
-    """Let methods of ours be asked for.
+    """Let engine arguments request drafttree methods.
 
     Args:
-        find: The method of ours that engine arguments ask for, if they ask for one.
-        create: `(method, original, engine, target_model_config, target_parallel_config)`: makes
-            the configuration for that method; `original` is the engine's own bound method.
+        find: Returns the drafttree method that engine arguments request, or None.
+        create: `(method, original, engine, target_model_config, target_parallel_config)`; makes
+            the configuration for that method. `original` is the engine's own bound method.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -128,7 +129,7 @@ def wrap_create_speculative_config(
 
 
 def allow_sampling_parameters() -> None:
-    """Let requests to methods of ours use min_p and logit_bias."""
+    """Let requests use min_p and logit_bias with drafttree methods."""
     from vllm.sampling_params import SamplingParams
 
     stock = SamplingParams._validate_spec_decode
@@ -148,30 +149,30 @@ def allow_sampling_parameters() -> None:
 
 
 def drop_last_block(config: SpeculativeConfig) -> None:
-    """Let the scheduler leave the last block out of each prefix hit, as for vLLM's EAGLE.
+    """Let the scheduler drop the last block of each prefix hit, as for vLLM's EAGLE.
 
-    Where two blocks hold the same text, the scheduler may still find the one before another text.
-    Drafts are then a little worse for a while, as EAGLE's are.
+    Where two blocks contain the same text, the scheduler may still find the one that another text
+    follows. Drafts are then slightly worse for a while, as with EAGLE.
     """
-    _answer(config, "use_eagle_block_drop", True)
+    _override_method(config, "use_eagle_block_drop", True)
 
 
 def hide_draft_schedule(config: SpeculativeConfig) -> None:
     """Let vLLM capture whole trees in spite of the schedule of draft tokens by batch size."""
-    _answer(config, "uses_dynamic_speculative_decoding", False)
+    _override_method(config, "uses_dynamic_speculative_decoding", False)
 
 
-def _answer(config: SpeculativeConfig, name: str, answer: bool) -> None:
-    """Fix what a method without arguments returns, on one configuration."""
+def _override_method(config: SpeculativeConfig, name: str, result: bool) -> None:
+    """Let a method without arguments return `result`, on one configuration."""
     if not callable(getattr(type(config), name, None)):
         raise unknown(f"SpeculativeConfig has no method {name}")
     # `bool` and `partial` can be pickled to the engine's other processes, unlike a closure.
-    object.__setattr__(config, name, functools.partial(bool, answer))
+    object.__setattr__(config, name, functools.partial(bool, result))
 
 
 @contextmanager
 def without_logits_processors(config: ModelConfig) -> Iterator[Sequence[Any] | None]:
-    """Hide custom logits processors while the stock model runner is built; yields them."""
+    """Hide custom logits processors while the stock model runner is built, and yield them."""
     processors = config.logits_processors
     config.logits_processors = None
     try:
@@ -185,7 +186,7 @@ def adopt(runner: Any, stock: type, ours: type[R]) -> R:
 
     Args:
         runner: The engine's runner.
-        stock: The class that it must have.
+        stock: The class that the runner must have.
         ours: A subclass of the base class that all runners of the engine share.
 
     Raises:
@@ -218,7 +219,7 @@ def replace_logits_processors(batch: Any, processors: Any, custom: bool) -> None
 
 
 def replace_thinking_budgets(batch: Any, holder: Any) -> None:
-    """Let an input batch keep the state of thinking budgets in `holder`."""
+    """Let an input batch use `holder` for the state of thinking budgets."""
     if not hasattr(batch, "thinking_budget_state_holder"):
         raise unknown("its input batch has no thinking_budget_state_holder")
     batch.thinking_budget_state_holder = holder
@@ -226,9 +227,9 @@ def replace_thinking_budgets(batch: Any, holder: Any) -> None:
 
 @contextmanager
 def override_backend(backend: AttentionBackendEnum, ours: type) -> Iterator[None]:
-    """Let attention layers that are built inside the context use our backend.
+    """Let attention layers that are built inside the context use another backend.
 
-    It stands under the stock backend's name, for which everything else is configured already, and
+    It is registered under the stock backend's name, for which everything else is configured, and
     only while the layers are built: other engines of the process keep the stock one.
 
     Args:

@@ -1,4 +1,4 @@
-"""Drafted trees on their way from the device to the scheduler."""
+"""Drafted trees that are being copied from the device for the scheduler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PendingDrafts:
     def truncate(
         self, max_tree_size: int, tokens_left: IntArray
     ) -> tuple[list[list[int]], list[StoredTree]]:
-        """Wait for the trees, and drop the nodes that cannot be verified or cannot help.
+        """Wait for the trees, and drop the nodes that do not fit in the step or in the request.
 
         Args:
             max_tree_size: Greatest number of nodes, the root counted, of a request's tree.
@@ -50,7 +50,7 @@ class PendingDrafts:
         tokens, parents = packed[:, :-1].chunk(2, 1)
         tree_size = packed[:, -1].contiguous()
         depth = depths(parents.contiguous(), tree_size).numpy()
-        # Nodes so deep could only emit tokens beyond the request's end.
+        # Deeper nodes could only emit tokens beyond the request's end.
         fits = (depth < tokens_left[:, None]) & self.wanted[:, None]
         fits &= np.arange(depth.shape[1]) < np.minimum(tree_size.numpy(), max_tree_size)[:, None]
         sizes = fits.sum(1).tolist()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from drafttree.method import Method, installed_methods
 from drafttree.vllm import patches
 
-# A logger below vLLM's own: others are not printed.
+# A child of vLLM's logger: other loggers are not printed.
 logger = logging.getLogger(f"vllm.{__name__}")
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ def register() -> None:
 
 
 def _named(engine: EngineArgs) -> list[str]:
-    """The method's name wherever the engine arguments give it."""
+    """The method's name in each place where the engine arguments give one."""
     given = engine.speculative_config or {}
     names = (getattr(engine, "spec_method", None), given.get("method"))
     return [str(name) for name in names if name]
 
 
 def _find(engine: EngineArgs) -> Method[Any] | None:
-    """The method of ours that the engine arguments name, if they name one."""
+    """The drafttree method that the engine arguments name, if they name one."""
     found = (_METHODS.get(name.replace("-", "_")) for name in _named(engine))
     return next(filter(None, found), None)
 
@@ -48,7 +48,7 @@ def _create(
     target_model_config: ModelConfig,
     target_parallel_config: ParallelConfig,
 ) -> SpeculativeConfig:
-    """Make the engine's configuration for a method of ours, once it is known to be served."""
+    """Check that the engine can serve a drafttree method, and make its configuration."""
     from drafttree.vllm.checks import TRITON, WORKERS, check_engine
 
     named = _named(engine)
@@ -96,8 +96,8 @@ def _as_custom_class(
         "method": "custom_class",
         "model": "drafttree.vllm.proposer.HostProposer",
         "num_speculative_tokens": num_draft_tokens,
-        # Under such a schedule the engine does not pad the drafts of a request that joins up to a
-        # whole tree. It would verify the padding, and wait for a step with room for it.
+        # With such a schedule the engine does not pad the drafts of a new request to a whole tree.
+        # It would verify the padding, and wait for a step with room for it.
         "num_speculative_tokens_per_batch_size": [[1, 1, num_draft_tokens]],
     }
     engine.spec_method = engine.spec_tokens = engine.spec_model = None
@@ -109,7 +109,7 @@ def _as_custom_class(
 
 
 def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | None) -> None:
-    """Put the method's model, wherever it was named, among the method's options."""
+    """Move the model, whichever argument names it, into the method's options."""
     if spec_model is not None:
         if "model" in given:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What vLLM builds in place of a proposer of its own."""
+"""The custom proposer that vLLM builds for drafttree methods."""
 
 from __future__ import annotations
 

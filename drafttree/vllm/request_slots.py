@@ -17,7 +17,7 @@ class RequestSlots:
         self._slots: dict[str, int] = {}
 
     def of(self, names: Sequence[str]) -> tuple[list[int], list[str], list[int]]:
-        """Slots of the running requests, assigned where they have none.
+        """Return the slots of the running requests, and assign slots to those without.
 
         Args:
             names: All running requests.
@@ -30,7 +30,7 @@ class RequestSlots:
         taken: list[int] = []
         if arrived:
             if len(self._slots) + len(arrived) > self._max_requests:
-                # Paused streaming sessions hold slots too; they come back as new requests.
+                # Paused streaming sessions occupy slots too; they come back as new requests.
                 taken = self.free(self._slots.keys() - set(names))
             free = sorted(set(range(self._max_requests)) - set(self._slots.values()))
             self._slots.update(zip(arrived, free[: len(arrived)], strict=True))

@@ -1,8 +1,8 @@
 """vLLM's model runner with draft trees: the order of a step.
 
-The scheduler believes that it scheduled a chain of draft tokens. The chain is a tree in
-breadth-first order, and all that differs for a tree happens here, in the order of a step: positions
-by depth, masks, acceptance, KV compaction, and the next draft.
+The scheduler schedules draft tokens as a chain. The chain is a tree in breadth-first order, and
+everything that a tree needs happens here, in the order of a step: positions by depth, masks,
+acceptance, KV compaction, and the next draft.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-# A logger below vLLM's own: others are not printed.
+# A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
 
 OPT_OUT = "drafttree"
@@ -98,8 +98,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
                 logger.warning_once("Requests with structured output are served without drafts")
             extra = parameters.extra_args if parameters is not None else None
             wanted = parameters is not None and (extra or {}).get(OPT_OUT) is not False
-            for names, holds in ((self._grammar_bound, bound), (self._drafts_off, not wanted)):
-                (names.add if holds else names.discard)(request_id)
+            for names, member in ((self._grammar_bound, bound), (self._drafts_off, not wanted)):
+                (names.add if member else names.discard)(request_id)
         return deferred
 
     def _prepare_inputs(
@@ -114,8 +114,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
             self._decoding(),
             rows=prepared[0],
         )
-        # The engine has laid out KV slots and positions along a chain. The slots stay so until the
-        # accepted path is known; rotary positions must follow the depth at once.
+        # The engine has laid out KV slots and positions along a chain. The slots can stay until the
+        # accepted path is known, but rotary positions must follow the depth now.
         if trees.drafted:
             offsets = trees.tensors.position_offsets
             self.positions[: len(offsets)] += offsets
@@ -133,7 +133,7 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        # Without a step the engine runs a made-up batch, for instance to warm up.
+        # Without a step the engine runs a dummy batch, for instance to warm up.
         if step is not None and step.trees.drafted:
             step.masks = step.trees.masks()
         for groups in self.attn_groups:
@@ -145,8 +145,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""
-        # For a partly read prompt the engine samples a token and then rewinds the generator, which
-        # CPU generators do not support. Without its generator the request's state stays as it is.
+        # After a partial prefill the engine samples a token and then rewinds the generator, which
+        # CPU generators do not support. Without its generator the request's state is unchanged.
         generators = self.input_batch.generators
         unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]
         hidden = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
@@ -211,7 +211,7 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         return [[] for _ in request_ids]
 
     def _as_declared(self, trees: DraftTree) -> DraftTree:
-        """Trees without what exceeds the method's declared size, which the engine relies on."""
+        """Truncate trees to the method's declared size, which the engine relies on."""
         excess = trees.tokens.shape[1] - 1 - self.num_spec_tokens
         if excess > 0:
             logger.warning_once(
@@ -230,8 +230,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            # No running request may have to wait because others draft, so each has its share at
-            # most. While more requests may join, a quarter of the budget is left for their prompts.
+            # Each request gets an equal share at most, so that no running request waits because
+            # others draft. While more requests may join, a quarter is left for their prompts.
             budget = self._token_budget
             if len(pending.request_ids) < self.max_num_reqs:
                 budget -= budget // 4

@@ -46,9 +46,9 @@ _STATELESS = (LogitBiasLogitsProcessor, MinPLogitsProcessor)
 def build_logits_processors(
     vllm_config: VllmConfig, device: torch.device, custom: Sequence[Any] | None
 ) -> LogitsProcessors:
-    """All logits processors that the engine builds without speculation.
+    """Build all logits processors that the engine builds without speculation.
 
-    With speculation it builds only one of them.
+    With speculation the engine builds only one of them.
     """
     plain = copy.copy(vllm_config)
     plain.speculative_config = None
@@ -58,7 +58,7 @@ def build_logits_processors(
 def is_plain_greedy(metadata: SamplingMetadata) -> bool:
     """Whether each request asks for the argmax of its raw logits and nothing else.
 
-    Then the argmax that some drafters compute while they learn is the answer.
+    Then the argmax that some drafters compute in `observe` can be used.
     """
     return (
         metadata.all_greedy
@@ -97,7 +97,7 @@ def _is_active(processor: Any) -> bool:
 
 
 def _follows_texts(metadata: SamplingMetadata) -> bool:
-    """Whether sampling at a level depends, on the host, on the tokens sampled above it."""
+    """Whether the host needs the tokens of the levels above in order to sample a level."""
     return bool(
         metadata.generators
         or not metadata.no_penalties
@@ -167,7 +167,7 @@ class _Draw:
 
     Attributes:
         levels: Number of levels sampled so far.
-        on_host: Whether the host must know each level's tokens before the next is sampled.
+        on_host: Whether the host needs each level's tokens before the next is sampled.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class _Draw:
         logits: torch.Tensor,
         rule: AcceptanceRule | None,
     ) -> Iterator[_Draw]:
-        """Sample along the trees, and leave the requests as they were.
+        """Sample along the trees, and restore the requests' state afterwards.
 
         Penalties and stateful processors read the requests' output lists, which grow along the
         path. The engine appends the accepted tokens itself afterwards.
@@ -215,7 +215,7 @@ class _Draw:
             draw._set_budgets(draw._budgets)
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        # The sampler would append these drafts to the output lists, which hold the path already.
+        # The sampler would append these drafts to the output lists, which contain the path already.
         metadata = replace(self._metadata, spec_token_ids=[])
         if self.on_host:
             active: list[bool] = alive.tolist()

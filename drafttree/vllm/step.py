@@ -59,7 +59,7 @@ class StepTensors(NamedTuple):
     Attributes:
         parents: Column of each node's parent, `int32 [B, N]`, padded with -1.
         tree_size: Number of nodes of each tree, the root counted, `int32 [B]`.
-        padding: Whether a column holds no node, `bool [B, N]`.
+        padding: Whether a column contains no node, `bool [B, N]`.
         row_of_node: Logits row of each node, `int64 [B, N]`; padding repeats the last one.
         cell_of_row: Index of each row's node in a flattened `[B, N]`, `int64 [R]`.
         request_of_row: Request of each row, `int64 [R]`.
@@ -67,7 +67,7 @@ class StepTensors(NamedTuple):
         drafted: Requests with drafts, `int64 [T]`.
         drafted_sizes: Number of nodes of these requests' trees, the root counted, `int64 [T]`.
         counted: Whether this is a decode step of the request, `bool [B]`.
-        position_offsets: What is added to positions along a chain, `int64 [tokens]`.
+        position_offsets: Offsets from a chain's positions to those of the trees, `int64 [tokens]`.
     """
 
     parents: torch.Tensor
@@ -91,13 +91,13 @@ class StepTrees:
     root is the last accepted token, or the last token of a prefill chunk.
 
     Attributes:
-        rows: Place of each such row in the batch of tokens, `int [R]`.
+        rows: Index of each logits row among the step's tokens, `int [R]`.
         starts: Logits row of each request's root, `int64 [B]`.
         tree_sizes: Number of nodes of each tree, the root counted, `int64 [B]`.
         request_of_row: Request of each row, `int64 [R]`.
         counted: Whether this is a decode step of the request, `bool [B]`.
         parents: Column of each node's parent, `int32 [B, N]`, padded with -1.
-        position_offsets: What is added to positions along a chain, `int64 [tokens]`.
+        position_offsets: Offsets from a chain's positions to those of the trees, `int64 [tokens]`.
         max_depth: Greatest depth of a node.
     """
 
@@ -128,7 +128,7 @@ class StepTrees:
             stored: Trees by request.
             num_scheduled_tokens: Number of tokens of each request in the step, `int [B]`.
             decoding: Whether the request has output tokens and no unread prompt, `bool [B]`.
-            rows: Place of each logits row in the batch of tokens, `int [R]`.
+            rows: Index of each logits row among the step's tokens, `int [R]`.
         """
         sizes = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
         parents = np.full((len(sizes), sizes.max()), -1, np.int32)
@@ -146,8 +146,8 @@ class StepTrees:
             starts=np.cumsum(sizes) - sizes,
             tree_sizes=sizes,
             request_of_row=np.repeat(np.arange(len(sizes)), sizes),
-            # A request that was preempted computes its output again, in steps with more tokens than
-            # its tree has: they are not decode steps.
+            # A preempted request computes its output again, in steps with more tokens than its tree
+            # has, which are not decode steps.
             counted=decoding & (num_scheduled_tokens == sizes),
             parents=parents,
             position_offsets=offsets,
@@ -189,7 +189,7 @@ class StepTrees:
 
     @cached_property
     def tensors(self) -> StepTensors:
-        """The layout on the device, copied once per step in one piece."""
+        """The layout on the device, copied once per step in one transfer."""
         sizes, width = self.tree_sizes, self.parents.shape[1]
         columns = np.arange(width)
         drafted = np.flatnonzero(sizes > 1)
@@ -213,7 +213,7 @@ class StepTrees:
 
 @dataclass
 class StepState:
-    """What one engine step passes from callback to callback; dropped when it has been sampled.
+    """State that an engine step passes between callbacks; dropped once the step is sampled.
 
     Attributes:
         trees: Layout of the step's trees.

@@ -1,8 +1,8 @@
 """Tensor parallelism: the first rank drafts, and the others verify its trees.
 
-All ranks see the same logits, so they accept the same tokens. But what a drafter knows may depend
-on its own process, for instance on tables primed in the background or on measured times, so ranks
-that drafted for themselves could disagree.
+All ranks have the same logits, so they accept the same tokens. But a drafter's state may depend on
+its process, for instance on tables primed in the background or on measured times, so ranks that
+drafted independently could disagree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def broadcast_trees(trees: DraftTree, num_draft_tokens: int) -> DraftTree:
     """The first rank's trees, sent between devices without waiting on the host.
 
     Args:
-        trees: This rank's trees, which are dropped on other ranks than the first.
+        trees: This rank's trees, which are ignored unless it is the first.
         num_draft_tokens: Greatest number of draft tokens of a tree.
     """
     group = get_tp_group()

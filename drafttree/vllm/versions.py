@@ -14,7 +14,7 @@ def is_supported(version: str) -> bool:
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version, whichever device it was built for, is the one that the tests run."""
+    """Whether a version, whichever device it was built for, is the one that the tests use."""
     return version.partition("+")[0] == TESTED
 
 
@@ -30,6 +30,6 @@ def unknown(reason: str) -> RuntimeError:
         reason: What differs.
     """
     return RuntimeError(
-        f"drafttree does not know this vLLM: {reason}. Install vLLM {TESTED}, or leave the "
+        f"drafttree does not support this vLLM: {reason}. Install vLLM {TESTED}, or leave the "
         "speculative method out."
     )

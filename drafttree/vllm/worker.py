@@ -1,4 +1,4 @@
-"""What vLLM's workers gain: a model runner that verifies draft trees."""
+"""Mixin that gives vLLM's workers a model runner that verifies draft trees."""
 
 from __future__ import annotations
 

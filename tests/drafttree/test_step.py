@@ -1,4 +1,4 @@
-"""Which of a batch's rows belong to which node of its trees."""
+"""The mapping between the rows of a batch and the nodes of its trees."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from drafttree.vllm.step import StepTrees, StoredTree
 
 TREE = StoredTree(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 1, 2], np.int32))
 CHAIN = StoredTree(np.array([-1, 0, 1], np.int32), np.array([0, 1, 2], np.int32))
-NAMES = ["cut to two nodes", "reads a prompt", "whole", "without a draft"]
+NAMES = ["truncated to two drafts", "prefill", "whole", "without a draft"]
 
 
 def step() -> StepTrees:
-    """Rows: 3 of a tree, 5 of a prompt, whose last has logits, 3 of a chain, and 1 alone."""
+    """A step with 3 rows of a tree, 5 of a prompt, 3 of a chain, and 1 without drafts."""
     return StepTrees.of_batch(
         NAMES,
         {NAMES[0]: [11, 12], NAMES[2]: [13, 14]},
@@ -35,7 +35,7 @@ def test_rows_and_nodes() -> None:
     tensors = trees.tensors
     assert tensors.request_of_row.tolist() == [0, 0, 0, 1, 2, 2, 2, 3]
     assert tensors.starts.tolist() == [0, 3, 4, 7]
-    # Along a chain the third row would be one further.
+    # In a chain the third row's position would be one higher.
     assert tensors.position_offsets.tolist() == [0, 0, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     assert tensors.counted.tolist() == [True, False, True, False]
 
@@ -55,7 +55,7 @@ def test_trees_and_masks() -> None:
     ]
 
 
-def test_where_all_have_trees_nothing_is_picked() -> None:
+def test_masks_where_all_requests_have_trees() -> None:
     trees = StepTrees.of_batch(
         ["a"], {"a": [5, 6]}, {"a": CHAIN}, np.array([3]), np.array([True]), torch.arange(3)
     )

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at start, with the option, its value and the mend."""
+"""What cannot be served is refused at start, with the option, its value and the fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configure(model: Path, speculative: dict[str, Any] | None = None, **engine: Any) -> Any:
-    """What `LLM(...)` does first, before any process or weight is touched."""
+    """Make the engine's configuration, as `LLM(...)` does before it starts processes."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -61,7 +61,7 @@ def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str
         configure(tiny_llama, speculative)
 
 
-def test_what_is_wrong_with_a_draft_model_is_said(
+def test_errors_about_draft_models(
     tiny_llama: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = make_tiny_llama(tmp_path_factory.mktemp("other"), vocab_size=256)
@@ -145,10 +145,10 @@ def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:
         configure(tmp_path)
 
 
-def test_head_sizes_that_the_kernels_do_not_know(tiny_llama: Path, tmp_path: Path) -> None:
+def test_unsupported_head_sizes(tiny_llama: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 24}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="head size 24 is no multiple of 32: use another"):
+    with pytest.raises(ValueError, match="head size 24 is not a multiple of 32: use another"):
         configure(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_host_options_are_understood(tiny_llama: Path) -> None:
 
 
 def test_other_methods_pass_through(tiny_llama: Path) -> None:
-    """The host's refusals stay in force for its own methods, after ours was asked for."""
+    """vLLM still refuses the same for its own methods after a drafttree method was requested."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""What attention backends that apply tree masks have in common."""
+"""Base classes of the attention backends that apply tree masks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refuse_unsupported(layer: Any, *features: tuple[bool, str]) -> None:
 
     Args:
         layer: The backend's implementation of a layer.
-        features: Whether the layer has a feature, and the feature's name, beside those that are
-            checked for every backend.
+        features: Features to check in addition to those of every backend: whether the layer has the
+            feature, and its name.
 
     Raises:
         ValueError: The layer has an unsupported feature; the message names it.

@@ -1,7 +1,7 @@
 """Tree attention on vLLM's CPU backend.
 
 Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
-knows causal masks only: it computes prefill and undrafted rows, and this module computes trees.
+supports causal masks only: it computes prefill and undrafted rows, and this module computes trees.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
             return output
         assert attn_metadata.attend is not None
         if kv_cache is not self._cache:
-            # The cache stays the same one, and five views per layer would cost time in each step.
+            # The cache does not change, and making five views per layer in each step takes time.
             self._cache, self._kv = kv_cache, kv_views(kv_cache)
         keys, values = self._kv
         attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale)

@@ -78,7 +78,7 @@ class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
         keys, values = kv_cache.chunk(2, dim=-1)
         return keys, values
 
-    # Features that the engine's own kernel computes and ours does not.
+    # Features that the engine's own kernel computes and `tree_attention` does not.
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -166,14 +166,14 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonTreeMetadata:
-        """Capture over short contexts, which is fast; the graph serves any length."""
+        """Build metadata of short contexts, which are fast to capture; graphs serve any length."""
         metadata = self.build(0, common_attn_metadata)
         metadata.lengths.fill_(1)
         return metadata
 
 
 class TritonTreeImpl(TritonAttentionImpl):
-    """Writes the cache with the engine's kernel, and computes attention with ours."""
+    """Writes the cache with the engine's kernel, and computes attention with `tree_attention`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -78,7 +78,10 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._check_heads()
 
     def _check_heads(self) -> None:
-        """Layers with KV of one shape share a metadata builder, which has one number of heads."""
+        """Refuse a draft model whose layers cannot share a metadata builder with the target's.
+
+        Layers with KV of the same shape share one, which has a single number of query heads.
+        """
         heads: dict[tuple[int, int], set[int]] = {}
         for layer in self.compilation_config.static_forward_context.values():
             if isinstance(layer, Attention):
@@ -93,7 +96,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
                 )
 
     def _propose(self, roots: IntArray) -> DraftTree:
-        """Placeholders, for which the scheduler grants slots."""
+        """Propose placeholders, for which the scheduler grants KV slots."""
         parents = torch.tensor(self._drafter.columns, dtype=torch.int32)
         parents = parents.expand(len(roots), -1).contiguous()
         tree_size = torch.full((len(roots),), parents.shape[1], dtype=torch.int32)
@@ -104,7 +107,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         return DraftModelStep(trees)
 
     def _draft(self, step: DraftModelStep, roots: torch.Tensor) -> DraftTree:
-        """Sample the step's trees, and let the draft model read all of the step."""
+        """Sample the step's trees, and run the draft model over all of the step's tokens."""
         names = self.input_batch.req_ids
         seeds = [self._seed(name) for name in names]
         lengths = step.root_positions.tolist()
@@ -161,7 +164,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         return None if parameters is None else parameters.seed
 
     def _sampled(self, count: int) -> torch.Tensor:
-        """Which of `count` requests are sampled rather than greedy, `bool [B]`."""
+        """Whether each of `count` requests is sampled rather than greedy, `bool [B]`."""
         temperature = self.input_batch.sampling_metadata.temperature
         if temperature is None:
             return torch.zeros(count, dtype=torch.bool)
@@ -208,8 +211,8 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
     def _distributions(self, logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """Distributions of the children, `float32 [B, n, V]`, with the target's own filters.
 
-        The output follows the target with any distribution here, but the closer the two are, the
-        more drafts are accepted. Requests that are not sampled keep all tokens.
+        Verification is lossless with any distribution here, but the closer it is to the target's,
+        the more drafts are accepted. Requests that are not sampled keep all tokens.
         """
         metadata = self.input_batch.sampling_metadata
         plain = logits.softmax(-1)

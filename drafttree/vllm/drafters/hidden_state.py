@@ -87,7 +87,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         return torch.tensor(slots)
 
     def _propose(self, roots: IntArray) -> DraftTree:
-        """Placeholders, for which the scheduler grants slots."""
+        """Propose placeholders, for which the scheduler grants KV slots."""
         sizes = 1 + self._drafter.max_draft_tokens(self._batch_slots())
         tokens = torch.full((len(roots), int(sizes.max())), PLACEHOLDER, dtype=torch.int32)
         parents = torch.zeros_like(tokens)
@@ -160,20 +160,20 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             self.draft_seconds += perf_counter() - started
 
     def _read_accepted(self, step: HiddenStateStep, verified: Verified) -> None:
-        """Let the layer read the step's accepted rows, and store its state after the last."""
+        """Run the layer on the step's accepted rows, and store its output after the last."""
         batch = self.input_batch
         slots = self._batch_slots()
         rows = step.trees.by_node(step.trees.rows)
         path, emitted = verified.path.long(), verified.emitted
         accepted = path >= 0
         # The token after a row is that of the next row, except along the accepted path, whose rows
-        # are read as if they stood right after the root.
+        # are read as if they came right after the root.
         tokens = step.input_ids.roll(-1)
         source = torch.arange(len(tokens))
         places = rows[:, :1] + torch.arange(path.shape[1])
         source[places[accepted]] = rows.gather(1, path.clamp(min=0))[accepted]
         tokens[places[accepted]] = emitted[accepted].to(tokens.dtype)
-        # A partly read prompt continues with its own next token.
+        # A partially prefilled prompt continues with its own next token.
         unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
         for row in unfinished.tolist():
             position = int(step.root_positions[row])

@@ -1,7 +1,7 @@
-"""What model runners have in common that draft at the beginning of the step that verifies.
+"""Base class of model runners that draft at the beginning of the step that verifies.
 
-Such drafts need KV slots of their own. The scheduler grants slots for placeholders, and the next
-step writes the draft tokens in their place before the target runs.
+Such drafters write KV, so they need slots first. The scheduler grants slots for placeholders, and
+the next step replaces these by draft tokens before the target runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class InStepRunner(TreeModelRunner[I]):
         return super()._model_forward(input_ids, positions, *args, **kwargs)
 
     def _as_scheduled(self, step: I, trees: DraftTree) -> DraftTree:
-        """Trees with the columns that the engine scheduled of each, `[B, N]`.
+        """Truncate or pad trees to the columns that the engine scheduled, `[B, N]`.
 
         Args:
             step: The step.

@@ -23,7 +23,7 @@ from drafttree.vllm.sampling import is_plain_greedy, sample_trees
 from drafttree.vllm.step import NO_TOKEN, IntArray, StepState, StepTrees
 from drafttree.vllm.tensor_parallel import NonDraftingRank, broadcast_trees, is_drafting_rank
 
-# A logger below vLLM's own: others are not printed.
+# A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -44,7 +44,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     def profile_forwards(self) -> None:
         """Let the drafter measure forwards of the model, while the KV cache is still empty."""
         if self.parallel_config.tensor_parallel_size > 1:
-            return  # one rank's forwards would wait for the others
+            return  # a forward of one rank would wait for the others
         if self.device.type != "cpu":
             profile_drafter(
                 self._drafter,
@@ -69,7 +69,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             self._slots_of_batch = None
 
     def _batch_slots(self) -> torch.Tensor:
-        """Slots of the batch's requests, `int64 [B]`; starts the requests that are new."""
+        """Return the slots of the batch's requests, `int64 [B]`, and start new requests."""
         batch = self.input_batch
         if self._slots_of_batch is not None and self._slots_of_batch[0] == batch.req_ids:
             return self._slots_of_batch[1]
@@ -92,10 +92,10 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         slots = self._batch_slots()
         roots_previous = self._drafter.previous_tokens(slots)
         unfinished = self.discard_request_mask.np[: len(slots)].astype(np.bool_)
-        partly_read = on_device(unfinished, self.device) if unfinished.any() else None
-        if partly_read is not None:
-            # The drafter's text of a partly read prompt goes beyond the root.
-            roots_previous = roots_previous.masked_fill(partly_read, NO_TOKEN)
+        partial = on_device(unfinished, self.device) if unfinished.any() else None
+        if partial is not None:
+            # The drafter's text of a partially prefilled prompt goes beyond the root.
+            roots_previous = roots_previous.masked_fill(partial, NO_TOKEN)
         previous = step.trees.by_row(step.drafts.previous_tokens(roots_previous))
         argmax = self._observe(step.trees, slots, tokens, previous, logits)
         if not is_plain_greedy(self.input_batch.sampling_metadata):
@@ -106,9 +106,9 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             self.input_batch, self.sampler, step.trees, step.drafts, logits, argmax
         )
         learned = verified
-        if partly_read is not None:
-            # The engine drops what is sampled after a partly read prompt.
-            emitted = verified.emitted.masked_fill(partly_read[:, None], NO_TOKEN)
+        if partial is not None:
+            # The engine drops the token that it samples after a partial prefill.
+            emitted = verified.emitted.masked_fill(partial[:, None], NO_TOKEN)
             learned = replace(verified, emitted=emitted)
         self._drafter.on_verified(slots, step.drafts, learned)
         return output, verified
@@ -121,7 +121,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         previous: torch.Tensor,
         logits: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Let the drafter learn, and return the argmax of each row if it computed that.
+        """Let the drafter learn, and return the argmax of each row if it computed one.
 
         Requests with a grammar are skipped: the engine has already masked their logits.
         """
