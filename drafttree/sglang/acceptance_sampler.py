@@ -1,6 +1,6 @@
 """SGLang's sampler with the draw itself replaced by an acceptance rule.
 
-Custom processors, temperatures, greedy requests and logprobs stay SGLang's.
+Custom processors, temperatures, greedy requests and logprobs are still handled by SGLang.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tree methods as SGLang's scheduler sees them."""
+"""The algorithm classes through which SGLang's scheduler runs tree methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.overlap_utils import FutureMap
 
-# Below SGLang's own logger, or nothing would print it.
+# A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_RUNNING_REQUESTS = 48
@@ -25,8 +25,7 @@ MAX_RUNNING_REQUESTS = 48
 class TreeAlgorithm(CustomSpecAlgo):
     """Makes the scheduler treat a method like its built-in NGRAM algorithm: tree mask, no draft KV.
 
-    SGLang calls more methods of a custom algorithm than its base class has; the last four supply
-    them.
+    SGLang calls four methods of a custom algorithm that its base class lacks; they come last here.
 
     Attributes:
         method: The method.
@@ -124,7 +123,7 @@ class DraftModelAlgorithm(TreeAlgorithm):
         return True
 
     def handle_server_args(self, server_args: Any) -> None:
-        """As `TreeAlgorithm`, and without overlapping scheduling."""
+        """Set the same server arguments as `TreeAlgorithm`, and disable overlapping scheduling."""
         super().handle_server_args(server_args)
         server_args.disable_overlap_schedule = True
 
@@ -136,7 +135,7 @@ def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
 
 
 def _choose_cuda_backend(server_args: Any) -> None:
-    logger.warning("Draft trees have not been run on CUDA yet: compare answers first")
+    logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
     if server_args.attention_backend not in CUDA_BACKENDS:
         logger.warning(
             "--attention-backend=%s accepts no tree mask; %s is used instead",
@@ -147,7 +146,10 @@ def _choose_cuda_backend(server_args: Any) -> None:
 
 
 def _check_kv_slots(max_total_tokens: int | None, tree_size: int) -> None:
-    """SGLang reserves two trees per request, and each request needs at least one slot besides."""
+    """Refuse a KV pool without room for one request.
+
+    SGLang reserves slots for two trees per request, and a request needs at least one more.
+    """
     needed = 2 * tree_size + 1
     if max_total_tokens is not None and max_total_tokens < needed:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Tree attention on SGLang's CPU backend.
 
-Rows of a draft tree attend to the context, their ancestors and themselves. SGLang's backend has no
+Nodes of a draft tree attend to the context, their ancestors and themselves. SGLang's backend has no
 branch for verification, so verification is computed here and everything else by SGLang's backend.
 """
 
@@ -21,9 +21,8 @@ class VerifyMasks:
 
     Attributes:
         rows: Number of rows of each request, padding included.
-        slots: For each request `int64 [length]`, the KV slots of its context and then its nodes.
-        biases: For each request `[rows, length]`, the bias added to the attention scores: 0 or
-            -inf.
+        slots: KV slots of each request's context and then of its nodes, `int64 [length]` each.
+        biases: Biases added to each request's attention scores, 0 or -inf, `[rows, length]` each.
     """
 
     rows: int
@@ -32,7 +31,7 @@ class VerifyMasks:
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):
-    """SGLang's backend, and masked attention for the rows of draft trees."""
+    """SGLang's backend with masked attention for the rows of draft trees."""
 
     needs_cpu_seq_lens = True
 

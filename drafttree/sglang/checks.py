@@ -1,4 +1,4 @@
-"""Refusal, before anything is started, of servers that cannot verify draft trees."""
+"""Refuses SGLang servers that cannot verify draft trees, before anything is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drafttree.method import Method
 from drafttree.model_files import check_draft_model
 from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS, TESTED, is_supported
 
-# Below SGLang's own logger, or nothing would print it.
+# A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
@@ -17,7 +17,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     """Refuse a server that cannot verify a method's trees.
 
     Raises:
-        ValueError: Naming the option, its value and the fix.
+        ValueError: The message names the option, its value and the fix.
     """
     _check_version(method)
     _check_device(method, server_args)
@@ -44,7 +44,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     backends = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
     for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         value = getattr(server_args, option)
-        # SGLang's own choice cannot be told from the user's.
+        # SGLang's own choice cannot be distinguished from the user's.
         default = option == "attention_backend" and (cuda or value == "intel_amx")
         if value is not None and value not in backends and not default:
             flag = option.replace("_", "-")
@@ -107,7 +107,7 @@ def _model_config(server_args: Any) -> Any:
         from sglang.srt.arg_groups.model_override_base import model_config_of
     except ImportError:
         return server_args.get_model_config()  # in 0.5.17
-    # SGLang hands plugins a recorder of their changes, which wraps the arguments.
+    # SGLang passes plugins a recorder of their changes, which wraps the arguments.
     return model_config_of(getattr(server_args, "_cfg", server_args))
 
 

@@ -1,7 +1,7 @@
 """Latency of one forward of SGLang's target model, without scheduling, sampling or drafting.
 
-The batch is made up: requests of one length, of which the last tokens are computed. Neither the
-tokens nor the content of the KV cache changes the work.
+The batch is synthetic: requests of equal length, of which the last tokens are computed. Neither the
+tokens nor the contents of the KV cache change the work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
     length = context + tokens
-    # Page 0 is SGLang's own for padding. The rows' old content is written again before it is used.
+    # SGLang uses page 0 for padding. The rows' old contents are written again before they are used.
     first = runner.page_size
     slots = first + torch.arange(requests * length).view(requests, length)
     table = runner.req_to_token_pool.req_to_token

@@ -1,4 +1,4 @@
-"""KV in the slots of SGLang's KV pool: moving accepted rows, and the cache of a drafter's layer."""
+"""KV in the slots of SGLang's KV pool: KV compaction, and the cache of a drafter's layer."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tree_kernels.kv_move import KvMover, movers_of
 
 
 def kv_movers(cache: Any) -> list[KvMover]:
-    """What moves rows of SGLang's KV cache.
+    """Make the movers for the rows of SGLang's KV cache.
 
     Raises:
-        RuntimeError: The cache is of a kind that we do not know.
+        RuntimeError: This kind of cache is not supported.
     """
     if not isinstance(cache, MHATokenToKVPool):
         raise RuntimeError(
-            f"draft trees do not know the KV cache that this model has in SGLang, a "
+            f"draft trees do not work with this model's KV cache in SGLang, a "
             f"{type(cache).__name__}: leave --speculative-algorithm out"
         )
-    # To the mover each slot is a block of one row.
+    # The movers take each slot as a block of one row.
     return movers_of(layer.unsqueeze(2) for layer in (*cache.k_buffer, *cache.v_buffer))
 
 
 class LayerCache:
-    """Keys and values of the layer, `[slots, heads, size]` each, by the target's KV slots."""
+    """Keys and values of a drafter's layer, `[slots, heads, size]`, by the target's KV slots."""
 
     def __init__(self, slots: int, heads: int, size: int, dtype: torch.dtype) -> None:
         self._keys = torch.zeros(slots, heads, size, dtype=dtype)
@@ -40,14 +40,14 @@ class LayerCache:
         counts: list[int],
         slots: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Write the last rows of each request, and attend from them causally.
+        """Write the KV of each request's last rows, and compute their causal attention.
 
         Args:
             q: Queries `[N, heads, size]`, request by request.
             k: Keys `[N, KV heads, size]`.
             v: Values `[N, KV heads, size]`.
             counts: Number of rows of each request.
-            slots: For each request the KV slots of all its tokens, these rows included.
+            slots: KV slots of all tokens of each request, these rows included.
         """
         here = torch.cat([own[-count:] for own, count in zip(slots, counts, strict=True)])
         self._keys[here], self._values[here] = k, v

@@ -1,4 +1,4 @@
-"""Trees that are larger than their method declares are cut; needs no engine."""
+"""Truncates trees that are larger than their method declares; needs no engine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 
 from drafttree.tree import DraftTree
 
-# Below SGLang's own logger, or nothing would print it.
+# A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
 def limit_trees(trees: DraftTree, num_draft_tokens: int, drafter: object) -> DraftTree:
-    """The trees, cut to their declared size, for which SGLang has reserved KV slots.
+    """Truncate trees to their declared size, for which SGLang has reserved KV slots.
 
     Args:
         trees: The trees as proposed.
@@ -30,7 +30,7 @@ def _warn(drafter: type, proposed: int, declared: int) -> None:
     if drafter not in _warned:
         _warned.add(drafter)
         logger.warning(
-            "%s.%s proposes %d draft tokens and its options declare %d: the rest is cut",
+            "%s.%s proposes %d draft tokens, but its options declare %d: the rest is dropped",
             drafter.__module__,
             drafter.__qualname__,
             proposed,

@@ -17,9 +17,9 @@ VARIABLE = "DRAFTTREE_OPTIONS"
 
 
 def set_options(**options: Any) -> None:
-    """Set the method's options for engines that are started from now on; without any, clear them.
+    """Set the method's options for engines that are started later; without any, clear them.
 
-    This sets `DRAFTTREE_OPTIONS`; each call replaces what an earlier one set.
+    This sets `DRAFTTREE_OPTIONS`; each call replaces the options of earlier calls.
     """
     if options:
         os.environ[VARIABLE] = json.dumps(options)
@@ -31,7 +31,7 @@ def given_options() -> dict[str, Any]:
     """The options in `DRAFTTREE_OPTIONS`, which is JSON or the path of a JSON file.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The variable is neither, or its JSON is not an object.
     """
     value = os.environ.get(VARIABLE, "").strip()
     if not value:
@@ -48,10 +48,10 @@ def given_options() -> dict[str, Any]:
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{VARIABLE}={value!r} holds no JSON ({error}): correct it") from error
+        raise ValueError(f"{VARIABLE}={value!r} is not valid JSON ({error}): correct it") from error
     if not isinstance(options, dict):
         raise ValueError(
-            f"{VARIABLE}={value!r} is no JSON object: write it as in '{{\"nodes\": 15}}'"
+            f"{VARIABLE}={value!r} is not a JSON object: write it as in '{{\"nodes\": 15}}'"
         )
     return options
 
@@ -59,7 +59,7 @@ def given_options() -> dict[str, Any]:
 def parse_options(
     method: Method[Any], num_draft_tokens: int | None, draft_model: str | None = None
 ) -> MethodOptions:
-    """The method's options combined with SGLang's own.
+    """The method's options, combined with SGLang's own settings.
 
     Args:
         method: The method.
@@ -68,7 +68,7 @@ def parse_options(
         draft_model: `--speculative-draft-model-path`; None if not given.
 
     Raises:
-        ValueError: Naming the option, its value and the fix.
+        ValueError: The message names the option, its value and the fix.
     """
     given = {name.replace("-", "_"): value for name, value in given_options().items()}
     if num_draft_tokens is not None and num_draft_tokens < 2:

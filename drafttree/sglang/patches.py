@@ -1,8 +1,8 @@
 """Everything that drafttree replaces in SGLang; `PATCHES` lists it. Importing this needs no engine.
 
-Each function first checks that what it replaces is what it knows, and does nothing if it was called
-before. The replacements do what SGLang does for every server that runs no method of ours, so
-several engines may share one process.
+Each function does nothing if it was called before, and otherwise checks that its patch fits the
+engine. For servers without a drafttree method the replacements do what SGLang does, so several
+engines may share one process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 COUNTERS_KEY = "drafttree"
-"""Where `Engine.get_server_info()["internal_states"]` holds the counters."""
+"""Key of the counters in `Engine.get_server_info()["internal_states"]`."""
 
-AT_REGISTRATION = "at registration; changes nothing for servers without a method of ours"
+AT_REGISTRATION = "at registration; changes nothing for servers without a drafttree method"
 WITH_A_WORKER = "when a method's worker is made, before the memory pools"
 
 PATCHES: tuple[Patch, ...] = (
@@ -33,7 +33,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="sglang.srt.managers.scheduler:Scheduler.get_internal_state",
         when=WITH_A_WORKER,
-        reason="SGLang has no place where a plugin reports counters.",
+        reason="SGLang has no hook through which a plugin could report counters.",
     ),
     Patch(
         target="sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
@@ -46,19 +46,19 @@ PATCHES: tuple[Patch, ...] = (
         target="sglang.srt.model_executor.pool_configurator:"
         "DefaultPoolConfigurator._compute_cell_size",
         when=f"{WITH_A_WORKER}, for methods that read hidden states",
-        reason="The KV of the drafter's layer stands in the slots of the target's pool, and must "
-        "be counted when the pool is sized.",
+        reason="The KV of the drafter's layer uses the slots of the target's pool, so its memory "
+        "must be counted when the pool is sized.",
     ),
     Patch(
         target="sglang.srt.mem_cache.kv_cache_builder:create_tree_cache",
         when=f"{WITH_A_WORKER}, for methods that read hidden states",
-        reason="The drafter's layer stores at each position what it read of the next token too, so "
-        "a cached prefix holds only where the token after it is the same.",
+        reason="The KV of the drafter's layer at each token also depends on the next token, so a "
+        "cached prefix is valid only if the token after it is the same.",
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner:ModelRunner.sample",
         when=f"{WITH_A_WORKER}, on the target's runner alone, for model-free methods",
-        reason="Sampling overwrites a prompt's logits, so the drafter must read them before it.",
+        reason="Sampling overwrites a prompt's logits, so the drafter must read them first.",
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner:ModelRunner.sampler",
@@ -68,7 +68,7 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 _MARK = "_drafttree"
-"""Attribute of our replacements."""
+"""Attribute of every function that replaces one of SGLang's."""
 
 
 def _is_replaced(function: Any) -> bool:
@@ -88,10 +88,10 @@ def _method_reads_hidden_states(algorithm: Any) -> bool:
 
 
 def route_attention() -> None:
-    """Give servers that run a method of ours on a CPU attention that honours tree masks.
+    """Let servers that run a drafttree method on a CPU use attention that applies tree masks.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
@@ -118,10 +118,10 @@ def route_attention() -> None:
 
 
 def report_counters() -> None:
-    """Add the counters of a tree method's worker to what its scheduler reports of itself.
+    """Add the counters of a tree method's worker to its scheduler's internal state.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -145,10 +145,10 @@ def report_counters() -> None:
 
 
 def widen_request_rows() -> None:
-    """Make rows of the slot table as long as the slots reserved during verification need.
+    """Make the rows of the slot table long enough for the slots reserved during verification.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
@@ -163,7 +163,7 @@ def widen_request_rows() -> None:
     if stock is None:
         raise unknown("kv_cache_configurator has no get_req_to_token_extra_context_len")
 
-    # Its arguments differ between the supported versions; both functions take the same.
+    # The arguments differ between the supported versions, but are the same for both functions.
     @functools.wraps(stock)
     def get_req_to_token_extra_context_len(*given: Any) -> int:
         extra = int(stock(*given))
@@ -177,10 +177,10 @@ def widen_request_rows() -> None:
 
 
 def count_layer_memory() -> None:
-    """Count one more layer when the KV pool of a target whose hidden states are read is sized.
+    """For methods that read hidden states, size the target's KV pool with one more layer.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
@@ -202,10 +202,10 @@ def count_layer_memory() -> None:
 
 
 def match_prefixes_by_bigrams() -> None:
-    """Have the radix cache match bigrams, as for SGLang's own EAGLE, where hidden states are read.
+    """For methods that read hidden states, let the radix cache match bigrams, as for EAGLE.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.mem_cache import kv_cache_builder
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -228,15 +228,15 @@ def match_prefixes_by_bigrams() -> None:
 
 
 def observe_prefill(runner: Any, observe: Callable[[Any, torch.Tensor], None]) -> None:
-    """Show a prefill's logits to a drafter before the host samples from them.
+    """Pass a prefill's logits to a drafter before SGLang samples from them.
 
     Args:
         runner: The target's model runner; other runners are left alone.
-        observe: Called with the forward batch and the raw logits `[B, V]` after each prefill. A
-            second call replaces it.
+        observe: Called with the forward batch and the raw logits `[B, V]` after each prefill. It
+            replaces the function of an earlier call.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     stock = runner.sample
     if not _is_replaced(stock):
@@ -254,10 +254,10 @@ def observe_prefill(runner: Any, observe: Callable[[Any, torch.Tensor], None]) -
 
 
 def install_acceptance_sampler(runner: Any) -> None:
-    """Give the target's model runner a sampler that an acceptance rule can take over.
+    """Give the target's model runner a sampler that can use an acceptance rule.
 
     Raises:
-        RuntimeError: This is not the SGLang that we know.
+        RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.layers.sampler import Sampler
 

@@ -44,7 +44,7 @@ class RequestPenalties:
     def __init__(
         self, request: Any, emitted: Iterable[int], vocab_size: int, device: torch.device
     ) -> None:
-        # The penalizers keep only a weak reference to it.
+        # The penalizers keep only a weak reference to the batch.
         self._batch = _BatchOfOne([request], device)
         self._penalizers = penaltylib.BatchedPenalizerOrchestrator(vocab_size, self._batch, _KINDS)
         for token in emitted:

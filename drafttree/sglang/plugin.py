@@ -1,7 +1,8 @@
 """Registration with SGLang: makes a method's name valid for `--speculative-algorithm`.
 
-SGLang calls this in every process, through the entry-point group `sglang.srt.plugins`. It uses
-SGLang's own registries, and servers without a method of ours run as they do without this package.
+SGLang calls `register` in every process, through the entry-point group `sglang.srt.plugins`. It
+uses SGLang's own registries, and servers without a drafttree method run as they do without this
+package.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def register_method(method: Method[Any]) -> None:
         from drafttree.sglang.checks import check_server
     except ImportError as error:
         raise RuntimeError(
-            f"{method.title} does not know this SGLang: install {TESTED}, or leave "
+            f"{method.title} does not support this SGLang: install {TESTED}, or leave "
             "--speculative-algorithm out"
         ) from error
 

@@ -1,12 +1,12 @@
 """Sampling along draft trees with SGLang's own sampler.
 
-At every level of a tree the sampler sees one row per request, exactly what it would see without
-speculation. So temperature, top-k, top-p, min-p, penalties, biases, grammars, seeds and logprobs
-need no second implementation. SGLang's own verification does not sample on a CPU: there it takes
-the argmax, whatever the temperature.
+At each level of a tree the sampler gets one row per request, exactly as without speculation. So
+temperature, top-k, top-p, min-p, penalties, biases, grammars, seeds and logprobs need no second
+implementation. SGLang's own verification does not sample on a CPU: there it takes the argmax,
+whatever the temperature.
 
-On a GPU, tokens from a plain softmax at a temperature are drawn for all rows at once, and one walk
-follows them: a handful of launches, whatever the depth.
+On a GPU, requests that sample from a plain softmax are handled without a loop over levels: a token
+is drawn for every row at once, and one kernel walks along the accepted path.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_tar
 
 
 def is_plain_greedy(batch: Any) -> bool:
-    """Whether each request's next token is the argmax of its raw logits, and nothing else is asked.
+    """Whether each request asks for the argmax of its raw logits and nothing else.
 
-    Then the argmax that a drafter computes while it learns from the logits is the answer.
+    Then the argmax that some drafters compute in `observe` can be used.
     """
     return batch.sampling_info.is_all_greedy and _asks_for_tokens_alone(batch)
 
@@ -91,10 +91,10 @@ def _asks_for_tokens_alone(batch: Any) -> bool:
 
 
 def _draws_from_softmax(sampler: Any, batch: Any) -> bool:
-    """Whether SGLang's own sampler draws for every request, unseeded, from the softmax of its raw
-    logits at its temperature.
+    """Whether `draw_ahead` samples as SGLang's own sampler would.
 
-    In a mixed batch SGLang treats greedy requests as requests with a top-k of 1.
+    It does where each request samples, unseeded, from the softmax of its raw logits at its
+    temperature. In a mixed batch SGLang treats greedy requests as requests with a top-k of 1.
     """
     info = batch.sampling_info
     filtered = info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling
@@ -110,7 +110,7 @@ def _draws_from_softmax(sampler: Any, batch: Any) -> bool:
 
 
 class _Draw:
-    """Draws one level after the other; `verify.Draw` specifies the call."""
+    """Samples one level of the trees after another, as a `verify.Draw`."""
 
     def __init__(
         self, sampler: Any, step: Step, logits: torch.Tensor, rule: AcceptanceRule | None
@@ -121,7 +121,7 @@ class _Draw:
         self._penalties = step.penalties
         self._rule = rule
         self._rows = torch.arange(len(logits), device=logits.device)
-        # SGLang's penalties know one token of the last step; ours know all.
+        # SGLang's penalties count one token of the last step; `RequestPenalties` counts all.
         self._info = dataclasses.replace(
             step.batch.sampling_info, acc_additive_penalties=None, acc_scaling_penalties=None
         )

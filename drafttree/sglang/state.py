@@ -1,7 +1,7 @@
 """Per-request state of a tree worker, by slot, and the state of one decode step.
 
 A slot is a request's index in SGLang's request pool. With overlapping scheduling a step is prepared
-before SGLang has read the last step's result, so what one step needs of the last one stays in
+before SGLang has read the last step's result, so whatever one step needs from the last one stays in
 tensors on the device.
 """
 
@@ -76,6 +76,6 @@ def may_draft(request: Any) -> bool:
 def advances_once_a_step(request: Any) -> bool:
     """Whether a request has sampling state that SGLang advances by one token per step.
 
-    Grammars and custom logit processors have; they cannot follow the branches of a tree.
+    Grammars and custom logit processors have such state, which cannot follow a tree's branches.
     """
     return request.grammar is not None or request.custom_logit_processor is not None

@@ -1,4 +1,4 @@
-"""What SGLang's batches carry for draft trees: the rows of a verification, and the step's roots."""
+"""What SGLang's batches contain for draft trees: the rows to verify, and the next step's roots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drafttree.tree import DraftTree
 def drop_unusable(
     trees: DraftTree, left: torch.Tensor, drafting: torch.Tensor
 ) -> tuple[DraftTree, torch.Tensor]:
-    """The trees without the nodes that cannot be used, and the depths of the others.
+    """Drop the nodes that cannot be used, and compute the depths of the others.
 
     Args:
         trees: The trees, N columns.
@@ -24,7 +24,8 @@ def drop_unusable(
         drafting: `bool [B]`, whether the request is drafted for.
 
     Returns:
-        The trees, on a CPU without trailing columns that no request uses, and `int32 [B, N]`.
+        The trees, on a CPU without trailing columns that no request uses, and the depths of their
+        nodes, `int32 [B, N]`.
     """
     depth = depths(trees.parents, trees.tree_size)
     # Tokens after a node at this depth would be beyond the request's end.
@@ -47,7 +48,7 @@ def drop_unusable(
 def prepare_verify(
     batch: Any, trees: DraftTree, depth: torch.Tensor, slot_table: torch.Tensor, first: int = 0
 ) -> None:
-    """Make nodes the rows of a decode batch; SGLang restores the batch afterwards.
+    """Make nodes the rows of a batch to verify; SGLang restores the batch afterwards.
 
     Args:
         batch: SGLang's batch.
@@ -77,7 +78,7 @@ def prepare_verify(
 
 
 def relay(roots: torch.Tensor, lengths: torch.Tensor) -> NgramVerifyInput:
-    """What SGLang carries to the next step: the roots, as steps that accepted one token.
+    """What SGLang passes to the next step: the roots, as the result of accepting one token each.
 
     Args:
         roots: `int [B]`, the last emitted tokens.

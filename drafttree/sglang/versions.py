@@ -20,7 +20,7 @@ CUDA_BACKENDS = ("triton", "flashinfer")
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version, whatever it was built for, is the one that the tests run."""
+    """Whether a version, whichever device it was built for, is the one that the tests use."""
     return version.partition("+")[0] == TESTED
 
 
@@ -28,7 +28,7 @@ def is_supported(version: str, older_versions: bool) -> bool:
     """Whether a version serves a kind of drafter.
 
     Args:
-        version: SGLang's version, which may name what it was built for, as in `0.5.23+cpu`.
+        version: SGLang's version, which may name the device it was built for, as in `0.5.23+cpu`.
         older_versions: What the kind declares in `HostSupport.older_versions`.
     """
     return is_tested(version) or (version.partition("+")[0] == OLDER and older_versions)
@@ -37,6 +37,6 @@ def is_supported(version: str, older_versions: bool) -> bool:
 def unknown(reason: str) -> RuntimeError:
     """The error for an SGLang that differs from the supported ones; `reason` says where."""
     return RuntimeError(
-        f"drafttree does not know this SGLang: {reason}. Install SGLang {TESTED}, or leave "
+        f"drafttree does not support this SGLang: {reason}. Install SGLang {TESTED}, or leave "
         "--speculative-algorithm out"
     )

@@ -1,7 +1,7 @@
-"""SGLang's worker for methods that draft trees, whatever they draft them from.
+"""Base class of SGLang's workers for draft trees.
 
 A decode step, from top to bottom: draft, verify in one forward of the target, accept drafts, move
-the accepted path's KV, and keep what the next step needs.
+the accepted path's KV, and store the roots of the next step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from drafttree.sglang.state import RequestStates, Step, advances_once_a_step
 from drafttree.sglang.verify_input import drop_unusable, prepare_verify, relay
 from drafttree.tree import DraftTree, Verified
 
-# Below SGLang's own logger, or nothing would print it.
+# A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
 
 Publish = Callable[[torch.Tensor], None]
@@ -43,7 +43,7 @@ Penalties = list[RequestPenalties | None]
 class TreeWorker(BaseSpecWorker):
     """Drafts and verifies for one target; made by `of`. A subclass serves one kind of drafter.
 
-    The keyword arguments after the method are SGLang's. `ps`, its parallel ranks, is given by
+    The arguments after the method are SGLang's. `ps`, its parallel ranks, is given by version
     0.5.17 alone and is not needed by a method that runs in one process.
 
     Attributes:
@@ -90,23 +90,23 @@ class TreeWorker(BaseSpecWorker):
 
     @classmethod
     def of(cls, method: Method[Any]) -> Callable[..., TreeWorker]:
-        """What SGLang calls to make the worker of a method."""
+        """The function that SGLang calls to make the worker of a method."""
         return functools.partial(cls, method)
 
     @abstractmethod
     def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
-        """The step's trees, one per request, and what `Step.drawn` says."""
+        """The step's trees, one per request, and the value of `Step.drawn`."""
 
     @abstractmethod
     def _verify(self, step: Step, output: Any) -> Verified:
         """Verify the step's trees by the target's output for all nodes."""
 
     def explain(self) -> list[dict[str, Any]]:
-        """How the sizes of trees were chosen, as `Drafter.explain` says."""
+        """How the sizes of trees were chosen; see `Drafter.explain`."""
         return self.drafter.explain()
 
     def acceptance(self) -> dict[str, Any]:
-        """How often drafts were accepted, as `Drafter.acceptance` says."""
+        """How often drafts were accepted; see `Drafter.acceptance`."""
         return self.drafter.acceptance()
 
     def list_external_corpora(self) -> dict[str, int]:
@@ -114,7 +114,7 @@ class TreeWorker(BaseSpecWorker):
         return {}
 
     def alloc_memory_pool(self, **pools: Any) -> None:
-        """Take the target's memory pools, and allocate the state of as many requests."""
+        """Take the target's memory pools, and allocate the state of their requests."""
         self.req_to_token_pool, self.token_to_kv_pool_allocator = (
             self._target_worker.get_memory_pool()
         )
@@ -164,7 +164,7 @@ class TreeWorker(BaseSpecWorker):
             del self._running[name]
             self._penalties.pop(name, None)
         arrived = [request for request in batch.reqs if request.rid not in self._running]
-        # Parts of a prompt, and requests that were retracted, start again.
+        # Further chunks of a prompt, and requests that were retracted, start again.
         self._release([*finished, *(request.rid for request in batch.reqs)])
         for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True):
             for name in [name for name, held in self._slots.items() if held == slot]:
@@ -229,7 +229,7 @@ class TreeWorker(BaseSpecWorker):
         argmax: torch.Tensor | None = None,
         rule: AcceptanceRule | None = None,
     ) -> Verified:
-        """`verify_trees` with the target's sampler."""
+        """Call `verify_trees` with the target's sampler."""
         sampler = self._runner.sampler
         return verify_trees(sampler, step, self.drafter.max_depth, output, argmax, rule)
 

@@ -1,4 +1,4 @@
-"""Trees that are larger than their method declares are cut, with one warning."""
+"""Trees that are larger than their method declares are truncated, with one warning."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from drafttree.tree import DraftTree
 
 
 class WideDrafter:
-    """Names the warning."""
+    """A drafter that the warning names."""
 
 
 class OtherDrafter:
-    """Has not been warned of."""
+    """A drafter without a warning."""
 
 
 def chain(num_draft_tokens: int) -> DraftTree:
@@ -31,7 +31,7 @@ def test_trees_of_the_declared_size_are_left_alone(caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_larger_ones_are_cut_and_the_drafter_is_named_once(
+def test_larger_trees_are_truncated_and_the_drafter_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -18,12 +18,12 @@ def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def test_none_given_are_the_defaults() -> None:
+def test_without_options_the_defaults_apply() -> None:
     assert given_options() == {}
     assert parse_options(METHOD, None).num_draft_tokens == 80
 
 
-def test_json_and_a_file_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_and_a_file_are_equivalent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"nodes": 15, "hot-start": False}
     monkeypatch.setenv(VARIABLE, json.dumps(options))
     from_json = parse_options(METHOD, None)
@@ -58,7 +58,7 @@ def test_the_hosts_size_counts_the_root() -> None:
         ('{"tree": "branch:x"}', None, "branch:x"),
         ('{"size": 3}', None, "has no option 'size'"),
         ("absent.json", None, "neither a JSON object nor a file"),
-        ("{nodes: 3}", None, "holds no JSON"),
+        ("{nodes: 3}", None, "is not valid JSON"),
     ],
 )
 def test_wrong_options_are_named(
@@ -69,9 +69,9 @@ def test_wrong_options_are_named(
         parse_options(METHOD, tokens)
 
 
-def test_a_file_must_hold_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_must_contain_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "options.json"
     file.write_text("[1]")
     monkeypatch.setenv(VARIABLE, str(file))
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="is not a JSON object"):
         given_options()

@@ -1,4 +1,4 @@
-"""What is replaced in SGLang is replaced in `patches.py` alone; the sources are read for it."""
+"""Only `patches.py` replaces parts of SGLang, as the sources of the package show."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from drafttree.sglang.patches import PATCHES
 FOLDER = Path(drafttree.sglang.__file__).parent
 
 OF_ONE_CALL = {"batch", "result", "server_args", "info", "output"}
-"""Names of SGLang's objects that a call is handed to fill in; they last no longer than the call."""
+"""Names of SGLang's objects that a call fills in, and that do not outlive the call."""
 
 REPLACING = ("setattr", "register_attention_backend")
 
 
 def replacements(tree: ast.AST) -> Iterator[str]:
-    """What a source assigns to attributes of objects that are not its own, and its `setattr`s."""
+    """Assignments in a source to attributes of objects other than `self`, and its `setattr`s."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in REPLACING:
             if ast.unparse(node.args[0]) not in OF_ONE_CALL:
@@ -58,7 +58,7 @@ def test_only_patches_replaces_anything() -> None:
         if file.name != "patches.py"
         for each in replacements(ast.parse(file.read_text()))
     }
-    # Our own penalizers are set back to an earlier state.
+    # `RequestPenalties` restores the state of its own penalizers.
     assert found == {"penalties.py: setattr(penalizer, name, value)"}
 
 

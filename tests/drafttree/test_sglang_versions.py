@@ -1,4 +1,4 @@
-"""Which kinds of drafter are served in which SGLang."""
+"""Which versions of SGLang serve which kinds of drafter."""
 
 from __future__ import annotations
 

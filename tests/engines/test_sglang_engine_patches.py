@@ -1,4 +1,4 @@
-"""In the real SGLang exactly what `PATCHES` lists is replaced, once; other servers see nothing."""
+"""In the real SGLang exactly what `PATCHES` lists is replaced, once, without effect elsewhere."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ prefill = SimpleNamespace(
 results = [runner.sample(SimpleNamespace(next_token_logits=None), prefill) for runner in runners]
 report["observed"] = [observed, results]
 
-# What the replacements do for servers with and without a method of ours.
+# What the replacements do for servers with and without a drafttree method.
 algorithms = {"none": SpeculativeAlgorithm.NONE}
 for name in ("token-recycling", "lyanna"):
     algorithms[name] = SpeculativeAlgorithm.from_string(name)
@@ -133,7 +133,7 @@ for name, algorithm in algorithms.items():
         backend = type(frame.tb_frame.f_locals["self"]).__name__
     report["backends"][name] = backend
 
-# A host that is not as it was is refused.
+# An engine that a patch does not fit is refused.
 report["unknown"] = {}
 def refused(name, apply):
     try:
@@ -223,4 +223,4 @@ def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
     assert len(report["unknown"]) == 7
     for name, said in report["unknown"].items():
         assert name in said
-        assert "does not know this SGLang" in said
+        assert "does not support this SGLang" in said

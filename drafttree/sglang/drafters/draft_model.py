@@ -1,8 +1,8 @@
-"""The worker of methods that sample their drafts from a draft model, which runs beside the target.
+"""SGLang's worker for methods that sample drafts from a draft model, which runs beside the target.
 
-Both models share the table of KV slots: a token's KV stands in the same slot of both caches. So
-prompts are computed by both, cached prefixes hold for both, and in each step the draft model
-computes the nodes as it drafts them.
+Both models share the table of KV slots: a token's KV is in the same slot of both caches. So prompts
+are computed by both, cached prefixes are valid for both, and in each step the draft model computes
+the KV of the nodes as it drafts them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from drafttree.tree import DraftTree, Verified
 
 
 class _DraftModel(EagleDraftWorkerBase):
-    """The draft model as SGLang asks for it."""
+    """The draft model, with the interface that SGLang expects."""
 
     def __init__(self, bundle: Any) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _DraftModel(EagleDraftWorkerBase):
 
 
 class DraftModelWorker(TreeWorker):
-    """Drafts with a `DraftModelDrafter` and the draft model that SGLang was given.
+    """Drafts with a `DraftModelDrafter` and the draft model that SGLang loads.
 
     Attributes:
         draft_seconds: Host time spent drafting.
@@ -74,10 +74,10 @@ class DraftModelWorker(TreeWorker):
         super().__init__(method, server_args, gpu_id, nccl_port, target_worker)
         most = self._options.num_draft_tokens
         if len(self.drafter.columns) > 1 + most:
-            # The draft model writes KV while it drafts: cutting the trees would be too late.
+            # The draft model writes KV while it drafts, so truncating its trees would be too late.
             raise ValueError(
                 f"{type(self.drafter).__qualname__} samples {len(self.drafter.columns) - 1} draft "
-                f"tokens and the options of {method.title} declare {most}: they must agree"
+                f"tokens, but the options of {method.title} declare {most}: they must agree"
             )
         self._draft_worker = _DraftModel(
             build_draft_tp_worker(
@@ -163,9 +163,9 @@ def _penalise(
 def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> torch.Tensor:
     """The distributions from which children are sampled, `float32 [B, n, V]`.
 
-    Any distribution would do: the closer to the target's, the more drafts are accepted. So
-    temperature and filters are applied as to the target's logits. Requests that are not sampled
-    keep all tokens.
+    Verification is lossless with any distribution here, but the closer it is to the target's, the
+    more drafts are accepted. So temperature and filters are applied as to the target's logits.
+    Requests that are not sampled keep all tokens.
     """
     if info.logit_bias is not None:
         logits = logits + info.logit_bias[:, None]

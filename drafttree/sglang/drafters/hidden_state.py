@@ -1,6 +1,6 @@
-"""The worker of methods whose drafter continues the target's hidden states.
+"""SGLang's worker for methods whose drafter continues the target's hidden states.
 
-The KV of the drafter's layer stands in the target's slots, so cached prefixes hold for both. At the
+The KV of the drafter's layer uses the target's slots, so cached prefixes are valid for both. At the
 end of a step the layer reads the accepted tokens, each with the target's hidden state before it; in
 the next step it continues from its own output in the slots that are reserved for the tree.
 """
@@ -40,7 +40,7 @@ class HiddenStateWorker(TreeWorker):
 
     @property
     def draft_worker(self) -> None:
-        """None: to SGLang the layer is no draft model."""
+        """None, because the layer is not a draft model to SGLang."""
         return None
 
     def alloc_memory_pool(self, **pools: Any) -> None:
@@ -65,7 +65,7 @@ class HiddenStateWorker(TreeWorker):
         for row, (request, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
             known = request.origin_input_ids + request.output_ids
             following[ends[row]] = int(emitted[row])
-            if length < len(known):  # a part of a prompt, whose next token is known
+            if length < len(known):  # a partial prefill, whose next token is known
                 following[ends[row]], emitted[row] = known[length], -1
         self._read(batch, result.logits_output.hidden_states, following, counts, lengths)
         trees = DraftTree.of_roots(batch.input_ids[ends].int())

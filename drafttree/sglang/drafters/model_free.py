@@ -1,4 +1,4 @@
-"""The worker of methods that draft without a model, from what the target generated before."""
+"""SGLang's worker for model-free drafters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drafttree.sglang.state import Step
 from drafttree.sglang.worker import Penalties, TreeWorker
 from drafttree.tree import DraftTree, Verified
 
-# Below SGLang's own logger, or nothing would print it.
+# A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
@@ -31,11 +31,11 @@ class ModelFreeWorker(TreeWorker):
 
     @property
     def draft_worker(self) -> None:
-        """There is no draft model."""
+        """None, because there is no draft model."""
         return None
 
     def init_cuda_graphs(self) -> None:
-        """SGLang's last call before it serves: time forwards of the model as it will run."""
+        """Let the drafter time forwards; SGLang calls this last before it serves."""
         super().init_cuda_graphs()
         if self._device.type != "cpu":
             return
