@@ -1,1 +1,1 @@
-"""Measuring a draft method against plain decoding, both through the real engine."""
+"""Measurement of a draft method against plain decoding, both in the real engine."""

@@ -37,7 +37,7 @@ class Chat:
             raise InputError(f"cannot load the tokenizer in {model}: {error}") from error
 
     def render(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        """Token ids of a prompt: `turns` with the answers to all of them but the last."""
+        """Token ids of a prompt: `turns`, and the answers to all turns but the last."""
         messages: list[dict[str, str]] = []
         for index, turn in enumerate(turns):
             messages.append({"role": "user", "content": turn})

@@ -1,7 +1,7 @@
 """The cost of verification, c(N) / c(1): c(N) is the time of a target forward over N tokens per
 request, the root included.
 
-It bounds what a method can gain. A step emits MAT (mean accepted tokens) tokens and takes at least
+It bounds the speedup of a method. A step emits MAT (mean accepted tokens) tokens and takes at least
 c(N), so decoding becomes at most MAT / (c(N) / c(1)) times as fast.
 """
 
@@ -35,7 +35,7 @@ def mean_context(answers: list[list[Generation]]) -> int:
 def verification_cost(
     plain: EngineProcess, method: EngineProcess, requests: int, tokens: int, context: int
 ) -> dict[str, float | int]:
-    """Measure both engines in turns and compare medians.
+    """Measure both engines alternately and compare medians.
 
     Args:
         plain: Engine without a method.

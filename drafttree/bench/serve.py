@@ -1,4 +1,4 @@
-"""The engine process's side of the pipe, the same for every engine."""
+"""The engine process's end of the pipe, the same for every engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def serve(start: Callable[[EngineSpec], Any]) -> None:
     The file descriptor of the pipe is the program's argument.
 
     Args:
-        start: Returns an engine that has the methods `EngineProcess` calls, and `info`, an
+        start: Makes an engine that has the methods that `EngineProcess` calls, and `info`, an
             `EngineInfo`.
     """
     pipe = Connection(int(sys.argv[1]))

@@ -1,8 +1,8 @@
-"""The SGLang side of the bench: its scheduler in this process, stepped by hand, behind a pipe.
+"""SGLang in the bench: a scheduler in this process, driven step by step through a pipe.
 
 Because the bench steps the scheduler itself, it can time every engine step and count decode steps
-from the engine's own requests, in the same way for plain decoding and for every method. Steps do
-not overlap, as they would not on a CPU anyway.
+from the engine's own requests, in the same way for plain decoding and for every method. Scheduling
+does not overlap with forwards, which it would not on a CPU anyway.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SglangEngine:
         return counts
 
     def explain(self, _: None) -> list[dict[str, Any]]:
-        """How the method chose the sizes of its trees; empty if they are fixed."""
+        """How the method chose its tree sizes; empty if they are fixed."""
         rows: list[dict[str, Any]] = self._scheduler.draft_worker.explain()
         return rows
 
@@ -129,7 +129,7 @@ class SglangEngine:
         return float(self._scheduler.draft_worker.draft_seconds)
 
     def _submit(self, token_ids: list[int], sampling: dict[str, Any], logprobs: int = 0) -> Any:
-        """Queue a request and return the host's own `Req`, which collects the output."""
+        """Queue a request and return SGLang's `Req`, which collects the output."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -178,7 +178,7 @@ class SglangEngine:
 
 
 def _speculative(spec: EngineSpec) -> dict[str, Any]:
-    """Server arguments for a method of ours, whose options are passed in the environment."""
+    """Server arguments for a tree method, whose options are passed in the environment."""
     from drafttree.sglang.options import set_options
 
     if spec.speculative_config is None:

@@ -113,7 +113,7 @@ def category_table(report: dict[str, Any]) -> Table:
 
 def explained_table(report: dict[str, Any]) -> Table:
     """How a method chose `num_draft_tokens`: the rows of its `explain()`."""
-    # Narrow enough for 80 columns, beyond which values would be cut off.
+    # Narrow enough for 80 columns; values in a wider table would be truncated.
     table = Table(box=SIMPLE_HEAD, padding=0)
     rows = report["explained"]
     for key in rows[0] if rows else ():

@@ -140,7 +140,7 @@ def read_run(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} is not a bench report: it is not JSON") from error
     if isinstance(report, dict) and isinstance(runs := report.get("runs"), list):
         if len(runs) != 1:
-            raise ValueError(f"{file} holds {len(runs)} runs: give the report of one")
+            raise ValueError(f"{file} contains {len(runs)} runs: give the report of one")
         report = runs[0]
     needed = ("engine", "method", "counters")
     if not isinstance(report, dict) or not all(key in report for key in needed):

@@ -1,4 +1,4 @@
-"""The vLLM side of the bench: an in-process engine, stepped by hand, behind a pipe.
+"""vLLM in the bench: an engine in this process, driven step by step through a pipe.
 
 Because the bench steps the engine itself, it can time every engine step and count decode steps from
 the engine's own outputs, in the same way for plain decoding and for every method.
@@ -107,7 +107,7 @@ class VllmEngine:
         return counts
 
     def explain(self, _: None) -> list[dict[str, Any]]:
-        """How the method chose the sizes of its trees; empty if they are fixed."""
+        """How the method chose its tree sizes; empty if they are fixed."""
         rows: list[dict[str, Any]] = self._llm.collective_rpc("drafttree_explain")[0]
         return rows
 

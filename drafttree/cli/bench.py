@@ -47,7 +47,7 @@ class ProgressObserver:
         self._progress.advance(self._task)
 
     def answered(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> None:
-        """Nothing to show for a single prompt."""
+        """Show nothing for a single prompt."""
 
 
 def progress_bar(console: Console) -> Progress:

@@ -45,7 +45,7 @@ class Narrator:
         self._console.print(f"[dim]{text} …[/dim]")
 
     def advance(self) -> None:
-        """Nothing is shown before both sides have answered."""
+        """Show nothing: answers are shown when both sides have given them."""
 
     def answered(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> None:
         self._shown += 1
@@ -68,7 +68,7 @@ class Narrator:
 
 
 def demo_prompts() -> list[Prompt]:
-    """The first shipped prompt of six kinds of task, its first turn alone."""
+    """The first turn of the first shipped prompt in each of six categories."""
     shipped = load_prompts(default_prompts_path())
     chosen = [next(p for p in shipped if p.category == category) for category in _CATEGORIES]
     return [replace(prompt, turns=prompt.turns[:1]) for prompt in chosen]

@@ -280,13 +280,13 @@ def _judge_method(entry: EntryPoint) -> Finding:
             name=entry.name,
             value=f"broken: {error!r}",
             status="problem",
-            advice=f"reinstall the package that holds {entry.module}",
+            advice=f"reinstall the package that contains {entry.module}",
         )
     return Finding(section="methods", name=method.name, value=method.title)
 
 
 def _judge_plugin(engine: str) -> Finding:
-    """Whether an engine will load the plugin that registers all methods with it."""
+    """Check whether an engine will load the plugin that registers all methods with it."""
     group, choice = PLUGIN_GROUPS[engine], PLUGIN_CHOICES[engine]
     finding = Finding(section="methods", name=f"{engine} plugin", value="registered")
     if not any(plugin.name == PLUGIN for plugin in entry_points(group=group)):

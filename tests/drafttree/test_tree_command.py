@@ -15,7 +15,7 @@ from drafttree.bench.tree_fit import MeasuredTree, fit, tokens_per_step
 from drafttree.cli import app
 from drafttree.tree import StaticTree
 
-# In 100 steps; [0, 0] was missing 10 of the 50 times that its parent was accepted.
+# In 100 steps; [0, 0] was not drafted 10 of the 50 times that its parent was accepted.
 STEPS = 100
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 TRIED = [100, 100, 40, 50, 20, 30]
@@ -60,7 +60,7 @@ def test_the_tree_is_shown_with_its_shares(run: Path) -> None:
     ]
 
 
-def test_lines_of_deep_trees_stay_whole(tmp_path: Path) -> None:
+def test_lines_of_deep_trees_are_not_truncated(tmp_path: Path) -> None:
     deep = {"paths": [[0] * depth for depth in range(1, 31)], "tried": [9] * 30, "hit": [9] * 30}
     (tmp_path / "run.json").write_text(json.dumps(report(acceptance=deep)))
     lines = command(tmp_path / "run.json").output.splitlines()
@@ -80,7 +80,7 @@ def test_runs_of_other_trees_are_shown_by_source(tmp_path: Path) -> None:
 
 
 def test_the_fitted_tree_is_the_best_of_all() -> None:
-    """Of all prefix-closed trees of ranks 0 and 1 with up to five nodes and four levels."""
+    """It is compared with all prefix-closed trees of ranks 0 and 1, five nodes and four levels."""
     measured = MeasuredTree.from_counts(COUNTS, STEPS)
     # Below the root: rank 0 was accepted 30 + 5 + 12 of 50 + 20 + 30 times, rank 1 8 of 50 times.
     pooled = {0: 47 / 100, 1: 8 / 50}
@@ -165,7 +165,7 @@ def test_a_picture_needs_matplotlib(
         ("nonsense", "is not JSON"),
         ("[]", "not a bench report"),
         ('{"paths": [[0]]}', "not a bench report"),
-        ({"runs": [report(), report()]}, "holds 2 runs"),
+        ({"runs": [report(), report()]}, "contains 2 runs"),
         (report(acceptance={}), "has no acceptance statistics"),
         ({key: report()[key] for key in ("engine", "method", "counters")}, "older version"),
         (report(counters={}), "no decode steps"),
@@ -178,7 +178,7 @@ def test_a_picture_needs_matplotlib(
         (report(acceptance={"sources": [{"source": "row"}]}), "cannot be read"),
     ],
 )
-def test_files_that_are_no_run(tmp_path: Path, content: Any, message: str) -> None:
+def test_files_that_are_not_a_run(tmp_path: Path, content: Any, message: str) -> None:
     file = tmp_path / "run.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     result = command(file)
