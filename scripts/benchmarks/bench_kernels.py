@@ -4,9 +4,10 @@
 
 On a GPU "ours" is the Triton kernel, on a CPU the C++ kernel. The floor is the time to copy the
 bytes that the kernel must read and write, each once, at the copy bandwidth that is measured here.
-On a CPU caches may beat it, and it has no meaning below the time of one launch, which is printed
-too. Both sides must give the same result before a size is timed. Where vLLM is installed, its
-causal kernels are timed beside attention over trees. `--plot` needs matplotlib.
+On a CPU a kernel may be faster thanks to caches, and the floor has no meaning below the time of one
+launch, which is printed too. Kernel and reference must give the same result before a size is timed.
+Where vLLM is installed, its causal kernels are timed beside attention over trees. `--plot` needs
+matplotlib.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ KERNELS: dict[str, Case] = {**kernel_cases.CASES, **kernel_cases_target.CASES}
 
 OURS, REFERENCE = "ours", "reference"
 _LEAST_RUNS, _MOST_RUNS = 5, 500
-_COPIED = 1 << 28  # more than any cache holds
+_COPIED = 1 << 28  # larger than any cache
 _WIDTH = 140
 
 
@@ -47,7 +48,7 @@ class MismatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the CSV: one implementation of one size of a kernel. Times are medians."""
+    """A line of the CSV: one implementation at one size of a kernel. Times are medians."""
 
     kernel: str
     size: str
@@ -83,13 +84,13 @@ class Bench:
         return 1e6 * statistics.median(times)
 
     def bandwidth(self, size: int) -> float:
-        """Bytes read and written in a microsecond when `size` bytes are copied."""
+        """Bytes read and written per microsecond when `size` bytes are copied."""
         source = torch.zeros(size, dtype=torch.uint8, device=self.device)
         target = source.clone()
         return 2 * size / self.microseconds(lambda: target.copy_(source))
 
     def launch(self) -> float:
-        """The microseconds of a call that does almost nothing."""
+        """The time of a call that does almost nothing, in microseconds."""
         one = torch.zeros(1, device=self.device)
         return self.microseconds(one.zero_)
 
@@ -104,13 +105,13 @@ class Bench:
             work = case.make(**size)
         written = " ".join(f"{key}={value}" for key, value in size.items())
         agree(f"{name} ({written})", work, case.tolerance)
-        ways = {OURS: work.ours, REFERENCE: work.reference, **work.others}
+        sides = {OURS: work.ours, REFERENCE: work.reference, **work.others}
         floor = work.bytes / bandwidth
         for other in work.others.values():
             other()
         return [
             Line(name, written, side, self.microseconds(call), floor, work.bytes)
-            for side, call in ways.items()
+            for side, call in sides.items()
         ]
 
     def versions(self) -> dict[str, Any]:
@@ -147,11 +148,11 @@ def agree(what: str, work: Work, limit: float) -> None:
 
 
 def table_of(lines: list[Line], title: str) -> Table:
-    """A row for each size and implementation, with its time relative to our kernel."""
+    """A row for each size and implementation, with its time relative to the kernel's."""
     table = Table(title=title)
     for column in ("kernel", "size", "way"):
         table.add_column(column)
-    for column in ("us", "of ours", "floor, us"):
+    for column in ("us", "relative", "floor, us"):
         table.add_column(column, justify="right", no_wrap=True)
     ours = lines[0]
     for line in lines:
@@ -212,12 +213,12 @@ def chosen(only: list[str], device: torch.device) -> dict[str, Case]:
     Raises:
         typer.BadParameter: The device has no kernel of a name.
     """
-    there = {name: case for name, case in KERNELS.items() if device.type in case.devices}
-    if unknown := [name for name in only if name not in there]:
+    available = {name: case for name, case in KERNELS.items() if device.type in case.devices}
+    if unknown := [name for name in only if name not in available]:
         raise typer.BadParameter(
-            f"--only {unknown[0]!r} is not a kernel on {device.type}: {', '.join(there)}"
+            f"--only {unknown[0]!r} is not a kernel on {device.type}: {', '.join(available)}"
         )
-    return {name: there[name] for name in only} or there
+    return {name: available[name] for name in only} or available
 
 
 def main(

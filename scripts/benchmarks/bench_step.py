@@ -146,13 +146,13 @@ def make(engine: str, spec: EngineSpec) -> Any:
 
 
 def measured(name: str, engine: str, spec: EngineSpec, requests: list[Request]) -> dict[str, Any]:
-    """Median times of a setting's decode steps and their parts, in milliseconds."""
+    """Measure a setting: median times of decode steps and their parts, in milliseconds."""
     made = make(engine, spec)
     made.generate(requests)
     clock = StepClock()
     (watch_vllm if engine == "vllm" else watch_sglang)(made, clock)
     answers = made.generate(requests)
-    # The prompts' own steps come first.
+    # The steps of the prefills come first.
     steps = [step for step in clock.steps if step["forward"]]
     steps = steps[len(steps) - max(answer.steps for answer in answers) :]
     whole = median(sum(step.values()) for step in steps)
@@ -168,13 +168,13 @@ def measured(name: str, engine: str, spec: EngineSpec, requests: list[Request]) 
 
 def main(
     model: Path,
-    output: Annotated[Path, typer.Option(help="JSON; a setting is added to what is there.")],
+    output: Annotated[Path, typer.Option(help="JSON file, to which the setting is added.")],
     engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
     nodes: Annotated[
-        str, typer.Option(help="Of Token Recycling's trees; none: no speculation.")
+        str, typer.Option(help="Draft tokens of Token Recycling; none is plain decoding.")
     ] = "80",
     batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
-    tokens: Annotated[int, typer.Option(help="To decode.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
     dtype: str = "float32",
     eager: bool = False,
 ) -> None:

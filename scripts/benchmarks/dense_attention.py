@@ -1,4 +1,4 @@
-"""Attention of draft trees by PyTorch's own kernels, over keys and values that lie side by side."""
+"""Attention of draft trees with PyTorch's own kernels, over contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch.nn.attention.bias import causal_lower_right
 from tree_kernels import mask
 
 
-def flash_beside_tree(query: Tensor, keys: Tensor, values: Tensor, sees: Tensor) -> Tensor:
-    """Attention to the context by PyTorch's flash kernel, to the tree without one, then merged.
+def flash_beside_tree(query: Tensor, keys: Tensor, values: Tensor, tree_mask: Tensor) -> Tensor:
+    """Attention to the context with PyTorch's flash kernel, merged with attention to the tree.
 
     Args:
         query: `[B, K, G * N, D]`, the G query heads of a KV head one after another.
-        keys: `[B, K, C + N, D]`, the context's and then the tree's; values likewise.
-        sees: bool `[G * N, N]`: which nodes a row sees.
+        keys: `[B, K, C + N, D]`, the context's keys and then the tree's.
+        values: `[B, K, C + N, D]`, the context's values and then the tree's.
+        tree_mask: `bool [G * N, N]`, whether a row attends to a node.
     """
-    context = keys.shape[2] - sees.shape[1]
+    context = keys.shape[2] - tree_mask.shape[1]
     aten = torch.ops.aten
     on_cpu = query.device.type == "cpu"
     flash = (
@@ -31,7 +32,7 @@ def flash_beside_tree(query: Tensor, keys: Tensor, values: Tensor, sees: Tensor)
     )
     before, before_sum = flash(query, keys[:, :, :context], values[:, :, :context])[:2]
     scores = (query @ keys[:, :, context:].mT).float() * query.shape[3] ** -0.5
-    scores = scores.masked_fill(~sees, -torch.inf)
+    scores = scores.masked_fill(~tree_mask, -torch.inf)
     tree_sum = scores.logsumexp(-1)
     tree = (scores - tree_sum[..., None]).exp().to(values.dtype) @ values[:, :, context:]
     share = torch.sigmoid(before_sum - tree_sum)[..., None]
@@ -41,7 +42,7 @@ def flash_beside_tree(query: Tensor, keys: Tensor, values: Tensor, sees: Tensor)
 def dense(
     requests: int, nodes: int, context: int, heads: tuple[int, int], size: int, dtype: torch.dtype
 ) -> dict[str, Callable[[], object]]:
-    """The same attention of PyTorch, over keys and values that lie side by side."""
+    """PyTorch's implementations of the same attention by name, over contiguous keys and values."""
     query_heads, kv_heads = heads
     group, length = query_heads // kv_heads, context + nodes
     query = torch.randn(requests, query_heads, nodes, size, dtype=dtype)
@@ -49,12 +50,12 @@ def dense(
     # The query heads of a group become rows, so that KV is read once.
     folded = query.view(requests, kv_heads, group * nodes, size)
     tree = mask.tree_mask(*parents_of(budget_tree(nodes), 1))[0].repeat(group, 1)
-    sees = torch.ones(group * nodes, length, dtype=torch.bool)
-    sees[:, context:] = tree
+    whole_mask = torch.ones(group * nodes, length, dtype=torch.bool)
+    whole_mask[:, context:] = tree
     causal: Any = causal_lower_right(nodes, length)
     return {
         "dense sdpa with a mask": lambda: F.scaled_dot_product_attention(
-            folded, keys, values, sees
+            folded, keys, values, whole_mask
         ),
         "dense flash, the tree beside it": lambda: flash_beside_tree(folded, keys, values, tree),
         "dense sdpa, causal": lambda: F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""vLLM's own causal kernels, beside which attention of trees is timed where vLLM is installed."""
+"""vLLM's own causal kernels, which are timed beside tree attention where vLLM is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 
-def causal_ways(
+def causal_kernels(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -17,15 +17,16 @@ def causal_ways(
     lengths: Tensor,
     longest: tuple[int, int],
 ) -> dict[str, Callable[[], object]]:
-    """The engine's calls for as many tokens as the trees have nodes, by name; none on a CPU.
+    """vLLM's kernels by name, called for as many tokens as the trees have nodes; none on a CPU.
 
     Args:
-        query: `[T, Hq, D]`.
-        keys: `[pages, page, Hkv, D]`, as values.
-        table: int32 `[B, P]`, each request's pages.
-        starts: int32 `[B + 1]`, its rows.
-        lengths: int32 `[B]`, its tokens.
-        longest: its rows and its tokens, at most.
+        query: Queries, `[T, Hq, D]`.
+        keys: Cached keys, `[pages, page, Hkv, D]`.
+        values: Cached values, `[pages, page, Hkv, D]`.
+        table: Pages of each request, `int32 [B, P]`.
+        starts: First row of each request, and the number of rows, `int32 [B + 1]`.
+        lengths: Number of tokens of each request, `int32 [B]`.
+        longest: Greatest number of rows and of tokens of a request.
     """
     if not query.is_cuda:
         return {}
@@ -47,7 +48,7 @@ def causal_ways(
         "causal": True,
         "block_table": table,
     }
-    ways: dict[str, Callable[[], object]] = {
+    kernels: dict[str, Callable[[], object]] = {
         "vLLM's Triton, causal": partial(
             unified_attention,
             **common,
@@ -59,5 +60,5 @@ def causal_ways(
         )
     }
     if is_fa_version_supported(3):
-        ways["vLLM's flash, causal"] = partial(flash_attn_varlen_func, **common, fa_version=3)
-    return ways
+        kernels["vLLM's flash, causal"] = partial(flash_attn_varlen_func, **common, fa_version=3)
+    return kernels

@@ -47,9 +47,9 @@ class Work:
     """One size of a kernel.
 
     Attributes:
-        ours: Runs the kernel and gives its results.
-        reference: Runs the PyTorch reference and gives its results, which must be the same.
-        bytes: The least bytes to read and write, each input and output once.
+        ours: Runs the kernel and returns its results.
+        reference: Runs the PyTorch reference and returns its results, which must be the same.
+        bytes: Number of bytes that must be read and written, each input and output once.
         others: Other implementations of about the same, by name. Their results are not compared.
     """
 
@@ -64,10 +64,10 @@ class Case:
     """One kernel.
 
     Attributes:
-        make: Makes the work of a size from its values by name.
+        make: Makes the `Work` of a size, whose values are keyword arguments.
         sizes: The sizes to time.
         quick: A small size for tests.
-        devices: The devices that have a kernel; others have the reference alone.
+        devices: Types of devices that have a kernel; others have the reference alone.
         tolerance: Tolerance of floating-point results, relative and absolute.
     """
 
@@ -89,12 +89,12 @@ def budget_tree(nodes: int) -> StaticTree:
 
 
 def int32(values: Sequence[int]) -> Tensor:
-    """A tensor on the default device."""
+    """An int32 tensor on the default device."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def parents_of(tree: StaticTree, requests: int) -> tuple[Tensor, Tensor]:
-    """The parents `[B, N]` and sizes `[B]` of the same tree for all requests."""
+    """Parents `[B, N]` and tree sizes `[B]` of a batch in which all requests have the same tree."""
     parents = int32(tree.parents).repeat(requests, 1)
     return parents, int32([parents.shape[1]] * requests)
 
@@ -137,7 +137,7 @@ def _draw(rows: int, vocab: int, dtype: str) -> Work:
 def _writing(
     kernel: Callable[..., None], to: Tensor, *given: Tensor
 ) -> Callable[[], tuple[Tensor]]:
-    """A call of a kernel that writes to its first tensor and gives this tensor."""
+    """A call of a kernel that writes to its first tensor; the call returns that tensor."""
 
     def call() -> tuple[Tensor]:
         kernel(to, *given)
@@ -206,7 +206,7 @@ def _growing(requests: int, length: int, nodes: int) -> tuple[Any, ...]:
 def _grow(requests: int, length: int, nodes: int) -> Work:
     given = _growing(requests, length, nodes)
     columns = growth.columns_of(level_width(nodes), DEPTH)
-    # A node with children reads a row, a bigram and the cells of its suffixes.
+    # A node with children reads a row of the matrix, a bigram and the cells of its suffixes.
     grows_on = growth.columns_of(level_width(nodes), DEPTH - 1)
     each = 4 * (grows_on * (TOP + TOP + 2 + LONGEST) + columns * 4)
 
@@ -230,7 +230,7 @@ def _best_nodes(requests: int, length: int, nodes: int) -> Work:
 
 
 def _followed(tokens: Tensor, parents: Tensor) -> Tensor:
-    """The token of a child of each node: as the target's tokens, they lead to a leaf."""
+    """The token of one child of each node, `int32 [B, N]`: a target that leads to a leaf."""
     requests, nodes = tokens.shape
     above = torch.where(parents < 0, nodes, parents).long()
     target = torch.full((requests, nodes + 1), -1, dtype=torch.int32)

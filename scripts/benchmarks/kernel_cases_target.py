@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from dense_attention import dense
-from engine_attention import causal_ways
+from engine_attention import causal_kernels
 from kernel_cases import VOCAB, Case, Work, budget_tree, grid, int32, parents_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ from drafttree.tree import StaticTree
 def _of_parents(
     ours: Callable[[Tensor, Tensor], Tensor], reference: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[..., Work]:
-    """A case of a kernel that takes parents and tree sizes."""
+    """The `make` of a case whose kernel takes parents and tree sizes."""
 
     def make(requests: int, nodes: int) -> Work:
         given = parents_of(budget_tree(nodes), requests)
@@ -115,7 +115,7 @@ def _reject(requests: int, vocab: int, children: int) -> Work:
 
 
 def _paged(requests: int, length: int, page: int) -> tuple[Tensor, int]:
-    """Scattered pages int32 `[B, P]`, and their number."""
+    """Scattered pages of each request, `int32 [B, P]`, and the number of all pages."""
     pages = -(-length // page)
     return torch.randperm(requests * pages).int().view(requests, pages), requests * pages
 
@@ -148,7 +148,7 @@ def _attention(
         reference,
         kv + 2 * query.nbytes + table.nbytes + masks.nbytes,
         dense(requests, nodes, context, (heads, kv_heads), head_size, dtype)
-        | causal_ways(query, *cache.unbind(), *given[3:6], (nodes, length)),
+        | causal_kernels(query, *cache.unbind(), *given[3:6], (nodes, length)),
     )
 
 

@@ -58,7 +58,7 @@ def main(
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("batch size")
-    axes.set_ylabel("tokens a second, times plain decoding's")
+    axes.set_ylabel("tokens per second, relative to plain decoding")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     figure.tight_layout()

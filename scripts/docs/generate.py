@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python scripts/docs/generate.py [--check]
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+A generated part is enclosed by `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _kinds(annotation: Any) -> list[str]:
 
 
 def patch_table(host: str) -> str:
-    """A table of what a host, "vllm" or "sglang", replaces in its engine."""
+    """A table of the patches that a host, "vllm" or "sglang", makes in its engine."""
     patches: Iterable[Patch] = import_module(f"drafttree.{host}.patches").PATCHES
     rows = ["| replaced | when | why |", "|---|---|---|"]
     for patch in patches:
@@ -82,12 +82,12 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generated(page: str) -> str:
-    """A page with its generated parts as they are now."""
+    """A page with its generated parts brought up to date."""
     return PART.sub(lambda part: part[1] + "\n" + PARTS[part[2]]() + "\n" + part[4], page)
 
 
 def main(arguments: list[str]) -> int:
-    """Write all pages, or with `--check` name those that are out of date; the exit status."""
+    """Write all pages, or with `--check` name the stale ones; return the exit status."""
     stale = []
     for file in sorted(DOCS.glob("*.md")):
         page = file.read_text()

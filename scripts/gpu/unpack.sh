@@ -1,8 +1,8 @@
 #!/bin/sh
-# Put pieces together, on the machine that they were carried to:
+# Join pieces, on the machine that they were carried to:
 #     sh scripts/gpu/unpack.sh .gpu/vllm
-# makes .gpu/vllm/site, which for PYTHONPATH has the engine and the package as it is in this folder;
-# of a model's pieces it makes wheels again.
+# makes .gpu/vllm/site, a folder for PYTHONPATH with the engine and this checkout's packages. The
+# pieces of a model are joined into wheels.
 set -eu
 for first in "$1"/*.00; do
     whole=${first%.00}
@@ -13,7 +13,7 @@ site=$1/site
 test -d "$site" || exit 0
 # This registers the plugins.
 PYTHONPATH=$site python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target "$site" .
-# The code is read from here, so that its next change needs no second unpacking.
+# Link the packages to this checkout, so that changes need no second unpacking.
 for package in drafttree lyanna_plugin recycle_plugin rsd_plugin kernels/tree_kernels; do
     rm -r "$site/${package##*/}"
     ln -s "$PWD/$package" "$site/${package##*/}"

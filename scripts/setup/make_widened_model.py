@@ -3,19 +3,20 @@
     .venv-vllm/bin/python scripts/setup/make_widened_model.py SMOLLM2_135M WIDE \\
         --hidden 2304 --intermediate 24576 --heads 36 --layers 36
 
-makes 6.7 billion parameters of SmolLM2-135M: the text and the acceptance of drafts stay those of a
-real model, a step takes the time of one of that size. What is added never reaches the logits:
+makes a model of 6.7 billion parameters from SmolLM2-135M. Its text and its acceptance of drafts are
+those of the small model, and its steps take the time of a model of that size. What is added never
+reaches the logits:
 
-- Added channels of the residual stream stay zero. A norm then divides by a root that is smaller by
-  the root of the widening, which its weights and its epsilon make up for; a power of four leaves
-  every rounding as it was.
-- Added heads, columns of the MLP and layers compute on random weights, and what they write to the
+- Added channels of the residual stream stay zero. A norm then divides by a value that is smaller by
+  the square root of the widening factor, for which its weights and its epsilon compensate. With a
+  factor that is a power of four, no rounding changes.
+- Added heads, columns of the MLP and layers compute with random weights, and what they write to the
   residual stream is multiplied by zeros.
 
-So o_proj, down_proj and the embedding are zeros but for the model's own weights, and all else that
-is added is random. Zeros are fine on a GPU, whose dense matrix products take no shortcut for them;
-a backend that looks for zeros would find these. Weights are written tensor by tensor: no more than
-one is held.
+So o_proj, down_proj and the embedding are zero except for the model's own weights, and all other
+added weights are random. On a GPU zeros cost as much as other values in dense matrix products; a
+backend that exploits sparsity would be faster. Weights are written one tensor at a time, so only
+one is in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama that are widened."""
+    """The dimensions of a Llama that can be widened."""
 
     hidden: int
     intermediate: int
@@ -54,15 +55,15 @@ class Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shape:
-        """Those of a config.json."""
+        """Read the shape from a config.json."""
         names = "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"
         return cls(*(config[name] for name in names))
 
     def check(self, old: Shape, group: int) -> None:
-        """Whether `old` can be widened to this; `group` query heads share a KV head.
+        """Check that `old` can be widened to this shape; `group` query heads share a KV head.
 
         Raises:
-            typer.BadParameter: it cannot.
+            typer.BadParameter: It cannot; the message names the option.
         """
         for name, value in vars(self).items():
             if value < (least := getattr(old, name)):
@@ -75,14 +76,14 @@ class Shape:
             )
         if self.heads % group:
             raise typer.BadParameter(
-                f"--heads {self.heads} is no multiple of {group}, the query heads of a KV head"
+                f"--heads {self.heads} is not a multiple of {group}, the query heads of a KV head"
             )
         if self.hidden % self.heads:
             raise typer.BadParameter(f"--heads {self.heads} does not divide --hidden {self.hidden}")
 
 
 class Weights:
-    """The tensors of a folder's safetensors files, all of one type."""
+    """The tensors of a folder's safetensors files, all of one data type."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Path] = {}
@@ -90,7 +91,7 @@ class Weights:
             with safe_open(file, "pt") as opened:
                 self._files |= dict.fromkeys(opened.keys(), file)
         if not self._files:
-            raise typer.BadParameter(f"{folder} holds no safetensors")
+            raise typer.BadParameter(f"{folder} contains no safetensors files")
         self.dtype = self[next(iter(self._files))].dtype
         if self.dtype not in _DTYPES:
             raise typer.BadParameter(f"cannot widen weights of {self.dtype}")
@@ -104,10 +105,10 @@ class Weights:
         return tensor
 
     def check(self, names: set[str]) -> None:
-        """Whether these tensors are all that there are, and of one type.
+        """Check that the files have exactly these tensors, all of one data type.
 
         Raises:
-            typer.BadParameter: they are not, so it is another kind of model.
+            typer.BadParameter: They have not, so this is another kind of model.
         """
         if missing := names - set(self._files):
             raise typer.BadParameter(f"cannot widen a model without {min(missing)}")
@@ -131,9 +132,11 @@ class Widening:
     """The widened weights of a model.
 
     Args:
-        config: of the model.
-        shape: that it will have, which fits.
-        device: to make weights on.
+        weights: Weights of the model.
+        config: The model's config.json.
+        shape: Shape of the widened model, which `Shape.check` has accepted.
+        seed: Seed of the random weights.
+        device: Device on which to make weights.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Widening:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensors(self) -> Iterator[Planned]:
-        """All of them, in the order of their use."""
+        """The widened tensors, in the order of their use."""
         vocab, hidden = self._config["vocab_size"], self._new.hidden
         yield self._writing("model.embed_tokens.weight", (vocab, hidden))
         for layer in range(self._new.layers):
@@ -172,7 +175,7 @@ class Widening:
             yield self._writing(f"{before}{name}.weight", (new.hidden, columns))
 
     def _reading(self, name: str, shape: tuple[int, int]) -> Planned:
-        """What reads the residual stream: what is added is random."""
+        """A weight that reads the residual stream: its added values are random."""
 
         def make() -> Tensor:
             wide = torch.randn(
@@ -186,7 +189,7 @@ class Widening:
         return Planned(name, shape, make)
 
     def _writing(self, name: str, shape: tuple[int, int]) -> Planned:
-        """What writes to the residual stream: what is added is zero."""
+        """A weight that writes to the residual stream: its added values are zero."""
         return Planned(name, shape, lambda: self._fill(self._full(shape, 0.0), name))
 
     def _norm(self, name: str) -> Planned:
@@ -199,7 +202,7 @@ class Widening:
         return torch.full(shape, value, dtype=self._weights.dtype, device=self._generator.device)
 
     def _fill(self, wide: Tensor, name: str) -> Tensor:
-        """Put the model's own weights first, if it has that tensor."""
+        """Copy the model's own weights to the beginning, if it has that tensor."""
         if name in self._weights:
             own = self._weights[name]
             wide[tuple(slice(size) for size in own.shape)] = own
@@ -207,18 +210,18 @@ class Widening:
 
 
 def group_of(config: dict[str, Any]) -> int:
-    """The query heads that share a KV head."""
+    """The number of query heads that share a KV head."""
     heads: int = config["num_attention_heads"]
     return heads // int(config.get("num_key_value_heads") or heads)
 
 
 def head_size_of(config: dict[str, Any]) -> int:
-    """The channels of a head."""
+    """The size of a head."""
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def split(planned: list[Planned], dtype: torch.dtype, most: int) -> list[list[Planned]]:
-    """The tensors of each file: at most `most` bytes, or one tensor."""
+    """Distribute the tensors over files of at most `most` bytes, or of one tensor."""
     files: list[list[Planned]] = []
     room = 0
     for tensor in planned:
@@ -232,7 +235,7 @@ def split(planned: list[Planned], dtype: torch.dtype, most: int) -> list[list[Pl
 
 
 def write_file(planned: list[Planned], dtype: torch.dtype, file: Path) -> None:
-    """Write safetensors, whose header comes first: shapes are known before there is a tensor."""
+    """Write a safetensors file; its header comes first, before any tensor is made."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in planned:
@@ -248,7 +251,7 @@ def write_file(planned: list[Planned], dtype: torch.dtype, file: Path) -> None:
 
 
 def write_weights(planned: list[Planned], dtype: torch.dtype, folder: Path) -> int:
-    """Write all files and their index; returns the parameters."""
+    """Write all files and their index, and return the number of parameters."""
     files = split(planned, dtype, SHARD)
     places: dict[str, str] = {}
     for number, tensors in enumerate(files, 1):
@@ -262,7 +265,7 @@ def write_weights(planned: list[Planned], dtype: torch.dtype, folder: Path) -> i
 
 
 def widened_config(config: dict[str, Any], shape: Shape, name: str) -> dict[str, Any]:
-    """The config.json, with a note of what the model was made of."""
+    """The widened config.json, which also names the original model and its shape."""
     old = Shape.of(config)
     return {
         **config,
@@ -281,7 +284,7 @@ def read_config(model: Path) -> dict[str, Any]:
     """The config.json of a Llama.
 
     Raises:
-        typer.BadParameter: there is none, or it is another kind of model.
+        typer.BadParameter: There is none, or it is another kind of model.
     """
     try:
         config: dict[str, Any] = json.loads((model / "config.json").read_text())
@@ -294,22 +297,24 @@ def read_config(model: Path) -> dict[str, Any]:
 
 def main(
     model: Path,
-    output: Annotated[Path, typer.Argument(help="A folder that is not there yet.")],
-    hidden: Annotated[int | None, typer.Option(help="The model's times a power of 4.")] = None,
+    output: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
+    hidden: Annotated[
+        int | None, typer.Option(help="Hidden size: the model's times a power of 4.")
+    ] = None,
     intermediate: Annotated[int | None, typer.Option(help="Columns of the MLP.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
     layers: int | None = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-    device: Annotated[str, typer.Option(help="To make weights on: cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    device: Annotated[str, typer.Option(help="Device to make weights on: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Widen a model; what is not given stays as it is."""
+    """Widen a model; dimensions that are not given stay as they are."""
     config = read_config(model)
     old = Shape.of(config)
     given = {"hidden": hidden, "intermediate": intermediate, "heads": heads, "layers": layers}
     shape = replace(old, **{name: size for name, size in given.items() if size is not None})
     shape.check(old, group_of(config))
     if output.exists():
-        raise typer.BadParameter(f"{output} is there already")
+        raise typer.BadParameter(f"{output} exists already")
     weights = Weights(model)
     own, wide = (
         Widening(weights, config, each, seed, torch.device(device)) for each in (old, shape)
@@ -319,7 +324,7 @@ def main(
     for file in (file for pattern in _BESIDE for file in model.glob(pattern)):
         shutil.copy(file, output)
     parameters = write_weights(list(wide.tensors()), weights.dtype, output)
-    # Last, so that half a model is none.
+    # The configuration is written last, so that an incomplete model cannot be loaded.
     text = json.dumps(widened_config(config, shape, model.resolve().name), indent=2)
     (output / "config.json").write_text(text + "\n")
     typer.echo(f"{output}: {parameters / 1e9:.3f}B parameters")

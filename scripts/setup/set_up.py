@@ -1,6 +1,6 @@
 """Creates an engine's environment, `.venv-vllm` or `.venv-sglang`, or reuses it if unchanged.
 
-`make` runs it with the user's own Python, so it needs nothing but the standard library.
+`make` runs this script with the user's own Python, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PYTHONS = ((3, 11), (3, 13))
 
 @dataclass(frozen=True)
 class Engine:
-    """What an environment holds.
+    """The contents of an engine's environment.
 
     Attributes:
         torch: Version of torch; its CPU build is installed.
@@ -80,7 +80,7 @@ class SetUp:
     """The steps for one engine, in the order in which `run` takes them."""
 
     def __init__(self, name: str) -> None:
-        """Take the name of an engine, one of `ENGINES`."""
+        """Prepare for the engine `name`, one of `ENGINES`."""
         self.engine = ENGINES[name]
         self.folder = ROOT / f".venv-{name}"
         self.python = self.folder / "bin" / "python"
@@ -104,7 +104,7 @@ class SetUp:
         self.say(f"{self.folder.name} is ready")
 
     def key(self) -> str:
-        """A hash of everything that decides what the environment holds."""
+        """A hash of everything that determines the contents of the environment."""
         digest = hashlib.sha256()
         for part in (ROOT / "pyproject.toml", Path(__file__)):
             digest.update(part.read_bytes())
@@ -145,7 +145,7 @@ class SetUp:
             f"Installing {wanted} (CPU)",
             [*uv, "--torch-backend", "cpu", wanted],
             "check the network: uv downloads CPU builds of torch from PyTorch's package index; "
-            "or give pip a folder that holds the wheel (PIP_FIND_LINKS=FOLDER)",
+            "or give pip a folder with the wheel (PIP_FIND_LINKS=FOLDER)",
         )
 
     def is_cpu_build(self, version: str) -> bool:
@@ -195,7 +195,7 @@ class SetUp:
         (packages / f"{module.stem}.pth").write_text(f"{module.parent}\nimport {module.stem}\n")
 
     def remove_broken(self) -> None:
-        """Uninstall packages that were built for another torch and that vLLM fails with."""
+        """Uninstall packages that were built for another torch, with which vLLM fails."""
         self.say("Checking torch's companions")
         program = "from drafttree.cli.diagnosis import broken_companions as b; print(*b())"
         found = subprocess.run([self.python, "-c", program], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What is packed for a GPU machine: code for one architecture, files by pattern, in pieces."""
+"""The pack for a GPU machine: code for one architecture, files by pattern, split into pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_only_what_the_architecture_runs_is_kept() -> None:
         assert blanked * 8 not in slimmed
 
 
-def test_a_wheel_gives_what_matches(tmp_path: Path) -> None:
+def test_matching_files_of_a_wheel_are_unpacked(tmp_path: Path) -> None:
     wheel, site = tmp_path / "engine.whl", tmp_path / "site"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("engine/a.py", "engine/tests/b.py", "engine/c.so", "engine/d.bin"):
@@ -55,7 +55,7 @@ def test_a_wheel_gives_what_matches(tmp_path: Path) -> None:
     assert found == ["engine/a.py", "engine/c.so"]
 
 
-def test_one_place_is_edited(tmp_path: Path) -> None:
+def test_only_a_unique_match_is_edited(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     file.write_text("register(a)\nregister(b)\n")
     pack.edit(file, "register(a)", "register(a, again=True)")
@@ -65,7 +65,7 @@ def test_one_place_is_edited(tmp_path: Path) -> None:
             pack.edit(file, absent, "")
 
 
-def test_pieces_are_put_together_again(tmp_path: Path) -> None:
+def test_pieces_are_joined_again(tmp_path: Path) -> None:
     whole = tmp_path / "model.whl"
     content = bytes(range(256)) * 9
     whole.write_bytes(content)

@@ -1,4 +1,4 @@
-"""A widened model computes what the small one does, and is as large as was asked for."""
+"""A widened model has the logits of the small one, and the requested size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def tied(model: Path, folder: Path) -> Path:
-    """The same model with its embedding as its head."""
+    """Save the model with its embedding as its head."""
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -53,7 +53,7 @@ def tied(model: Path, folder: Path) -> Path:
 
 
 def assert_near(after: torch.Tensor, before: torch.Tensor) -> None:
-    """Sums over more terms, of which the new ones are zero, may be added up in another order."""
+    """Compare up to rounding: sums with additional zero terms may be added in another order."""
     assert (after - before).abs().max() < 4e-6 * before.abs().max()
 
 
@@ -66,7 +66,7 @@ def test_added_layers_change_no_bit(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [("--hidden", "512"), ("--intermediate", "640"), ("--heads", "8"), ALL]
 )
-def test_logits_stay(tiny: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_logits_are_unchanged(tiny: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     result = widen(tiny, tmp_path / "wide", *options)
     assert result.exit_code == 0, result.output
     assert_near(logits(tmp_path / "wide"), logits(tiny))
@@ -80,7 +80,7 @@ def test_tied_embeddings_stay_tied(tiny: Path, tmp_path: Path) -> None:
     assert "lm_head.weight" not in index["weight_map"]
 
 
-def test_weights_are_of_the_size_and_split(
+def test_weights_have_the_requested_size_and_are_split(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from safetensors import safe_open
@@ -120,7 +120,7 @@ def test_weights_are_of_the_size_and_split(
         (("--hidden", "256"), "--hidden 256 is not the model's 128 times 4, 16"),
         (("--hidden", "600"), "--hidden 600 is not the model's 128 times 4, 16"),
         (("--intermediate", "255"), "--intermediate 255 is less than the model's 256"),
-        (("--heads", "5"), "--heads 5 is no multiple of 2"),
+        (("--heads", "5"), "--heads 5 is not a multiple of 2"),
         (("--heads", "6"), "--heads 6 does not divide --hidden 128"),
         (("--layers", "1"), "--layers 1 is less than the model's 2"),
     ],
@@ -140,4 +140,4 @@ def test_models_of_another_kind_are_refused(tiny: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "cannot widen a model of type 'qwen3'" in result.output
     result = widen(tiny, tiny)
-    assert "is there already" in result.output
+    assert "exists already" in result.output

@@ -1,7 +1,7 @@
 """Stub modules for packages that are imported but never called.
 
-A stub has every attribute that is asked of it: a class that can be subclassed, annotated with and
-compared, but that raises as soon as it is called.
+A stub has every attribute: a class that can be subclassed, compared and used in annotations, but
+that raises an error when it is called.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 import types
 from collections.abc import Sequence
 
-# Callers in these files ask whether a package is installed and must learn that it is not.
+# Code in these files checks whether a package is installed, and must find that it is not.
 PROBES = ("transformers/utils", "torch/_dynamo", "importlib/util.py", "<frozen importlib.util>")
 
 
 def stub(*packages: str) -> None:
     """Make packages and all of their submodules importable.
 
-    An installed package is not replaced. A package that calls this for itself, from an otherwise
-    empty `__init__.py`, becomes a stub.
+    An installed package is not replaced. A package that calls this with its own name, from an
+    otherwise empty `__init__.py`, becomes a stub.
     """
     for package in packages:
         if package in sys.modules:

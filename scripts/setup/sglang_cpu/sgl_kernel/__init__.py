@@ -1,7 +1,7 @@
-"""Replaces SGLang's CPU kernels, which no package index carries for plain x86.
+"""Replaces SGLang's CPU kernels, which are on no package index for plain x86.
 
-The kernels that a dense decoder reaches on a CPU without AMX are written in PyTorch. All other
-names can be imported and fail when they are called.
+The kernels that a dense decoder calls on a CPU without AMX are written in PyTorch. All other names
+can be imported and fail when they are called.
 """
 
 from __future__ import annotations
