@@ -1,4 +1,4 @@
-"""The documentation builds, is up to date, and its links lead somewhere."""
+"""The documentation builds and is up to date, and its links are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of docs/adding_a_method.md: installed as a user would, and checked as it says."""
+"""The example of docs/adding_a_method.md, installed and checked as the page says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def run(installed: dict[str, str], *arguments: str) -> str:
-    """The output of Python in an environment in which the example is installed."""
+    """Run Python with the example installed, and return its output."""
     process = subprocess.run(
         [sys.executable, *arguments],
         env=os.environ | installed,
@@ -41,8 +41,8 @@ def test_the_tests_of_the_example_pass(installed: dict[str, str]) -> None:
     assert "3 passed" in output
 
 
-def test_its_drafts_are_the_copies_merged_into_a_tree(installed: dict[str, str]) -> None:
-    """After `1 2 3 9 1 2 4 9 5 1`, the token 1 was followed by `2 4 9` and, earlier, `2 3 9`."""
+def test_n_gram_matches_are_merged_into_a_tree(installed: dict[str, str]) -> None:
+    """In `1 2 3 9 1 2 4 9 5 1` the token 1 was followed by `2 4 9` and, earlier, by `2 3 9`."""
     program = """
 import torch
 from drafttree import Target
@@ -58,7 +58,7 @@ print(trees.tokens.tolist(), trees.parents.tolist(), trees.tree_size.tolist())
     assert run(installed, "-c", program).strip() == f"{tokens} {parents} [6, 1]"
 
 
-def test_the_demo_shows_token_recycling_while_the_example_is_installed(
+def test_the_demo_uses_token_recycling_although_the_example_is_installed(
     installed: dict[str, str],
 ) -> None:
     program = """

@@ -1,4 +1,4 @@
-"""The import graph: no circles, and no module imports one of a layer above its own.
+"""The import graph has no cycles, and no module imports from a layer above its own.
 
 All imports count: those at the top of a module, those inside functions, and those for the type
 checker alone.
@@ -77,7 +77,7 @@ def graph() -> dict[str, set[str]]:
     }
 
 
-def circles(edges: dict[str, set[str]]) -> list[set[str]]:
+def cycles(edges: dict[str, set[str]]) -> list[set[str]]:
     """The modules that reach each other, as sets of at least two."""
 
     def reached(first: str) -> set[str]:
@@ -95,7 +95,7 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     return [each for at, each in enumerate(sets) if each and each not in sets[:at]]
 
 
-def test_the_graph_holds_every_kind_of_import() -> None:
+def test_the_graph_contains_every_kind_of_import() -> None:
     text = """
 import drafttree.tree
 from drafttree import method
@@ -111,13 +111,13 @@ def late():
     assert sum(map(len, graph().values())) > 150
 
 
-def test_a_circle_is_found() -> None:
+def test_a_cycle_is_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
-    assert circles(edges) == [{"b", "c"}]
+    assert cycles(edges) == [{"b", "c"}]
 
 
-def test_there_are_no_circles() -> None:
-    assert circles(graph()) == []
+def test_there_are_no_cycles() -> None:
+    assert cycles(graph()) == []
 
 
 @pytest.mark.parametrize("layer", ALLOWED)

@@ -1,4 +1,4 @@
-"""The wheel, the editable install, and what must not get in the way of other packages."""
+"""The wheel, the editable install, and names that must not clash with other packages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def usable() -> list[_build.Level]:
-    """The levels whose instructions this processor has, best first."""
+    """The levels that this processor supports, best first."""
     present = set(machine.processor_flags())
     return [level for level in _build.LEVELS if level.flags <= present]
 
 
 compiled = pytest.mark.skipif(
     not (_build.can_build_wheel_libraries() and usable()),
-    reason="wheels hold kernels for x86-64 processors with AVX2 only",
+    reason="wheels contain kernels for x86-64 processors with AVX2 only",
 )
 IMPORTS = """
 import drafttree, drafttree.bench, drafttree.cli, drafttree.sglang, drafttree.vllm
@@ -65,7 +65,7 @@ def run_python(
     path: Path | None = None,
     variables: dict[str, str] | None = None,
 ) -> str:
-    """Run a program in a fresh interpreter that looks into `path` first; its output."""
+    """Run a program in a new interpreter that searches `path` first, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= variables or {}
     if path is not None:
@@ -109,7 +109,7 @@ def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return target
 
 
-def test_the_wheel_holds_all_packages_and_their_data(installed_wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_all_packages_and_their_data(installed_wheel: Path, tmp_path: Path) -> None:
     places = "print(drafttree.__file__, recycle_plugin.__file__, tree_kernels.__file__)"
     found = run_python(IMPORTS + places, cwd=tmp_path, path=installed_wheel).split()
     assert all(Path(place).is_relative_to(installed_wheel) for place in found)
@@ -125,7 +125,7 @@ def test_the_wheel_registers_command_methods_and_plugins(installed_wheel: Path) 
         assert f"[{group}]" in registered
 
 
-def test_the_wheel_holds_every_python_file_of_the_packages(installed_wheel: Path) -> None:
+def test_the_wheel_has_every_python_file_of_the_packages(installed_wheel: Path) -> None:
     ours = dict.fromkeys(("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin"), ROOT)
     sources = {**ours, "tree_kernels": ROOT / "kernels"}
     for package, root in sources.items():
@@ -139,7 +139,7 @@ def test_the_wheel_is_for_this_platform_and_any_python(wheel: Path) -> None:
 
 
 @compiled
-def test_the_wheel_holds_every_kernel_for_every_level(installed_wheel: Path) -> None:
+def test_the_wheel_has_every_kernel_for_every_level(installed_wheel: Path) -> None:
     kernels = ROOT / "kernels" / "tree_kernels"
     expected = {
         _build.shipped_name(source, level)
@@ -152,7 +152,7 @@ def test_the_wheel_holds_every_kernel_for_every_level(installed_wheel: Path) -> 
 
 @compiled
 def test_shipped_kernels_serve_without_a_compiler(installed_wheel: Path, tmp_path: Path) -> None:
-    """They give the references' results, and bit for bit those of kernels compiled here."""
+    """Their results are the references', and bit for bit those of kernels compiled here."""
     scripts = str(ROOT / "scripts" / "benchmarks")
     nothing = {"PATH": "", "CXX": "", "DRAFTTREE_CACHE": str(tmp_path)}
     digest, *libraries = run_python(
@@ -180,11 +180,11 @@ runpy.run_path("setup.py")
     assert run_python(program, variables={"PATH": "", "CXX": ""}) == "False"
 
 
-def test_this_install_holds_all_packages_and_their_data(tmp_path: Path) -> None:
+def test_this_install_has_all_packages_and_their_data(tmp_path: Path) -> None:
     run_python(IMPORTS, cwd=tmp_path)
 
 
-def test_the_folder_of_the_kernels_is_no_package() -> None:
+def test_the_folder_of_the_kernels_is_not_a_package() -> None:
     assert (ROOT / "kernels").is_dir()
     assert not (ROOT / "kernels" / "__init__.py").exists()
 

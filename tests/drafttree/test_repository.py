@@ -1,4 +1,4 @@
-"""What stands beside the packages agrees with them: workflows, hooks and the guide."""
+"""The workflows, the pre-commit hooks and the guides agree with the packages."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def proves_drafting() -> Callable[[Any], None]:
-    """Asserts that a case drafted, that a tree was needed for it, and that KV rows moved."""
+    """Checks that a case accepted drafts, that a tree was needed for it, and that KV rows moved."""
 
     def check(answer: Any) -> None:
         assert answer.counters["accepted_tokens"] > 0

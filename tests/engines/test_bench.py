@@ -1,4 +1,4 @@
-"""`drafttree bench` through the real vLLM, on a few prompts; times are never looked at."""
+"""`drafttree bench` in the real vLLM, on a few prompts; times are not checked."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert counters["kv_rows_moved"] > 0
     sources = report["acceptance"]["sources"]
     assert sum(row["hit"] for row in sources) == counters["accepted_tokens"]
-    # Forwards are timed with as many nodes as were drafted.
+    # Forwards are timed with the mean number of drafted nodes.
     drafted = report["counters"]["draft_tokens"] / report["counters"]["drafted_steps"]
     assert report["cost_tokens"] == 1 + round(drafted) > 1
     assert report["cost_context"] > 24
@@ -118,7 +118,7 @@ def test_a_static_trees_acceptance_is_counted_by_node(tmp_path: Path, model: Pat
 
 
 class FixedChat:
-    """Stands in for the chat template: the prompt is the same, whatever was said."""
+    """Replaces the chat template: the prompt is always the same."""
 
     def render(self, turns: object, answers: object) -> list[int]:
         return [5, 6, 7]
@@ -127,8 +127,8 @@ class FixedChat:
         return ""
 
 
-class Unseen:
-    """Nobody watches the run."""
+class NullObserver:
+    """Ignores the progress of a run."""
 
     def status(self, text: str) -> None: ...
 
@@ -152,7 +152,7 @@ def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
     spec = EngineSpec(str(folder), max_model_len=256, eager=True)
     with EngineProcess("vllm", "plain", spec) as engine:
         engine.wait_until_ready()
-        side_by_side = _Run(settings, Unseen(), FixedChat(), 256, engine, engine)
+        side_by_side = _Run(settings, NullObserver(), FixedChat(), 256, engine, engine)
         plain = engine.generate([Request([5, 6, 7], 16)])
         assert side_by_side.verdict(prompt, plain, plain) == "identical"
         for offset, verdict in ((256, "tie"), (1, "different")):

@@ -1,7 +1,7 @@
-"""Sampling with draft trees draws from the target's own distribution, end to end, in both engines.
+"""Sampling with draft trees follows the target's distribution, end to end, in both engines.
 
-The joint of the first three tokens of 20,000 requests is compared with the exact one, computed
-from the target by enumeration. Planted faults show that the test can fail.
+The joint distribution of the first three tokens of 20,000 requests is compared with the exact one,
+computed from the target by enumeration. Planted faults show that the test can fail.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import drawing_ahead
+import draw_ahead_on_cpu
 import pytest
 from hosts import Answer, Case, Host
 from joint_distribution import Joint, exact_joint, p_value
@@ -32,7 +32,7 @@ RECYCLE = {"tree": "branch:3-2-1"}
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of a small vocabulary."""
+    """A target with a small vocabulary."""
     folder = tmp_path_factory.mktemp("small-vocabulary")
     return make_tiny_llama(folder, vocab_size=VOCAB, sharpness=3.0)
 
@@ -79,21 +79,21 @@ def test_token_recycling(host: Host, target: Path) -> None:
 
 
 def test_token_recycling_where_tokens_are_drawn_ahead(host: Host, target: Path) -> None:
-    """Greedy requests among those that are sampled stay greedy."""
+    """Greedy requests in a batch with sampled ones stay greedy."""
     cases = [
         Case([PROMPT] * AHEAD, FREE),
         Case([PROMPT], GREEDY),
         Case([PROMPT] * 64, [FREE, GREEDY] * 32),
     ]
     (free, greedy, mixed), log = serve(
-        host, target, cases, "token-recycling", RECYCLE, environment=drawing_ahead.ENVIRONMENT
+        host, target, cases, "token-recycling", RECYCLE, environment=draw_ahead_on_cpu.ENVIRONMENT
     )
     check_drafting(free)
     assert p_value(free.tokens, joint(target, VOCAB)) > 0.001
     assert mixed.tokens[1::2] == greedy.tokens * 32
     assert mixed.tokens[0::2] != greedy.tokens * 32
     steps = free.counters["steps"] + mixed.counters["steps"]
-    assert log.count(drawing_ahead.DRAWN) >= steps / 64
+    assert log.count(draw_ahead_on_cpu.DRAWN) >= steps / 64
 
 
 def test_a_fault_planted_into_token_recycling_is_found(host: Host, target: Path) -> None:
@@ -116,9 +116,7 @@ def test_rsd(host: Host, target: Path, draft: Path) -> None:
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
 
 
-def test_a_seed_of_rsd_repeats_whatever_shares_the_batch(
-    host: Host, target: Path, draft: Path
-) -> None:
+def test_seeds_of_rsd_do_not_depend_on_the_batch(host: Host, target: Path, draft: Path) -> None:
     long = {**SAMPLING, "max_tokens": 40}
     if host.name == "vllm":
         long["min_p"] = 0.01

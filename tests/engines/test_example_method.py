@@ -11,9 +11,7 @@ from random_prompts import some_prompts
 CASE = Case(some_prompts(6), {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True})
 
 
-def test_the_example_gives_plain_decodings_tokens(
-    host: Host, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_tokens_equal_plain_decoding(host: Host, tiny_llama: Path, tmp_path: Path) -> None:
     (plain,), _ = host.run(tiny_llama, [CASE])
     (drafted,), _ = host.run(
         tiny_llama,

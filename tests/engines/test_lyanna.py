@@ -1,4 +1,4 @@
-"""Lyanna through both engines: the target's tokens, and a layer whose KV is that of the text."""
+"""Lyanna in both engines: the target's tokens, and correct KV in the drafter's layer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from by_heart import LENGTH, PROMPTS, make_by_heart
 from engine_host.jobs import RunFailed
 from hosts import Answer, Case, Host
 from lyanna_bench import check_demo, check_figures
 from lyanna_parts import drafter_for
 from lyanna_states import VARIABLE, check_states
-from random_prompts import parting_prompts, some_prompts
+from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
+from random_prompts import diverging_prompts, some_prompts
 from tiny_models import make_tiny_llama
 
 from lyanna_plugin.checkpoint import save
@@ -25,24 +25,24 @@ CASES = {
     "three times the running requests": Case(FIRST, GREEDY, reset=True),
     "a second turn": Case(SECOND, GREEDY),
     "one at a time": Case(FIRST, GREEDY, together=False, reset=True),
-    "read in pieces": Case(some_prompts(8, seed=5, longest=400), GREEDY),
+    "chunked prefill": Case(some_prompts(8, seed=5, longest=400), GREEDY),
     "repetition penalty": Case(FIRST, {**GREEDY, "repetition_penalty": 1.2}),
     "frequency penalty": Case(FIRST, {**GREEDY, "frequency_penalty": 0.4}),
     "logprobs": Case(FIRST, {**GREEDY, "logprobs": 2}),
-    # SGLang honours seeds in its deterministic mode alone, which it refuses on a CPU.
+    # SGLang uses seeds in its deterministic mode only, which it refuses on a CPU.
     "seeded": Case(FIRST[:8], [{**GREEDY, "temperature": 0.8, "seed": row} for row in range(8)]),
 }
 CHUNKS = {"vllm": 300, "sglang": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fused": {},
-    "alone": {"fusion": False, "table": "float8"},
-    "without a second tree": {"resample": False},
+    "not fused": {"fusion": False, "table": "float8"},
+    "without resampling": {"resample": False},
 }
 
 
 @pytest.fixture(scope="module")
 def drafter(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random one: it changes nothing but speed."""
+    """A random drafter, which affects speed alone."""
     folder = tmp_path_factory.mktemp("drafter")
     save(drafter_for(tiny_llama), folder)
     return folder
@@ -73,7 +73,7 @@ def answers(host: Host, model: Path, drafter: Path, setting: str) -> dict[str, A
         SETTINGS[setting],
         drafter,
         chunk=CHUNKS[host.name],
-        sglang={"page_size": 16 if setting == "alone" else 1},
+        sglang={"page_size": 16 if setting == "not fused" else 1},
     )
     return dict(zip(served_by(host), served, strict=True))
 
@@ -90,17 +90,17 @@ def test_tokens_equal_plain_decoding(
     assert [name for name, each in drafted.items() if not each.counters["accepted_tokens"]] == []
 
 
-PARTS = {"vllm": [255, 256, 257, 299], "sglang": [31, 32, 33, 250, 299]}
-"""The places where prompts part from the first one."""
+DIVERGENCES = {"vllm": [255, 256, 257, 299], "sglang": [31, 32, 33, 250, 299]}
+"""Positions at which prompts diverge from the first one."""
 
 
-@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
 def test_the_layers_states_are_those_of_pytorch(
-    host: Host, tiny_llama: Path, drafter: Path, tmp_path: Path, pieces: bool
+    host: Host, tiny_llama: Path, drafter: Path, tmp_path: Path, chunked: bool
 ) -> None:
-    """Prompts read whole and in pieces, and hits that end before, at and after a block's end."""
-    page = 16 if pieces else 1
-    prompts = parting_prompts(300, PARTS[host.name])
+    """Prefill is whole or chunked, and prefix hits end before, at and after a block's end."""
+    page = 16 if chunked else 1
+    prompts = diverging_prompts(300, DIVERGENCES[host.name])
     prompts.append(prompts[0])
     (answer,), _ = host.run(
         tiny_llama,
@@ -108,15 +108,15 @@ def test_the_layers_states_are_those_of_pytorch(
         "lyanna",
         draft_model=drafter,
         running=1,
-        chunk=96 if pieces else 1024,
+        chunk=96 if chunked else 1024,
         environment={VARIABLE: str(tmp_path / "states")},
         sglang={"page_size": page},
     )
     if host.name == "vllm":
-        # The last block of a hit is read again: the token after it may be another.
+        # The last block of a hit is computed again, because the token after it may differ.
         assert answer.cached == [0, 0, 128, 128, 128, 128]
     else:
-        # A hit ends where the token after it is the same too.
+        # A hit ends where the token after it still is the same.
         assert answer.cached == [hit // page * page for hit in (0, 30, 31, 32, 249, 298, 298)]
     check_states(tiny_llama, drafter, prompts, answer.tokens, tmp_path / "states")
 
@@ -124,8 +124,8 @@ def test_the_layers_states_are_those_of_pytorch(
 def test_a_drafter_that_has_memorised_the_answers_is_accepted(
     host: Host, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """So the layer's KV is that of the text: alone, all together, and after prefix hits."""
-    learned = make_by_heart(tiny_llama, tmp_path / "drafter")
+    """That proves the layer's KV correct: for single requests, batches and prefix hits."""
+    learned = make_overfitted(tiny_llama, tmp_path / "drafter")
     settings = {**GREEDY, "max_tokens": LENGTH}
     served, _ = host.run(
         tiny_llama,
@@ -139,15 +139,13 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
         tmp_path / "drafter",
     )
     assert learned.mean_accepted_tokens > 3.8
-    # SGLang goes on for a step with a request that has ended.
+    # SGLang runs one more step for a request that has ended.
     least = 3.5 if host.name == "vllm" else 3.3
     for answer in served:
         assert answer.counters["emitted"] / answer.counters["steps"] > least
 
 
-def test_preempted_requests_go_on_as_if_they_had_not_been(
-    host: Host, tiny_llama: Path, drafter: Path
-) -> None:
+def test_preemption_does_not_change_tokens(host: Host, tiny_llama: Path, drafter: Path) -> None:
     count = {"vllm": 6, "sglang": 8}[host.name]
     case = Case(some_prompts(count, longest=30), {**GREEDY, "max_tokens": 300})
     (plain,), _ = host.run(tiny_llama, [case])
@@ -159,7 +157,7 @@ def test_preempted_requests_go_on_as_if_they_had_not_been(
         running=4 if host.name == "vllm" else 8,
         vllm={"num_gpu_blocks_override": 11},
         sglang={"max_total_tokens": 900, "schedule_conservativeness": 0.01},
-        # SGLang then admits requests as if they were to write 16 tokens each.
+        # SGLang then admits requests as if each would generate 16 tokens.
         environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
         if host.name == "sglang"
         else None,
@@ -173,7 +171,7 @@ def test_bench_gives_its_figures(host: Host, smollm2: Path, tmp_path: Path) -> N
     check_figures(host.name, smollm2, tmp_path)
 
 
-def test_the_demo_with_the_drafter_that_comes_along(host: Host) -> None:
+def test_the_demo_with_the_shipped_drafter(host: Host) -> None:
     check_demo(host.name)
 
 

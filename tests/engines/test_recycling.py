@@ -1,4 +1,4 @@
-"""Every way in which Token Recycling drafts gives plain decoding's tokens, in both engines."""
+"""Token Recycling gives plain decoding's tokens with all kinds of options, in both engines."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hosts import Answer, Case, Host
 from random_prompts import some_prompts
-from recycling_ways import WAYS
+from recycling_options import OPTIONS
 
 from recycle_plugin.storage.priming import prepare
 
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 FIRST = some_prompts(12)
-# A second turn on top of each prompt, read in several parts among the other requests.
+# A second turn after each prompt, with chunked prefill beside the other requests.
 SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(12, 4, 300), strict=True)]
 CASES = [Case(FIRST, GREEDY), Case(SECOND, GREEDY)]
 CHUNKS = {"vllm": 400, "sglang": 128}
@@ -33,8 +33,8 @@ def plain_answers(host: Host, model: Path) -> list[Answer]:
     return served
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_every_way_of_drafting_gives_plain_tokens(
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_tokens_equal_plain_decoding(
     host: Host,
     tiny_llama: Path,
     proves_drafting: Callable[[Answer], None],
@@ -51,9 +51,8 @@ def test_every_way_of_drafting_gives_plain_tokens(
     assert ("Token Recycling is primed from" in log) == bool(options.get("prime"))
 
 
-def test_drafts_that_pay_are_tried(host: Host, tiny_llama: Path) -> None:
-    """Which tree sizes pay depends on the machine, but a text that is repeated is predicted so
-    well that some do."""
+def test_auto_drafts_where_it_pays(host: Host, tiny_llama: Path) -> None:
+    """Which tree sizes pay depends on the machine, but for a repeated text some always do."""
     case = Case(FIRST[:1], {**GREEDY, "max_tokens": 300}, rounds=3)
     (plain,), _ = host.run(tiny_llama, [case], running=1)
     (drafted,), _ = host.run(tiny_llama, [case], "token-recycling", {"nodes": "auto"}, running=1)

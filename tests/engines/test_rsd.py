@@ -1,4 +1,4 @@
-"""RSD through both engines: the target's greedy tokens, and the draft model's KV."""
+"""RSD in both engines: the target's greedy tokens, and the draft model's KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {
     "three times the running requests": Case(FIRST, GREEDY, reset=True),
     "a second turn": Case(SECOND, GREEDY),
     "one at a time": Case(FIRST[:8], GREEDY, together=False, reset=True),
-    "read in pieces": Case(some_prompts(8, seed=5, longest=400), GREEDY),
+    "chunked prefill": Case(some_prompts(8, seed=5, longest=400), GREEDY),
     "repetition penalty": Case(FIRST, {**GREEDY, "repetition_penalty": 1.2}),
     "frequency penalty": Case(FIRST, {**GREEDY, "frequency_penalty": 0.4}),
     "logprobs": Case(FIRST[:8], {**GREEDY, "logprobs": 2}),
@@ -63,7 +63,7 @@ def test_greedy_tokens_equal_plain_decoding(
     tree: str,
     compiled: bool,
 ) -> None:
-    """The second tree in another setting of the engine: compiled, in pages of 16 tokens."""
+    """The second tree is tested with other engine settings: compiled, and pages of 16 tokens."""
     processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if compiled else "0"}
     served, _ = host.run(
         tiny_llama,
@@ -97,8 +97,10 @@ ADJUSTED: dict[str, Any] = {
 
 
 def always_accepted(host: Host, model: Path, cases: list[Case], **settings: Any) -> list[Answer]:
-    """Serve with the target as its own draft model: if its KV is that of a fresh prefill, all is
-    accepted, and no request takes more steps than five tokens each make."""
+    """Serve with the target as its own draft model, and check that all drafts are accepted.
+
+    They are if the draft model's KV is that of a fresh prefill; each step then emits five tokens.
+    """
     served, _ = host.run(model, cases, "rsd", {"tree": "branch:1-1-1-1"}, model, **settings)
     for case, answer in zip(cases, served, strict=True):
         assert isinstance(case.sampling, dict)
@@ -111,12 +113,12 @@ def always_accepted(host: Host, model: Path, cases: list[Case], **settings: Any)
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     host: Host, tiny_llama: Path, temperature: float
 ) -> None:
-    """Over 500 tokens, ends inside a tree, prompts read in pieces, prefix hits, prompts that
-    part right after a page or a block of 128 tokens, and penalties and biases along the drafts."""
+    """The cases have over 500 tokens, ends inside a tree, chunked prefill, prefix hits, prompts
+    that diverge right after a page or a block of 128 tokens, and penalties and biases."""
     settings = {**GREEDY, "temperature": temperature, "max_tokens": 503}
     short = {**settings, "max_tokens": 41}
     long = [[*prompt, *range(2, 400)][:400] for prompt in some_prompts(4, seed=6, longest=400)]
-    parting = [[*range(2, 50), row, 5, 6] for row in range(60, 66)]
+    diverging = [[*range(2, 50), row, 5, 6] for row in range(60, 66)]
     served = always_accepted(
         host,
         tiny_llama,
@@ -128,8 +130,8 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
             Case([[*long[0][:256], row] for row in range(20, 26)], short),
             Case(SECOND[:4], short),
             Case(SECOND[:4], short, together=False),
-            Case(parting[:1], short),
-            Case(parting[1:], short),
+            Case(diverging[:1], short),
+            Case(diverging[1:], short),
         ],
         chunk={"vllm": 300, "sglang": 32}[host.name],
         sglang={"page_size": 16},
@@ -139,7 +141,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         assert served[8].cached == [48] * 5
 
 
-def test_preempted_requests_go_on_as_if_they_had_not_been(
+def test_preemption_does_not_change_tokens(
     host: Host, tiny_llama: Path, draft: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """The draft model's KV is computed again with the target's."""
@@ -151,7 +153,7 @@ def test_preempted_requests_go_on_as_if_they_had_not_been(
         "sglang": {"max_total_tokens": 900, "schedule_conservativeness": 0.01},
     }
     if host.name == "sglang":
-        # The host then admits requests as if they were to write 16 tokens each.
+        # SGLang then admits requests as if each would generate 16 tokens.
         cramped["environment"] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
     (drafted,), _ = host.run(tiny_llama, [case], "rsd", {"tree": "beam:3x3"}, draft, **cramped)
     (own,) = always_accepted(host, tiny_llama, [case], **cramped)
@@ -161,7 +163,7 @@ def test_preempted_requests_go_on_as_if_they_had_not_been(
     proves_drafting(drafted)
 
 
-def test_heads_that_cannot_stand_side_by_side_are_refused(
+def test_numbers_of_heads_that_cannot_be_served_together_are_refused(
     host: Host, tiny_llama: Path, tmp_path: Path
 ) -> None:
     if host.name == "sglang":
@@ -171,5 +173,5 @@ def test_heads_that_cannot_stand_side_by_side_are_refused(
         host.run(tiny_llama, [], "rsd", draft_model=draft)
 
 
-def test_bench_gives_the_figures_of_the_field(host: Host, smollm2: Path, tmp_path: Path) -> None:
+def test_bench_gives_its_figures(host: Host, smollm2: Path, tmp_path: Path) -> None:
     check_figures(host.name, smollm2, tmp_path)

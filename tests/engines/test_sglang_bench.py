@@ -1,4 +1,4 @@
-"""`drafttree bench` through the real SGLang, on a few prompts; times are never looked at."""
+"""`drafttree bench` in the real SGLang, on a few prompts; times are not checked."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_tree_method(smollm2: Path, tmp_path: Path) -> None:
     assert counters["kv_rows_moved"] > 0
     sources = report["acceptance"]["sources"]
     assert sum(row["hit"] for row in sources) == counters["accepted_tokens"]
-    # Forwards are timed with as many nodes as were drafted.
+    # Forwards are timed with the mean number of drafted nodes.
     drafted = report["counters"]["draft_tokens"] / report["counters"]["drafted_steps"]
     assert report["cost_tokens"] == 1 + round(drafted) > 1
     assert report["verify_cost"] > 0
@@ -77,7 +77,7 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
         (["--method", "oracle"], "unknown method"),
     ],
 )
-def test_what_cannot_run_is_said(
+def test_errors_name_what_cannot_run(
     smollm2: Path, tmp_path: Path, arguments: list[str], complaint: str
 ) -> None:
     result = bench(smollm2, tmp_path / "report.json", *arguments)

@@ -1,4 +1,4 @@
-"""Greedy decoding in float32 gives, with draft trees, the tokens it gives without."""
+"""Greedy decoding in float32 gives the same tokens with draft trees as without."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 32, "ignore_eos": True}
 
 
 FIRST = some_prompts(24)
-# A second turn on top of each, as a chat would send it: its beginning is in the cache.
+# A second turn after each prompt, as a chat would send it: its beginning is in the cache.
 SECOND = [prompt + more for prompt, more in zip(FIRST, some_prompts(24, seed=4), strict=True)]
 CASES = {
     "three times the running requests": Case(FIRST, GREEDY, reset=True),
@@ -43,7 +43,7 @@ def answers(model: Path, nodes: int, page: int, overlap: bool) -> dict[str, Answ
         options={"nodes": nodes, "hot_start": nodes != 32},
         page_size=page,
         disable_overlap_schedule=not overlap,
-        # Most prompts are read in several pieces.
+        # Most prompts need several chunks.
         chunked_prefill_size=32,
     )
     return dict(zip(CASES, served, strict=True))
@@ -80,17 +80,17 @@ def test_greedy_tokens_equal_plain_decoding(
     if case == "prefix hits":
         assert sum(drafted.cached) > 0
     counters = drafted.counters
-    # With overlapping scheduling a request that has ended is served one more step.
+    # With overlapping scheduling a request that has ended runs one more step.
     assert counters["emitted"] >= 24 * (GREEDY["max_new_tokens"] - 1)
     assert counters["emitted"] == counters["steps"] + counters["accepted_tokens"]
     if not overlap:
         assert counters["emitted"] == 24 * (GREEDY["max_new_tokens"] - 1)
 
 
-def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
+def test_retraction_does_not_change_tokens(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """The cache holds far less than all running requests come to."""
+    """The KV cache has room for only a part of the running requests' tokens."""
     plain = plain_answers(tiny_llama)["long"]
     (drafted,), log = run_sglang(
         tiny_llama,
@@ -98,7 +98,7 @@ def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
         options={"nodes": 8},
         max_total_tokens=700,
         schedule_conservativeness=0.01,
-        # The host then admits requests as if they were to write 16 tokens each.
+        # SGLang then admits requests as if each would generate 16 tokens.
         variables={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
     )
     assert drafted.tokens == plain.tokens
@@ -110,7 +110,7 @@ def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(
 def test_no_running_request_waits_because_others_draft(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None], overlap: bool
 ) -> None:
-    """Every step serves all: between two pieces of one request come few of another."""
+    """Every step serves all requests: between two pieces of one come only a few of another."""
     (drafted,), _ = run_sglang(tiny_llama, [STREAMED], disable_overlap_schedule=not overlap)
     assert drafted.tokens == plain_answers(tiny_llama)["streamed"].tokens
     proves_drafting(drafted)

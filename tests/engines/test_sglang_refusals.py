@@ -1,4 +1,4 @@
-"""What draft trees cannot serve in SGLang is refused at start, with the mend; the rest is left."""
+"""What draft trees cannot serve in SGLang is refused at start, with the fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def resolve(cases: list[dict[str, Any]], options: str = "") -> list[Any]:
-    """What the engine makes of arguments, before it starts anything: settled values or an error."""
+    """Resolve server arguments as the engine does before it starts: values, or an error message."""
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
         env=os.environ | environment() | {"DRAFTTREE_OPTIONS": options},
@@ -95,7 +95,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(cases, resolve(list(cases.values())), strict=True))
 
 
-def test_what_is_left_open_is_settled(outcomes: dict[str, Any]) -> None:
+def test_arguments_that_are_not_given_are_set(outcomes: dict[str, Any]) -> None:
     assert outcomes["ours"] == {
         "speculative_num_draft_tokens": 81,
         "attention_backend": "torch_native",
@@ -105,7 +105,7 @@ def test_what_is_left_open_is_settled(outcomes: dict[str, Any]) -> None:
     }
 
 
-def test_a_server_without_our_methods_is_left_alone(outcomes: dict[str, Any]) -> None:
+def test_a_server_without_a_drafttree_method_is_left_alone(outcomes: dict[str, Any]) -> None:
     assert outcomes["plain"]["speculative_num_draft_tokens"] is None
     assert outcomes["plain"]["max_running_requests"] is None
 
@@ -124,12 +124,12 @@ def test_options_that_do_not_fit_are_named(tiny_llama: Path) -> None:
         "speculative_algorithm": "token-recycling",
     }
     cases = [arguments | {"speculative_num_draft_tokens": 16}, arguments]
-    settled, default = resolve(cases, '{"tree": "branch:2-2"}')
-    assert "--speculative-num-draft-tokens=16" in settled
+    conflict, default = resolve(cases, '{"tree": "branch:2-2"}')
+    assert "--speculative-num-draft-tokens=16" in conflict
     assert default["speculative_num_draft_tokens"] == 7
 
 
-def test_what_is_wrong_with_a_draft_model_is_said(
+def test_errors_about_draft_models(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = make_tiny_llama(tmp_path_factory.mktemp("other"), vocab_size=256)
@@ -137,7 +137,7 @@ def test_what_is_wrong_with_a_draft_model_is_said(
     rsd = common | {"speculative_algorithm": "rsd"}
     path = "speculative_draft_model_path"
     fits = rsd | {path: str(tiny_llama)}
-    without, differs, not_there, unneeded, settled = resolve(
+    without, differs, missing, unneeded, resolved = resolve(
         [
             rsd,
             rsd | {path: str(other)},
@@ -148,20 +148,18 @@ def test_what_is_wrong_with_a_draft_model_is_said(
     )
     assert "--speculative-draft-model-path" in without
     assert "has 256 tokens" in differs
-    assert "nowhere" in not_there, not_there
+    assert "nowhere" in missing, missing
     assert "needs no draft model" in unneeded
-    assert settled["speculative_num_draft_tokens"] == 16
-    assert settled["disable_overlap_schedule"] is True
+    assert resolved["speculative_num_draft_tokens"] == 16
+    assert resolved["disable_overlap_schedule"] is True
     (unknown,) = resolve([fits], '{"tree": "beam:3"}')
     assert "tree='beam:3'" in unknown
-    (apply_num_draft_tokens,) = resolve(
-        [fits | {"speculative_num_draft_tokens": 9}], '{"tree": "beam:2x4"}'
-    )
-    assert apply_num_draft_tokens["speculative_num_draft_tokens"] == 9
+    (sized,) = resolve([fits | {"speculative_num_draft_tokens": 9}], '{"tree": "beam:2x4"}')
+    assert sized["speculative_num_draft_tokens"] == 9
 
 
-def test_our_algorithm_has_all_that_the_host_calls() -> None:
-    """The host checks some of it itself; its next version may call more."""
+def test_the_algorithms_have_all_methods_that_sglang_calls() -> None:
+    """SGLang checks some of them itself; its next version may call more."""
     program = """
 from sglang.srt.plugins import load_plugins
 load_plugins()

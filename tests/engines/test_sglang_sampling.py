@@ -1,7 +1,6 @@
-"""Every way of asking for tokens gives, with draft trees, what it gives without.
+"""All sampling parameters give the same tokens with draft trees as without.
 
-Plain SGLang is run without overlapping scheduling here: with it, the host's penalties lag by one
-token.
+Plain SGLang is run without overlapping scheduling here, with which its penalties lag by one token.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def test_greedy_requests_beside_sampled_ones(
 
 
 @pytest.mark.parametrize("setting", UNDRAFTED)
-def test_undrafted_requests_are_served_as_ever(tiny_llama: Path, setting: str) -> None:
+def test_undrafted_requests_equal_plain_decoding(tiny_llama: Path, setting: str) -> None:
     drafted = answers(tiny_llama, True)[setting]
     assert drafted.tokens == answers(tiny_llama, False)[setting].tokens
     assert drafted.counters["drafted_steps"] == 0

@@ -1,7 +1,7 @@
-"""A request with a seed draws, along a tree, what it draws without speculation.
+"""A request with a seed draws the same tokens along a tree as without speculation.
 
-SGLang honours seeds in its deterministic mode alone, which it refuses on a CPU. So this stands at
-the sampler: the host's own seeded draw, its Triton kernel interpreted, for a chain and for trees.
+SGLang uses seeds in its deterministic mode only, which it refuses on a CPU. So this tests the
+sampler alone: SGLang's seeded draw, its Triton kernel interpreted, for a chain and for trees.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def murmur_hash32(seed, positions, columns):
     murmur_hash32_kernel[(rows, 1)](seed, positions, columns, hashed, rows, width, BLOCK_SIZE=16)
     return hashed
 
-host_sampler.murmur_hash32 = murmur_hash32  # on a CPU the host has no kernel without AMX
+host_sampler.murmur_hash32 = murmur_hash32  # SGLang's kernel for CPUs needs AMX
 
 VOCAB, STEPS = 16, 40
 torch.manual_seed(0)
 table = torch.randn(VOCAB, VOCAB)  # the next token's logits, by the last token
 seeds = torch.tensor([7, 7, 1234, 5])
-starts = torch.tensor([11, 11, 30, 2])  # the roots' positions: no two requests stand alike
+starts = torch.tensor([11, 11, 30, 2])  # positions of the roots
 info = SamplingBatchInfo(
     temperatures=torch.full((4, 1), 0.9), top_ps=torch.full((4,), 0.95),
     top_ks=torch.tensor([16, 16, 6, 10]), min_ps=torch.zeros(4), is_all_greedy=False,

@@ -1,4 +1,4 @@
-"""What needs a tokenizer: stop strings, least lengths, grammars."""
+"""Sampling parameters that need a tokenizer: stop strings, minimum lengths and grammars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMA = {
 }
 SETTINGS: dict[str, dict[str, Any] | list[dict[str, Any]]] = {
     "stop strings": {**GREEDY, "stop": [".", " five"]},
-    "least length": {**GREEDY, "min_new_tokens": 20},
+    "minimum length": {**GREEDY, "min_new_tokens": 20},
     "regular expression": {**GREEDY, "regex": r"(yes|no), [a-z]{3,9}\."},
     "JSON schema": {**GREEDY, "max_new_tokens": 60, "json_schema": json.dumps(SCHEMA)},
     "a grammar beside none": [

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: streams, aborts and requests that come later."""
+"""`AsyncLLM`: streams, aborts and later requests."""
 
 from __future__ import annotations
 

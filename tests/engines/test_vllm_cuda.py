@@ -1,4 +1,4 @@
-"""Greedy decoding in float32 on CUDA gives, with draft trees, the tokens it gives without."""
+"""Greedy decoding in float32 on CUDA gives the same tokens with draft trees as without."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import drawing_ahead
-import no_waiting
+import draw_ahead_on_cpu
+import forbid_device_sync
 import pytest
 import torch
 from vllm_runs import Answer, Case, run_vllm
@@ -30,7 +30,7 @@ def test_greedy_tokens_equal_plain_decoding(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None], tree: str, eager: bool
 ) -> None:
     draw = random.Random(3)
-    # Some prompts are as long as a tree with its root, and come as such into a captured graph.
+    # Some prompts are as long as a tree with its root, and so run in a tree's captured graph.
     lengths = [draw.randrange(4, 200) for _ in range(20)] + [81] * 4
     prompts = [[draw.randrange(2, 512) for _ in range(length)] for length in lengths]
     cases = [Case(prompts, GREEDY), *(Case([each], GREEDY) for each in prompts[-4:])]
@@ -42,7 +42,7 @@ def test_greedy_tokens_equal_plain_decoding(
     proves_drafting(drafted[0])
 
 
-def test_nothing_of_ours_waits_for_the_device(
+def test_a_step_does_not_synchronise_with_the_device(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     draw = random.Random(4)
@@ -53,12 +53,12 @@ def test_nothing_of_ours_waits_for_the_device(
         tiny_llama,
         [Case(prompts, settings) for settings in (GREEDY, free, filtered)],
         speculative={"method": "token_recycling"},
-        environment=no_waiting.ENVIRONMENT | drawing_ahead.ENVIRONMENT,
+        environment=forbid_device_sync.ENVIRONMENT | draw_ahead_on_cpu.ENVIRONMENT,
         **ENGINE,
     )
     for answer in answers:
         proves_drafting(answer)
-    assert log.count(drawing_ahead.DRAWN) >= answers[1].counters["steps"] / len(prompts)
+    assert log.count(draw_ahead_on_cpu.DRAWN) >= answers[1].counters["steps"] / len(prompts)
 
 
 def test_forwards_over_trees_and_chains_are_timed(smollm2: Path) -> None:

@@ -1,4 +1,4 @@
-"""On a GPU, vLLM is configured to run whole trees as graphs; nothing else of it changes."""
+"""On a GPU, vLLM is configured to run whole trees as CUDA graphs, and is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def configured(*arguments: dict[str, Any]) -> list[dict[str, Any]]:
 def test_whole_trees_are_captured(tiny_llama: Path) -> None:
     model = {"model": str(tiny_llama), "max_model_len": 512}
     few = {"nodes": 15}
-    trees, small, cramped, apply_num_draft_tokens, off, plain = configured(
+    trees, small, limited, sized, off, plain = configured(
         {**model, "speculative_config": OURS},
         {**model, "speculative_config": OURS | few},
         {**model, "speculative_config": OURS, "max_num_batched_tokens": 512},
@@ -56,9 +56,9 @@ def test_whole_trees_are_captured(tiny_llama: Path) -> None:
         "worker": "drafttree.vllm.gpu_worker.TreeGPUWorker",
     }
     assert small["sizes"] == [16 * requests for requests in (*range(1, 17), 24, 32)]
-    assert cramped["sizes"] == [81 * requests for requests in range(1, 7)]
-    assert apply_num_draft_tokens["sizes"] == [16, 320]
-    assert apply_num_draft_tokens["graphs"]["1"] == ["PIECEWISE", 16]
+    assert limited["sizes"] == [81 * requests for requests in range(1, 7)]
+    assert sized["sizes"] == [16, 320]
+    assert sized["graphs"]["1"] == ["PIECEWISE", 16]
     assert off["mode"] == "NONE"
     assert off["graphs"]["1"] == ["NONE", 1]
     assert plain["backend"] is None

@@ -1,4 +1,4 @@
-"""Greedy decoding in float32 gives, with draft trees, the tokens it gives without."""
+"""Greedy decoding in float32 gives the same tokens with draft trees as without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 512
 
 
 def chat_cases(hot: bool) -> list[Case]:
-    """24 prompts, then a second turn on top of each, as a chat would send it."""
+    """24 prompts, and then a second turn after each, as a chat would send it."""
     first = some_prompts(24)
     second = [prompt + more for prompt, more in zip(first, some_prompts(24, seed=4), strict=True)]
     return [Case(first, GREEDY, reset=not hot), Case(second, GREEDY, reset=not hot)]
@@ -75,7 +75,7 @@ def test_greedy_tokens_equal_plain_decoding(
         counters = with_trees.counters
         assert counters["emitted"] == 24 * (GREEDY["max_tokens"] - 1)
         assert counters["emitted"] == counters["steps"] + counters["accepted_tokens"]
-    if compiled:  # else nothing is run on a CPU before the first request
+    if compiled:  # otherwise nothing runs on a CPU before the first request
         rows = seqs * (1 + nodes)
         assert f"Logits of {rows} nodes" in log
         assert f"take {rows * VOCAB * 4 / 2**20:.1f} MiB" in log

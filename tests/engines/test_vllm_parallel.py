@@ -1,4 +1,4 @@
-"""Two ranks of a model, each with half of its heads, agree on drafts and on what is accepted."""
+"""Two tensor-parallel ranks agree on drafts and on what is accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_tokens_equal_plain_decoding(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """What `auto` chooses is the first rank's choice."""
+    """With `auto`, the first rank chooses the number of draft tokens."""
     draw = random.Random(3)
     prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 150))] for _ in range(6)]
     cases = [Case(prompts, SETTINGS * 3), Case(prompts, SETTINGS * 3)]

@@ -1,6 +1,7 @@
-"""Every way of sampling gives, with draft trees, what it gives without.
+"""All sampling parameters give the same tokens with draft trees as without.
 
-With a seed, token for token: an emitted token takes one draw of its request's generator.
+With a seed they are equal token for token: each emitted token takes one draw of its request's
+generator.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def flatten(nested: Any) -> list[dict[int, float]]:
 
 
 def test_min_tokens_hold_inside_an_accepted_path(tiny_llama: Path) -> None:
-    """The boundary at 19 tokens is where requests would end at once."""
+    """Requests would end much earlier without the minimum of 19 tokens."""
     drafted = answers(tiny_llama, True)["min tokens"]
     lengths = [len(sample) for request in drafted.tokens for sample in request]
     assert min(lengths) >= 19
@@ -128,10 +129,10 @@ def test_a_custom_processor_sees_the_path_to_each_node(
             assert before % 2 != after % 2
 
 
-def test_texts_end_and_avoid_words_as_without_trees(
+def test_stop_strings_and_bad_words(
     smollm2: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """Stop strings and bad words are given as text; both ends may fall inside a path."""
+    """Both are given as text, and may lie inside an accepted path."""
     from transformers import AutoTokenizer
 
     ask = AutoTokenizer.from_pretrained(smollm2)(
@@ -147,7 +148,7 @@ def test_texts_end_and_avoid_words_as_without_trees(
     drafted, _ = run_vllm(
         smollm2,
         cases,
-        # A grown tree copies the count in two steps, and needs no branches for it.
+        # A dynamic tree copies the count in two steps, and needs no branches for it.
         speculative={"method": "token_recycling", "tree": "static"},
         skip_tokenizer_init=False,
     )
@@ -163,7 +164,7 @@ def test_texts_end_and_avoid_words_as_without_trees(
 def test_a_thinking_budget_ends_inside_an_accepted_path(
     smollm2: Path, proves_drafting: Callable[[Answer], None], sampling: dict[str, Any]
 ) -> None:
-    """The forced end has several tokens, beside a request that thinks on and one without."""
+    """The forced end has several tokens; other requests have a large budget or none."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

@@ -65,7 +65,7 @@ def metric(address: str, name: str) -> float:
     return float(found[0])
 
 
-def test_a_streamed_chat_says_what_plain_decoding_says(server: str, smollm2: Path) -> None:
+def test_a_streamed_chat_equals_plain_decoding(server: str, smollm2: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -92,7 +92,7 @@ def test_a_streamed_chat_says_what_plain_decoding_says(server: str, smollm2: Pat
     drafted = metric(server, "spec_decode_num_draft_tokens")
     accepted = metric(server, "spec_decode_num_accepted_tokens")
     assert 0 < accepted < drafted <= 80 * drafts
-    # Each answer is its first token and what the steps after it emitted.
+    # Each answer consists of its first token and the tokens that later steps emitted.
     emitted = 2 * (len(plain.tokens[0][0]) - 1)
     assert drafts + accepted <= emitted
     assert drafts + accepted > emitted / 2

@@ -1,4 +1,4 @@
-"""What a scheduler does to requests changes nothing in their tokens, and does not stop drafting."""
+"""Scheduling of requests does not change their tokens, and does not stop drafting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def both(
 def test_chunked_prefill_beside_truncated_trees(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """Prompts of several chunks, and a token budget that cuts every tree."""
+    """Prompts of several chunks, and a token budget that truncates every tree."""
     case = Case(prompts(12, 150, 320), GREEDY)
     plain, drafted, log = both(tiny_llama, [case], max_num_batched_tokens=128, max_num_seqs=4)
     assert drafted[0].tokens == plain[0].tokens
@@ -46,7 +46,7 @@ def test_chunked_prefill_beside_truncated_trees(
 def test_seeded_requests_read_in_chunks(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """Plain vLLM on a CPU fails at a seed where a prompt is read in chunks, so it reads whole."""
+    """Plain vLLM on a CPU fails with seeds and chunked prefill, so it runs without chunks."""
     case = Case(prompts(6, 150, 320), GREEDY | {"temperature": 0.6, "seed": 5})
     (plain,), _ = run_vllm(tiny_llama, [case], max_num_seqs=4, max_num_batched_tokens=2048)
     (drafted,), _ = run_vllm(
@@ -60,9 +60,11 @@ def test_seeded_requests_read_in_chunks(
 def test_requests_that_join_with_one_token_to_read(
     budget: int, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """Prompts of one token beside decoding ones, and prompts cached to the last token but one. The
-    engine's own speculation fills such requests up to a whole draft, and where a step has fewer
-    tokens than that, they would never be read."""
+    """Prompts of one token, and prompts whose tokens but the last are cached, beside decoding ones.
+
+    The engine's own speculation pads such requests to a whole draft, so they would never be
+    scheduled if a step has fewer tokens than that.
+    """
     whole_blocks = prompts(3, 257, 257)
     settings: list[dict[str, Any]] = [GREEDY | {"max_tokens": 5 + row} for row in range(15)]
     mixed = [prompt for row in range(5) for prompt in ([row + 2], *prompts(2, 2, 40, seed=row))]
@@ -77,7 +79,7 @@ def test_requests_that_join_with_one_token_to_read(
 def test_prefix_hits_of_answers_that_were_drafted(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """The second turn's cached prefix holds KV rows that verification moved."""
+    """The second turn's cached prefix contains KV rows that were moved after verification."""
     first = Case(prompts(6, 200, 260), GREEDY | {"max_tokens": 200})
     (answer,), _ = run_vllm(tiny_llama, [first])
     turn_two = [
@@ -120,7 +122,7 @@ def test_running_into_max_model_len(
 def test_requests_that_join_leave_and_opt_out(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """Requests of many lengths come and go; every third is undrafted beside drafted ones."""
+    """Requests of many lengths come and go; every third opts out of drafting."""
     settings: list[dict[str, Any]] = [
         GREEDY
         | {"max_tokens": 1 + 7 * row % 41}
@@ -143,10 +145,10 @@ def test_opting_out_stops_all_drafting(tiny_llama: Path) -> None:
     assert drafted[0].counters["steps"] == 4 * (GREEDY["max_tokens"] - 1)
 
 
-def test_nobody_waits_because_others_draft(
+def test_no_running_request_waits_because_others_draft(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """64 requests under a budget of 1,024: every one is scheduled in every decode step."""
+    """With 64 requests and a budget of 1,024 tokens, every decode step schedules all requests."""
     case = Case(prompts(64, 4, 12), GREEDY, rounds=2)
     (drafted,), _ = run_vllm(
         tiny_llama, [case], speculative=RECYCLE, max_num_seqs=64, max_num_batched_tokens=1024
@@ -173,7 +175,7 @@ def test_lora_requests_beside_plain_ones(
 
 
 def test_reloaded_weights(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
-    """What was learnt of the old weights goes: the first steps after have nothing to draft."""
+    """What was learned from the old weights is forgotten, so drafting starts from nothing again."""
     case = Case(prompts(1, 20, 20), GREEDY)
     plain, drafted, _ = both(tiny_llama, [case, Case(case.prompts, GREEDY, reload=True)])
     for without, with_trees in zip(plain, drafted, strict=True):
@@ -199,7 +201,7 @@ def test_structured_output_is_served_without_drafts(smollm2: Path) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", None])
 def test_other_methods_stay_the_engines_own(tiny_llama: Path, method: str | None) -> None:
-    """Beside our plugins, an engine that does not ask for one runs no line of ours."""
+    """An engine that requests no drafttree method logs nothing about draft trees."""
     speculative: dict[str, Any] | None = method and {
         "method": method,
         "num_speculative_tokens": 3,

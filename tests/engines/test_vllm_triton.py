@@ -1,4 +1,4 @@
-"""vLLM's attention for CUDA serves trees: in the real engine, on a CPU by Triton's interpreter."""
+"""The attention backend for CUDA in the real vLLM, on a CPU with Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_runs import Answer, Case, run_vllm
 
 NODES = 15
 LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 128}
-"""Of the longest prompt the first step reads 48 tokens and the second 16, as many as a tree has
-with its root: these must stay causal."""
+"""The first step reads 48 tokens of the longest prompt and the second 16, which is the size of a
+tree: they must stay causal."""
 
 
 def prompts() -> list[list[int]]:

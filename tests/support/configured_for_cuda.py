@@ -14,15 +14,16 @@ import types
 from typing import Any
 
 
-def _pretend() -> None:
+def _fake_gpu() -> None:
+    """Let vLLM configure itself as on a Hopper GPU."""
     library = "vllm._C_stable_libtorch"
     try:
         importlib.import_module(library)
     except ImportError:
-        # The engine's CPU build lacks it; nothing of it is called.
+        # The engine's CPU build lacks this library; none of its functions is called.
         sys.modules[library] = types.ModuleType(library)
     import vllm.platforms
-    import vllm.v1.cudagraph_dispatcher  # later on it asks for operators of a GPU
+    import vllm.v1.cudagraph_dispatcher  # importing it later would need operators of a GPU
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
@@ -58,7 +59,7 @@ def _configured(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _graphs(config: Any) -> dict[int, list[Any]] | None:
-    """For steps of so many tokens the graph's kind and size, once a worker of ours is ready."""
+    """Kind and size of the graph that serves a step, by token count, with a tree worker."""
     if config.speculative_config is None:
         return None
     from vllm.v1.attention.backend import AttentionCGSupport
@@ -71,7 +72,7 @@ def _graphs(config: Any) -> dict[int, list[Any]] | None:
     mode = compilation.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, None, tree)
     dispatcher = CudagraphDispatcher(config)
     dispatcher.initialize_cudagraph_keys(mode, tree)
-    for _ in range(2):  # the engine does so twice, the first time to see what graphs take
+    for _ in range(2):  # the engine does this twice, first to measure the memory of graphs
         capture_small_batches(config.speculative_config, compilation, dispatcher)
     graphs = {}
     for tokens in (1, 3, 8, 64, tree, tree + 1, 2 * tree, 4096):
@@ -81,7 +82,7 @@ def _graphs(config: Any) -> dict[int, list[Any]] | None:
 
 
 if __name__ == "__main__":
-    _pretend()
+    _fake_gpu()
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

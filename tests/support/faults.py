@@ -1,17 +1,17 @@
-"""Faults that can be planted into an engine's process, so that a test shows it would find them."""
+"""Faults that can be planted in an engine's process, to show that a test would find them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 VARIABLE = "TESTS_PLANTED_FAULT"
-"""Names the fault in the environment of an engine's process."""
+"""Environment variable of an engine's process that names the fault."""
 
 
 def plant(fault: str, engine: str) -> None:
-    """Change this process; `fault` is "most likely" or "residual"."""
+    """Plant a fault in this process; `fault` is "most likely" or "residual"."""
     if fault == "residual":
-        leave_the_residual()
+        keep_rejected_mass()
     elif engine == "vllm":
         _take_most_likely_in_vllm()
     else:
@@ -19,7 +19,7 @@ def plant(fault: str, engine: str) -> None:
 
 
 def _take_most_likely_in_vllm() -> None:
-    """Below the root take the most likely token where one is to be drawn."""
+    """Below the root, take the most likely token instead of sampling one."""
     from drafttree.vllm import sampling
 
     draw = sampling._Draw.__call__
@@ -49,9 +49,8 @@ def _take_most_likely_in_sglang() -> None:
     sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
 
 
-def leave_the_residual() -> None:
-    """Where all children are rejected, draw from the whole of the target's distribution: what the
-    children had of it is not subtracted."""
+def keep_rejected_mass() -> None:
+    """Where all children are rejected, sample from the target's distribution, not its residual."""
     import torch
 
     from rsd_plugin import drafter

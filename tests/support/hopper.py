@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 MOST_SHARED = 227 * 1024
-"""Bytes of shared memory that a program can use on a Hopper GPU."""
+"""Greatest number of bytes of shared memory that a program can use on a Hopper GPU."""
 
 
 class _Driver:
@@ -49,7 +49,7 @@ class Compiled:
 
 @contextmanager
 def compile_only() -> Iterator[Compiled]:
-    """Treat CPU tensors as CUDA tensors, and compile kernels in place of launching them."""
+    """Treat CPU tensors as CUDA tensors, and compile kernels instead of launching them."""
     compiled = Compiled()
     run = JITFunction.run
 

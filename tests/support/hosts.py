@@ -1,4 +1,4 @@
-"""Both engines behind one call, for tests of behaviour that is the same in both."""
+"""One interface to both engines, for tests of behaviour that is the same in both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Case:
         prompts: Token ids, one list per request.
         sampling: Keyword arguments of vLLM's `SamplingParams`, which are translated for SGLang:
             one set for all requests, or one per request.
-        together: Submit all requests at once, else one after the other.
-        reset: Flush the prefix cache, and in vLLM forget what was learned, before the case.
-        rounds: Submit the requests this many times; the last answers count.
+        together: Whether to submit all requests at once instead of one after the other.
+        reset: Whether to flush the prefix cache before the case, and in vLLM to forget everything
+            learned.
+        rounds: How many times to submit the requests; the last answers count.
     """
 
     prompts: list[list[int]]
@@ -31,11 +32,11 @@ class Case:
 
 @dataclass
 class Answer:
-    """What an engine made of a case.
+    """An engine's answers to a case.
 
     Attributes:
         tokens: The new token ids of each request.
-        logprobs: For each request and position the best tokens' logprobs, where asked for.
+        logprobs: The best tokens' logprobs for each request and position, if requested.
         cached: Prompt tokens of each request that were found in the cache.
         preemptions: How many requests were preempted, or retracted, so far.
         counters: The tree worker's counts over the case; empty without a method.
@@ -56,7 +57,7 @@ class Host:
 
     @property
     def installed(self) -> bool:
-        """Whether this environment holds the engine."""
+        """Whether this environment has the engine."""
         return importlib.util.find_spec(self.name) is not None
 
     def run(
@@ -79,14 +80,14 @@ class Host:
 
         Args:
             model: The target's folder.
-            cases: What to serve.
+            cases: The cases to serve.
             method: "token-recycling", "rsd" or "lyanna"; None for plain decoding.
             options: The method's options.
             draft_model: The folder of RSD's draft model, or of Lyanna's drafter.
-            running: The most requests that run at a time.
-            length: The longest context.
-            chunk: The most prompt tokens that are read in a step; the engine's choice if None.
-            environment: Variables of the engine's process.
+            running: Greatest number of requests that run at a time.
+            length: Longest context.
+            chunk: Greatest number of prompt tokens in a step; None for the engine's default.
+            environment: Environment variables of the engine's process.
             planted_fault: A fault from `faults`.
             vllm: Arguments of vLLM's engine alone.
             sglang: Arguments of SGLang's engine alone.

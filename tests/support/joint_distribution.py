@@ -1,4 +1,4 @@
-"""The joint distribution of the first three tokens that a small model draws after a prompt."""
+"""The joint distribution of the first three tokens that a small model samples after a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Joint = dict[tuple[int, ...], float]
 def exact_joint(
     model: Path, prompt: list[int], vocab: int, temperature: float, top_k: int
 ) -> Joint:
-    """The probability of every first three tokens, after temperature and top-k."""
+    """The probability of each sequence of three tokens, after temperature and top-k."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def exact_joint(
 
 
 def p_value(answers: list[list[int]], joint: Joint) -> float:
-    """Chi-square over the cells expected at least 5 times; all others are one cell."""
+    """P-value of a chi-square test, in which cells expected fewer than 5 times are merged."""
     import numpy as np
     from scipy.stats import chisquare
 

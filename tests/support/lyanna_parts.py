@@ -1,4 +1,4 @@
-"""Lyanna's draft models for the tiny targets."""
+"""Lyanna's drafters for the tiny targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drafter_for(
     model: type[LyannaModel] = LyannaModel,
     **shape: Any,
 ) -> LyannaModel:
-    """A draft model with random weights."""
+    """A drafter with random weights."""
     torch.manual_seed(seed)
     config = LyannaConfig(
         target=target.name,

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 VARIABLE = "DRAFTTREE_TEST_STATES"
-"""Names the file that `keep_logits` writes, in the environment of an engine's process."""
+"""Environment variable of an engine's process that names the file that `record_logits` writes."""
 
 
-def keep_logits(file: str) -> None:
-    """Write the logits and outcomes of all steps to a file. Called in an engine's process."""
+def record_logits(file: str) -> None:
+    """Write the logits and outcomes of all steps to a file; called in an engine's process."""
     from lyanna_plugin.drafter import LyannaTrees
 
     events: list[tuple[str, Any]] = []
     propose, on_verified = LyannaTrees.propose, LyannaTrees.on_verified
 
-    def proposing(self: Any, slots: Any, roots: Any, logits: Any, steps: Any) -> Any:
+    def record_proposal(self: Any, slots: Any, roots: Any, logits: Any, steps: Any) -> Any:
         events.append(("propose", (roots[0].item(), logits[0].clone(), steps[0].item())))
         return propose(self, slots, roots, logits, steps)
 
-    def verifying(self: Any, slots: Any, trees: Any, verified: Any) -> None:
+    def record_outcome(self: Any, slots: Any, trees: Any, verified: Any) -> None:
         if len(slots) and trees.tree_size[0] > 1:
             events.append(("accepted", verified.num_emitted[0].item() - 1))
             torch.save(events, file)
@@ -31,8 +31,8 @@ def keep_logits(file: str) -> None:
             events.append(("undrafted", None))
         on_verified(self, slots, trees, verified)
 
-    LyannaTrees.propose = proposing  # type: ignore[method-assign]
-    LyannaTrees.on_verified = verifying  # type: ignore[method-assign]
+    LyannaTrees.propose = record_proposal  # type: ignore[method-assign]
+    LyannaTrees.on_verified = record_outcome  # type: ignore[method-assign]
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Proposal:
     accepted: int = 0
 
 
-def kept(file: Path) -> list[list[Proposal]]:
-    """The steps of each request; the requests ran one after another."""
+def recorded_steps(file: Path) -> list[list[Proposal]]:
+    """The recorded steps of each request; the requests ran one after another."""
     requests: list[list[Proposal]] = []
     begins = True
     for what, value in torch.load(file):
@@ -80,7 +80,7 @@ def check_states(
         drafter: Folder of the drafter.
         prompts: Token ids of the prompts.
         answers: Token ids of the engine's answers.
-        file: The file that `keep_logits` has written.
+        file: The file that `record_logits` wrote.
     """
     from transformers import AutoModelForCausalLM
 
@@ -98,14 +98,14 @@ def check_states(
         hidden = model.get_decoder()(tokens[None]).last_hidden_state[0]
         texts.append(Text(tokens, hidden, len(prompt)))
     replayed = LyannaReplay(texts, module, embeddings, head, 3).run(LyannaOptions(model=""))
-    for text, steps, again in zip(texts, kept(file), replayed, strict=True):
+    for text, steps, again in zip(texts, recorded_steps(file), replayed, strict=True):
         states = module.unroll(
             text.hidden[None, :-1], embeddings[text.tokens[1:]][None], len(steps[0].logits)
         )
         expected = torch.stack([each[0] for each in states], 1) @ head.T
         at, compared = text.start, 0
         for step in steps:
-            # An engine may go on for a step after the end.
+            # An engine may run one more step after the end.
             if at >= len(text.tokens) - 1:
                 break
             assert step.root == text.tokens[at]
@@ -113,7 +113,7 @@ def check_states(
             assert difference < 1e-4 * expected.std()
             compared += 1
             at += 1 + step.accepted
-        # Where one token is left vLLM asks for no tree.
+        # If only one token is left, vLLM does not request a tree.
         left = len(text.tokens) - 1 - at
         assert left in (0, 1)
         assert compared + left == again.steps

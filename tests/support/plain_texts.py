@@ -1,4 +1,4 @@
-"""Texts and draft trees over them in plain Python, one token and one node at a time."""
+"""Reference in plain Python for n-gram indices and dynamic trees, one token and node at a time."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ ALONE = -2
 
 
 def cell(tokens, cells):
-    """Where an n-gram stands in a table of `cells`."""
+    """The cell of an n-gram in a table of `cells`."""
     value = len(tokens)
     for token in tokens:
         value = ((value ^ (token % 2**32)) * 0x9E3779B1) % 2**32
@@ -17,7 +17,7 @@ def cell(tokens, cells):
 
 
 class PlainText:
-    """A text of at most `length` tokens and its index of `cells`."""
+    """A text of at most `length` tokens and its n-gram index of `cells` cells."""
 
     def __init__(self, length, cells):
         self.length, self.cells = length, cells
@@ -33,7 +33,10 @@ class PlainText:
             self.tokens.append(token)
 
     def copy(self, path):
-        """What came after the longest suffix of `path`, and the suffix's length; -1 and 0."""
+        """The token that followed the longest match of a suffix of `path`, and the match's length.
+
+        Without a match, -1 and 0.
+        """
         for n in range(min(LONGEST, len(path)), 0, -1):
             gram = path[-n:]
             place = self.index.get(cell(gram, self.cells), -1)
@@ -64,7 +67,7 @@ def offered(matrix, bigrams, text, path):
 
 
 def grown(matrix, bigrams, text, priors, root, width, depth):
-    """The columns of a tree in the order of `Grown`: (token, parent, source, score) each."""
+    """The columns of a tree in the order of `Grown`, each as (token, parent, source, score)."""
     nothing = (-1, -1, 0, 0.0)
     columns, first = [(root, -1, 0, 1.0)], 0
     paths = [[*text.tokens[:-1], root]]
@@ -92,7 +95,7 @@ def grown(matrix, bigrams, text, priors, root, width, depth):
 
 
 def best_nodes(columns, nodes):
-    """The selected nodes in order: (token, parent, source) each."""
+    """The selected nodes in order, each as (token, parent, source)."""
     there = [i for i in range(1, len(columns)) if columns[i][3] > 0]
     best = [0, *sorted(sorted(there, key=lambda i: (-columns[i][3], i))[:nodes])]
     return [(columns[i][0], best.index(columns[i][1]) if i else -1, columns[i][2]) for i in best]

@@ -1,4 +1,4 @@
-"""Prompts of random tokens for the tiny models, the same each time."""
+"""Prompts of random tokens for the tiny models, the same in every run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def some_prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]
     ]
 
 
-def parting_prompts(length: int, parts: list[int], seed: int = 6) -> list[list[int]]:
-    """A prompt of `length` tokens, and others that part from it at the places `parts`."""
+def diverging_prompts(length: int, positions: list[int], seed: int = 6) -> list[list[int]]:
+    """A prompt of `length` tokens, and others that diverge from it at `positions`."""
     draw = random.Random(seed)
     first = [draw.randrange(2, 512) for _ in range(length)]
     others = [
-        first[:part]
-        + [(first[part] + 1) % 512]
-        + [draw.randrange(2, 512) for _ in range(length - part - 1)]
-        for part in parts
+        first[:position]
+        + [(first[position] + 1) % 512]
+        + [draw.randrange(2, 512) for _ in range(length - position - 1)]
+        for position in positions
     ]
     return [first, *others]

@@ -13,7 +13,7 @@ from drafttree.cli import app
 
 
 def check_figures(engine: str, model: Path, folder: Path) -> None:
-    """Run it with the model's first ten layers as the draft, and hold its figures together."""
+    """Run `drafttree bench` with the target's first ten layers as draft model, and check it."""
     draft = make_first_layers(model, folder, 10)
     prompts, output = folder / "prompts.jsonl", folder / "report.json"
     prompts.write_text('{"question_id": 1, "category": "qa", "turns": ["Count to ten."]}\n')
@@ -29,7 +29,7 @@ def check_figures(engine: str, model: Path, folder: Path) -> None:
     for report, tree, nodes in zip(runs, ("beam:2x2", "branch:2-2"), (4, 6), strict=True):
         assert tree in result.output
         assert report["options"]["tree"] == tree
-        # The last tree is cut to what the request may still emit.
+        # The last tree is truncated to what the request may still emit.
         steps = report["counters"]["drafted_steps"]
         assert nodes * (steps - 1) < report["counters"]["draft_tokens"] <= nodes * steps
         assert report["identical"] + report["ties"] == 1

@@ -1,4 +1,4 @@
-"""A custom logit processor of the user's own."""
+"""A custom logit processor, as a user would write it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 
 class NoEvenTokens(CustomLogitProcessor):
-    """Allows odd tokens alone."""
+    """Allows odd tokens only."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[Any] | None) -> torch.Tensor:
         logits[:, ::2] = float("-inf")

@@ -1,4 +1,4 @@
-"""Runs of the real SGLang, each in a process of its own, so that engines never meet."""
+"""Runs of the real SGLang, each in a separate process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Case:
     """Requests for one engine.
 
     Attributes:
-        prompts: token ids, one list a request.
-        sampling: the engine's sampling parameters: one set for all, or one a request.
-        together: submit all at once, else one after the other.
-        logprobs: how many of the best to report beside the chosen token's; None for no logprobs.
-        reset: flush the engine's cache before the case.
-        rounds: submit the requests so many times; the last answers count.
-        processor: a custom logit processor of `sglang_processors`, by name.
-        stream: have the answers streamed, and note who had a piece when.
-        abort_after: abort these requests, by row, when they have so many tokens; streamed.
+        prompts: Token ids, one list per request.
+        sampling: The engine's sampling parameters: one set for all requests, or one per request.
+        together: Whether to submit all requests at once instead of one after the other.
+        logprobs: Number of best tokens to report beside the chosen one; None for no logprobs.
+        reset: Whether to flush the engine's cache before the case.
+        rounds: How many times to submit the requests; the last answers count.
+        processor: Name of a custom logit processor in `sglang_processors`.
+        stream: Whether to stream the answers and record the order of their pieces.
+        abort_after: Number of tokens after which to abort a request, by row; implies `stream`.
     """
 
     prompts: list[list[int]]
@@ -43,18 +43,18 @@ class Case:
 
 @dataclass
 class Answer:
-    """What the engine made of a case.
+    """The engine's answers to a case.
 
     Attributes:
-        tokens: the new token ids of each request.
-        texts: the same as text, where the engine has a tokenizer.
-        logprobs: for each request and position the chosen token's.
-        top_logprobs: for each request and position, by token id.
-        reasons: why each request ended.
-        cached: prompt tokens that were found in the cache.
-        retractions: how often each request was retracted.
-        pieces: the requests, by row, in the order in which pieces of them came; if streamed.
-        counters: our worker's counts over the case; empty without one.
+        tokens: The new token ids of each request.
+        texts: The new text of each request; None if the engine has no tokenizer.
+        logprobs: The chosen token's logprob for each request and position.
+        top_logprobs: The best tokens' logprobs by token id, for each request and position.
+        reasons: Why each request ended.
+        cached: Prompt tokens of each request that were found in the cache.
+        retractions: How often each request was retracted.
+        pieces: The row of the request of each streamed piece, in order; empty if not streamed.
+        counters: The tree worker's counts over the case; empty without a method.
     """
 
     tokens: list[list[int]]
@@ -69,7 +69,7 @@ class Answer:
 
 
 def environment() -> dict[str, str]:
-    """What SGLang needs on a CPU, and one thread: idle ones would spin."""
+    """Environment variables for SGLang on a CPU, with one thread because idle threads spin."""
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0))),
@@ -104,27 +104,30 @@ def run_sglang(
     """Serve the cases one after another with one engine.
 
     Args:
-        options: of the method; if they do not say other, Token Recycling is not primed and drafts
-            80 nodes, as those that pay would be none for a small model.
-        drafted: False for plain SGLang.
-        method: as users name it.
-        draft_model: RSD's, or Lyanna's drafter.
-        variables: of the engine's environment.
-        planted_fault: below the root take the most likely token where one is to be drawn; or do
-            not subtract RSD's residual.
+        model: Folder of the target.
+        cases: The cases to serve.
+        options: The method's options. By default Token Recycling is not primed and drafts 80 nodes,
+            because `auto` would choose plain decoding for a small model.
+        drafted: Whether to use the method; False for plain SGLang.
+        method: The method's name, as users give it.
+        draft_model: Folder of RSD's draft model or of Lyanna's drafter.
+        timeout: Seconds after which the run is stopped.
+        planted_fault: A fault from `faults`.
+        variables: Further environment variables of the engine.
+        engine: Further server arguments.
 
     Returns:
         The answers, and the engine's log.
 
     Raises:
-        RunFailed: the engine did not start or stopped.
+        RunFailed: The engine did not start, or stopped.
     """
     arguments = {"model_path": str(model), "skip_tokenizer_init": True, **LIMITS, **engine}
     arguments.setdefault("log_level", "info")
     if method == "token-recycling":
         options = options or {}
-        apply_num_draft_tokens = {"nodes", "tree"} & options.keys()
-        options = {"prime": False, **({} if apply_num_draft_tokens else {"nodes": 80}), **options}
+        is_sized = {"nodes", "tree"} & options.keys()
+        options = {"prime": False, **({} if is_sized else {"nodes": 80}), **options}
     if drafted:
         arguments["speculative_algorithm"] = method
         if draft_model is not None:
@@ -151,7 +154,7 @@ def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]
     try:
         answers = [_answer(engine, case) for case in cases]
         if isinstance(options.get("hot_start"), str):
-            time.sleep(4)  # tables are saved once they rest; the engine kills its processes
+            time.sleep(4)  # tables are saved when idle, and the engine kills its processes
         return answers
     finally:
         engine.shutdown()
@@ -209,7 +212,7 @@ async def _stream(
     import asyncio
 
     async def one(row: int) -> dict[str, Any]:
-        # An abort ends all requests whose names begin so.
+        # An abort ends all requests whose names begin with the given one.
         name = f"request {row:04}"
         stream = await engine.async_generate(
             input_ids=case.prompts[row], sampling_params=settings[row], stream=True, rid=name
@@ -217,7 +220,7 @@ async def _stream(
         output: dict[str, Any] = {}
         async for piece in stream:
             pieces.append(row)
-            # The last word on an aborted request may be without its tokens.
+            # The last piece of an aborted request may lack its tokens.
             output = {
                 **output,
                 **piece,

@@ -1,4 +1,4 @@
-"""Tiny random Llamas for tests, their logits sharpened so that drafts are accepted now and then."""
+"""Tiny random Llamas for tests, with logits scaled up so that some drafts are accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_tiny_adapter(folder: Path) -> Path:
 
 
 def make_first_layers(model: Path, folder: Path, layers: int) -> Path:
-    """Save a model of another's first layers, with its embeddings and its head."""
+    """Save a model that has the first layers of another, with its embeddings and its head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
@@ -52,7 +52,7 @@ def make_tiny_llama(
     """Save a random two-layer Llama; the same arguments give the same weights.
 
     `sharpness` scales the output head: at 1 the next token is nearly uniform. The embedding is
-    scaled too, so that the last token says about as much of the next one as all before it.
+    scaled too, so that the next token depends on the last one about as much as on all before it.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,6 +1,6 @@
-"""vLLM's attention for CUDA, served on a CPU: its kernels run in Triton's interpreter.
+"""Lets vLLM use the attention backend for CUDA on a CPU, with kernels in Triton's interpreter.
 
-On a CPU the engine does without Triton, so what writes its KV cache is stood in for.
+On a CPU the engine has no Triton kernels, so the one that writes the KV cache is replaced.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ VARIABLE = "TESTS_TRITON_ON_CPU"
 ENVIRONMENT = {VARIABLE: "1", "TRITON_INTERPRET": "1"}
 
 SERVED = "trees were served by Triton's interpreter"
-"""In the log of an engine that did."""
+"""Line in the log of an engine that did."""
 
 
-def serve_so() -> None:
-    """Let this process's engine serve trees as on CUDA."""
+def enable() -> None:
+    """Let this process's engine verify trees as on CUDA."""
     from tree_kernels import kv_move, mask_rows, tree_attention
     from vllm.v1.attention.backends import triton_attn
 
@@ -31,16 +31,16 @@ def serve_so() -> None:
         op.on_cpu = op.triton
     launch = mask_rows._mask_rows_triton
 
-    def launch_and_say(*tensors: Any) -> None:
+    def launch_and_log(*tensors: Any) -> None:
         launch(*tensors)
         print(SERVED)
 
-    mask_rows._MASK_ROWS.on_cpu = launch_and_say
+    mask_rows._MASK_ROWS.on_cpu = launch_and_log
     build, places = TritonTreeMetadataBuilder.build, dict[int, tuple[int, int]]()
 
     def build_in_place(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = build(self, *args, **kwargs)
-        # Where a captured graph reads them, whatever the step.
+        # A captured graph reads these buffers at the same addresses in every step.
         place = metadata.tree_starts.data_ptr(), metadata.masks.data_ptr()
         assert places.setdefault(id(self), place) == place
         return metadata
@@ -56,7 +56,7 @@ def _write(
     slots: torch.Tensor,
     *_: object,
 ) -> None:
-    """What the engine's kernel does: rows of -1 are written nowhere."""
+    """Write keys and values as the engine's kernel does; rows with slot -1 are not written."""
     size = key_cache.shape[1]
     slots = slots[: len(key)]
     there = slots >= 0

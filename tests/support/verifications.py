@@ -1,11 +1,11 @@
-"""Verified trees, drawn at random."""
+"""Random verified trees."""
 
 import torch
 from tree_kernels.candidates import NUM_SOURCES
 
 
 def verification(seed, batch, nodes, few=5):
-    """Trees with gaps at their end, a path in each, and sources for more columns than nodes."""
+    """Trees with free columns at the end, accepted paths, and sources for 3 columns more."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low, high):

@@ -1,4 +1,4 @@
-"""A custom logits processor with state: what it forbids depends on the output so far."""
+"""A custom logits processor with state: the tokens that it forbids depend on the output so far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 
 class NoParityTwice(LogitsProcessor):
-    """Where the last output token was even the next must be odd, and the other way round."""
+    """Forbids two even or two odd output tokens in a row."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.outputs: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Runs of the real vLLM, each in a process of its own, so that engines never meet."""
+"""Runs of the real vLLM, each in a separate process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ class Case:
     """Requests that are submitted together.
 
     Attributes:
-        prompts: token ids, one list a request.
-        sampling: keyword arguments of `SamplingParams`: one for all, or one a request.
-        reset: forget what was learnt before the case.
-        reload: load the weights anew before the case.
-        rounds: submit the requests so many times; the last answers count.
-        adapter: a LoRA adapter's folder, asked for by every second request.
-        together: submit all requests at once, else one after the other.
+        prompts: Token ids, one list per request.
+        sampling: Keyword arguments of `SamplingParams`: one set for all requests, or one per
+            request.
+        reset: Whether to forget everything learned before the case.
+        reload: Whether to reload the weights before the case.
+        rounds: How many times to submit the requests; the last answers count.
+        adapter: Folder of a LoRA adapter that every second request uses.
+        together: Whether to submit all requests at once instead of one after the other.
     """
 
     prompts: list[list[int]]
@@ -37,16 +38,16 @@ class Case:
 
 @dataclass
 class Answer:
-    """What the engine made of a case.
+    """The engine's answers to a case.
 
     Attributes:
-        tokens: the new token ids, for each request one list a sample.
-        logprobs: for each request, sample and position, the logprob by token id.
-        prompt_logprobs: for each request and position, the same.
-        reasons: why each sample ended.
-        cached: prompt tokens that were found in the cache.
-        counters: our worker's counts over the case; empty without one.
-        preemptions: how often the scheduler preempted a request so far.
+        tokens: The new token ids of each request, one list per sample.
+        logprobs: Logprobs by token id, for each request, sample and position.
+        prompt_logprobs: Logprobs by token id, for each request and position of its prompt.
+        reasons: Why each sample ended.
+        cached: Prompt tokens of each request that were found in the cache.
+        counters: The tree worker's counts over the case; empty without a method.
+        preemptions: How often the scheduler has preempted a request so far.
     """
 
     tokens: list[list[list[int]]]
@@ -69,11 +70,11 @@ ENVIRONMENT = {
 
 
 def with_defaults(speculative: dict[str, Any]) -> dict[str, Any]:
-    """Token Recycling as tests want it: as many nodes as pay would be none for a small model."""
+    """By default draft 80 nodes, as `auto` would choose plain decoding for a small model."""
     if speculative["method"] != "token_recycling":
         return speculative
-    apply_num_draft_tokens = {"nodes", "tree"} & speculative.keys()
-    return {"prime": False, **({} if apply_num_draft_tokens else {"nodes": 80}), **speculative}
+    is_sized = {"nodes", "tree"} & speculative.keys()
+    return {"prime": False, **({} if is_sized else {"nodes": 80}), **speculative}
 
 
 def run_vllm(
@@ -87,14 +88,13 @@ def run_vllm(
 ) -> tuple[list[Answer], str]:
     """Serve the cases one after another with one engine.
 
-    With a `planted_fault`, below the root the most likely token is taken where one is to be drawn;
-    or RSD does not subtract the residual.
+    A `planted_fault` is one from `faults`.
 
     Returns:
         The answers, and the engine's log.
 
     Raises:
-        RunFailed: the engine did not start or stopped.
+        RunFailed: The engine did not start, or stopped.
     """
     arguments = {
         "model": str(model),

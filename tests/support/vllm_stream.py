@@ -1,4 +1,4 @@
-"""A run of vLLM's `AsyncLLM` in a process of its own: requests stream, some are aborted."""
+"""A run of vLLM's `AsyncLLM` in a separate process: requests are streamed, and some aborted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_runs import ENVIRONMENT
 
 @dataclass
 class Streamed:
-    """What came of the requests.
+    """The answers to the requests.
 
     Attributes:
-        tokens: of each request; those of an aborted one up to the abort.
-        last: of a request that was sent after all others had ended.
-        counters: our worker's counts; empty without one.
+        tokens: The new token ids of each request, up to the abort if it was aborted.
+        last: The new token ids of a request that was sent after all others had ended.
+        counters: The tree worker's counts; empty without a method.
     """
 
     tokens: list[list[int]]
@@ -36,11 +36,14 @@ def stream_vllm(
     """Send all prompts at once, then the first one again.
 
     Args:
-        sampling: keyword arguments of `SamplingParams`, for each prompt.
-        abort_after: requests to abort, and the number of tokens after which to do so.
+        model: Folder of the target.
+        prompts: Token ids of each prompt.
+        sampling: Keyword arguments of `SamplingParams`, for each prompt.
+        abort_after: Number of tokens after which to abort a request, by row.
+        speculative: The engine's `speculative_config`; None for plain decoding.
 
     Raises:
-        RunFailed: the engine did not start or stopped.
+        RunFailed: The engine did not start, or stopped.
     """
     arguments = {
         "model": str(model),

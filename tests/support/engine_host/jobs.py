@@ -1,4 +1,4 @@
-"""Calls in processes of their own, forked from the engine's template."""
+"""Calls in separate processes, forked from the engine's template."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from engine_host import template
 from engine_host.template import Job
 
 READ_AT_IMPORT = ("PYTHONPATH", "TRITON_INTERPRET")
-"""Variables that are read before or while the engine is imported: such runs start a new Python."""
+"""Variables that are read when the engine is imported; a run that sets one starts a new Python."""
 
 
 class RunFailed(Exception):
-    """The engine's process failed; the message holds the end of its output."""
+    """The engine's process failed; the message contains the end of its output."""
 
 
 def run_job(
@@ -35,17 +35,17 @@ def run_job(
     environment: dict[str, str],
     timeout: float,
 ) -> tuple[Any, str]:
-    """Call a module's function in a process of its own.
+    """Call a module's function in a separate process.
 
     Args:
         engine: "vllm" or "sglang", which the process has imported.
-        function: What to call; it must stand in a module of `tests/support`.
-        arguments: Positional arguments, which must pickle.
-        environment: Variables that the process has beside this one's.
+        function: The function to call, from a module in `tests/support`.
+        arguments: Positional arguments, which must be picklable.
+        environment: Environment variables to add to those of this process.
         timeout: Seconds after which the process and its children are killed.
 
     Returns:
-        What the function returned, and the process's output.
+        The function's return value, and the process's output.
 
     Raises:
         RunFailed: The process failed, or ran too long.
@@ -80,7 +80,7 @@ def run_job(
 def _forks(environment: dict[str, str]) -> bool:
     import torch
 
-    # A process that has used CUDA must not be forked, and the template may have.
+    # A process that has used CUDA must not be forked, and the template may have used it.
     return not torch.cuda.is_available() and not any(name in environment for name in READ_AT_IMPORT)
 
 
@@ -109,7 +109,7 @@ def _kill_group(leader: int) -> None:
 
 
 class _Template:
-    """The template of an engine: started with the first job, ended with this process."""
+    """An engine's template process, started for the first job and ended with this process."""
 
     _running: dict[str, _Template] = {}  # noqa: RUF012
 
@@ -165,7 +165,7 @@ class _Template:
 
 
 def _environment(engine: str) -> dict[str, str]:
-    """What must be set when the engine is imported."""
+    """Environment variables that must be set when the engine is imported."""
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if engine == "vllm":
         return common | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

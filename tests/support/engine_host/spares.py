@@ -1,10 +1,10 @@
-"""Processes that an engine spawns, forked from the template in place of a new Python.
+"""Spare processes, forked from the template, for an engine that would spawn new Pythons.
 
-`multiprocessing`'s "spawn" gives a process that has nothing of its parent but what was pickled for
-it, and imports everything again. Here, before a run begins, the run's process (itself still as the
-template left it) forks processes that wait. When the engine spawns a process, a waiting one takes
-what was pickled. It is a child of the engine's process, as the engine's clean-up expects, and has
-nothing of what the engine has done since.
+With `multiprocessing`'s "spawn" a process gets nothing from its parent but what was pickled for it,
+and imports everything again. Here, before a run begins, the run's process, which is still in the
+template's state, forks processes that wait. When the engine spawns a process, a waiting one takes
+the pickled object. It is a child of the engine's process, as the engine's clean-up expects, and is
+not affected by what the engine has done since.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import struct
 from typing import Any
 
 NUMBER = 3
-"""Processes an engine starts at most; where there are more they are spawned as ever."""
+"""Number of spare processes; further processes of an engine are spawned as usual."""
 
 _waiting: list[tuple[int, socket.socket]] = []
 
 
 def install(log: str) -> None:
-    """Fork the waiting processes, and give them to those who spawn."""
+    """Fork the waiting processes, and let `multiprocessing` use them instead of spawning."""
     from multiprocessing import context
 
     for _ in range(NUMBER):
@@ -102,7 +102,7 @@ def _popen_class() -> Any:
 
 
 def _wait(link: socket.socket, log: str) -> None:
-    """In a waiting process: become what is sent, or end when nobody sends any more."""
+    """Run the process object that is sent to this waiting process; end if none will be sent."""
     status = 1
     try:
         head = link.recv(16, socket.MSG_WAITALL)

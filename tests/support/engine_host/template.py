@@ -1,11 +1,11 @@
 """The process that imports an engine once and forks for each run.
 
     python template.py ENGINE           serves jobs from stdin until it ends
-    python template.py --once JOB       runs one job in this very process, importing afresh
+    python template.py --once JOB       runs one job in this process, which imports the engine
 
-A job is a pickled `Job`. It runs in a process of its own with an environment of its own, as if
-Python had been started for it, but with the engine's modules already imported. The template
-itself runs no torch operator and starts no thread, so a fork of it is in a clean state.
+A job is a pickled `Job`. It runs in a separate process with its own environment, as if Python had
+been started for it, but with the engine's modules already imported. The template itself runs no
+torch operator and starts no thread, so its forks are in a clean state.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ PRELOADED = {
         "transformers.models.llama.modeling_llama",
     ),
 }
-"""What a run imports anyway. Importing registers no method and patches nothing."""
+"""Modules that every run imports. Importing them registers no method and patches nothing."""
 
 
 @dataclass
 class Job:
-    """A call in a process of its own.
+    """A call in a separate process.
 
     Attributes:
-        module: The module that holds the function, importable from `tests/support`.
-        function: The function's name.
-        arguments: Positional arguments, which must pickle.
+        module: Module of the function, importable from `tests/support`.
+        function: Name of the function.
+        arguments: Positional arguments, which must be picklable.
         environment: The whole environment of the process.
-        log: The file that takes standard output and standard error.
-        result: The file that takes the pickled return value; absent if the job failed.
+        log: File for standard output and standard error.
+        result: File for the pickled return value; absent if the job failed.
     """
 
     module: str
@@ -122,7 +122,7 @@ def _fork(job: Job) -> int:
 
 
 def _end_process() -> None:
-    """What the interpreter does at its end, before modules are torn down."""
+    """Do what the interpreter does at exit, before modules are torn down."""
     import atexit
     import threading
 
@@ -131,7 +131,7 @@ def _end_process() -> None:
 
 
 def serve(engine: str) -> None:
-    """Fork for each job that is named on stdin; answer with the child's id, then its status."""
+    """Fork for each job that is named on stdin; reply with the child's id, then its exit status."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     for name in PRELOADED[engine]:

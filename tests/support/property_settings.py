@@ -1,4 +1,4 @@
-"""How many cases property-based tests try, the same on every run."""
+"""Settings of property-based tests: how many cases they try, the same in every run."""
 
 from hypothesis import HealthCheck, settings
 
@@ -6,6 +6,6 @@ CASES = settings(
     derandomize=True,
     deadline=None,
     max_examples=25,
-    # The fixtures swap kernels for a whole test; they hold no state of one case.
+    # The fixtures select a kernel for a whole test; they have no state of a single case.
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

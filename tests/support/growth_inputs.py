@@ -1,4 +1,4 @@
-"""Tables and texts full of equal tokens, equal scores and colliding cells, drawn from a seed."""
+"""Random inputs of `grow`: tables and texts with equal tokens, equal scores and colliding cells."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ SLOTS = 4
 
 @dataclass
 class World:
-    """What `grow` takes, and the texts again in plain Python."""
+    """The arguments of `grow`, and its texts again in plain Python."""
 
     matrix: torch.Tensor
     bigrams: torch.Tensor
@@ -23,7 +23,7 @@ class World:
     texts: list[PlainText]
 
     def tables(self, row):
-        """The matrix and the pairs of a row of the batch, in lists."""
+        """The adjacency matrix and the bigram table of a row of the batch, as lists."""
         table = int(self.slots[row]) if len(self.bigrams) > 1 else 0
         return self.matrix.tolist(), self.bigrams[table].tolist()
 
@@ -31,7 +31,7 @@ class World:
         return self.matrix, self.bigrams, self.ngrams, self.priors, self.slots, self.roots
 
     def on(self, device):
-        """The tensors on a device."""
+        """The arguments of `grow` on a device."""
         ngrams = self.ngrams
         moved = NgramIndex(
             *(t.to(device) for t in (ngrams.history, ngrams.lengths)), ngrams.index.to(device)
@@ -40,7 +40,7 @@ class World:
 
 
 def added_tokens(generator, batch, columns, vocab):
-    """Tokens of which about one in six is missing."""
+    """Random tokens `int32 [batch, columns]`, of which about one in six is -1."""
     tokens = torch.randint(0, vocab, (batch, columns), dtype=torch.int32, generator=generator)
     return tokens.masked_fill(torch.rand(batch, columns, generator=generator) < 1 / 6, -1)
 
@@ -48,9 +48,10 @@ def added_tokens(generator, batch, columns, vocab):
 def world(
     seed, batch=3, vocab=12, bigram_cells=64, length=60, cells=128, added=(50, 3, 9), own=False
 ):
-    """Tokens go two beyond the vocabulary, and rows may hold a token twice.
+    """Random inputs: some tokens are beyond the vocabulary, and rows may contain a token twice.
 
-    own: each slot has a table of pairs, which holds rows of single tokens too.
+    Args:
+        own: Whether each slot has its own bigram table, which has rows of single tokens too.
     """
     generator = torch.Generator().manual_seed(seed)
 

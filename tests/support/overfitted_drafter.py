@@ -1,4 +1,4 @@
-"""A drafter that has learnt a tiny target's answers by heart, so that nearly all is accepted."""
+"""A drafter that is overfitted to a tiny target's answers: nearly all its drafts are accepted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = torch.randint(2, VOCAB, (12, 6), generator=torch.Generator().manual_se
 
 
 def answer(target: Any) -> torch.Tensor:
-    """`PROMPTS` with a model's greedy answers, int64 `[12, 6 + LENGTH]`."""
+    """`PROMPTS` with a model's greedy answers, `int64 [12, 6 + LENGTH]`."""
     answered: torch.Tensor = target.generate(
         torch.tensor(PROMPTS),
         max_new_tokens=LENGTH,
@@ -33,14 +33,14 @@ def answer(target: Any) -> torch.Tensor:
     return answered
 
 
-def make_by_heart(folder: Path, out: Path) -> Acceptance:
+def make_overfitted(folder: Path, out: Path) -> Acceptance:
     """Train a drafter for the target in `folder` on its greedy answers to `PROMPTS`."""
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answered = answer(target)
-    learnt = torch.arange(answered.shape[1]) >= len(PROMPTS[0])
-    samples = [Sample(tokens.int(), learnt) for tokens in answered]
+    trained = torch.arange(answered.shape[1]) >= len(PROMPTS[0])
+    samples = [Sample(tokens.int(), trained) for tokens in answered]
     features = Features(out / "features", samples, "tiny")
     features.compute(target, torch.device("cpu"), lambda done, total: None)
     corpus = Corpus.whole(samples, features)

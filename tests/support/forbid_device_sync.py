@@ -1,7 +1,7 @@
-"""Fails an engine on a GPU whose host waits for the device in a place of ours.
+"""Lets an engine on a GPU fail if drafttree's part of a step synchronises with the device.
 
-One wait a step it does not see: the host waits for the event that says the drafts are there, as the
-engine's scheduler counts them.
+One wait per step is not detected: the host waits for the event after which the drafts have been
+copied, because the engine's scheduler counts them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-VARIABLE = "TESTS_NO_WAITING"
+VARIABLE = "TESTS_FORBID_DEVICE_SYNC"
 
 ENVIRONMENT = {VARIABLE: "1"}
 
 
-def forbid_waiting() -> None:
-    """Let what our runner adds to a step fail where it waits."""
+def enable() -> None:
+    """Let the tree runner's own part of a step raise an error where it synchronises."""
     from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
     from drafttree.vllm.drafters.model_free import ModelFreeRunner
 
@@ -28,10 +28,10 @@ def forbid_waiting() -> None:
         (TritonTreeMetadataBuilder, ("build",)),
     ):
         for name in names:
-            setattr(holder, name, _without_waiting(getattr(holder, name)))
+            setattr(holder, name, _without_sync(getattr(holder, name)))
 
 
-def _without_waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_sync(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         before = torch.cuda.get_sync_debug_mode()
