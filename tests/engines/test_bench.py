@@ -193,4 +193,4 @@ def test_wrong_input(tmp_path: Path, model: Path, arguments: list[str], complain
 def test_wrong_model(tmp_path: Path) -> None:
     result = bench(tmp_path, tmp_path / "report.json", "--method", "none")
     assert result.exit_code == 2
-    assert "no model folder" in result.output
+    assert "is not a model folder" in " ".join(result.output.split())

@@ -40,7 +40,7 @@ def test_chunked_prefill_beside_truncated_trees(
     assert drafted[0].tokens == plain[0].tokens
     proves_drafting(drafted[0])
     assert drafted[0].counters["draft_tokens"] < 50 * drafted[0].counters["drafted_steps"]
-    assert "A budget of 128 tokens a step cuts draft trees to 31 of 80 nodes" in log
+    assert "A budget of 128 tokens per step truncates draft trees to 31 of 80 draft tokens" in log
 
 
 def test_seeded_requests_read_in_chunks(

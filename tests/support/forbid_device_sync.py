@@ -21,10 +21,11 @@ def enable() -> None:
     """Let the tree runner's own part of a step raise an error where it synchronises."""
     from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
     from drafttree.vllm.drafters.model_free import ModelFreeRunner
+    from drafttree.vllm.step import StepTrees
 
     for holder, names in (
-        (ModelFreeRunner, ("_step_masks", "_verify", "_move_kv")),
-        (ModelFreeRunner, ("propose_draft_token_ids",)),
+        (StepTrees, ("masks",)),
+        (ModelFreeRunner, ("_verify", "_move_kv", "propose_draft_token_ids")),
         (TritonTreeMetadataBuilder, ("build",)),
     ):
         for name in names:

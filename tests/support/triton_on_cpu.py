@@ -25,7 +25,7 @@ def enable() -> None:
     from drafttree.vllm.attention.triton import TritonTreeBackend, TritonTreeMetadataBuilder
     from drafttree.vllm.cpu_worker import TreeCPUWorker
 
-    TreeCPUWorker.ours = TritonTreeBackend
+    TreeCPUWorker.tree_backend = TritonTreeBackend
     triton_attn.triton_reshape_and_cache_flash = _write
     for op in (kv_move._KV_MOVE, mask_rows._MASK_ROWS, tree_attention._TREE_ATTENTION):
         op.on_cpu = op.triton
