@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels import _vocab_shares, adjacency
 from tree_kernels.adjacency import recycle, top_candidates
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import cell
+from property_settings import CASES
 from tree_kernels import bigrams as module
 from tree_kernels.bigrams import update_bigrams
 

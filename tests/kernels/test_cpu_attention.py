@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels import _build, _native
 from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from tree_kernels.mask import tree_mask

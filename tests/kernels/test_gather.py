@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels import gather
 from tree_kernels.gather import compact_tree, gather_tree
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES
-from draft_worlds import world
+from growth_inputs import world
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import grown, offered
+from property_settings import CASES
 from tree_kernels import growth
 from tree_kernels.bigrams import bigram_cells
 from tree_kernels.candidates import BIGRAM_STATES, LONGEST, NUM_SOURCES, ROW_STATES, TOP

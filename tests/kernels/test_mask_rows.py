@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels.mask_rows import _mask_rows_triton, mask_rows
 
 UNTOUCHED = 0x5A5A5A5A

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES
-from draft_worlds import added_tokens
+from growth_inputs import added_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import LONGEST, PlainText, cell
+from property_settings import CASES
 from tree_kernels import ngrams
 from tree_kernels.ngrams import (
     NgramIndex,

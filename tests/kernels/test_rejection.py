@@ -8,9 +8,9 @@ from itertools import permutations
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels import rejection
 from tree_kernels.rejection import reject_step
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import CASES
-from draft_worlds import world
+from growth_inputs import world
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import best_nodes as plain_best
+from property_settings import CASES
 from tree_kernels import selection
 from tree_kernels.growth import Grown, columns_of, grow
 from tree_kernels.selection import best_nodes

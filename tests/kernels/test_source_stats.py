@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels import source_stats as module
 from tree_kernels.candidates import NUM_SOURCES
 from tree_kernels.source_stats import SourceStats, count

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels import step_counts as module
 from tree_kernels.step_counts import COUNTS, count_step
 from verifications import verification

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_settings import CASES
 from tree_kernels._kv_shares import shares_of
 from tree_kernels.mask import tree_mask
 from tree_kernels.mask_rows import mask_rows

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_heart import PROMPTS, answer, make_by_heart
 from lyanna_parts import drafter_for
+from overfitted_drafter import PROMPTS, answer, make_overfitted
 from tiny_models import make_tiny_llama
 
 from lyanna_plugin.checkpoint import load
@@ -20,7 +20,7 @@ from scripts.experiments.lyanna.lyanna_replay import LyannaReplay, Text
 def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
     target = make_tiny_llama(tmp_path_factory.mktemp("target"))
     out = tmp_path_factory.mktemp("drafter")
-    return target, out, make_by_heart(target, out).mean_accepted_tokens
+    return target, out, make_overfitted(target, out).mean_accepted_tokens
 
 
 def texts_of(target: Path) -> tuple[list[Text], torch.Tensor, torch.Tensor]:
