@@ -35,6 +35,9 @@ struct Row {
       sums.push_back(sum_of(from + start, std::min(kBlock, count - start)));
   }
 
+  // A block without mass may never have been written.
+  float at(int32_t token) const { return sums[token / kBlock] > 0 ? values[token] : 0.0f; }
+
   double mass() const {
     double total = 0;
     for (const double sum : sums) total += sum;
@@ -111,7 +114,7 @@ static void reject_one(const float* target, const float* draft, const int32_t* c
     const float q_mass = static_cast<float>(q.mass());
     const float p_mass =
         std::max(static_cast<float>(p.mass()), std::numeric_limits<float>::min());
-    bool taken = coins[child] * (p.at(token) / p_mass) < q.values[token] / q_mass;
+    bool taken = coins[child] * (p.at(token) / p_mass) < q.at(token) / q_mass;
     if (!taken) {
       // q <- max(q - p, 0), both normalised.
       scratch.residual.resize(vocab);

@@ -164,6 +164,21 @@ def filtered_case(seed, kept, requests=4, vocab=3001, num_children=4):
     return q, p, target_rows, draft_rows, drawn.int(), coins
 
 
+def test_a_one_hot_target_takes_its_token_after_other_targets(cpu_path):
+    """Greedy requests among sampled ones: what a request leaves behind reaches no other."""
+    vocab, children = 3000, [2, 1000, 2000, 300]
+    first = torch.zeros(2, vocab)
+    first[0], first[1, 5] = 1 / vocab, 1.0
+    # Rejecting token 5 leaves all others with mass.
+    accepted, _ = ask(*first, [5], torch.tensor([[0.5, 0.5]]))
+    assert int(accepted) == -1
+    one_hot = torch.zeros(vocab)
+    one_hot[700] = 1.0
+    coins = torch.full((1, 5), 1 - 2**-24)
+    accepted, token = ask(one_hot, torch.zeros(vocab), children, coins)
+    assert (int(accepted), int(token)) == (-1, 700)
+
+
 @CASES
 @given(st.integers(0, 10**6), st.sampled_from([4, 40, 2500]))
 def test_cpp_gives_the_same_as_the_reference(seed, kept):
