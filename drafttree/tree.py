@@ -120,12 +120,12 @@ class StaticTree:
         """The full tree with `factors[d]` children under every node of depth d."""
         if not factors or any(factor < 1 for factor in factors):
             raise ValueError(f"branching factors {list(factors)} must be 1 or more")
-        nodes = 0
+        num_draft_tokens = 0
         width = 1
         for factor in factors:
             width *= factor
-            nodes += width
-            if nodes > MAX_DRAFT_TOKENS:
+            num_draft_tokens += width
+            if num_draft_tokens > MAX_DRAFT_TOKENS:
                 raise ValueError(
                     f"branching factors {list(factors)} make more than {MAX_DRAFT_TOKENS} nodes"
                 )

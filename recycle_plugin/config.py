@@ -15,7 +15,7 @@ from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_DRAFT_TOKENS, StaticTree
 from recycle_plugin.priors import DEPTH, ROW_PRIORS
 
-PAPER_NODES = 80
+PAPER_DRAFT_TOKENS = 80
 CANDIDATES = len(ROW_PRIORS)
 DYNAMIC = "dynamic"
 STATIC = "static"
@@ -45,7 +45,7 @@ class RecycleOptions(MethodOptions):
         "not help; for a static tree it means 80, or the size of the given tree.",
     )
     max_nodes: int = Field(
-        default=PAPER_NODES,
+        default=PAPER_DRAFT_TOKENS,
         ge=1,
         le=MAX_DRAFT_TOKENS,
         description="The largest number of draft tokens that `nodes=auto` may choose, and for "
@@ -77,14 +77,14 @@ class RecycleOptions(MethodOptions):
     )
 
     @classmethod
-    def apply_num_draft_tokens(cls, given: dict[str, Any], nodes: int) -> dict[str, Any]:
+    def apply_num_draft_tokens(cls, given: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
         """Apply the engine's count: `max_nodes` for `nodes=auto`, `nodes` for `tree=static`."""
         given = _without_drafting(given)
         tree = given.get("tree", DYNAMIC)
         if tree == STATIC:
-            return {"nodes": nodes, **given}
+            return {"nodes": num_draft_tokens, **given}
         if tree == DYNAMIC and given.get("nodes", "auto") == "auto":
-            return {"max_nodes": nodes, **given}
+            return {"max_nodes": num_draft_tokens, **given}
         return given
 
     @field_validator("nodes", mode="before")
@@ -111,11 +111,11 @@ class RecycleOptions(MethodOptions):
             return StaticTree.from_notation(self.tree)
         if self.tree not in (DYNAMIC, STATIC):
             return StaticTree.from_file(Path(self.tree))
-        nodes = PAPER_NODES if self.nodes == "auto" else self.nodes
-        if (nodes, self.k) == (PAPER_NODES, CANDIDATES):
+        num_draft_tokens = PAPER_DRAFT_TOKENS if self.nodes == "auto" else self.nodes
+        if (num_draft_tokens, self.k) == (PAPER_DRAFT_TOKENS, CANDIDATES):
             with as_file(files("recycle_plugin") / "token_recycling_80.json") as file:
                 return StaticTree.from_file(file)
-        return StaticTree.from_budget(nodes, ROW_PRIORS[: self.k])
+        return StaticTree.from_budget(num_draft_tokens, ROW_PRIORS[: self.k])
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

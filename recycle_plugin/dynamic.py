@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tree_kernels.candidates import TOP
-from tree_kernels.growth import Grown, columns_of, grow
+from tree_kernels.expansion import ExpandedTrees, columns_of, expand_trees
 from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, previous_tokens
 from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
@@ -78,12 +78,12 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         slots = torch.zeros(1, dtype=torch.int64, device=self._sources.device)
         none = torch.full((1, 1), -1, dtype=torch.int32, device=self._sources.device)
         self.extend(slots, none)
-        tokens, parents, sources, _ = best_nodes(self._grow(slots, none[0]), 0)
+        tokens, parents, sources, _ = best_nodes(self._expand(slots, none[0]), 0)
         count(self.tables.source_stats, tokens, parents, sources, none)
 
-    def _grow(self, slots: torch.Tensor, roots: torch.Tensor) -> Grown:
+    def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
         tables = self.tables
-        return grow(
+        return expand_trees(
             tables.matrix,
             tables.bigrams,
             self._ngrams,
@@ -128,12 +128,12 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             num_draft_tokens = min(num_draft_tokens, _UNPROFILED_DRAFT_TOKENS)
         if budget is not None and budget.should_skip_drafting(slots):
             return DraftTree.of_roots(roots)
-        grown = self._grow(slots, roots)
+        expanded = self._expand(slots, roots)
         if budget is not None:
-            num_draft_tokens = budget.choose_best_first(slots, grown.scores)
+            num_draft_tokens = budget.choose_best_first(slots, expanded.scores)
             if num_draft_tokens == 0:
                 return DraftTree.of_roots(roots)
-        tokens, parents, sources, tree_size = best_nodes(grown, num_draft_tokens)
+        tokens, parents, sources, tree_size = best_nodes(expanded, num_draft_tokens)
         self._sources[slots, : num_draft_tokens + 1] = sources
         trees = DraftTree(tokens, parents, tree_size)
         if budget is not None:

@@ -63,7 +63,7 @@ class RsdOptions(MethodOptions):
         if not (width >= 1 and 1 <= length <= MAX_DEPTH and width * length <= MAX_DRAFT_TOKENS):
             raise ValueError(
                 f"tree={self.tree!r} is out of range: use a width of 1 or more, 1 to {MAX_DEPTH} "
-                f"levels and at most {MAX_DRAFT_TOKENS} nodes"
+                f"levels and at most {MAX_DRAFT_TOKENS} draft tokens"
             )
         return Shape((width,) * length, None)
 

@@ -14,10 +14,10 @@ with it. It also runs on devices for which the table has no kernel.
 | `bigrams.update_bigrams` | Token Recycling | yes | yes | this project |
 | `cpu_attention.TreeAttention` | vLLM on CPUs | - | yes | Token Recycling, 3.3 |
 | `draw.draw_tokens` | all methods, sampled requests | yes | - | Gumbel-max; Philox (SC 2011) |
+| `expansion.expand_trees` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.1 |
 | `full_mask.full_mask` | SGLang | yes | - | SGLang's custom mask |
 | `gather.compact_tree` | Token Recycling, static trees | yes | yes | Token Recycling, 3.3 |
 | `gather.gather_tree` | Token Recycling, static trees | yes | yes | Token Recycling, algorithm 1 |
-| `growth.grow` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.1, by prior acceptance |
 | `kv_move.KvMover` | all methods | yes | yes | this project |
 | `mask.depths` | all methods | yes | yes | pointer doubling |
 | `mask.tree_mask` | all methods | yes | yes | Token Recycling, 3.3 |

@@ -2,10 +2,10 @@
 
 #include <cstdint>
 
-static int32_t first_child(const int32_t* tokens, const int32_t* parents, int32_t nodes,
+static int32_t first_child(const int32_t* tokens, const int32_t* parents, int32_t tree_size,
                            int32_t node, int32_t token) {
   if (node < 0 || token < 0) return -1;
-  for (int32_t child = node + 1; child < nodes; ++child)
+  for (int32_t child = node + 1; child < tree_size; ++child)
     if (parents[child] == node && tokens[child] == token) return child;
   return -1;
 }

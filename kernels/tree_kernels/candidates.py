@@ -82,7 +82,7 @@ def node_candidates(
     """
     previous = suffix[LONGEST - 2]
     token = suffix[LONGEST - 1]
-    copy, matched = match_ngrams(text, index, cells, suffix, LONGEST, GRAMS)
+    match, matched = match_ngrams(text, index, cells, suffix, LONGEST, GRAMS)
     bigram, has_bigram = _find_bigram(bigrams, bigram_cells, previous, token, TOP)
     has_bigram &= previous >= 0
     row, known = _find_bigram(
@@ -95,7 +95,7 @@ def node_candidates(
     offered = tl.load(bigram[:, None] + 1 + lane, mask=has_bigram[:, None] & of_bigram, other=-1)
     from_row = row[:, None] + lane - TOP - 1
     offered = tl.where(of_row, tl.load(from_row, mask=known[:, None] & of_row, other=-1), offered)
-    offered = tl.where(lane == 0, copy[:, None], offered)
+    offered = tl.where(lane == 0, match[:, None], offered)
     in_bigram = tl.zeros_like(offered)
     in_row = tl.zeros_like(offered)
     for rank in tl.static_range(TOP):
@@ -103,11 +103,11 @@ def node_candidates(
         in_bigram = tl.where((in_bigram == 0) & (offered == likely[:, None]), rank + 1, in_bigram)
         likely = tl.load(row + rank, mask=known, other=-1)
         in_row = tl.where((in_row == 0) & (offered == likely[:, None]), rank + 1, in_row)
-    is_copy = offered == copy[:, None]
+    is_match = offered == match[:, None]
     # A duplicate has a rank other than its lane's, or a rank in an earlier row.
     first = (of_bigram & (in_bigram == lane)) | (of_row & (in_bigram == 0) & (in_row == lane - TOP))
-    first = (lane == 0) | (first & (offered != copy[:, None]))
-    state = tl.where(is_copy, matched[:, None], LONGEST + matched[:, None])
+    first = (lane == 0) | (first & (offered != match[:, None]))
+    state = tl.where(is_match, matched[:, None], LONGEST + matched[:, None])
     state = tl.where(matched[:, None] == 0, 0, state)
     in_bigram = tl.where(has_bigram[:, None], in_bigram, TOP + 1)
     source = (state * (TOP + 2) + in_bigram) * (TOP + 1) + in_row
@@ -135,8 +135,8 @@ def find_candidates(
     """The PyTorch reference for the candidates of W nodes of each request.
 
     Args:
-        matrix: The adjacency matrix, as in `growth.grow`.
-        bigrams: The bigram tables, as in `growth.grow`.
+        matrix: The adjacency matrix, as in `expansion.expand_trees`.
+        bigrams: The bigram tables, as in `expansion.expand_trees`.
         ngrams: The texts and their n-gram index.
         slots: Int64 `[B]`, the slots of the requests.
         suffix: Integers `[B, W, LONGEST]`, the last tokens of each node's path; -1 before the
@@ -146,7 +146,7 @@ def find_candidates(
         Tokens `[B, W, 2 TOP + 1]`, -1 where there is no candidate, and their sources.
     """
     token = suffix[..., -1].long()
-    copy, matched = find_matches(ngrams, slots, suffix)
+    match, matched = find_matches(ngrams, slots, suffix)
     known = (token >= 0) & (token < matrix.shape[0])
     row = matrix[token.clamp(0, matrix.shape[0] - 1)].masked_fill(~known[..., None], -1)
     alone = torch.full_like(suffix[..., -1], ALONE)
@@ -155,10 +155,10 @@ def find_candidates(
     likely, has_bigram = _find_rows(bigrams, slots, suffix[..., -2], suffix[..., -1])
     has_bigram &= suffix[..., -2] >= 0
     likely = likely.masked_fill(~has_bigram[..., None], -1)
-    offered = torch.cat((copy[..., None], likely, row), -1)
+    offered = torch.cat((match[..., None], likely, row), -1)
     earlier = (offered[..., :, None] == offered[..., None, :]).tril(-1).any(-1)
-    is_copy = offered == copy[..., None]
-    state = torch.where(is_copy, matched[..., None], LONGEST + matched[..., None])
+    is_match = offered == match[..., None]
+    state = torch.where(is_match, matched[..., None], LONGEST + matched[..., None])
     state = state.masked_fill(matched[..., None] == 0, 0)
     in_bigram = torch.where(has_bigram[..., None], _rank(likely, offered), TOP + 1)
     sources = (state * BIGRAM_STATES + in_bigram) * ROW_STATES + _rank(row, offered)

@@ -88,13 +88,13 @@ static void multiply(const float* a, int64_t a_stride, const float* b, int64_t b
 
 struct Trees {
   int64_t count;
-  const int64_t* starts;   // [count], the row of each tree's root in the batch
-  const int64_t* nodes;    // [count]
-  const int64_t* lengths;  // [count], tokens of the context and the tree together
-  const int32_t* blocks;   // [count, blocks_stride]
+  const int64_t* starts;      // [count], the row of each tree's root in the batch
+  const int64_t* tree_sizes;  // [count]
+  const int64_t* lengths;     // [count], tokens of the context and the tree together
+  const int32_t* blocks;      // [count, blocks_stride]
   int64_t blocks_stride;
-  const uint8_t* masks;    // [count, most_nodes, most_nodes]
-  int64_t most_nodes;
+  const uint8_t* masks;       // [count, max_tree_size, max_tree_size]
+  int64_t max_tree_size;
 };
 
 template <typename T>
@@ -161,7 +161,7 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
   const int64_t size = layer.head_size, span = layer.block_size, rows = item.rows;
   const int64_t length = trees.lengths[item.tree], used = item.used_rows(layer.group);
   const uint8_t* mask =
-      trees.masks + (item.tree * trees.most_nodes + item.first_node) * trees.most_nodes;
+      trees.masks + (item.tree * trees.max_tree_size + item.first_node) * trees.max_tree_size;
   scratch.resize(rows * size + kTile * size + rows * span);
   float* query = scratch.data();
   float* wide = query + rows * size;
@@ -189,11 +189,11 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
         multiply<false>(query + r * size, size, wide, kTile, scores + r * span + t, span, size,
                         width);
     }
-    const int64_t tree_start = length - trees.nodes[item.tree] - b * span;
+    const int64_t tree_start = length - trees.tree_sizes[item.tree] - b * span;
     for (int64_t r = 0; r < rows; ++r) {
       float* row = scores + r * span;
       if (r < used) {
-        const uint8_t* sees = mask + r / layer.group * trees.most_nodes;
+        const uint8_t* sees = mask + r / layer.group * trees.max_tree_size;
         for (int64_t t = std::max<int64_t>(tree_start, 0); t < count; ++t)
           row[t] = sees[t - tree_start] ? row[t] : kHidden;
       }
@@ -243,16 +243,16 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
   const int64_t most = std::max<int64_t>(kRowsAtOnce / layer.group, 1);
   int64_t pieces = 0;
   for (int64_t tree = 0; tree < trees.count; ++tree)
-    pieces += (trees.nodes[tree] + most - 1) / most * layer.kv_heads;
+    pieces += (trees.tree_sizes[tree] + most - 1) / most * layer.kv_heads;
   const int64_t wanted = (kItemsPerThread * threads + pieces - 1) / pieces;
   int64_t room = 0;
   for (int64_t tree = 0; tree < trees.count; ++tree) {
-    const int64_t nodes = trees.nodes[tree];
+    const int64_t tree_size = trees.tree_sizes[tree];
     const int64_t blocks = (trees.lengths[tree] + layer.block_size - 1) / layer.block_size;
     const int64_t runs = std::min(blocks, wanted);
     for (int64_t head = 0; head < layer.kv_heads; ++head)
-      for (int64_t node = 0; node < nodes; node += most) {
-        const int64_t last = std::min(node + most, nodes);
+      for (int64_t node = 0; node < tree_size; node += most) {
+        const int64_t last = std::min(node + most, tree_size);
         const int64_t rows = ((last - node) * layer.group + kRows - 1) / kRows * kRows;
         groups.push_back(items.size());
         for (int64_t run = 0; run < runs; ++run) {

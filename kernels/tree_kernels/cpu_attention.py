@@ -32,8 +32,8 @@ class PagedTrees:
 
     Attributes:
         starts: Int64 `[T]`, the row of each tree's root in the batch.
-        nodes: Int64 `[T]`, the number of nodes of each tree, including the root. The nodes of a
-            tree are adjacent in the batch.
+        tree_sizes: Int64 `[T]`, the number of nodes of each tree, including the root. The nodes of
+            a tree are adjacent in the batch.
         lengths: Int64 `[T]`, the number of tokens of each context plus its tree.
         blocks: Int32 `[T, P]`, the KV blocks of each request in the order of its tokens.
         masks: Bool `[T, N, N]`, whether node i attends to node j. No tree has more than N nodes.
@@ -43,7 +43,7 @@ class PagedTrees:
     """
 
     starts: Tensor
-    nodes: Tensor
+    tree_sizes: Tensor
     lengths: Tensor
     blocks: Tensor
     masks: Tensor
@@ -51,7 +51,7 @@ class PagedTrees:
     def __post_init__(self) -> None:
         for name, dtype, dims in (
             ("starts", torch.int64, 1),
-            ("nodes", torch.int64, 1),
+            ("tree_sizes", torch.int64, 1),
             ("lengths", torch.int64, 1),
             ("blocks", torch.int32, 2),
             ("masks", torch.bool, 3),
@@ -69,12 +69,12 @@ class _Trees(ctypes.Structure):
     _fields_ = (
         ("count", ctypes.c_int64),
         ("starts", ctypes.c_void_p),
-        ("nodes", ctypes.c_void_p),
+        ("tree_sizes", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
         ("blocks_stride", ctypes.c_int64),
         ("masks", ctypes.c_void_p),
-        ("most_nodes", ctypes.c_int64),
+        ("max_tree_size", ctypes.c_int64),
     )
 
 
@@ -157,12 +157,12 @@ def _pointers(trees: PagedTrees) -> _Trees:
     return _Trees(
         count=len(trees.starts),
         starts=trees.starts.data_ptr(),
-        nodes=trees.nodes.data_ptr(),
+        tree_sizes=trees.tree_sizes.data_ptr(),
         lengths=trees.lengths.data_ptr(),
         blocks=trees.blocks.data_ptr(),
         blocks_stride=trees.blocks.shape[1],
         masks=trees.masks.data_ptr(),
-        most_nodes=trees.masks.shape[2],
+        max_tree_size=trees.masks.shape[2],
     )
 
 
@@ -177,9 +177,9 @@ def _attend_reference(
 ) -> None:
     heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
     group = layer.shape.group
-    for start, nodes, length, blocks, mask in zip(
+    for start, tree_size, length, blocks, mask in zip(
         trees.starts.tolist(),
-        trees.nodes.tolist(),
+        trees.tree_sizes.tolist(),
         trees.lengths.tolist(),
         trees.blocks.long(),
         trees.masks,
@@ -187,20 +187,20 @@ def _attend_reference(
     ):
         used = blocks[: -(-length // block_size)]
         # The query heads of a group become rows, so each KV head takes one matrix product.
-        q = query[start : start + nodes].view(nodes, heads, group, size).transpose(0, 1)
+        q = query[start : start + tree_size].view(tree_size, heads, group, size).transpose(0, 1)
         k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
         v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]
-        sees = torch.ones(nodes, length, dtype=torch.bool, device=query.device)
-        sees[:, length - nodes :] = mask[:nodes, :nodes]
+        sees = torch.ones(tree_size, length, dtype=torch.bool, device=query.device)
+        sees[:, length - tree_size :] = mask[:tree_size, :tree_size]
         attended = F.scaled_dot_product_attention(
-            q.reshape(1, heads, nodes * group, size),
+            q.reshape(1, heads, tree_size * group, size),
             k,
             v,
             sees.repeat_interleave(group, 0),
             scale=scale,
         )
-        rows = output[start : start + nodes].view(nodes, heads, group, size)
-        rows.copy_(attended.view(heads, nodes, group, size).transpose(0, 1))
+        rows = output[start : start + tree_size].view(tree_size, heads, group, size)
+        rows.copy_(attended.view(heads, tree_size, group, size).transpose(0, 1))
 
 
 def _attend_cpp(

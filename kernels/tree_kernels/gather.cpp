@@ -4,11 +4,11 @@
 
 extern "C" void gather(const int32_t* matrix, int64_t vocab, int64_t k, const int32_t* roots,
                        int64_t requests, const int32_t* parents, const int32_t* ranks,
-                       int64_t nodes, int32_t* out) {
+                       int64_t tree_size, int32_t* out) {
   for (int64_t request = 0; request < requests; ++request) {
-    int32_t* tokens = out + request * nodes;
+    int32_t* tokens = out + request * tree_size;
     tokens[0] = roots[request];
-    for (int64_t node = 1; node < nodes; ++node) {
+    for (int64_t node = 1; node < tree_size; ++node) {
       const int64_t above = tokens[parents[node]];
       tokens[node] = above >= 0 && above < vocab ? matrix[above * k + ranks[node]] : -1;
     }
@@ -17,21 +17,21 @@ extern "C" void gather(const int32_t* matrix, int64_t vocab, int64_t k, const in
 
 // `places` is scratch space for the nodes of one request.
 extern "C" void compact(const int32_t* tokens, const int32_t* parents, int64_t parents_stride,
-                        int64_t requests, int64_t nodes, int32_t* out_tokens, int32_t* out_parents,
-                        int32_t* out_nodes, int32_t* places) {
+                        int64_t requests, int64_t width, int32_t* out_tokens, int32_t* out_parents,
+                        int32_t* out_tree_size, int32_t* places) {
   for (int64_t request = 0; request < requests; ++request) {
-    const int32_t* line = tokens + request * nodes;
+    const int32_t* line = tokens + request * width;
     const int32_t* above = parents + request * parents_stride;
-    int32_t* kept_tokens = out_tokens + request * nodes;
-    int32_t* kept_parents = out_parents + request * nodes;
+    int32_t* kept_tokens = out_tokens + request * width;
+    int32_t* kept_parents = out_parents + request * width;
     int32_t count = 0;
-    for (int64_t node = 0; node < nodes; ++node) {
+    for (int64_t node = 0; node < width; ++node) {
       if (line[node] == -1) continue;
       places[node] = count;
       kept_tokens[count] = line[node];
       kept_parents[count++] = above[node] < 0 ? -1 : places[above[node]];
     }
-    out_nodes[request] = count;
-    for (int64_t node = count; node < nodes; ++node) kept_tokens[node] = kept_parents[node] = -1;
+    out_tree_size[request] = count;
+    for (int64_t node = count; node < width; ++node) kept_tokens[node] = kept_parents[node] = -1;
   }
 }

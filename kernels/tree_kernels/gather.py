@@ -54,15 +54,15 @@ def _compact_kernel(
     parents: tl.tensor,
     out_tokens: tl.tensor,
     out_parents: tl.tensor,
-    out_nodes: tl.tensor,
-    tree_size: tl.tensor,
+    out_tree_size: tl.tensor,
+    width: tl.tensor,
     parents_stride: tl.tensor,
     PAD: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, PAD)
-    inside = nodes < tree_size
-    token = tl.load(tokens + request * tree_size + nodes, mask=inside, other=-1)
+    inside = nodes < width
+    token = tl.load(tokens + request * width + nodes, mask=inside, other=-1)
     parent = tl.load(parents + request * parents_stride + nodes, mask=inside, other=-1)
     keep = token != -1
     count = tl.sum(keep.to(tl.int32), 0)
@@ -70,17 +70,17 @@ def _compact_kernel(
     above = tl.where(parent < 0, -1, tl.gather(place, tl.maximum(parent, 0), 0))
     # Dropped nodes fill the cells after the kept ones, so every cell is written exactly once.
     place = tl.where(keep, place, count + nodes - place - 1)
-    here = request * tree_size + place
+    here = request * width + place
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, tl.where(keep, above, -1), mask=inside)
-    tl.store(out_nodes + request, count)
+    tl.store(out_tree_size + request, count)
 
 
 def _gather_triton(
     matrix: Tensor, roots: Tensor, parents: Tensor, ranks: Tensor, level_ends: Sequence[int]
 ) -> Tensor:
-    requests, nodes = roots.shape[0], parents.shape[0]
-    out = torch.empty(requests, nodes, dtype=torch.int32, device=matrix.device)
+    requests, tree_size = roots.shape[0], parents.shape[0]
+    out = torch.empty(requests, tree_size, dtype=torch.int32, device=matrix.device)
     if requests == 0:
         return out
     _gather_kernel[(requests,)](
@@ -91,15 +91,15 @@ def _gather_triton(
         out,
         matrix.shape[0],
         matrix.stride(0),
-        nodes,
+        tree_size,
         LEVELS=len(level_ends),
-        PAD=next_power_of_2(nodes),
+        PAD=next_power_of_2(tree_size),
     )
     return out
 
 
 def _compact_triton(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    requests, nodes = tokens.shape
+    requests, width = tokens.shape
     tokens, parents = tokens.contiguous(), parents.contiguous()
     out_tokens = torch.empty_like(tokens)
     out_parents = torch.empty_like(tokens)
@@ -112,9 +112,9 @@ def _compact_triton(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Te
         out_tokens,
         out_parents,
         tree_size,
-        nodes,
+        width,
         parents.stride(0) if parents.dim() == 2 else 0,
-        PAD=next_power_of_2(nodes),
+        PAD=next_power_of_2(width),
     )
     return out_tokens, out_parents, tree_size
 
@@ -135,16 +135,16 @@ def _gather_reference(
 
 
 def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    requests, nodes = tokens.shape
+    requests, width = tokens.shape
     keep = tokens != -1
     place = keep.cumsum(1) - 1
-    parents = parents.expand(requests, nodes).long()
+    parents = parents.expand(requests, width).long()
     above = place.gather(1, parents.clamp(min=0)).masked_fill(parents < 0, -1).int()
     # Dropped nodes go to an extra column, which is discarded.
-    place = place.masked_fill(~keep, nodes)
-    padding = tokens.new_full((requests, nodes + 1), -1)
-    out_tokens = padding.scatter(1, place, tokens)[:, :nodes]
-    out_parents = padding.scatter(1, place, above)[:, :nodes]
+    place = place.masked_fill(~keep, width)
+    padding = tokens.new_full((requests, width + 1), -1)
+    out_tokens = padding.scatter(1, place, tokens)[:, :width]
+    out_parents = padding.scatter(1, place, above)[:, :width]
     return out_tokens.contiguous(), out_parents.contiguous(), keep.sum(1, dtype=torch.int32)
 
 
@@ -226,7 +226,7 @@ def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     Returns:
         Tokens and parents, int32 `[B, N]`, padded with -1, and the size of each tree, int32 `[B]`,
-        the root counted.
+        including the root.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -11,13 +11,13 @@ struct Layout {
 // Rows are copied as integers T of the element size, so that all values are copied bit by bit.
 template <typename T>
 static void move(const int64_t* caches, int64_t num_caches, const Layout& layout,
-                 const int64_t* slots, const int32_t* path, int64_t requests, int64_t nodes,
+                 const int64_t* slots, const int32_t* path, int64_t requests, int64_t width,
                  int64_t length) {
   static thread_local std::vector<T> rows;
   rows.resize(length * layout.head_dim);
   for (int64_t c = 0; c < num_caches; ++c)
     for (int64_t request = 0; request < requests; ++request) {
-      const int64_t* slot_of = slots + request * nodes;
+      const int64_t* slot_of = slots + request * width;
       const int32_t* accepted = path + request * length;
       for (int64_t head = 0; head < layout.heads; ++head) {
         T* cache = reinterpret_cast<T*>(caches[c]) + head * layout.head_stride;
@@ -45,8 +45,8 @@ static void move(const int64_t* caches, int64_t num_caches, const Layout& layout
 #define EXPORT(NAME, TYPE)                                                                    \
   extern "C" void NAME(const int64_t* caches, int64_t num_caches, const Layout* layout,       \
                        const int64_t* slots, const int32_t* path, int64_t requests,           \
-                       int64_t nodes, int64_t length) {                                       \
-    move<TYPE>(caches, num_caches, *layout, slots, path, requests, nodes, length);            \
+                       int64_t width, int64_t length) {                                       \
+    move<TYPE>(caches, num_caches, *layout, slots, path, requests, width, length);            \
   }
 EXPORT(move_1, uint8_t)
 EXPORT(move_2, uint16_t)

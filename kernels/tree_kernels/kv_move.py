@@ -26,7 +26,7 @@ def _move_kernel(
     addresses: tl.tensor,
     slots: tl.tensor,
     path: tl.tensor,
-    nodes: tl.tensor,
+    width: tl.tensor,
     length: tl.tensor,
     block_size: tl.tensor,
     head_dim: tl.tensor,
@@ -48,8 +48,8 @@ def _move_kernel(
     dims = tl.arange(0, DIM_PAD)
     node = tl.load(path + request * length + steps, mask=steps < length, other=-1)
     valid = (node > 0) & (node != steps)
-    old_slots = tl.load(slots + request * nodes + node, mask=valid, other=0)
-    new_slots = tl.load(slots + request * nodes + steps, mask=valid, other=0)
+    old_slots = tl.load(slots + request * width + node, mask=valid, other=0)
+    new_slots = tl.load(slots + request * width + steps, mask=valid, other=0)
     mask = valid[:, None] & (dims < head_dim)[None, :]
     columns = start + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
     read = (old_slots // block_size) * block_stride + (old_slots % block_size) * offset_stride

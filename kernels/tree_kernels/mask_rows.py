@@ -15,7 +15,7 @@ _BITS = 32
 def _mask_rows_kernel(
     masks: tl.tensor,
     starts: tl.tensor,
-    nodes: tl.tensor,
+    tree_sizes: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
     words: tl.tensor,
@@ -25,7 +25,7 @@ def _mask_rows_kernel(
     """Write the row of a node; one program per node."""
     tree = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
-    if node >= tl.load(nodes + tree):
+    if node >= tl.load(tree_sizes + tree):
         return
     word = tl.arange(0, PAD)
     bit = tl.arange(0, 32)
@@ -36,19 +36,19 @@ def _mask_rows_kernel(
     tl.store(out + row * out_stride + word, tl.sum(seen << bit[None, :], 1), mask=word < words)
 
 
-def _mask_rows_triton(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
+def _mask_rows_triton(masks: Tensor, starts: Tensor, tree_sizes: Tensor, out: Tensor) -> None:
     trees, width, _ = masks.shape
     words = out.shape[1]
     if masks.numel() == 0:
         return
     _mask_rows_kernel[(trees, width)](
         masks.contiguous().view(torch.int8),
-        *(starts.contiguous(), nodes.contiguous(), out, width, words, out.stride(0)),
+        *(starts.contiguous(), tree_sizes.contiguous(), out, width, words, out.stride(0)),
         PAD=next_power_of_2(words),
     )
 
 
-def _mask_rows_reference(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
+def _mask_rows_reference(masks: Tensor, starts: Tensor, tree_sizes: Tensor, out: Tensor) -> None:
     trees, width, _ = masks.shape
     words = out.shape[1]
     bits = masks.new_zeros(trees, width, words * _BITS, dtype=torch.int32)
@@ -57,20 +57,20 @@ def _mask_rows_reference(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tens
     packed = (bits.view(trees, width, words, _BITS) << lanes).sum(3, dtype=torch.int32)
     places = torch.arange(width, device=masks.device)
     # On a GPU, selecting by mask waits for the device; decode steps there use the Triton kernel.
-    real = places < nodes[:, None]
+    real = places < tree_sizes[:, None]
     out[(starts[:, None] + places)[real]] = packed[real]
 
 
 _MASK_ROWS = Op("mask_rows.mask_rows", _mask_rows_reference, triton=_mask_rows_triton)
 
 
-def mask_rows(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None:
+def mask_rows(masks: Tensor, starts: Tensor, tree_sizes: Tensor, out: Tensor) -> None:
     """Write the masks of the trees' nodes into their rows of the batch; other rows stay unchanged.
 
     Args:
         masks: Bool `[B, N, N]`, whether node i attends to node j.
         starts: Integers `[B]`, the row of each root in the batch; the nodes of a tree are adjacent.
-        nodes: Integers `[B]`, the number of nodes of each tree, at most N.
+        tree_sizes: Integers `[B]`, the number of nodes of each tree, including the root; at most N.
         out: Int32 `[T, W]` with W >= ceil(N / 32), written in place: bit j % 32 of word j // 32 of
             a row says that it attends to node j.
 
@@ -81,12 +81,12 @@ def mask_rows(masks: Tensor, starts: Tensor, nodes: Tensor, out: Tensor) -> None
         masks.dim() != 3
         or masks.shape[1] != masks.shape[2]
         or starts.shape != masks.shape[:1]
-        or nodes.shape != masks.shape[:1]
+        or tree_sizes.shape != masks.shape[:1]
         or out.dim() != 2
         or out.shape[1] * _BITS < masks.shape[1]
     ):
-        shapes = [[*tensor.shape] for tensor in (masks, starts, nodes, out)]
+        shapes = [[*tensor.shape] for tensor in (masks, starts, tree_sizes, out)]
         raise ValueError(f"expected [B, N, N], [B], [B] and [T, ceil(N / 32)], not {shapes}")
     if masks.dtype != torch.bool or out.dtype != torch.int32 or out.stride(1) != 1:
         raise ValueError("masks must be bool, and out must be int32 with contiguous rows")
-    _MASK_ROWS.on(masks)(masks, starts, nodes, out)
+    _MASK_ROWS.on(masks)(masks, starts, tree_sizes, out)

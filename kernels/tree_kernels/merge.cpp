@@ -8,7 +8,7 @@
 struct Children {
   std::vector<int32_t> first, next;
 
-  explicit Children(int64_t nodes) : first(nodes, -1), next(nodes, -1) {}
+  explicit Children(int64_t columns) : first(columns, -1), next(columns, -1) {}
 
   // Nodes are added in descending order.
   void add(int32_t parent, int32_t node) {
@@ -20,10 +20,10 @@ struct Children {
 // Nodes of the first tree keep their columns as places; node j > 0 of the second has the place
 // `width - 1 + j` unless the first tree has the same path.
 extern "C" void merge_trees(const int32_t* first_tokens, const int32_t* first_parents,
-                            const int32_t* first_nodes, const int32_t* second_tokens,
-                            const int32_t* second_parents, const int32_t* second_nodes,
+                            const int32_t* first_tree_size, const int32_t* second_tokens,
+                            const int32_t* second_parents, const int32_t* second_tree_size,
                             int64_t requests, int64_t width, int64_t second_width,
-                            int32_t* out_tokens, int32_t* out_parents, int32_t* out_nodes) {
+                            int32_t* out_tokens, int32_t* out_parents, int32_t* out_tree_size) {
   const int64_t columns = width + second_width - 1;
   std::vector<int32_t> tokens(columns), parents(columns), place(second_width), queue(columns);
   for (int64_t request = 0; request < requests; ++request) {
@@ -32,14 +32,14 @@ extern "C" void merge_trees(const int32_t* first_tokens, const int32_t* first_pa
     const int32_t* their_tokens = second_tokens + request * second_width;
     const int32_t* their_parents = second_parents + request * second_width;
     Children ours(columns), all(columns);
-    for (int32_t node = first_nodes[request] - 1; node > 0; --node) {
+    for (int32_t node = first_tree_size[request] - 1; node > 0; --node) {
       if (our_parents[node] >= 0) ours.add(our_parents[node], node);
       tokens[node] = our_tokens[node];
     }
     tokens[0] = our_tokens[0];
     place[0] = 0;
     // Breadth-first: a parent's place is known before its children's.
-    for (int32_t node = 1; node < second_nodes[request]; ++node) {
+    for (int32_t node = 1; node < second_tree_size[request]; ++node) {
       const int32_t above = place[std::max(their_parents[node], 0)];
       int32_t same = ours.first[above];
       while (same >= 0 && our_tokens[same] != their_tokens[node]) same = ours.next[same];
@@ -48,9 +48,9 @@ extern "C" void merge_trees(const int32_t* first_tokens, const int32_t* first_pa
       parents[place[node]] = above;
     }
     // Children of `first` come before those of `second`.
-    for (int32_t node = second_nodes[request] - 1; node > 0; --node)
+    for (int32_t node = second_tree_size[request] - 1; node > 0; --node)
       if (place[node] >= width) all.add(parents[place[node]], place[node]);
-    for (int32_t node = first_nodes[request] - 1; node > 0; --node)
+    for (int32_t node = first_tree_size[request] - 1; node > 0; --node)
       if (our_parents[node] >= 0) all.add(our_parents[node], node);
     int32_t* merged_tokens = out_tokens + request * columns;
     int32_t* merged_parents = out_parents + request * columns;
@@ -64,7 +64,7 @@ extern "C" void merge_trees(const int32_t* first_tokens, const int32_t* first_pa
         merged_tokens[count] = tokens[child];
         merged_parents[count++] = node;
       }
-    out_nodes[request] = count;
+    out_tree_size[request] = count;
     std::fill(merged_tokens + count, merged_tokens + columns, -1);
     std::fill(merged_parents + count, merged_parents + columns, -1);
   }

@@ -16,13 +16,13 @@ _MERGE = CppFunction("merge.cpp", "merge_trees", "ppppppiiippp")
 def _merge_kernel(
     first_tokens: tl.tensor,
     first_parents: tl.tensor,
-    first_nodes: tl.tensor,
+    first_tree_size: tl.tensor,
     second_tokens: tl.tensor,
     second_parents: tl.tensor,
-    second_nodes: tl.tensor,
+    second_tree_size: tl.tensor,
     out_tokens: tl.tensor,
     out_parents: tl.tensor,
-    out_nodes: tl.tensor,
+    out_tree_size: tl.tensor,
     width: tl.tensor,
     further: tl.tensor,
     DEPTH: tl.constexpr,
@@ -37,7 +37,7 @@ def _merge_kernel(
     second = places >= width
     column = tl.where(second, places - width + 1, places)
     there = column < tl.where(
-        second, tl.load(second_nodes + request), tl.load(first_nodes + request)
+        second, tl.load(second_tree_size + request), tl.load(first_tree_size + request)
     )
     ours = request * width + column
     theirs = request * further + column
@@ -86,7 +86,7 @@ def _merge_kernel(
     nothing = tl.full([PAD], -1, tl.int32)
     tl.store(out_tokens + line + places, nothing, mask=empty)
     tl.store(out_parents + line + places, nothing, mask=empty)
-    tl.store(out_nodes + request, before)
+    tl.store(out_tree_size + request, before)
 
 
 Tree = tuple[Tensor, Tensor, Tensor]
@@ -111,13 +111,13 @@ def _merge_triton(first: Tree, second: Tree, depth: int) -> Tree:
 
 
 def _merge_reference(first: Tree, second: Tree, depth: int) -> Tree:
-    tokens, parents, nodes = zip(first, second, strict=True)
+    tokens, parents, tree_sizes = zip(first, second, strict=True)
     width, further = tokens[0].shape[1], tokens[1].shape[1] - 1
     device = tokens[0].device
-    levels = [depths_reference(*each) for each in zip(parents, nodes, strict=True)]
+    levels = [depths_reference(*each) for each in zip(parents, tree_sizes, strict=True)]
     there = [
         torch.arange(each.shape[1], device=device) < count[:, None]
-        for each, count in zip(tokens, nodes, strict=True)
+        for each, count in zip(tokens, tree_sizes, strict=True)
     ]
     # The column of each node of the second tree, in both trees side by side with one root.
     place = torch.arange(width - 1, width + further, device=device).expand_as(tokens[1])
@@ -206,8 +206,8 @@ def merge_trees(first: Tree, second: Tree, depth: int) -> Tree:
     Raises:
         ValueError: Shapes do not fit.
     """
-    for tokens, parents, nodes in (first, second):
-        one = nodes.shape == first[0].shape[:1] == tokens.shape[:1]
+    for tokens, parents, tree_size in (first, second):
+        one = tree_size.shape == first[0].shape[:1] == tokens.shape[:1]
         if tokens.shape != parents.shape or not one:
             shapes = [[*tensor.shape] for tensor in (*first, *second)]
             raise ValueError(f"expected [B, N], [B, N] and [B] twice, with equal B, not {shapes}")

@@ -4,27 +4,28 @@
 #include <cstdint>
 #include <vector>
 
-// Keeps the root and the `nodes` other nodes of highest score of each tree, in their order.
+// Keeps the root and the `num_draft_tokens` other nodes of highest score of each tree, in their
+// order.
 extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const int32_t* sources,
-                           const float* scores, int64_t requests, int64_t columns, int64_t nodes,
-                           int32_t* out_tokens, int32_t* out_parents, int32_t* out_sources,
-                           int32_t* counts) {
+                           const float* scores, int64_t requests, int64_t columns,
+                           int64_t num_draft_tokens, int32_t* out_tokens, int32_t* out_parents,
+                           int32_t* out_sources, int32_t* out_tree_size) {
   std::vector<int64_t> order(columns);
   std::vector<int32_t> places(columns);
   for (int64_t request = 0; request < requests; ++request) {
-    const int64_t line = request * columns, out = request * (nodes + 1);
+    const int64_t line = request * columns, out = request * (num_draft_tokens + 1);
     int64_t found = 0;
     for (int64_t column = 0; column < columns; ++column)
       if (column == 0 || scores[line + column] > 0.0f) order[found++] = column;
-    if (found > nodes + 1) {
+    if (found > num_draft_tokens + 1) {
       // The root is always kept.
       std::stable_sort(order.begin() + 1, order.begin() + found, [&](int64_t a, int64_t b) {
         return scores[line + a] > scores[line + b];
       });
-      found = nodes + 1;
+      found = num_draft_tokens + 1;
       std::sort(order.begin() + 1, order.begin() + found);
     }
-    for (int64_t place = 0; place <= nodes; ++place) {
+    for (int64_t place = 0; place <= num_draft_tokens; ++place) {
       const bool node = place < found;
       const int64_t column = node ? order[place] : 0;
       if (node) places[column] = static_cast<int32_t>(place);
@@ -32,6 +33,6 @@ extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const 
       out_parents[out + place] = node && column > 0 ? places[parents[line + column]] : -1;
       out_sources[out + place] = node ? sources[line + column] : 0;
     }
-    counts[request] = static_cast<int32_t>(found);
+    out_tree_size[request] = static_cast<int32_t>(found);
   }
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, tl
-from tree_kernels.growth import Grown
+from tree_kernels.expansion import ExpandedTrees
 
 _BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiipppp")
 _BLOCK = 32
@@ -28,7 +28,7 @@ def _best_kernel(
     out_tokens: tl.tensor,
     out_parents: tl.tensor,
     out_sources: tl.tensor,
-    counts: tl.tensor,
+    out_tree_size: tl.tensor,
     columns: tl.tensor,
     kept: tl.tensor,
     PAD: tl.constexpr,
@@ -62,62 +62,70 @@ def _best_kernel(
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, parent, mask=inside)
     tl.store(out_sources + here, source, mask=inside)
-    tl.store(counts + request, count)
+    tl.store(out_tree_size + request, count)
 
 
-def _best_triton(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, columns = grown.tokens.shape
-    device = grown.tokens.device
-    out = torch.empty(3, batch, nodes + 1, dtype=torch.int32, device=device)
+def _best_triton(
+    expanded: ExpandedTrees, num_draft_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, columns = expanded.tokens.shape
+    device = expanded.tokens.device
+    out = torch.empty(3, batch, num_draft_tokens + 1, dtype=torch.int32, device=device)
     tokens, parents, sources = out.unbind()
-    counts = torch.empty(batch, dtype=torch.int32, device=device)
+    tree_size = torch.empty(batch, dtype=torch.int32, device=device)
     if batch:
         _best_kernel[(batch,)](
-            grown.tokens,
-            grown.parents,
-            grown.sources,
-            grown.scores,
+            expanded.tokens,
+            expanded.parents,
+            expanded.sources,
+            expanded.scores,
             tokens,
             parents,
             sources,
-            counts,
+            tree_size,
             columns,
-            nodes + 1,
+            num_draft_tokens + 1,
             PAD=next_power_of_2(columns),
             BLOCK=_BLOCK,
             num_warps=4 if columns <= 256 else 8,
         )
-    return tokens, parents, sources, counts
+    return tokens, parents, sources, tree_size
 
 
-def _best_reference(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = grown.scores.clone()
+def _best_reference(
+    expanded: ExpandedTrees, num_draft_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scores = expanded.scores.clone()
     scores[:, 0] = torch.inf  # the root is always kept
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes + 1]
+    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : num_draft_tokens + 1]
     best = best.sort(1).values
     gone = scores.gather(1, best) <= 0
     best = best.gather(1, gone.int().sort(dim=1, stable=True).indices)
     gone = gone.sort(dim=1, stable=True).values
-    place = torch.full_like(grown.parents, -1)
-    places = torch.arange(nodes + 1, dtype=torch.int32, device=best.device)
+    place = torch.full_like(expanded.parents, -1)
+    places = torch.arange(num_draft_tokens + 1, dtype=torch.int32, device=best.device)
     place.scatter_(1, best, places.expand_as(best))
-    above = grown.parents.gather(1, best).long()
+    above = expanded.parents.gather(1, best).long()
     parents = place.gather(1, above.clamp(min=0)).masked_fill(gone | (above < 0), -1)
-    tokens = grown.tokens.gather(1, best).masked_fill(gone, -1)
-    sources = grown.sources.gather(1, best).masked_fill(gone, 0)
+    tokens = expanded.tokens.gather(1, best).masked_fill(gone, -1)
+    sources = expanded.sources.gather(1, best).masked_fill(gone, 0)
     return tokens, parents, sources, (~gone).sum(1, dtype=torch.int32)
 
 
-def _best_cpp(grown: Grown, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, columns = grown.tokens.shape
-    tokens, parents, sources = torch.empty(3, batch, nodes + 1, dtype=torch.int32).unbind()
-    counts = torch.empty(batch, dtype=torch.int32)
+def _best_cpp(
+    expanded: ExpandedTrees, num_draft_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, columns = expanded.tokens.shape
+    tokens, parents, sources = torch.empty(
+        3, batch, num_draft_tokens + 1, dtype=torch.int32
+    ).unbind()
+    tree_size = torch.empty(batch, dtype=torch.int32)
     _BEST.call(
-        *(grown.tokens.data_ptr(), grown.parents.data_ptr(), grown.sources.data_ptr()),
-        *(grown.scores.data_ptr(), batch, columns, nodes),
-        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), counts.data_ptr()),
+        *(expanded.tokens.data_ptr(), expanded.parents.data_ptr(), expanded.sources.data_ptr()),
+        *(expanded.scores.data_ptr(), batch, columns, num_draft_tokens),
+        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), tree_size.data_ptr()),
     )
-    return tokens, parents, sources, counts
+    return tokens, parents, sources, tree_size
 
 
 _BEST_NODES = Op(
@@ -125,14 +133,16 @@ _BEST_NODES = Op(
 )
 
 
-def best_nodes(grown: Grown, num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def best_nodes(
+    expanded: ExpandedTrees, num_draft_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft tokens of highest score of each tree, in breadth-first order.
 
     A child never scores above its parent, so the selected nodes form a tree. On ties the earlier
     nodes are kept.
 
     Args:
-        grown: The expanded trees.
+        expanded: The expanded trees.
         num_draft_tokens: Number N of nodes to select, excluding the root.
 
     Returns:
@@ -142,7 +152,7 @@ def best_nodes(grown: Grown, num_draft_tokens: int) -> tuple[Tensor, Tensor, Ten
     Raises:
         ValueError: The trees have N columns or fewer.
     """
-    columns = grown.tokens.shape[1]
+    columns = expanded.tokens.shape[1]
     if not 0 <= num_draft_tokens < columns:
         raise ValueError(f"num_draft_tokens={num_draft_tokens} must be between 0 and {columns - 1}")
-    return _BEST_NODES.on(grown.tokens)(grown, num_draft_tokens)
+    return _BEST_NODES.on(expanded.tokens)(expanded, num_draft_tokens)

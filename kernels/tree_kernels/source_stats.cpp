@@ -6,18 +6,18 @@
 
 // Counts, for each source, the nodes whose parent was accepted, and those that were accepted too.
 extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const int32_t* sources,
-                            const int32_t* path, int64_t requests, int64_t nodes, int64_t depth,
+                            const int32_t* path, int64_t requests, int64_t width, int64_t depth,
                             int64_t tree_stride, int32_t* tried, int32_t* hit,
                             const float* expected, float* priors, int64_t weight) {
-  std::vector<char> on(nodes);
+  std::vector<char> on(width);
   for (int64_t request = 0; request < requests; ++request) {
     std::fill(on.begin(), on.end(), 0);
     for (int64_t i = 0; i < depth; ++i) {
       const int32_t node = path[request * depth + i];
-      if (node >= 0 && node < nodes) on[node] = 1;
+      if (node >= 0 && node < width) on[node] = 1;
     }
-    for (int64_t node = 1; node < nodes; ++node) {
-      const int64_t at = request * nodes + node;
+    for (int64_t node = 1; node < width; ++node) {
+      const int64_t at = request * width + node;
       if (tokens[at] < 0 || !on[parents[at]]) continue;
       const int32_t source = sources[request * tree_stride + node];
       ++tried[source];
@@ -26,7 +26,7 @@ extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const
   }
   // Only the priors of these sources can have changed.
   for (int64_t request = 0; request < requests; ++request)
-    for (int64_t node = 1; node < nodes; ++node) {
+    for (int64_t node = 1; node < width; ++node) {
       const int32_t source = sources[request * tree_stride + node];
       const float prior = expected[source] * static_cast<float>(weight);
       priors[source] = (prior + static_cast<float>(hit[source])) /

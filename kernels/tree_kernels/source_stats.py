@@ -57,7 +57,7 @@ class SourceStats:
         torch.div(counted, self.tried + self.WEIGHT, out=self.priors)
 
 
-@jit(do_not_specialize=["tokens", "parents", "sources", "nodes", "depth"])
+@jit(do_not_specialize=["tokens", "parents", "sources", "width", "depth"])
 def _count_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
@@ -65,7 +65,7 @@ def _count_kernel(
     path: tl.tensor,
     tried: tl.tensor,
     hit: tl.tensor,
-    nodes: tl.tensor,
+    width: tl.tensor,
     depth: tl.tensor,
     sources_stride: tl.tensor,
     PAD: tl.constexpr,
@@ -74,9 +74,9 @@ def _count_kernel(
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, PAD)
     step = tl.arange(0, DEPTH_PAD)
-    inside = node < nodes
-    token = tl.load(tokens + request * nodes + node, mask=inside, other=-1)
-    parent = tl.load(parents + request * nodes + node, mask=inside, other=-1)
+    inside = node < width
+    token = tl.load(tokens + request * width + node, mask=inside, other=-1)
+    parent = tl.load(parents + request * width + node, mask=inside, other=-1)
     source = tl.load(sources + request * sources_stride + node, mask=inside, other=0)
     accepted = tl.load(path + request * depth + step, mask=step < depth, other=-1)[None, :]
     here = tl.max((accepted == node[:, None]).to(tl.int32), 1)
@@ -107,7 +107,7 @@ def _priors_kernel(
 def _count_triton(
     source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
 ) -> None:
-    batch, nodes = tokens.shape
+    batch, width = tokens.shape
     if batch == 0:
         return
     _count_kernel[(batch,)](
@@ -117,10 +117,10 @@ def _count_triton(
         path,
         source_stats.tried,
         source_stats.hit,
-        nodes,
+        width,
         path.shape[1],
         sources.shape[1],
-        PAD=next_power_of_2(nodes),
+        PAD=next_power_of_2(width),
         DEPTH_PAD=path_pad(path.shape[1]),
     )
     num_sources = len(source_stats.expected)
@@ -138,15 +138,15 @@ def _count_triton(
 def _count_reference(
     source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
 ) -> None:
-    batch, nodes = tokens.shape
-    on = torch.zeros(batch, nodes + 1, dtype=torch.int32, device=tokens.device)
-    on.scatter_(1, torch.where(path < 0, nodes, path).long(), 1)
-    above = torch.where(parents < 0, nodes, parents).long()
-    on[:, nodes] = 0
+    batch, width = tokens.shape
+    on = torch.zeros(batch, width + 1, dtype=torch.int32, device=tokens.device)
+    on.scatter_(1, torch.where(path < 0, width, path).long(), 1)
+    above = torch.where(parents < 0, width, parents).long()
+    on[:, width] = 0
     tried = on.gather(1, above) * (tokens >= 0)
-    where = sources[:, :nodes].flatten().long()
+    where = sources[:, :width].flatten().long()
     source_stats.tried.scatter_add_(0, where, tried.flatten())
-    source_stats.hit.scatter_add_(0, where, (tried * on[:, :nodes]).flatten())
+    source_stats.hit.scatter_add_(0, where, (tried * on[:, :width]).flatten())
     source_stats.refresh()
 
 

@@ -3,13 +3,13 @@
 #include <cstdint>
 
 extern "C" void count_step(const bool* counted, const int32_t* tokens, const int32_t* parents,
-                           const int32_t* path, int64_t requests, int64_t nodes, int64_t length,
+                           const int32_t* path, int64_t requests, int64_t width, int64_t length,
                            int64_t* sums) {
   for (int64_t request = 0; request < requests; ++request) {
     if (!counted[request]) continue;
-    const int32_t* above = parents + request * nodes;
+    const int32_t* above = parents + request * width;
     int64_t drafted = -1;
-    for (int64_t node = 0; node < nodes; ++node) drafted += tokens[request * nodes + node] >= 0;
+    for (int64_t node = 0; node < width; ++node) drafted += tokens[request * width + node] >= 0;
     int64_t emitted = 0;
     for (int64_t depth = 0; depth < length; ++depth) {
       const int32_t node = path[request * length + depth];

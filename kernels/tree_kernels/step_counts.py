@@ -22,31 +22,31 @@ COUNTS = (
 """The names of the counters, in their order."""
 
 
-@jit(do_not_specialize=["tokens", "parents", "nodes", "length"])
+@jit(do_not_specialize=["tokens", "parents", "width", "length"])
 def _count_kernel(
     counted: tl.tensor,
     tokens: tl.tensor,
     parents: tl.tensor,
     path: tl.tensor,
-    nodes: tl.tensor,
+    width: tl.tensor,
     length: tl.tensor,
     sums: tl.tensor,
-    NODES_PAD: tl.constexpr,
+    PAD: tl.constexpr,
     PATH_PAD: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     if tl.load(counted + request) == 0:
         return
-    node = tl.arange(0, NODES_PAD)
+    node = tl.arange(0, PAD)
     depth = tl.arange(0, PATH_PAD)
-    token = tl.load(tokens + request * nodes + node, mask=node < nodes, other=-1)
+    token = tl.load(tokens + request * width + node, mask=node < width, other=-1)
     drafted = tl.sum((token >= 0).to(tl.int64), 0) - 1
     accepted = tl.load(path + request * length + depth, mask=depth < length, other=-1)
     emitted = tl.sum((accepted >= 0).to(tl.int64), 0)
     # In breadth-first order siblings are adjacent: a first child follows another parent's node.
     below = accepted > 0
-    own = tl.load(parents + request * nodes + accepted, mask=below, other=-1)
-    earlier = tl.load(parents + request * nodes + accepted - 1, mask=below, other=-2)
+    own = tl.load(parents + request * width + accepted, mask=below, other=-1)
+    earlier = tl.load(parents + request * width + accepted - 1, mask=below, other=-2)
     later = tl.sum((own == earlier).to(tl.int64), 0)
     moved = tl.sum((below & (accepted != depth)).to(tl.int64), 0)
     tl.atomic_add(sums, 1, sem="relaxed")
@@ -61,7 +61,7 @@ def _count_kernel(
 def _count_triton(
     sums: Tensor, counted: Tensor, tokens: Tensor, parents: Tensor, path: Tensor
 ) -> None:
-    requests, nodes = tokens.shape
+    requests, width = tokens.shape
     if requests == 0:
         return
     _count_kernel[(requests,)](
@@ -69,10 +69,10 @@ def _count_triton(
         tokens,
         parents,
         path,
-        nodes,
+        width,
         path.shape[1],
         sums,
-        NODES_PAD=next_power_of_2(nodes),
+        PAD=next_power_of_2(width),
         PATH_PAD=path_pad(path.shape[1]),
     )
 

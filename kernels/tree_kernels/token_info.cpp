@@ -82,7 +82,7 @@ struct Seen {
 };
 
 template <typename L, typename T>
-static void of_request(const L* logits, const int32_t* tokens, int64_t nodes, int64_t vocab,
+static void of_request(const L* logits, const int32_t* tokens, int64_t width, int64_t vocab,
                        const T* table, int64_t hot, const int32_t* row_of,
                        const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs) {
   float chunk[kChunk];
@@ -96,7 +96,7 @@ static void of_request(const L* logits, const int32_t* tokens, int64_t nodes, in
   }
   std::vector<float> own(hot);
   for (int64_t i = 0; i < hot; ++i) own[i] = widen(logits[hot_tokens[i]]);
-  for (int64_t node = 0; node < nodes; ++node) {
+  for (int64_t node = 0; node < width; ++node) {
     if (tokens[node] < 0) continue;
     const int32_t row = row_of[tokens[node]];
     const T* added = table + std::max<int64_t>(row, 0) * hot;
@@ -120,23 +120,23 @@ static void of_request(const L* logits, const int32_t* tokens, int64_t nodes, in
 }
 
 template <typename L, typename T>
-static void of_all(const void* logits, const int32_t* tokens, int64_t requests, int64_t nodes,
+static void of_all(const void* logits, const int32_t* tokens, int64_t requests, int64_t width,
                    int64_t vocab, const void* table, int64_t hot, const int32_t* row_of,
                    const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs,
                    int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (requests > 1)
   for (int64_t request = 0; request < requests; ++request)
-    of_request(static_cast<const L*>(logits) + request * vocab, tokens + request * nodes, nodes,
+    of_request(static_cast<const L*>(logits) + request * vocab, tokens + request * width, width,
                vocab, static_cast<const T*>(table), hot, row_of, hot_tokens, k,
-               best + request * nodes * k, log_probs + request * nodes * k);
+               best + request * width * k, log_probs + request * width * k);
 }
 
 #define TOKEN_INFO(logits_name, L, table_name, T)                                               \
   extern "C" void token_info_##logits_name##_##table_name(                                      \
-      const void* logits, const int32_t* tokens, int64_t requests, int64_t nodes,               \
+      const void* logits, const int32_t* tokens, int64_t requests, int64_t width,               \
       int64_t vocab, const void* table, int64_t hot, const int32_t* row_of,                     \
       const int32_t* hot_tokens, int64_t k, int32_t* best, float* log_probs, int64_t threads) { \
-    of_all<L, T>(logits, tokens, requests, nodes, vocab, table, hot, row_of, hot_tokens, k,     \
+    of_all<L, T>(logits, tokens, requests, width, vocab, table, hot, row_of, hot_tokens, k,     \
                  best, log_probs, threads);                                                     \
   }
 

@@ -42,7 +42,7 @@ def _token_info_kernel(
     row_of: tl.tensor,
     best_tokens: tl.tensor,
     best_log_probs: tl.tensor,
-    nodes: tl.tensor,
+    width: tl.tensor,
     vocab: tl.tensor,
     hot: tl.tensor,
     K: tl.constexpr,
@@ -56,7 +56,7 @@ def _token_info_kernel(
     token = tl.load(tokens + node)
     row = tl.load(row_of + tl.maximum(token, 0)).to(tl.int64)
     row = tl.where(token >= 0, row, -1)
-    line = logits + (node // nodes) * vocab
+    line = logits + (node // width) * vocab
     slots = tl.arange(0, K_PAD)
     best = no_keys(slots)
     most = tl.full([], float("-inf"), tl.float32)
@@ -95,15 +95,15 @@ def _token_info_kernel(
 def _token_info_triton(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    requests, nodes = tokens.shape
-    best = torch.full((requests, nodes, k), -1, dtype=torch.int32, device=logits.device)
+    requests, width = tokens.shape
+    best = torch.full((requests, width, k), -1, dtype=torch.int32, device=logits.device)
     log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
     if best.numel():
-        _token_info_kernel[(requests * nodes,)](
+        _token_info_kernel[(requests * width,)](
             *(logits.contiguous(), tokens.contiguous()),
             *(table.view(torch.uint8) if table.dtype == FLOAT8 else table, row_of),
             *(best, log_probs),
-            *(nodes, logits.shape[1], len(hot_tokens)),
+            *(width, logits.shape[1], len(hot_tokens)),
             K=k,
             K_PAD=next_power_of_2(k),
             BLOCK=_BLOCK,

@@ -40,19 +40,24 @@ def flash_beside_tree(query: Tensor, keys: Tensor, values: Tensor, tree_mask: Te
 
 
 def dense(
-    requests: int, nodes: int, context: int, heads: tuple[int, int], size: int, dtype: torch.dtype
+    requests: int,
+    tree_size: int,
+    context: int,
+    heads: tuple[int, int],
+    size: int,
+    dtype: torch.dtype,
 ) -> dict[str, Callable[[], object]]:
     """PyTorch's implementations of the same attention by name, over contiguous keys and values."""
     query_heads, kv_heads = heads
-    group, length = query_heads // kv_heads, context + nodes
-    query = torch.randn(requests, query_heads, nodes, size, dtype=dtype)
+    group, length = query_heads // kv_heads, context + tree_size
+    query = torch.randn(requests, query_heads, tree_size, size, dtype=dtype)
     keys, values = torch.randn(2, requests, kv_heads, length, size, dtype=dtype).unbind()
     # The query heads of a group become rows, so that KV is read once.
-    folded = query.view(requests, kv_heads, group * nodes, size)
-    tree = mask.tree_mask(*parents_of(budget_tree(nodes), 1))[0].repeat(group, 1)
-    whole_mask = torch.ones(group * nodes, length, dtype=torch.bool)
+    folded = query.view(requests, kv_heads, group * tree_size, size)
+    tree = mask.tree_mask(*parents_of(budget_tree(tree_size), 1))[0].repeat(group, 1)
+    whole_mask = torch.ones(group * tree_size, length, dtype=torch.bool)
     whole_mask[:, context:] = tree
-    causal: Any = causal_lower_right(nodes, length)
+    causal: Any = causal_lower_right(tree_size, length)
     return {
         "dense sdpa with a mask": lambda: F.scaled_dot_product_attention(
             folded, keys, values, whole_mask

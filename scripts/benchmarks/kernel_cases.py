@@ -18,8 +18,8 @@ from tree_kernels import (
     adjacency,
     bigrams,
     draw,
+    expansion,
     gather,
-    growth,
     ngrams,
     selection,
     source_stats,
@@ -83,9 +83,9 @@ def grid(**values: Sequence[Any]) -> list[Size]:
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 
-def budget_tree(nodes: int) -> StaticTree:
-    """A static tree of `nodes` nodes, the root counted."""
-    return StaticTree.from_budget(nodes - 1, PRIORS)
+def budget_tree(tree_size: int) -> StaticTree:
+    """A static tree of `tree_size` nodes, including the root."""
+    return StaticTree.from_budget(tree_size - 1, PRIORS)
 
 
 def int32(values: Sequence[int]) -> Tensor:
@@ -160,8 +160,8 @@ def _bigrams(rows: int) -> Work:
     )
 
 
-def _gather(requests: int, nodes: int) -> Work:
-    tree = budget_tree(nodes)
+def _gather(requests: int, tree_size: int) -> Work:
+    tree = budget_tree(tree_size)
     matrix = torch.randint(0, VOCAB, (VOCAB, TOP), dtype=torch.int32)
     # Empty rows, so that compaction removes nodes.
     matrix[torch.rand(VOCAB) < 0.2] = -1
@@ -177,7 +177,7 @@ def _gather(requests: int, nodes: int) -> Work:
         return tokens, *gather._compact_reference(tokens, shape[0])
 
     # For each node its cell, its token written and read again, and its cells of the compact tree.
-    return Work(ours, reference, requests * (nodes * 4 * 5 + 8) + nodes * 8)
+    return Work(ours, reference, requests * (tree_size * 4 * 5 + 8) + tree_size * 8)
 
 
 def _texts(requests: int, length: int, room: int) -> tuple[NgramIndex, Tensor]:
@@ -188,8 +188,8 @@ def _texts(requests: int, length: int, room: int) -> tuple[NgramIndex, Tensor]:
     return index, tokens
 
 
-def _growing(requests: int, length: int, nodes: int) -> tuple[Any, ...]:
-    """The arguments of `grow`."""
+def _expanding(requests: int, length: int, num_draft_tokens: int) -> tuple[Any, ...]:
+    """The arguments of `expand_trees`."""
     index, tokens = _texts(requests, length, 2 * length)
     matrix = torch.randint(0, COMMON, (VOCAB, TOP), dtype=torch.int32)
     table = torch.full((1, BIGRAM_CELLS, 2 + TOP), -1, dtype=torch.int32)
@@ -200,54 +200,54 @@ def _growing(requests: int, length: int, nodes: int) -> tuple[Any, ...]:
     )
     priors = expected_priors().to(matrix.device)
     slots, roots = torch.arange(requests), tokens[:, -1].contiguous()
-    return matrix, table, index, priors, slots, roots, level_width(nodes), DEPTH
+    return matrix, table, index, priors, slots, roots, level_width(num_draft_tokens), DEPTH
 
 
-def _grow(requests: int, length: int, nodes: int) -> Work:
-    given = _growing(requests, length, nodes)
-    columns = growth.columns_of(level_width(nodes), DEPTH)
+def _expand(requests: int, length: int, num_draft_tokens: int) -> Work:
+    given = _expanding(requests, length, num_draft_tokens)
+    columns = expansion.columns_of(level_width(num_draft_tokens), DEPTH)
     # A node with children reads a row of the matrix, a bigram and the cells of its suffixes.
-    grows_on = growth.columns_of(level_width(nodes), DEPTH - 1)
-    each = 4 * (grows_on * (TOP + TOP + 2 + LONGEST) + columns * 4)
+    above_last = expansion.columns_of(level_width(num_draft_tokens), DEPTH - 1)
+    each = 4 * (above_last * (TOP + TOP + 2 + LONGEST) + columns * 4)
 
-    def parts(grown: growth.Grown) -> Sequence[Tensor]:
-        return grown.tokens, grown.parents, grown.sources, grown.scores
+    def parts(expanded: expansion.ExpandedTrees) -> Sequence[Tensor]:
+        return expanded.tokens, expanded.parents, expanded.sources, expanded.scores
 
     return Work(
-        lambda: parts(growth.grow(*given)),
-        lambda: parts(growth._grow_reference(*given)),
+        lambda: parts(expansion.expand_trees(*given)),
+        lambda: parts(expansion._expand_reference(*given)),
         requests * each,
     )
 
 
-def _best_nodes(requests: int, length: int, nodes: int) -> Work:
-    grown = growth.grow(*_growing(requests, length, nodes))
+def _best_nodes(requests: int, length: int, num_draft_tokens: int) -> Work:
+    expanded = expansion.expand_trees(*_expanding(requests, length, num_draft_tokens))
     return Work(
-        lambda: selection.best_nodes(grown, nodes),
-        lambda: selection._best_reference(grown, nodes),
-        4 * (4 * grown.tokens.numel() + requests * (3 * (nodes + 1) + 1)),
+        lambda: selection.best_nodes(expanded, num_draft_tokens),
+        lambda: selection._best_reference(expanded, num_draft_tokens),
+        4 * (4 * expanded.tokens.numel() + requests * (3 * (num_draft_tokens + 1) + 1)),
     )
 
 
 def _followed(tokens: Tensor, parents: Tensor) -> Tensor:
     """The token of one child of each node, `int32 [B, N]`: a target that leads to a leaf."""
-    requests, nodes = tokens.shape
-    above = torch.where(parents < 0, nodes, parents).long()
-    target = torch.full((requests, nodes + 1), -1, dtype=torch.int32)
-    return target.scatter_(1, above, tokens)[:, :nodes].contiguous()
+    requests, width = tokens.shape
+    above = torch.where(parents < 0, width, parents).long()
+    target = torch.full((requests, width + 1), -1, dtype=torch.int32)
+    return target.scatter_(1, above, tokens)[:, :width].contiguous()
 
 
-def _walking(requests: int, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+def _walking(requests: int, tree_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """The arguments of `accept_walk`."""
-    tree = budget_tree(nodes)
+    tree = budget_tree(tree_size)
     parents, counts = parents_of(tree, requests)
-    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
+    tokens = torch.randint(0, VOCAB, (requests, tree_size), dtype=torch.int32)
     return tokens, parents, counts, _followed(tokens, parents), tree.depth
 
 
-def _count(requests: int, length: int, nodes: int) -> Work:
-    grown = growth.grow(*_growing(requests, length, nodes))
-    tokens, parents, sources, counts = selection.best_nodes(grown, nodes)
+def _count(requests: int, length: int, num_draft_tokens: int) -> Work:
+    expanded = expansion.expand_trees(*_expanding(requests, length, num_draft_tokens))
+    tokens, parents, sources, counts = selection.best_nodes(expanded, num_draft_tokens)
     path = accept.accept_walk(tokens, parents, counts, _followed(tokens, parents), DEPTH)[0]
     priors = expected_priors().to(tokens.device)
     mine, other = source_stats.SourceStats.of(priors), source_stats.SourceStats.of(priors)
@@ -263,8 +263,8 @@ def _count(requests: int, length: int, nodes: int) -> Work:
     return Work(ours, reference, 4 * (3 * tokens.numel() + path.numel() + 4 * NUM_SOURCES))
 
 
-def _count_step(requests: int, nodes: int) -> Work:
-    tokens, parents, *rest = _walking(requests, nodes)
+def _count_step(requests: int, tree_size: int) -> Work:
+    tokens, parents, *rest = _walking(requests, tree_size)
     path = accept.accept_walk(tokens, parents, *rest)[0]
     counted = torch.ones(requests, dtype=torch.bool)
     mine, other = torch.zeros(2, len(step_counts.COUNTS), dtype=torch.int64).unbind()
@@ -301,33 +301,33 @@ def _extend(requests: int, tokens: int) -> Work:
     )
 
 
-def _accept_walk(requests: int, nodes: int) -> Work:
-    given = _walking(requests, nodes)
+def _accept_walk(requests: int, tree_size: int) -> Work:
+    given = _walking(requests, tree_size)
     depth = given[-1]
     return Work(
         lambda: accept.accept_walk(*given),
         lambda: accept._walk_reference(*given),
-        4 * requests * (3 * nodes + 2 * (depth + 1) + 2),
+        4 * requests * (3 * tree_size + 2 * (depth + 1) + 2),
     )
 
 
-def _accept_step(requests: int, nodes: int) -> Work:
-    parents, counts = parents_of(budget_tree(nodes), requests)
-    tokens = torch.randint(0, VOCAB, (requests, nodes), dtype=torch.int32)
+def _accept_step(requests: int, tree_size: int) -> Work:
+    parents, counts = parents_of(budget_tree(tree_size), requests)
+    tokens = torch.randint(0, VOCAB, (requests, tree_size), dtype=torch.int32)
     roots = torch.zeros(requests, dtype=torch.int32)
     given = tokens, parents, counts, roots, tokens[:, 1].contiguous()
     return Work(
         lambda: (accept.accept_step(*given),),
         lambda: (accept._step_reference(*given),),
-        4 * requests * (2 * nodes + 4),
+        4 * requests * (2 * tree_size + 4),
     )
 
 
 _BATCHES = (1, 8, 64)
-_GROWN = grid(requests=_BATCHES, length=(1024,), nodes=(80,))
-_GROWN_QUICK = {"requests": 2, "length": 64, "nodes": 20}
-_TREES = grid(requests=_BATCHES, nodes=(81,))
-_TREES_QUICK = {"requests": 2, "nodes": 21}
+_DYNAMIC = grid(requests=_BATCHES, length=(1024,), num_draft_tokens=(80,))
+_DYNAMIC_QUICK = {"requests": 2, "length": 64, "num_draft_tokens": 20}
+_TREES = grid(requests=_BATCHES, tree_size=(81,))
+_TREES_QUICK = {"requests": 2, "tree_size": 21}
 
 CASES: dict[str, Case] = {
     "recycle": Case(
@@ -345,9 +345,9 @@ CASES: dict[str, Case] = {
     ),
     "update_bigrams": Case(_bigrams, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
-    "grow": Case(_grow, _GROWN, _GROWN_QUICK),
-    "best_nodes": Case(_best_nodes, _GROWN, _GROWN_QUICK),
-    "count": Case(_count, _GROWN, _GROWN_QUICK),
+    "expand_trees": Case(_expand, _DYNAMIC, _DYNAMIC_QUICK),
+    "best_nodes": Case(_best_nodes, _DYNAMIC, _DYNAMIC_QUICK),
+    "count": Case(_count, _DYNAMIC, _DYNAMIC_QUICK),
     "count_step": Case(_count_step, _TREES, _TREES_QUICK),
     "extend_ngrams": Case(
         _extend, grid(requests=_BATCHES, tokens=(7, 2048)), {"requests": 2, "tokens": 7}

@@ -30,18 +30,18 @@ def _of_parents(
 ) -> Callable[..., Work]:
     """The `make` of a case whose kernel takes parents and tree sizes."""
 
-    def make(requests: int, nodes: int) -> Work:
-        given = parents_of(budget_tree(nodes), requests)
+    def make(requests: int, tree_size: int) -> Work:
+        given = parents_of(budget_tree(tree_size), requests)
         size = sum(tensor.nbytes for tensor in (*given, ours(*given)))
         return Work(lambda: (ours(*given),), lambda: (reference(*given),), size)
 
     return make
 
 
-def _full_mask(requests: int, nodes: int, context: int) -> Work:
-    masks = mask.tree_mask(*parents_of(budget_tree(nodes), requests))
+def _full_mask(requests: int, tree_size: int, context: int) -> Work:
+    masks = mask.tree_mask(*parents_of(budget_tree(tree_size), requests))
     contexts = torch.full((requests,), context) - torch.arange(requests)
-    size = masks.numel() + nodes * int(contexts.sum())
+    size = masks.numel() + tree_size * int(contexts.sum())
     return Work(
         lambda: (full_mask.full_mask(masks, contexts, size),),
         lambda: (full_mask._full_mask_reference(masks, contexts, size),),
@@ -49,10 +49,10 @@ def _full_mask(requests: int, nodes: int, context: int) -> Work:
     )
 
 
-def _mask_rows(requests: int, nodes: int) -> Work:
-    parents, counts = parents_of(budget_tree(nodes), requests)
-    masks, starts = mask.tree_mask(parents, counts), torch.arange(requests) * nodes
-    shape = 2, requests * nodes, -(-nodes // 32)
+def _mask_rows(requests: int, tree_size: int) -> Work:
+    parents, counts = parents_of(budget_tree(tree_size), requests)
+    masks, starts = mask.tree_mask(parents, counts), torch.arange(requests) * tree_size
+    shape = 2, requests * tree_size, -(-tree_size // 32)
     mine, other = torch.zeros(shape, dtype=torch.int32).unbind()
 
     def ours() -> tuple[Tensor]:
@@ -66,13 +66,13 @@ def _mask_rows(requests: int, nodes: int) -> Work:
     return Work(ours, reference, masks.nbytes + starts.nbytes + counts.nbytes + mine.nbytes)
 
 
-def _token_info(requests: int, nodes: int, vocab: int, hot: int, k: int) -> Work:
+def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work:
     logits = torch.randn(requests, vocab, dtype=torch.bfloat16)
     table = torch.randn(hot, hot, dtype=torch.bfloat16)
     hot_tokens = torch.randperm(vocab)[:hot].int()
     row_of = torch.full((vocab,), -1, dtype=torch.int32)
     row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
-    tokens = hot_tokens[torch.randint(0, hot, (requests, nodes))]
+    tokens = hot_tokens[torch.randint(0, hot, (requests, width))]
     given = logits, tokens, table, row_of, hot_tokens, k
     rows = tokens.numel()
     moved = logits.nbytes + hot_tokens.nbytes + rows * (hot * table.element_size() + 8 + 8 * k)
@@ -83,9 +83,9 @@ def _token_info(requests: int, nodes: int, vocab: int, hot: int, k: int) -> Work
     )
 
 
-def _merge(requests: int, nodes: int) -> Work:
+def _merge(requests: int, tree_size: int) -> Work:
     # Ranks serve as tokens, so that the trees share nodes.
-    trees = [budget_tree(nodes), StaticTree.from_budget(nodes - 1, (0.4, 0.3, 0.3))]
+    trees = [budget_tree(tree_size), StaticTree.from_budget(tree_size - 1, (0.4, 0.3, 0.3))]
     first, second = (
         (int32(tree.ranks).repeat(requests, 1), *parents_of(tree, requests)) for tree in trees
     )
@@ -93,7 +93,7 @@ def _merge(requests: int, nodes: int) -> Work:
     return Work(
         lambda: merge.merge_trees(first, second, depth),
         lambda: merge._merge_reference(first, second, depth),
-        4 * requests * (2 * 2 * nodes + 2 * (2 * nodes - 1) + 3),
+        4 * requests * (2 * 2 * tree_size + 2 * (2 * tree_size - 1) + 3),
     )
 
 
@@ -121,52 +121,52 @@ def _paged(requests: int, length: int, page: int) -> tuple[Tensor, int]:
 
 
 def _attention(
-    requests: int, nodes: int, context: int, heads: int, kv_heads: int, head_size: int
+    requests: int, tree_size: int, context: int, heads: int, kv_heads: int, head_size: int
 ) -> Work:
-    page, dtype, length = 16, torch.bfloat16, context + nodes
+    page, dtype, length = 16, torch.bfloat16, context + tree_size
     table, pages = _paged(requests, length, page)
     cache = torch.randn(2, pages, page, kv_heads, head_size, dtype=dtype)
-    query = torch.randn(requests * nodes, heads, head_size, dtype=dtype)
-    parents, counts = parents_of(budget_tree(nodes), requests)
-    masks = torch.zeros(requests * nodes, -(-nodes // 32), dtype=torch.int32)
+    query = torch.randn(requests * tree_size, heads, head_size, dtype=dtype)
+    parents, counts = parents_of(budget_tree(tree_size), requests)
+    masks = torch.zeros(requests * tree_size, -(-tree_size // 32), dtype=torch.int32)
     mask_rows.mask_rows(
-        mask.tree_mask(parents, counts), torch.arange(requests) * nodes, counts, masks
+        mask.tree_mask(parents, counts), torch.arange(requests) * tree_size, counts, masks
     )
     given = (
-        *(query, *cache.unbind(), table, nodes * torch.arange(requests + 1).int()),
+        *(query, *cache.unbind(), table, tree_size * torch.arange(requests + 1).int()),
         *(int32([length] * requests), int32([0] * requests), masks),
     )
     scale, other = head_size**-0.5, torch.empty_like(query)
 
     def reference() -> tuple[Tensor]:
-        tree_attention._tree_attention_reference(*given, scale, nodes, other)
+        tree_attention._tree_attention_reference(*given, scale, tree_size, other)
         return (other,)
 
     kv = 2 * requests * length * kv_heads * head_size * dtype.itemsize
     return Work(
-        lambda: (tree_attention.tree_attention(*given, scale, nodes),),
+        lambda: (tree_attention.tree_attention(*given, scale, tree_size),),
         reference,
         kv + 2 * query.nbytes + table.nbytes + masks.nbytes,
-        dense(requests, nodes, context, (heads, kv_heads), head_size, dtype)
-        | causal_kernels(query, *cache.unbind(), *given[3:6], (nodes, length)),
+        dense(requests, tree_size, context, (heads, kv_heads), head_size, dtype)
+        | causal_kernels(query, *cache.unbind(), *given[3:6], (tree_size, length)),
     )
 
 
 def _cpu_attention(
-    requests: int, nodes: int, context: int, heads: int, kv_heads: int, head_size: int
+    requests: int, tree_size: int, context: int, heads: int, kv_heads: int, head_size: int
 ) -> Work:
-    page, dtype, length = 128, torch.float32, context + nodes
+    page, dtype, length = 128, torch.float32, context + tree_size
     blocks, pages = _paged(requests, length, page)
     trees = cpu_attention.PagedTrees(
-        starts=torch.arange(requests) * nodes,
-        nodes=torch.full((requests,), nodes),
+        starts=torch.arange(requests) * tree_size,
+        tree_sizes=torch.full((requests,), tree_size),
         lengths=torch.full((requests,), length),
         blocks=blocks,
-        masks=mask.tree_mask(*parents_of(budget_tree(nodes), requests)),
+        masks=mask.tree_mask(*parents_of(budget_tree(tree_size), requests)),
     )
     keys = torch.randn(pages, kv_heads, head_size, page)
     values = torch.randn(pages, kv_heads, page, head_size)
-    query = torch.randn(requests * nodes, heads, head_size)
+    query = torch.randn(requests * tree_size, heads, head_size)
 
     layer = cpu_attention.TreeAttention(heads, kv_heads, head_size, page, dtype)
     mine, other = torch.empty_like(query), torch.empty_like(query)
@@ -185,18 +185,18 @@ def _cpu_attention(
         ours,
         reference,
         kv + 2 * query.nbytes + blocks.nbytes + trees.masks.nbytes,
-        dense(requests, nodes, context, (heads, kv_heads), head_size, dtype),
+        dense(requests, tree_size, context, (heads, kv_heads), head_size, dtype),
     )
 
 
 def _kv_move(requests: int, layers: int, heads: int, head_size: int, moves: int) -> Work:
-    nodes, page = 81, 16
-    pages = -(-nodes // page)
+    width, page = 81, 16
+    pages = -(-width // page)
     shape = requests * pages, heads, page, head_size
     mine = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)]
     other = [cache.clone() for cache in mine]
-    slots = torch.arange(requests)[:, None] * pages * page + torch.arange(nodes)
-    below = 1 + torch.rand(requests, nodes - 1).argsort(1)[:, :moves].sort(1).values
+    slots = torch.arange(requests)[:, None] * pages * page + torch.arange(width)
+    below = 1 + torch.rand(requests, width - 1).argsort(1)[:, :moves].sort(1).values
     path = F.pad(below, (1, 0)).int()
     mover, plain = kv_move.KvMover(mine), kv_move.KvMover(other)
 
@@ -213,8 +213,8 @@ def _kv_move(requests: int, layers: int, heads: int, head_size: int, moves: int)
 
 
 _BATCHES = (1, 8, 64)
-_TREES = grid(requests=_BATCHES, nodes=(81,))
-_QUICK = {"requests": 2, "nodes": 21}
+_TREES = grid(requests=_BATCHES, tree_size=(81,))
+_QUICK = {"requests": 2, "tree_size": 21}
 _GPU = ("cuda",)
 
 CASES: dict[str, Case] = {
@@ -227,18 +227,18 @@ CASES: dict[str, Case] = {
     "tree_mask": Case(_of_parents(mask.tree_mask, mask._tree_mask_reference), _TREES, _QUICK),
     "full_mask": Case(
         _full_mask,
-        grid(requests=_BATCHES, nodes=(81,), context=(256, 4096)),
+        grid(requests=_BATCHES, tree_size=(81,), context=(256, 4096)),
         {**_QUICK, "context": 64},
         _GPU,
     ),
     "mask_rows": Case(_mask_rows, _TREES, _QUICK, _GPU),
     "token_info": Case(
         _token_info,
-        grid(requests=_BATCHES, nodes=(12,), vocab=(49152, VOCAB), hot=(8192,), k=(4,)),
-        {**_QUICK, "vocab": 1000, "hot": 64, "k": 4},
+        grid(requests=_BATCHES, width=(12,), vocab=(49152, VOCAB), hot=(8192,), k=(4,)),
+        {"requests": 2, "width": 21, "vocab": 1000, "hot": 64, "k": 4},
         tolerance=1e-4,
     ),
-    "merge": Case(_merge, grid(requests=_BATCHES, nodes=(13, 81)), _QUICK),
+    "merge": Case(_merge, grid(requests=_BATCHES, tree_size=(13, 81)), _QUICK),
     "rejection": Case(
         _reject,
         grid(requests=_BATCHES, vocab=(49152, VOCAB), children=(4,)),
@@ -248,7 +248,7 @@ CASES: dict[str, Case] = {
         _attention,
         grid(
             requests=(1, 8),
-            nodes=(81,),
+            tree_size=(81,),
             context=(256, 1024, 4096, 16384),
             heads=(32,),
             kv_heads=(8,),
@@ -262,7 +262,7 @@ CASES: dict[str, Case] = {
         _cpu_attention,
         grid(
             requests=(1, 8),
-            nodes=(81,),
+            tree_size=(81,),
             context=(256, 1024, 4096),
             heads=(9,),
             kv_heads=(3,),

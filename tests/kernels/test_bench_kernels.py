@@ -72,7 +72,7 @@ def test_a_kernel_that_differs_from_its_reference_is_an_error(
     monkeypatch.setitem(bench_kernels.KERNELS, "tree_mask", replace(case, make=make))
     result = bench("--only", "tree_mask")
     assert result.exit_code == 1
-    assert "tree_mask (requests=2 nodes=21): result 0 is not the reference's" in result.output
+    assert "tree_mask (requests=2 tree_size=21): result 0 is not the reference's" in result.output
 
 
 @native

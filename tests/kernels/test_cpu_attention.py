@@ -21,28 +21,28 @@ def steps(draw):
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 16)]))
     size, block_size = draw(st.sampled_from([32, 64, 80])), draw(st.sampled_from([16, 32, 128]))
-    nodes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    lengths = [n + draw(st.integers(0, 300)) for n in nodes]
-    gaps = [draw(st.integers(0, 2)) for _ in nodes]
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    lengths = [n + draw(st.integers(0, 300)) for n in sizes]
+    gaps = [draw(st.integers(0, 2)) for _ in sizes]
     starts, token = [], 0
-    for n, gap in zip(nodes, gaps, strict=True):
+    for n, gap in zip(sizes, gaps, strict=True):
         starts.append(token + gap)
         token += gap + n
     counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts) + 2).int()
-    blocks = torch.zeros(len(nodes), max(counts), dtype=torch.int32)
+    blocks = torch.zeros(len(sizes), max(counts), dtype=torch.int32)
     for row, count in enumerate(counts):
         blocks[row, :count] = order[sum(counts[:row]) :][:count]
-    parents = torch.full((len(nodes), max(nodes)), -1, dtype=torch.int32)
-    for row, n in enumerate(nodes):
+    parents = torch.full((len(sizes), max(sizes)), -1, dtype=torch.int32)
+    for row, n in enumerate(sizes):
         steps_up = torch.randint(1, 4, (n - 1,))
         parents[row, 1:n] = (torch.arange(1, n) - steps_up).clamp(min=0).cummax(0).values
     trees = PagedTrees(
         starts=torch.tensor(starts),
-        nodes=torch.tensor(nodes),
+        tree_sizes=torch.tensor(sizes),
         lengths=torch.tensor(lengths),
         blocks=blocks,
-        masks=tree_mask(parents, torch.tensor(nodes, dtype=torch.int32)),
+        masks=tree_mask(parents, torch.tensor(sizes, dtype=torch.int32)),
     )
     # Unused slots have arbitrary values.
     cache = torch.randn(len(order), kv_heads, 2 * block_size * size).to(dtype)
@@ -61,14 +61,16 @@ def defined(trees, query, keys, values, scale, before):
     output = before.clone()
     block_size, group = keys.shape[3], query.shape[1] // keys.shape[1]
     for row in range(len(trees.starts)):
-        start, nodes, length = (int(x[row]) for x in (trees.starts, trees.nodes, trees.lengths))
+        start, tree_size, length = (
+            int(x[row]) for x in (trees.starts, trees.tree_sizes, trees.lengths)
+        )
         slots = torch.arange(length)
         block, offset = trees.blocks[row, slots // block_size].long(), slots % block_size
         k = keys[block, :, :, offset].double().repeat_interleave(group, 1)
         v = values[block, :, offset].double().repeat_interleave(group, 1)
-        for node in range(nodes):
+        for node in range(tree_size):
             sees = torch.ones(length, dtype=torch.bool)
-            sees[length - nodes :] = trees.masks[row, node, :nodes]
+            sees[length - tree_size :] = trees.masks[row, node, :tree_size]
             scores = torch.einsum("hd,thd->ht", query[start + node].double(), k[sees]) * scale
             attended = torch.einsum("ht,thd->hd", scores.softmax(1), v[sees])
             output[start + node] = attended.to(output.dtype)
@@ -89,23 +91,23 @@ def test_nodes_attend_to_the_context_and_their_ancestors(cpu_path, step):
     tolerance = TOLERANCE[query.dtype]
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     rows = torch.zeros(len(query), dtype=torch.bool)
-    for start, nodes in zip(trees.starts, trees.nodes, strict=True):
-        rows[start : start + nodes] = True
+    for start, tree_size in zip(trees.starts, trees.tree_sizes, strict=True):
+        rows[start : start + tree_size] = True
     assert torch.equal(output[~rows], before[~rows])
 
 
 def test_scores_may_be_large_and_far_apart():
-    size, nodes, length = 64, 3, 300
+    size, tree_size, length = 64, 3, 300
     cache = torch.randn(3, 1, 2 * 128 * size) * 40
     keys, values = views(cache, size, 128)
     trees = PagedTrees(
         torch.tensor([0]),
-        torch.tensor([nodes]),
+        torch.tensor([tree_size]),
         torch.tensor([length]),
         torch.tensor([[2, 0, 1]], dtype=torch.int32),
-        torch.eye(nodes, dtype=torch.bool)[None],
+        torch.eye(tree_size, dtype=torch.bool)[None],
     )
-    query, output = torch.randn(nodes, 2, size) * 40, torch.zeros(nodes, 2, size)
+    query, output = torch.randn(tree_size, 2, size) * 40, torch.zeros(tree_size, 2, size)
     TreeAttention(2, 1, size, 128, torch.float32)(trees, query, keys, values, output, 1.0)
     expected = defined(trees, query, keys, values, 1.0, output)
     torch.testing.assert_close(output, expected, rtol=2e-3, atol=2e-3)

@@ -33,21 +33,21 @@ def move_by_kernel(caches, slots, path):
 @st.composite
 def moves(draw):
     """Requests with disjoint slots, and paths that may end before the maximum depth."""
-    requests, nodes = draw(st.integers(1, 4)), draw(st.integers(2, 9))
+    requests, width = draw(st.integers(1, 4)), draw(st.integers(2, 9))
     block_size = draw(st.sampled_from([1, 4, 16]))
-    slots = draw(st.permutations(range(requests * nodes + 3)))[: requests * nodes]
-    length = draw(st.integers(1, nodes + 2))
+    slots = draw(st.permutations(range(requests * width + 3)))[: requests * width]
+    length = draw(st.integers(1, width + 2))
     path = torch.full((requests, length), -1, dtype=torch.int32)
     path[:, 0] = 0
     for request in range(requests):
-        below = draw(st.sets(st.integers(1, nodes - 1), max_size=length - 1))
+        below = draw(st.sets(st.integers(1, width - 1), max_size=length - 1))
         path[request, 1 : 1 + len(below)] = torch.tensor(sorted(below), dtype=torch.int32)
-    blocks = -(-(requests * nodes + 3) // block_size)
+    blocks = -(-(requests * width + 3) // block_size)
     heads, head_dim = draw(st.integers(1, 3)), draw(st.sampled_from([1, 8, 12]))
     dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
     torch.manual_seed(draw(st.integers(0, 99)))
     cache = make_cache(blocks, heads, block_size, head_dim, dtype, layout)
-    return cache, torch.tensor(slots).view(requests, nodes), path
+    return cache, torch.tensor(slots).view(requests, width), path
 
 
 def moved(cache, slots, path):

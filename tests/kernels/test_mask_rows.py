@@ -15,16 +15,16 @@ def batches(draw):
     """Trees between rows of other requests; rows have the words that they need, or more."""
     torch.manual_seed(draw(st.integers(0, 99)))
     width = draw(st.sampled_from([1, 5, 31, 32, 33, 64, 81]))
-    nodes = draw(st.lists(st.integers(1, width), min_size=1, max_size=4))
-    gaps = [draw(st.integers(0, 2)) for _ in nodes]
-    starts = [sum(nodes[:at]) + sum(gaps[: at + 1]) for at in range(len(nodes))]
-    rows, words = sum(nodes) + sum(gaps) + 1, -(-width // 32) + draw(st.integers(0, 1))
-    masks = torch.rand(len(nodes), width, width) < 0.5
+    sizes = draw(st.lists(st.integers(1, width), min_size=1, max_size=4))
+    gaps = [draw(st.integers(0, 2)) for _ in sizes]
+    starts = [sum(sizes[:at]) + sum(gaps[: at + 1]) for at in range(len(sizes))]
+    rows, words = sum(sizes) + sum(gaps) + 1, -(-width // 32) + draw(st.integers(0, 1))
+    masks = torch.rand(len(sizes), width, width) < 0.5
     # The last bit of a word is its sign bit.
-    masks[:, :, 31::32] |= torch.rand(len(nodes), width, 1) < 0.5
+    masks[:, :, 31::32] |= torch.rand(len(sizes), width, 1) < 0.5
     out = torch.full((rows, words), UNTOUCHED, dtype=torch.int32)
     integers = draw(st.sampled_from([torch.int32, torch.int64]))
-    return masks, torch.tensor(starts, dtype=integers), torch.tensor(nodes, dtype=integers), out
+    return masks, torch.tensor(starts, dtype=integers), torch.tensor(sizes, dtype=integers), out
 
 
 def unpacked(row, width):
@@ -33,9 +33,9 @@ def unpacked(row, width):
     return [bool(joined >> column & 1) for column in range(width)]
 
 
-def check(masks, starts, nodes, out):
+def check(masks, starts, sizes, out):
     width, free = masks.shape[1], set(range(len(out)))
-    for tree, start, count in zip(masks, starts.tolist(), nodes.tolist(), strict=True):
+    for tree, start, count in zip(masks, starts.tolist(), sizes.tolist(), strict=True):
         for node in range(count):
             assert unpacked(out[start + node].tolist(), width) == tree[node].tolist()
             free.remove(start + node)
@@ -68,10 +68,10 @@ def test_shapes_that_do_not_fit_are_errors():
 @pytest.mark.cuda
 def test_cuda_agrees_with_the_cpu():
     torch.manual_seed(0)
-    masks, nodes = torch.rand(16, 81, 81) < 0.3, torch.randint(1, 82, (16,))
-    starts = nodes.cumsum(0) - nodes + 3
+    masks, sizes = torch.rand(16, 81, 81) < 0.3, torch.randint(1, 82, (16,))
+    starts = sizes.cumsum(0) - sizes + 3
     out = torch.full((16 * 81 + 3, 3), UNTOUCHED, dtype=torch.int32)
     on_device = out.cuda()
-    mask_rows(masks.cuda(), starts.cuda(), nodes.cuda(), on_device)
-    mask_rows(masks, starts, nodes, out)
+    mask_rows(masks.cuda(), starts.cuda(), sizes.cuda(), on_device)
+    mask_rows(masks, starts, sizes, out)
     assert torch.equal(on_device.cpu(), out)

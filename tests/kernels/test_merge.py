@@ -45,10 +45,10 @@ def pairs(draw):
 
 def paths_of(tree, row):
     """The path of each node, in the order of the nodes."""
-    tokens, parents, nodes = (part[row].tolist() for part in tree)
-    assert tokens[nodes:] == parents[nodes:] == [-1] * (len(tokens) - nodes)
+    tokens, parents, tree_size = (part[row].tolist() for part in tree)
+    assert tokens[tree_size:] == parents[tree_size:] == [-1] * (len(tokens) - tree_size)
     paths = [()]
-    for token, parent in zip(tokens[1:nodes], parents[1:nodes], strict=True):
+    for token, parent in zip(tokens[1:tree_size], parents[1:tree_size], strict=True):
         paths.append((*paths[parent], token))
     return paths
 
@@ -109,8 +109,8 @@ def test_cuda_agrees_with_the_cpu():
     requests, width = 64, 81
     tokens = torch.randint(0, 99, (requests, width), generator=generator, dtype=torch.int32)
     parents = torch.arange(-1, width - 1, dtype=torch.int32).clamp(max=9).expand(requests, -1)
-    nodes = torch.randint(1, width + 1, (requests,), generator=generator, dtype=torch.int32)
-    pair = [(tokens, parents, nodes), (tokens.flip(0), parents, nodes.flip(0))]
+    tree_size = torch.randint(1, width + 1, (requests,), generator=generator, dtype=torch.int32)
+    pair = [(tokens, parents, tree_size), (tokens.flip(0), parents, tree_size.flip(0))]
     found = merge_trees(*(tuple(part.cuda() for part in tree) for tree in pair), depth=12)
     for ours, expected in zip(found, merge_trees(*pair, depth=12), strict=True):
         assert torch.equal(ours.cpu(), expected)

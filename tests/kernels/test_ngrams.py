@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from growth_inputs import added_tokens
+from expansion_inputs import added_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_texts import LONGEST, PlainText, cell

@@ -38,8 +38,8 @@ def lists(source_stats):
 
 @CASES
 @given(st.integers(0, 99), st.lists(st.sampled_from([1, 2, 9, 40]), min_size=1, max_size=3))
-def test_priors_follow_the_counts_of_each_source(cpu_path, seed, sizes):
-    cases = [verification(seed + i, 4, nodes) for i, nodes in enumerate(sizes)]
+def test_priors_follow_the_counts_of_each_source(cpu_path, seed, widths):
+    cases = [verification(seed + i, 4, width) for i, width in enumerate(widths)]
     expected = expected_priors(seed)
     source_stats = SourceStats.of(expected)
     for case in cases:
@@ -47,10 +47,10 @@ def test_priors_follow_the_counts_of_each_source(cpu_path, seed, sizes):
     assert lists(source_stats) == counted(expected, cases)
 
 
-@pytest.mark.parametrize("nodes", [1, 9, 40])
-def test_kernel_counts_the_same(interpreter, nodes):
-    cases = [verification(seed, 3, nodes) for seed in range(2)]
-    expected = expected_priors(nodes)
+@pytest.mark.parametrize("width", [1, 9, 40])
+def test_kernel_counts_the_same(interpreter, width):
+    cases = [verification(seed, 3, width) for seed in range(2)]
+    expected = expected_priors(width)
     source_stats = SourceStats.of(expected)
     for case in cases:
         module._count_triton(source_stats, *case)
@@ -96,11 +96,11 @@ def test_an_empty_batch_counts_nothing(cpu_path, interpreter):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 61), (64, 61), (3, 256)])
-def test_cuda_agrees_with_the_cpu(batch, nodes):
+@pytest.mark.parametrize(("batch", "width"), [(1, 61), (64, 61), (3, 256)])
+def test_cuda_agrees_with_the_cpu(batch, width):
     here, there = SourceStats.of(expected_priors(0)), SourceStats.of(expected_priors(0).cuda())
     for seed in range(4):
-        case = verification(seed, batch, nodes)
+        case = verification(seed, batch, width)
         count(here, *case)
         count(there, *(part.cuda() for part in case))
     assert lists(there) == lists(here)

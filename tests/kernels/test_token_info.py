@@ -9,13 +9,13 @@ from tree_kernels import token_info as module
 from tree_kernels.token_info import token_info_top
 
 
-def random_case(seed, requests, nodes, vocab, hot, k, dtype=torch.float32, float8=False):
+def random_case(seed, requests, width, vocab, hot, k, dtype=torch.float32, float8=False):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(requests, vocab, generator=generator)
     hot_tokens = torch.randperm(vocab, generator=generator)[:hot].sort().values.int()
     row_of = torch.full((vocab,), -1, dtype=torch.int32)
     row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
-    tokens = torch.randint(-1, vocab, (requests, nodes), generator=generator, dtype=torch.int32)
+    tokens = torch.randint(-1, vocab, (requests, width), generator=generator, dtype=torch.int32)
     table = torch.randn(hot, hot, generator=generator).to(dtype)
     if float8:
         table = table.to(torch.float8_e4m3fn)
@@ -28,7 +28,7 @@ def cases(draw):
     return random_case(
         draw(st.integers(0, 99)),
         requests=draw(st.integers(1, 3)),
-        nodes=draw(st.integers(1, 4)),
+        width=draw(st.integers(1, 4)),
         vocab=vocab,
         hot=draw(st.integers(1, vocab)),
         k=draw(st.integers(1, min(vocab, 9))),
@@ -53,8 +53,8 @@ def test_the_tokens_are_the_most_likely_of_the_softmax(case):
     tokens = given_[1]
     found, log_probs = token_info_top(*case)
     assert found.dtype == torch.int32
-    for request, nodes in enumerate(tokens.tolist()):
-        for node, token in enumerate(nodes):
+    for request, line in enumerate(tokens.tolist()):
+        for node, token in enumerate(line):
             if token < 0:
                 assert (found[request, node] == -1).all()
                 assert (log_probs[request, node] == -torch.inf).all()

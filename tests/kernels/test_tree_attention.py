@@ -25,19 +25,19 @@ class Request:
     parents: tuple[int, ...] = ()
 
 
-def chain(nodes):
-    return tuple(range(-1, nodes - 1))
+def chain(tree_size):
+    return tuple(range(-1, tree_size - 1))
 
 
-def star(nodes):
-    return (-1,) + (0,) * (nodes - 1)
+def star(tree_size):
+    return (-1,) + (0,) * (tree_size - 1)
 
 
-def bush(nodes, seed=0):
+def bush(tree_size, seed=0):
     """The parents of a random tree in breadth-first order."""
     draws = torch.Generator().manual_seed(seed)
-    steps = torch.randint(1, 6, (nodes,), generator=draws)
-    above = (torch.arange(nodes) - steps).clamp(min=0).cummax(0).values
+    steps = torch.randint(1, 6, (tree_size,), generator=draws)
+    above = (torch.arange(tree_size) - steps).clamp(min=0).cummax(0).values
     return (-1, *above[1:].tolist())
 
 
@@ -170,9 +170,9 @@ def test_prompts_single_rows_and_trees_in_one_launch(interpreter, heads, shares)
 def batches(draw):
     def request():
         context, chunk = draw(st.integers(0, 90)), draw(st.sampled_from([0, 0, 1, 2, 17]))
-        nodes = draw(st.integers(0 if chunk else 1, 40))
+        tree_size = draw(st.integers(0 if chunk else 1, 40))
         shapes = st.sampled_from([chain, star, bush])
-        return Request(context, chunk, draw(shapes)(nodes) if nodes else ())
+        return Request(context, chunk, draw(shapes)(tree_size) if tree_size else ())
 
     return make_batch(
         [request() for _ in range(draw(st.integers(1, 3)))],

@@ -32,7 +32,7 @@ class PlainText:
                 self.index[cell(self.tokens[end - n :], self.cells)] = end
             self.tokens.append(token)
 
-    def copy(self, path):
+    def match(self, path):
         """The token that followed the longest match of a suffix of `path`, and the match's length.
 
         Without a match, -1 and 0.
@@ -47,7 +47,7 @@ class PlainText:
 
 def offered(matrix, bigrams, text, path):
     """The candidates after a path with their sources, in the order of `find_candidates`."""
-    copy, matched = text.copy(path)
+    match, matched = text.match(path)
     row = matrix[path[-1]] if 0 <= path[-1] < len(matrix) else []
     own = bigrams[cell([ALONE, path[-1]], len(bigrams))]
     if own[:2] == [ALONE, path[-1]]:
@@ -56,18 +56,18 @@ def offered(matrix, bigrams, text, path):
     has_bigram = bigram[:2] == path[-2:]
     likely = bigram[2:] if has_bigram else []
     found = {}
-    for token in [copy, *likely, *row]:
+    for token in [match, *likely, *row]:
         if token < 0 or token in found:
             continue
-        state = 0 if not matched else matched if token == copy else LONGEST + matched
+        state = 0 if not matched else matched if token == match else LONGEST + matched
         in_bigram = (likely.index(token) + 1 if token in likely else 0) if has_bigram else TOP + 1
         in_row = row.index(token) + 1 if token in row else 0
         found[token] = (state * (TOP + 2) + in_bigram) * (TOP + 1) + in_row
     return found
 
 
-def grown(matrix, bigrams, text, priors, root, width, depth):
-    """The columns of a tree in the order of `Grown`, each as (token, parent, source, score)."""
+def expanded(matrix, bigrams, text, priors, root, width, depth):
+    """The columns of a tree in order, each as (token, parent, source, score)."""
     nothing = (-1, -1, 0, 0.0)
     columns, first = [(root, -1, 0, 1.0)], 0
     paths = [[*text.tokens[:-1], root]]
@@ -94,8 +94,8 @@ def grown(matrix, bigrams, text, priors, root, width, depth):
     return columns
 
 
-def best_nodes(columns, nodes):
+def best_nodes(columns, num_draft_tokens):
     """The selected nodes in order, each as (token, parent, source)."""
     there = [i for i in range(1, len(columns)) if columns[i][3] > 0]
-    best = [0, *sorted(sorted(there, key=lambda i: (-columns[i][3], i))[:nodes])]
+    best = [0, *sorted(sorted(there, key=lambda i: (-columns[i][3], i))[:num_draft_tokens])]
     return [(columns[i][0], best.index(columns[i][1]) if i else -1, columns[i][2]) for i in best]

@@ -97,7 +97,7 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
             **vars(stock),
             trees=PagedTrees(
                 starts=common_attn_metadata.query_start_loc_cpu[rows + 1] - sizes,
-                nodes=sizes,
+                tree_sizes=sizes,
                 lengths=common_attn_metadata.seq_lens[rows].long(),
                 blocks=stock.block_table[rows],
                 masks=self.step_masks.masks,

@@ -1,4 +1,4 @@
-"""Random inputs of `grow`: tables and texts with equal tokens, equal scores and colliding cells."""
+"""Random inputs of `expand_trees`: texts and tables with equal tokens, scores and cells."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ SLOTS = 4
 
 @dataclass
 class World:
-    """The arguments of `grow`, and its texts again in plain Python."""
+    """The arguments of `expand_trees`, and its texts again in plain Python."""
 
     matrix: torch.Tensor
     bigrams: torch.Tensor
@@ -31,7 +31,7 @@ class World:
         return self.matrix, self.bigrams, self.ngrams, self.priors, self.slots, self.roots
 
     def on(self, device):
-        """The arguments of `grow` on a device."""
+        """The arguments of `expand_trees` on a device."""
         ngrams = self.ngrams
         moved = NgramIndex(
             *(t.to(device) for t in (ngrams.history, ngrams.lengths)), ngrams.index.to(device)

@@ -20,12 +20,12 @@ from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels.candidates import ALONE, NUM_SOURCES, TOP, find_candidates, node_candidates
 from tree_kernels.ngrams import GRAMS, LONGEST, NgramIndex
 
-_GROW = CppFunction("growth.cpp", "grow_trees", "pipiipippippp" + "iiii" + "pppp")
+_EXPAND = CppFunction("expansion.cpp", "expand_trees", "pipiipippippp" + "iiii" + "pppp")
 _LANES = next_power_of_2(2 * TOP + 1)
 
 
 @dataclass(frozen=True)
-class Grown:
+class ExpandedTrees:
     """Expanded trees: one level after another, each in the order of its parents.
 
     Attributes:
@@ -61,7 +61,7 @@ def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
 # The roots may be a slice of another tensor, and the results are slices of one tensor: how their
 # addresses are aligned depends on the batch.
 @jit(do_not_specialize=["roots", "tokens", "parents", "sources"])
-def _grow_kernel(
+def _expand_kernel(
     matrix: tl.tensor,
     bigrams: tl.tensor,
     history: tl.tensor,
@@ -161,7 +161,7 @@ def _grow_kernel(
         room = WIDTH
 
 
-def _grow_triton(
+def _expand_triton(
     matrix: Tensor,
     bigrams: Tensor,
     ngrams: NgramIndex,
@@ -170,14 +170,14 @@ def _grow_triton(
     roots: Tensor,
     width: int,
     depth: int,
-) -> Grown:
+) -> ExpandedTrees:
     columns = columns_of(width, depth)
     shape = (3, len(roots), columns)
     tokens, parents, sources = torch.empty(shape, dtype=torch.int32, device=matrix.device).unbind()
     scores = torch.empty(len(roots), columns, device=matrix.device)
     if len(roots):
         lanes = max(16, next_power_of_2(width))
-        _grow_kernel[(len(roots),)](
+        _expand_kernel[(len(roots),)](
             matrix,
             bigrams,
             ngrams.history,
@@ -207,10 +207,10 @@ def _grow_triton(
             W=lanes,
             num_warps=min(16, lanes // 4),
         )
-    return Grown(tokens, parents, sources, scores)
+    return ExpandedTrees(tokens, parents, sources, scores)
 
 
-def _grow_reference(
+def _expand_reference(
     matrix: Tensor,
     bigrams: Tensor,
     ngrams: NgramIndex,
@@ -219,7 +219,7 @@ def _grow_reference(
     roots: Tensor,
     width: int,
     depth: int,
-) -> Grown:
+) -> ExpandedTrees:
     batch, device = len(roots), matrix.device
     slots = slots.long()
     places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0, device=device)
@@ -256,10 +256,10 @@ def _grow_reference(
         sources.append(source.masked_fill(gone, 0).int())
         scores.append(score)
         first += tokens[-2].shape[1]
-    return Grown(*(torch.cat(each, 1) for each in (tokens, parents, sources, scores)))
+    return ExpandedTrees(*(torch.cat(each, 1) for each in (tokens, parents, sources, scores)))
 
 
-def _grow_cpp(
+def _expand_cpp(
     matrix: Tensor,
     bigrams: Tensor,
     ngrams: NgramIndex,
@@ -268,11 +268,11 @@ def _grow_cpp(
     roots: Tensor,
     width: int,
     depth: int,
-) -> Grown:
+) -> ExpandedTrees:
     columns = columns_of(width, depth)
     tokens, parents, sources = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
     scores = torch.empty(len(roots), columns)
-    _GROW.call(
+    _EXPAND.call(
         *(
             matrix.data_ptr(),
             len(matrix),
@@ -285,13 +285,19 @@ def _grow_cpp(
         *(slots.data_ptr(), roots.data_ptr(), len(roots), width, depth, columns),
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), scores.data_ptr()),
     )
-    return Grown(tokens, parents, sources, scores)
+    return ExpandedTrees(tokens, parents, sources, scores)
 
 
-_GROW_TREES = Op("growth.grow", _grow_reference, triton=_grow_triton, cpp=_grow_cpp, needs=_GROW)
+_EXPAND_TREES = Op(
+    "expansion.expand_trees",
+    _expand_reference,
+    triton=_expand_triton,
+    cpp=_expand_cpp,
+    needs=_EXPAND,
+)
 
 
-def grow(
+def expand_trees(
     matrix: Tensor,
     bigrams: Tensor,
     ngrams: NgramIndex,
@@ -300,7 +306,7 @@ def grow(
     roots: Tensor,
     width: int,
     depth: int,
-) -> Grown:
+) -> ExpandedTrees:
     """Expand a tree under each root, level by level.
 
     Ties within a level go to the earlier parent, then to the earlier candidate.
@@ -335,5 +341,5 @@ def grow(
             f"{[*roots.shape]} [B]"
         )
     slots, roots = slots.long().contiguous(), roots.int().contiguous()
-    run = _GROW_TREES.on(matrix)
+    run = _EXPAND_TREES.on(matrix)
     return run(matrix, bigrams, ngrams, priors, slots, roots, width, depth)

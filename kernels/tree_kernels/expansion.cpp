@@ -9,7 +9,8 @@
 
 constexpr int64_t kTop = 8;                 // candidates in a row, and children of a node
 constexpr int64_t kOffered = 2 * kTop + 1;  // an n-gram match, a bigram's row and a token's row
-constexpr int32_t kAlone = -2;  // stored as the previous token: the request's own row of a single token
+// Stored as the previous token: the request's own row of a single token.
+constexpr int32_t kAlone = -2;
 constexpr int64_t kBigramStates = kTop + 2, kRowStates = kTop + 1;
 
 struct Tables {
@@ -32,9 +33,10 @@ struct Node {
   int32_t suffix[kLongest];  // the last tokens of the path; -1 before the beginning of the text
 };
 
-// The token that followed the longest suffix when it last occurred in the text; -1 if there is none.
-// `matched` is the length of the suffix, 0 if there is none.
-static int32_t match_ngrams(const Tables& tables, int64_t slot, const int32_t* suffix, int64_t* matched) {
+// The token that followed the longest suffix when it last occurred in the text; -1 if there is
+// none. `matched` is the length of the suffix, 0 if there is none.
+static int32_t match_ngrams(const Tables& tables, int64_t slot, const int32_t* suffix,
+                            int64_t* matched) {
   const int32_t* text = tables.history + slot * tables.length;
   const int32_t* index = tables.index + slot * tables.cells;
   for (int64_t n = kLongest; n >= 1; --n) {
@@ -50,7 +52,8 @@ static int32_t match_ngrams(const Tables& tables, int64_t slot, const int32_t* s
 }
 
 // The row of a bigram in a slot's table; null if the table does not contain it.
-static const int32_t* find_row(const Tables& tables, int64_t slot, int32_t previous, int32_t token) {
+static const int32_t* find_row(const Tables& tables, int64_t slot, int32_t previous,
+                               int32_t token) {
   const int32_t key[2] = {previous, token};
   const int32_t* cell = tables.bigrams + slot * tables.bigram_stride +
                         cell_of(key, 2, tables.bigram_cells) * (kTop + 2);
@@ -83,9 +86,9 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
   for (int64_t i = 0; i < kOffered; ++i) {
     const int32_t token = offered[i];
     if (token < 0 || std::find(offered, offered + i, token) != offered + i) continue;
-    const int64_t copy = matched == 0 ? 0 : token == offered[0] ? matched : kLongest + matched;
+    const int64_t state = matched == 0 ? 0 : token == offered[0] ? matched : kLongest + matched;
     const int64_t in_bigram = has_bigram ? rank_in(likely, token) : kTop + 1;
-    const int64_t source = (copy * kBigramStates + in_bigram) * kRowStates + rank_in(row, token);
+    const int64_t source = (state * kBigramStates + in_bigram) * kRowStates + rank_in(row, token);
     const float score = node.score * tables.priors[source];
     if (!(score > 0.0f)) continue;
     int64_t place = count < kTop ? count++ : kTop;
@@ -105,15 +108,15 @@ static int64_t children_of(const Tables& tables, int64_t slot, const Node& node,
 }
 
 // The results are [B, columns]; columns without a node are -1, -1, 0 and 0.
-extern "C" void grow_trees(const int32_t* matrix, int64_t vocab, const int32_t* bigrams,
-                           int64_t bigram_cells,
-                           int64_t bigram_stride, const int32_t* history, int64_t length,
-                           const int32_t* lengths, const int32_t* index, int64_t cells,
-                           const float* priors, const int64_t* slots, const int32_t* roots,
-                           int64_t requests, int64_t width, int64_t depth, int64_t columns,
-                           int32_t* tokens, int32_t* parents, int32_t* sources, float* scores) {
-  const Tables tables{matrix, vocab, bigrams, bigram_cells, bigram_stride, history, length, lengths, index, cells,
-                      priors};
+extern "C" void expand_trees(const int32_t* matrix, int64_t vocab, const int32_t* bigrams,
+                             int64_t bigram_cells, int64_t bigram_stride, const int32_t* history,
+                             int64_t length, const int32_t* lengths, const int32_t* index,
+                             int64_t cells, const float* priors, const int64_t* slots,
+                             const int32_t* roots, int64_t requests, int64_t width, int64_t depth,
+                             int64_t columns, int32_t* tokens, int32_t* parents, int32_t* sources,
+                             float* scores) {
+  const Tables tables{matrix, vocab,   bigrams, bigram_cells, bigram_stride, history,
+                      length, lengths, index,   cells,        priors};
   std::vector<Node> level, next;
   std::vector<int64_t> order;
   Node children[kTop];
