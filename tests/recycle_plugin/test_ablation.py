@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from scripts.experiments.token_recycling.known_target import KnownTarget
 from scripts.experiments.token_recycling.recycling_variants import (
     SETTINGS,
     budget_tree,
+    current_name,
     move_bigrams,
 )
 
 VOCAB = 128
-NODES = 15
+NUM_DRAFT_TOKENS = 15
 MOST = 24
 
 
@@ -97,7 +99,7 @@ def plain(folder: Path) -> Plain:
 
 def found_by(target: KnownTarget, name: str, prompts: list[list[int]]) -> list[Replayed]:
     setting = SETTINGS[name]
-    drafter = setting.make(target.vocab, NODES)
+    drafter = setting.make(target.vocab, NUM_DRAFT_TOKENS)
     drafter.allocate(1, 128)
     found: list[Replayed] = []
     for prompt in prompts:
@@ -137,11 +139,11 @@ def test_cached_outputs_are_the_targets(
     assert again.tops[node] == expected
 
 
-@pytest.mark.parametrize("name", ["paper", "grown"])
+@pytest.mark.parametrize("name", ["static", "dynamic"])
 def test_steps_are_those_of_plain_verification(
     target: KnownTarget, plain: Plain, prompts: list[list[int]], name: str
 ) -> None:
-    drafter = SETTINGS[name].make(target.vocab, NODES)
+    drafter = SETTINGS[name].make(target.vocab, NUM_DRAFT_TOKENS)
     drafter.allocate(1, 128)
     steps = [plain.steps(drafter, prompt) for prompt in prompts[:2]]
     assert [each.steps for each in found_by(target, name, prompts[:2])] == steps
@@ -149,7 +151,8 @@ def test_steps_are_those_of_plain_verification(
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, each in SETTINGS.items() if each.fits(NODES) and not each.primed]
+    "name",
+    [name for name, each in SETTINGS.items() if each.fits(NUM_DRAFT_TOKENS) and not each.primed],
 )
 def test_every_setting_accepts_and_rejects(
     target: KnownTarget, prompts: list[list[int]], name: str
@@ -165,17 +168,17 @@ def test_every_setting_accepts_and_rejects(
 def test_settings_differ_from_their_families(target: KnownTarget, prompts: list[list[int]]) -> None:
     steps = {
         name: sum(each.steps for each in found_by(target, name, prompts))
-        for name in ("paper", "paper accepted only", "paper cold", "paper with prompt logits")
+        for name in ("static", "static accepted only", "static cold", "static with prompt logits")
     }
-    assert steps["paper accepted only"] > steps["paper"] > steps["paper with prompt logits"]
-    assert steps["paper cold"] > steps["paper"]
+    assert steps["static accepted only"] > steps["static"] > steps["static with prompt logits"]
+    assert steps["static cold"] > steps["static"]
 
 
 def test_ablated_parts_learn_nothing(target: KnownTarget, prompts: list[list[int]]) -> None:
     changed = {}
-    for name in ("grown", "grown without pairs", "grown with fixed priors"):
+    for name in ("dynamic", "dynamic without bigram table", "dynamic with fixed priors"):
         setting = SETTINGS[name]
-        drafter: Any = setting.make(target.vocab, NODES)
+        drafter: Any = setting.make(target.vocab, NUM_DRAFT_TOKENS)
         drafter.allocate(1, 128)
         for prompt in prompts:
             known = target.begin(prompt)
@@ -184,9 +187,9 @@ def test_ablated_parts_learn_nothing(target: KnownTarget, prompts: list[list[int
         bigrams = int((drafter.tables.bigrams >= 0).sum())
         changed[name] = (bigrams > 0, int(drafter.tables.source_stats.tried.sum()) > 0)
     assert changed == {
-        "grown": (True, True),
-        "grown without pairs": (False, True),
-        "grown with fixed priors": (True, False),
+        "dynamic": (True, True),
+        "dynamic without bigram table": (False, True),
+        "dynamic with fixed priors": (True, False),
     }
 
 
@@ -214,3 +217,11 @@ def test_primed_settings_only_differ_by_the_primed_matrix() -> None:
     for name, setting in SETTINGS.items():
         if setting.primed:
             assert replace(setting, primed=False) == SETTINGS[name.removesuffix(" primed")]
+
+
+def test_committed_results_are_of_known_settings() -> None:
+    files = sorted((Path(__file__).parents[2] / "results").glob("recycling_*.json"))
+    assert len(files) == 2
+    measured = {run["setting"] for file in files for run in json.loads(file.read_text())}
+    assert {current_name(name) for name in measured} <= SETTINGS.keys()
+    assert [current_name(name) for name in SETTINGS] == list(SETTINGS)

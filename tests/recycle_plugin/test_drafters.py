@@ -19,8 +19,8 @@ from recycle_plugin.sources import by_source
 VOCAB = 37
 LOGGER = logging.getLogger(__name__)
 DRAFTERS: dict[str, dict[str, object]] = {
-    "grown": {"nodes": 40},
-    "paper": {"tree": "static", "nodes": 40},
+    "dynamic": {"nodes": 40},
+    "static": {"tree": "static", "nodes": 40},
 }
 
 

@@ -35,7 +35,7 @@ def acceptance_table(report: Report) -> None:
             one = found.get(name)
             cells.append(
                 f"{one['mean_accepted_tokens']:.2f} ± {one['standard_error']:.2f} "
-                f"({one['nodes_a_step']:.1f} nodes)"
+                f"({one['nodes_a_step']:.1f} draft tokens)"
                 if one
                 else ""
             )
@@ -52,7 +52,7 @@ def variants_table(report: Report) -> None:
     for name, found in report["drafters"].items():
         variant, _, seed = name.rpartition("-")
         runs[variant][seed] = found
-    heading("variant", "step 1", "step 2", "step 3", "tokens per step, 12 nodes")
+    heading("variant", "step 1", "step 2", "step 3", "tokens per step, 12 draft tokens")
     for variant, seeds in runs.items():
         cells = []
         for pick in (*map(_chain, range(3)), _twelve):
@@ -132,9 +132,9 @@ def plot(acceptance: Report, times: Report, file: Path) -> None:
             for setting, one in found.items()
             if setting.endswith(" nodes") and setting.split()[0].isdigit()
         ]
-        nodes, tokens, errors = zip(*points, strict=True)
-        left.errorbar(nodes, tokens, yerr=errors, marker="o", capsize=3, label=name)
-    left.set_xlabel("draft nodes")
+        sizes, tokens, errors = zip(*points, strict=True)
+        left.errorbar(sizes, tokens, yerr=errors, marker="o", capsize=3, label=name)
+    left.set_xlabel("draft tokens")
     left.set_ylabel("tokens per step")
     left.legend()
     labels, parts = [], defaultdict(list)

@@ -66,18 +66,21 @@ class Sample:
 
     def figures(self, name: str, size_ratio: float) -> dict[str, Any]:
         """The figures of a tree, and its gains over chains of the same length and size."""
-        nodes, length = shape(name)
+        num_draft_tokens, length = shape(name)
         own = self.column(name)
         mean = float(own.mean())
         figures: dict[str, Any] = {
-            "nodes": nodes,
+            "nodes": num_draft_tokens,
             "length": length,
             "block_efficiency": round(mean, 3),
             "standard_error": round(float(self.resampled(own[:, None]).std()), 3),
             "mbsu": round(mean / (length * size_ratio + 1), 3),
         }
         if not name.startswith("SD"):
-            for key, chain in (("over_sd_of_length", length), ("over_sd_of_nodes", nodes)):
+            for key, chain in (
+                ("over_sd_of_length", length),
+                ("over_sd_of_nodes", num_draft_tokens),
+            ):
                 if f"SD {chain}" in self.names:
                     gain = own - self.column(f"SD {chain}")
                     figures[key] = round(float(gain.mean()), 3)
@@ -119,7 +122,7 @@ def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
         2, len(samples), figsize=(4 * len(samples), 7), sharey="row", squeeze=False
     )
     for row, (groups, label) in enumerate(
-        ((LENGTHS, "draft length"), (BUDGETS, "draft nodes verified"))
+        ((LENGTHS, "draft length"), (BUDGETS, "draft tokens verified"))
     ):
         for axis, (setting, sample) in zip(axes[row], samples.items(), strict=True):
             for method in METHODS:

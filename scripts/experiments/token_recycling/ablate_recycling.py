@@ -6,8 +6,8 @@
 
 Each setting decodes all turns of all prompts greedily. The package's own drafters draft and learn
 from the logits of a float32 target at all nodes of their trees. `recycling_variants.py` lists the
-settings by name; `--primed` adds those that start from a primed matrix, such as `grown primed`. All
-settings go through the prompts side by side, and the target's outputs are cached in WORK, so an
+settings by name; `--primed` adds those that start from a primed matrix, such as `dynamic primed`.
+All settings go through the prompts side by side, and the target's outputs are cached in WORK, so an
 interrupted run catches up quickly, and another setting only evaluates nodes that no earlier setting
 needed. A setting is skipped if OUTPUT already has its results for all prompts under the same
 conditions. `report_recycling.py` tabulates and plots the results. Needs transformers.
@@ -38,6 +38,7 @@ from scripts.experiments.token_recycling.recycling_variants import (
     Order,
     Setting,
     TableDrafter,
+    current_name,
     move_bigrams,
 )
 
@@ -58,7 +59,7 @@ def decode(drafter: TableDrafter, setting: Setting, known: Known, vocab: int) ->
             rows = slice(start, min(start + _ROWS, len(tokens) - 1))
             logits = as_logits(known.prompt_tops[rows], vocab)
             drafter.observe(slots.expand(len(logits)), tokens[rows], previous[rows], logits)
-    if setting.bigrams:
+    if setting.prompt_bigrams:
         move_bigrams(drafter.tables, known.prompt)
     trees = DraftTree.of_roots(torch.tensor([known.prompt[-1]], dtype=torch.int32))
     done = steps = drafts = 0
@@ -106,14 +107,14 @@ class Measured:
 
     Attributes:
         name: Name of the setting.
-        nodes: Number of draft tokens of a tree.
+        num_draft_tokens: Number of draft tokens of a tree.
         setting: The setting.
         drafter: The setting's drafter.
         found: The counts of each prompt's turns, by the prompt's index.
     """
 
     name: str
-    nodes: int
+    num_draft_tokens: int
     setting: Setting
     drafter: TableDrafter
     found: dict[int, list[Replayed]]
@@ -129,11 +130,11 @@ class Bench:
         self._context = model_context(model)
         self._most = most
 
-    def begin(self, name: str, nodes: int) -> Measured:
+    def begin(self, name: str, num_draft_tokens: int) -> Measured:
         """Start measuring a setting."""
-        drafter = SETTINGS[name].make(self.target.vocab, nodes)
+        drafter = SETTINGS[name].make(self.target.vocab, num_draft_tokens)
         drafter.allocate(1, self._context)
-        return Measured(name, nodes, SETTINGS[name], drafter, {})
+        return Measured(name, num_draft_tokens, SETTINGS[name], drafter, {})
 
     def order(self, order: Order) -> list[int]:
         """The indices of the prompts in the given order."""
@@ -236,6 +237,8 @@ class Results:
     def __init__(self, file: Path) -> None:
         self._file = file
         runs = json.loads(file.read_text()) if file.exists() else []
+        for run in runs:
+            run["setting"] = current_name(run["setting"])
         self._runs = {tuple(run[name] for name in CONDITIONS): run for run in runs}
 
     def prompts_done(self, conditions: dict[str, Any]) -> int:
@@ -309,14 +312,15 @@ def main(
         for done, number in enumerate(bench.order(order), 1):
             bench.answer(number, settings, matrix)
             for each in settings:
-                results.put(conditions(each.name, each.nodes), bench.figures(each))
+                results.put(conditions(each.name, each.num_draft_tokens), bench.figures(each))
             results.write()
             typer.echo(f"{done} of {len(bench.prompts)} prompts")
         for each in settings:
             found = bench.figures(each)
             typer.echo(
-                f"{each.name}, {each.nodes} nodes: {found['mean_accepted_tokens']:.3f} "
-                f"± {found['standard_error']:.3f} ({found['nodes_a_step']:.1f} drafts per step)"
+                f"{each.name}, {each.num_draft_tokens} draft tokens: "
+                f"{found['mean_accepted_tokens']:.3f} ± {found['standard_error']:.3f} "
+                f"({found['nodes_a_step']:.1f} draft tokens per step)"
             )
 
 

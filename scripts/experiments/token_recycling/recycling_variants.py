@@ -39,7 +39,7 @@ class Setting:
     Attributes:
         make: Makes the drafter.
         cold: Whether everything learned is forgotten before each request.
-        bigrams: Whether the prompt's bigrams move to the front of their rows.
+        prompt_bigrams: Whether the prompt's bigrams move to the front of their rows.
         prompt_logits: Whether the target's logits at all prompt positions are observed, instead of
             only the last.
         order: Order of the prompts.
@@ -49,10 +49,10 @@ class Setting:
 
     make: Make
     cold: bool = False
-    bigrams: bool = False
+    prompt_bigrams: bool = False
     prompt_logits: bool = False
     order: Order = "file"
-    fits: Callable[[int], bool] = lambda nodes: True
+    fits: Callable[[int], bool] = lambda num_draft_tokens: True
     primed: bool = False
 
 
@@ -156,19 +156,19 @@ class AcceptedOnlyStatic(AcceptedOnly, StaticTreeDrafter):
     """Static trees that only learn at accepted nodes."""
 
 
-class AcceptedOnlyGrown(AcceptedOnly, DynamicTreeDrafter):
+class AcceptedOnlyDynamic(AcceptedOnly, DynamicTreeDrafter):
     """Dynamic trees that only learn at accepted nodes."""
 
 
-def budget_tree(nodes: int, depth: int) -> StaticTree:
-    """The `nodes` nodes of highest path probability among those of depth up to `depth`."""
+def budget_tree(num_draft_tokens: int, depth: int) -> StaticTree:
+    """The draft tokens of highest path probability among those of depth up to `depth`."""
     # Ties go to the shallower node, then to the lower ranks.
     level: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
     paths = []
     for _ in range(depth):
-        # At most `nodes` nodes of a level can be among the `nodes` best of all.
+        # At most `num_draft_tokens` nodes of a level can be among the best of all.
         level = nsmallest(
-            nodes,
+            num_draft_tokens,
             (
                 (score * prior, deep + 1, (*path, rank))
                 for score, deep, path in level
@@ -176,104 +176,109 @@ def budget_tree(nodes: int, depth: int) -> StaticTree:
             ),
         )
         paths += level
-    return StaticTree.from_paths(path for _, _, path in nsmallest(nodes, paths))
+    return StaticTree.from_paths(path for _, _, path in nsmallest(num_draft_tokens, paths))
 
 
 def _tables(vocab: int, kind: type[Tables] = Tables, *, bigrams: bool = True) -> Tables:
     return kind(vocab, CANDIDATES, CPU, bigrams=bigrams, hot_start=True)
 
 
-def _static(
-    kind: type[StaticTreeDrafter], vocab: int, nodes: int, tree: Callable[[int], StaticTree]
+def _make_static(
+    kind: type[StaticTreeDrafter],
+    vocab: int,
+    num_draft_tokens: int,
+    tree: Callable[[int], StaticTree],
 ) -> StaticTreeDrafter:
-    return kind(_tables(vocab, bigrams=False), tree(nodes))
+    return kind(_tables(vocab, bigrams=False), tree(num_draft_tokens))
 
 
-def _of_rank(k: int, vocab: int, nodes: int) -> StaticTreeDrafter:
+def _of_rank(k: int, vocab: int, num_draft_tokens: int) -> StaticTreeDrafter:
     tables = Tables(vocab, k, CPU, bigrams=False, hot_start=True)
-    return StaticTreeDrafter(tables, _paper_tree(nodes, k))
+    return StaticTreeDrafter(tables, _paper_tree(num_draft_tokens, k))
 
 
-def _grown(kind: type[DynamicTreeDrafter], vocab: int, nodes: int) -> DynamicTreeDrafter:
-    return kind(_tables(vocab), nodes, auto=False, private=False)
+def _make_dynamic(
+    kind: type[DynamicTreeDrafter], vocab: int, num_draft_tokens: int
+) -> DynamicTreeDrafter:
+    return kind(_tables(vocab), num_draft_tokens, auto=False, private=False)
 
 
-def _rows_only(vocab: int, nodes: int) -> DynamicTreeDrafter:
+def _rows_only(vocab: int, num_draft_tokens: int) -> DynamicTreeDrafter:
     tables = _tables(vocab, MatrixOnly, bigrams=False)
-    return DynamicTreeDrafter(tables, nodes, auto=False, private=False)
+    return DynamicTreeDrafter(tables, num_draft_tokens, auto=False, private=False)
 
 
-def _private(vocab: int, nodes: int) -> DynamicTreeDrafter:
-    return DynamicTreeDrafter(_tables(vocab), nodes, auto=False, private=True)
+def _private(vocab: int, num_draft_tokens: int) -> DynamicTreeDrafter:
+    return DynamicTreeDrafter(_tables(vocab), num_draft_tokens, auto=False, private=True)
 
 
-def _fixed_mask(vocab: int, nodes: int) -> FixedTopology:
-    return FixedTopology(_tables(vocab), _paper_tree(nodes))
+def _fixed_mask(vocab: int, num_draft_tokens: int) -> FixedTopology:
+    return FixedTopology(_tables(vocab), _paper_tree(num_draft_tokens))
 
 
-def _paper_tree(nodes: int, k: int = CANDIDATES) -> StaticTree:
-    return RecycleOptions(tree="static", nodes=nodes, k=k).topology
+def _paper_tree(num_draft_tokens: int, k: int = CANDIDATES) -> StaticTree:
+    return RecycleOptions(tree="static", nodes=num_draft_tokens, k=k).topology
 
 
-def _fits_rows_of(k: int, nodes: int) -> bool:
-    return k > 1 or nodes <= MAX_DEPTH
+def _fits_rows_of(k: int, num_draft_tokens: int) -> bool:
+    return k > 1 or num_draft_tokens <= MAX_DEPTH
 
 
-def _fits_depth(depth: int, nodes: int) -> bool:
+def _fits_depth(depth: int, num_draft_tokens: int) -> bool:
     fullest = sum(CANDIDATES ** (level + 1) for level in range(depth))
-    return nodes <= fullest and budget_tree(nodes, depth).depth == depth
+    return num_draft_tokens <= fullest and budget_tree(num_draft_tokens, depth).depth == depth
 
 
 BALANCED = {15: (3, 2, 1), 80: (5, 3, 2, 1)}
 """Branching factors of balanced trees, by number of draft tokens."""
 
-PAPER = Setting(partial(_static, StaticTreeDrafter, tree=_paper_tree))
-GROWN = Setting(partial(_grown, DynamicTreeDrafter))
+STATIC = Setting(partial(_make_static, StaticTreeDrafter, tree=_paper_tree))
+DYNAMIC = Setting(partial(_make_dynamic, DynamicTreeDrafter))
 
-_FAMILIES = {"paper": PAPER, "grown": GROWN}
+_FAMILIES = {"static": STATIC, "dynamic": DYNAMIC}
 
 _ORDERS: dict[str, Order] = {"by category": "category", "shuffled": "shuffled"}
 
 
-def _paper(
+def _static(
     kind: type[StaticTreeDrafter], tree: Callable[[int], StaticTree] = _paper_tree
 ) -> Setting:
-    return replace(PAPER, make=partial(_static, kind, tree=tree))
+    return replace(STATIC, make=partial(_make_static, kind, tree=tree))
 
 
 def _of_depth(depth: int) -> Setting:
-    setting = _paper(StaticTreeDrafter, partial(budget_tree, depth=depth))
+    setting = _static(StaticTreeDrafter, partial(budget_tree, depth=depth))
     return replace(setting, fits=partial(_fits_depth, depth))
 
 
 SETTINGS: dict[str, Setting] = {
     **_FAMILIES,
     **{f"{name} cold": replace(family, cold=True) for name, family in _FAMILIES.items()},
-    "grown private": Setting(_private),
-    "grown without pairs": Setting(_rows_only),
-    "grown without copies": Setting(partial(_grown, WithoutNgrams)),
-    "grown with fixed priors": Setting(partial(_grown, FixedPriors)),
-    "grown on a fixed mask": Setting(_fixed_mask),
+    "dynamic private": Setting(_private),
+    "dynamic without bigram table": Setting(_rows_only),
+    "dynamic without n-gram matches": Setting(partial(_make_dynamic, WithoutNgrams)),
+    "dynamic with fixed priors": Setting(partial(_make_dynamic, FixedPriors)),
+    "dynamic on a fixed mask": Setting(_fixed_mask),
     **{
         f"{name} with {' and '.join(what)}": replace(
-            family, bigrams="bigrams" in what, prompt_logits="prompt logits" in what
+            family, prompt_bigrams="prompt bigrams" in what, prompt_logits="prompt logits" in what
         )
         for name, family in _FAMILIES.items()
-        for what in (["bigrams"], ["prompt logits"], ["bigrams", "prompt logits"])
+        for what in (["prompt bigrams"], ["prompt logits"], ["prompt bigrams", "prompt logits"])
     },
-    "paper accepted only": _paper(AcceptedOnlyStatic),
-    "grown accepted only": Setting(partial(_grown, AcceptedOnlyGrown)),
+    "static accepted only": _static(AcceptedOnlyStatic),
+    "dynamic accepted only": Setting(partial(_make_dynamic, AcceptedOnlyDynamic)),
     **{
-        f"paper k={k}": replace(PAPER, make=partial(_of_rank, k), fits=partial(_fits_rows_of, k))
+        f"static k={k}": replace(STATIC, make=partial(_of_rank, k), fits=partial(_fits_rows_of, k))
         for k in (1, 2, 4, 6)
     },
-    "paper balanced": replace(
-        _paper(StaticTreeDrafter, lambda nodes: StaticTree.from_branching(BALANCED[nodes])),
+    "static balanced": replace(
+        _static(StaticTreeDrafter, lambda size: StaticTree.from_branching(BALANCED[size])),
         fits=BALANCED.__contains__,
     ),
-    **{f"paper depth={depth}": _of_depth(depth) for depth in range(2, 9)},
-    "paper first wins": _paper(FirstWins),
-    "paper merged": _paper(Merged),
+    **{f"static depth={depth}": _of_depth(depth) for depth in range(2, 9)},
+    "static first wins": _static(FirstWins),
+    "static merged": _static(Merged),
     **{
         f"{name} {words}": replace(family, order=order)
         for name, family in _FAMILIES.items()
@@ -281,6 +286,22 @@ SETTINGS: dict[str, Setting] = {
     },
 }
 SETTINGS |= {f"{name} primed": replace(each, primed=True) for name, each in SETTINGS.items()}
+
+# Committed results were measured before the settings got these names.
+FORMER_NAMES = {
+    "paper": "static",
+    "grown": "dynamic",
+    "without pairs": "without bigram table",
+    "without copies": "without n-gram matches",
+    "with bigrams": "with prompt bigrams",
+}
+
+
+def current_name(setting: str) -> str:
+    """The name of a setting, given its present or former name."""
+    for former, name in FORMER_NAMES.items():
+        setting = setting.replace(former, name)
+    return setting
 
 
 def move_bigrams(tables: Tables, text: Sequence[int]) -> None:

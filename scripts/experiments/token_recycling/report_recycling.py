@@ -16,15 +16,17 @@ import torch
 import typer
 
 from scripts.experiments.common import heading, row
+from scripts.experiments.token_recycling.recycling_variants import current_name
 
 Run = dict[str, Any]
 Runs = dict[tuple[str, int], Run]
 """The runs of one target and one set of prompts, by setting and number of draft tokens."""
 
 LINES = (
-    *("paper", "paper primed", "grown", "grown primed", "grown without pairs primed"),
-    *("grown without copies primed", "grown with fixed priors primed"),
-    *("grown on a fixed mask primed", "grown accepted only primed", "grown cold"),
+    *("static", "static primed", "dynamic", "dynamic primed"),
+    *("dynamic without bigram table primed", "dynamic without n-gram matches primed"),
+    *("dynamic with fixed priors primed", "dynamic on a fixed mask primed"),
+    *("dynamic accepted only primed", "dynamic cold"),
 )
 """The settings that are plotted against the number of draft tokens."""
 
@@ -41,16 +43,16 @@ def groups(runs: list[Run]) -> dict[str, Runs]:
             f"{run['model']}, {run['prompts']}: {run['limit']} prompts, "
             f"{run['max_new_tokens']} tokens per turn"
         )
-        found.setdefault(name, {})[run["setting"], run["nodes"]] = run
+        found.setdefault(name, {})[current_name(run["setting"]), run["nodes"]] = run
     return found
 
 
 def base_of(setting: str) -> str | None:
-    """The baseline of a setting: its family; `paper` for `grown`, unprimed for primed."""
+    """The baseline of a setting: its family; `static` for `dynamic`, unprimed for primed."""
     family, _, rest = setting.partition(" ")
     primed = setting.endswith(" primed")
     if rest in ("", "primed"):
-        return family if primed else {"grown": "paper"}.get(family)
+        return family if primed else {"dynamic": "static"}.get(family)
     return f"{family} primed" if primed else family
 
 
@@ -69,13 +71,13 @@ def gain(run: Run, base: Run) -> tuple[float, float]:
 
 def settings_table(runs: Runs) -> None:
     """Print tokens per step by setting and number of draft tokens, with the gain in brackets."""
-    columns = sorted({nodes for _, nodes in runs})
-    heading("setting", *(f"{nodes} nodes" for nodes in columns))
+    sizes = sorted({size for _, size in runs})
+    heading("setting", *(f"{size} draft tokens" for size in sizes))
     for setting in dict.fromkeys(name for name, _ in runs):
         cells = []
-        for nodes in columns:
-            run = runs.get((setting, nodes))
-            base = runs.get((base_of(setting) or "", nodes))
+        for size in sizes:
+            run = runs.get((setting, size))
+            base = runs.get((base_of(setting) or "", size))
             text = f"{run['mean_accepted_tokens']:.2f} ± {run['standard_error']:.2f}" if run else ""
             if run and base:
                 more, error = gain(run, base)
@@ -86,9 +88,9 @@ def settings_table(runs: Runs) -> None:
 
 def categories_table(runs: Runs) -> None:
     """Print the tokens per step of the complete methods by category."""
-    chosen = [key for key in runs if key[0].removesuffix(" primed") in ("paper", "grown")]
+    chosen = [key for key in runs if key[0].removesuffix(" primed") in ("static", "dynamic")]
     names = list(dict.fromkeys(name for key in chosen for name in runs[key]["categories"]))
-    heading("category", *(f"{setting}, {nodes}" for setting, nodes in chosen))
+    heading("category", *(f"{setting}, {size}" for setting, size in chosen))
     for name in names:
         row(name, *(f"{runs[key]['categories'][name]:.2f}" for key in chosen))
 
@@ -106,15 +108,15 @@ def plot(found: dict[str, Runs], file: Path) -> None:
     for (left, right), (title, runs) in zip(panels, found.items(), strict=True):
         for setting in LINES:
             points = sorted(
-                (nodes, run["mean_accepted_tokens"], run["standard_error"])
-                for (name, nodes), run in runs.items()
+                (size, run["mean_accepted_tokens"], run["standard_error"])
+                for (name, size), run in runs.items()
                 if name == setting
             )
             if points:
-                counts, tokens, errors = zip(*points, strict=True)
-                whole = setting.removesuffix(" primed") in ("paper", "grown")
+                sizes, tokens, errors = zip(*points, strict=True)
+                whole = setting.removesuffix(" primed") in ("static", "dynamic")
                 left.errorbar(
-                    *(counts, tokens),
+                    *(sizes, tokens),
                     yerr=errors if whole else None,
                     marker="o" if whole else ".",
                     linestyle="-" if whole else "--",
@@ -122,17 +124,19 @@ def plot(found: dict[str, Runs], file: Path) -> None:
                     label=setting,
                 )
         left.set_title(title, fontsize=8)
-        left.set_xlabel("draft nodes")
+        left.set_xlabel("draft tokens")
         left.set_ylabel("tokens per step")
         left.legend(fontsize=7)
-        for nodes in sorted({nodes for name, nodes in runs if name.startswith("paper depth=")}):
+        for size in sorted({size for name, size in runs if name.startswith("static depth=")}):
             depths = sorted(
-                (int(name.removeprefix("paper depth=")), run["mean_accepted_tokens"])
-                for (name, count), run in runs.items()
-                if count == nodes and name.startswith("paper depth=") and name[-1].isdigit()
+                (int(name.removeprefix("static depth=")), run["mean_accepted_tokens"])
+                for (name, other), run in runs.items()
+                if other == size and name.startswith("static depth=") and name[-1].isdigit()
             )
             if len(depths) > 1:
-                right.plot(*zip(*depths, strict=True), marker="o", label=f"paper, {nodes} nodes")
+                right.plot(
+                    *zip(*depths, strict=True), marker="o", label=f"static, {size} draft tokens"
+                )
         right.set_xlabel("depth of the static tree")
         right.set_ylabel("tokens per step")
         if right.lines:
