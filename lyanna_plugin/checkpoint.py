@@ -83,14 +83,15 @@ def _read_config(folder: Path) -> tuple[LyannaConfig, dict[str, Any]]:
         raise ValueError(f"model={str(folder)!r} is not a drafter: it has no config.json")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        if _KEY not in config:
-            raise ValueError(
-                f"model={str(folder)!r} is not a Lyanna drafter: train one with "
-                "`drafttree train lyanna`"
-            )
-        return LyannaConfig.model_validate(config[_KEY]), config
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
+        settings = LyannaConfig.model_validate(config[_KEY]) if _KEY in config else None
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, ValidationError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+    if settings is None:
+        raise ValueError(
+            f"model={str(folder)!r} is not a Lyanna drafter: train one with "
+            "`drafttree train lyanna`"
+        )
+    return settings, config
 
 
 def check(target: str, drafter: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.sampling import TokenTable, choose, merge, resample_logits, sample_tree
+from lyanna_plugin.tree import TokenTable, choose, merge, resample_logits, sample_tree
 
 
 class LyannaTrees(HiddenStateDrafter):

@@ -114,7 +114,7 @@ static void of_request(const L* logits, const int32_t* tokens, int64_t width, in
     for (int64_t i = 0; i < cold.found; ++i) seen.put(cold.values[i], cold.ids[i]);
     for (int64_t i = 0; i < seen.found; ++i) {
       best[node * k + i] = seen.ids[i];
-      log_probs[node * k + i] = std::min(seen.values[i] - total, 0.0f);
+      log_probs[node * k + i] = seen.values[i] - total;
     }
   }
 }

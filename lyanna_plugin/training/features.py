@@ -38,14 +38,17 @@ class Features:
         folder: Folder of the cache, which is created if it does not exist.
         samples: The samples.
         fingerprint: Hash of the target's weights.
+        dtype: Data type in which the target computes the features.
     """
 
-    def __init__(self, folder: Path, samples: Sequence[Sample], fingerprint: str) -> None:
+    def __init__(
+        self, folder: Path, samples: Sequence[Sample], fingerprint: str, dtype: torch.dtype
+    ) -> None:
         self._folder = folder
         self._samples = samples
         self._files: list[Path] = []
         for first in range(0, len(samples), _SHARD):
-            digest = hashlib.sha256(f"{fingerprint} {TOP}".encode())
+            digest = hashlib.sha256(f"{fingerprint} {dtype} {TOP}".encode())
             for sample in samples[first : first + _SHARD]:
                 digest.update(sample.tokens.numpy().tobytes())
             self._files.append(folder / f"{digest.hexdigest()[:16]}.safetensors")
@@ -65,7 +68,7 @@ class Features:
         """Compute the missing shards.
 
         Args:
-            target: The target, a causal LM of transformers.
+            target: The target, a causal LM of transformers, in the cache's `dtype`.
             device: Device of the target.
             advance: `(done, total)`, called before each shard.
             part: `(index, count)`: this process computes every `count`-th shard, from `index` on.

@@ -42,14 +42,14 @@ def regenerate(
         target: Folder of the target.
         max_tokens: Maximum number of tokens of an answer.
         context: Maximum number of tokens of a conversation.
-        folder: Folder of the file, whose name is a hash of the conversations, target and
-            `max_tokens`.
+        folder: Folder of the file, whose name is a hash of the conversations, target, `max_tokens`
+            and `context`.
         advance: Called with the number of conversations finished since the last call.
 
     Returns:
         The file.
     """
-    asked = json.dumps([conversations, str(target), max_tokens])
+    asked = json.dumps([conversations, str(target), max_tokens, context])
     file = folder / f"regenerated-{hashlib.sha256(asked.encode()).hexdigest()[:12]}.jsonl"
     done = whole_lines(file)
     advance(done)

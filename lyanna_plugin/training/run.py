@@ -118,7 +118,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
         )
     device = accelerator.device
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
-    features = Features(job.cache, samples, digest)
+    features = Features(job.cache, samples, digest, target.dtype)
     features.compute(
         target,
         device,

@@ -209,7 +209,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import drafttree.cli, drafttree.drafter, drafttree.method, drafttree.tree, drafttree.verify
 import drafttree.sglang.options, drafttree.sglang.versions
-import lyanna_plugin.sampling, lyanna_plugin.training.command
+import lyanna_plugin.tree, lyanna_plugin.training.command
 import pkgutil, importlib, recycle_plugin, rsd_plugin, tree_kernels
 for package in (recycle_plugin, rsd_plugin, tree_kernels):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):

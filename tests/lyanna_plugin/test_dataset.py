@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from drafttree.bench.models import ensure
+from lyanna_plugin.training import regenerate as regeneration
 from lyanna_plugin.training.dataset import Messages, encode, read_conversations
-from lyanna_plugin.training.regenerate import _answered
+from lyanna_plugin.training.regenerate import Answerer, _answered, regenerate
 
 CHAT = [
     {"role": "user", "content": "Say hello."},
@@ -87,3 +88,31 @@ def test_every_user_turn_gets_a_new_answer_in_its_place() -> None:
     ]
     assert [message["content"] for message in second] == ["Be brief.", "Why?", "answer to Why?"]
     assert [len(chat) for chat in asked] == [1, 2, 3]
+
+
+def test_answers_are_kept_for_the_same_target_and_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shorter context may truncate an answer, so its answers are written anew."""
+    contexts = []
+
+    def make(target: Path, context: int) -> Answerer:
+        contexts.append(context)
+        return lambda chats, max_tokens: [f"{max_tokens} of {context}"] * len(chats)
+
+    monkeypatch.setattr(regeneration, "_vllm", make)
+    monkeypatch.setattr(regeneration, "_transformers", make)
+
+    def answers(target: str, max_tokens: int, context: int) -> set[str]:
+        file = regenerate([CHAT], Path(target), max_tokens, context, tmp_path, lambda done: None)
+        (chat,) = read_conversations(file)
+        return {message["content"] for message in chat if message["role"] == "assistant"}
+
+    assert answers("a", 5, 40) == {"5 of 40"}
+    assert answers("a", 5, 30) == {"5 of 30"}
+    assert answers("a", 6, 40) == {"6 of 40"}
+    assert contexts == [40, 30, 40]
+    assert answers("a", 5, 40) == {"5 of 40"}
+    assert contexts == [40, 30, 40]
+    answers("b", 5, 40)
+    assert contexts == [40, 30, 40, 40]

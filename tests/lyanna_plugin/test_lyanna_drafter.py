@@ -10,7 +10,7 @@ import torch
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaTrees
-from lyanna_plugin.sampling import TokenTable, merge, resample_logits, sample_tree
+from lyanna_plugin.tree import TokenTable, merge, resample_logits, sample_tree
 
 VOCAB, STEPS, SIZE = 12, 3, 6
 SLOTS = torch.tensor([4, 1])

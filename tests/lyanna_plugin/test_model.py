@@ -153,6 +153,10 @@ def test_errors_name_what_is_wrong_with_a_folder(target: Path, tmp_path: Path) -
         load(folder, target)
     with pytest.raises(ValueError, match="not a Lyanna drafter"):
         load(target, target)
+    for damaged in ("{", "3", '{"lyanna": {}}'):
+        (folder / "config.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"config\.json is damaged"):
+            load(folder, target)
 
 
 @pytest.mark.parametrize("variant", [WithoutTokenInfo, WithoutFirstToken, EagleStyle])

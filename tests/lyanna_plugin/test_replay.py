@@ -12,7 +12,7 @@ from tiny_models import make_tiny_llama
 
 from lyanna_plugin.checkpoint import load
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.sampling import TokenTable, sample_tree
+from lyanna_plugin.tree import TokenTable, sample_tree
 from scripts.experiments.lyanna.lyanna_replay import LyannaReplay, Text
 
 

@@ -55,7 +55,7 @@ def corpus(target: Any, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     )
     answer = torch.arange(46) >= 6
     samples = [Sample(tokens.int(), answer) for tokens in answered]
-    cache = Features(tmp_path_factory.mktemp("features"), samples, "tiny")
+    cache = Features(tmp_path_factory.mktemp("features"), samples, "tiny", torch.float32)
     cache.compute(target, CPU, lambda done, total: None)
     return Corpus.whole(samples, cache)
 
@@ -89,15 +89,17 @@ def test_features_are_the_targets_outputs(target: Any, corpus: Corpus) -> None:
     torch.testing.assert_close(probs, best.values.bfloat16())
 
 
-def test_added_text_does_not_invalidate_complete_shards(
+def test_shards_are_found_again_for_the_same_text_target_and_data_type(
     target: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "_SHARD", 8)
-    before = Features(tmp_path, corpus.samples[:20], "tiny")
+    before = Features(tmp_path, corpus.samples[:20], "tiny", torch.float32)
     before.compute(target, CPU, lambda done, total: None)
     assert before.missing() == []
-    assert Features(tmp_path, corpus.samples, "tiny").missing() == [2]
-    assert Features(tmp_path, corpus.samples, "another").missing() == [0, 1, 2]
+    # Added text does not invalidate complete shards.
+    assert Features(tmp_path, corpus.samples, "tiny", torch.float32).missing() == [2]
+    assert Features(tmp_path, corpus.samples, "another", torch.float32).missing() == [0, 1, 2]
+    assert Features(tmp_path, corpus.samples, "tiny", torch.bfloat16).missing() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("variant", [LyannaModel, WithoutTokenInfo, WithoutFirstToken, EagleStyle])

@@ -41,7 +41,7 @@ def make_overfitted(folder: Path, out: Path) -> Acceptance:
     answered = answer(target)
     trained = torch.arange(answered.shape[1]) >= len(PROMPTS[0])
     samples = [Sample(tokens.int(), trained) for tokens in answered]
-    features = Features(out / "features", samples, "tiny")
+    features = Features(out / "features", samples, "tiny", torch.float32)
     features.compute(target, torch.device("cpu"), lambda done, total: None)
     corpus = Corpus.whole(samples, features)
     drafter = drafter_for(folder, hot_tokens=VOCAB, token_info_rank=64)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from drafttree.tree import DraftTree
 from lyanna_plugin.model import AttendBatch, LyannaModel
-from lyanna_plugin.sampling import prune
+from lyanna_plugin.tree import prune
 from scripts.experiments.common import Replayed
 from scripts.experiments.lyanna.lyanna_replay import Text, replay
 

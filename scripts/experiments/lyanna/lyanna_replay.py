@@ -18,7 +18,7 @@ from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaTrees
 from lyanna_plugin.model import LyannaModel
-from lyanna_plugin.sampling import TokenTable
+from lyanna_plugin.tree import TokenTable
 from scripts.experiments.common import Replayed
 
 

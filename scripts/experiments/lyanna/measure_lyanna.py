@@ -137,7 +137,8 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     samples = answered(target, prompts, work, max_new_tokens)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    cache = Features(work / "features", samples, first_rows_fingerprint(target))
+    fingerprint = first_rows_fingerprint(target)
+    cache = Features(work / "features", samples, fingerprint, torch.float32)
     cache.compute(model, torch.device("cpu"), lambda done, total: None)
     parts = Target(
         target,

@@ -25,7 +25,7 @@ from torch import Tensor
 from drafttree.bench.machine import processor_name
 from lyanna_plugin.checkpoint import layer_config
 from lyanna_plugin.model import AttendBatch, LyannaConfig, LyannaModel
-from lyanna_plugin.sampling import TokenTable, sample_tree
+from lyanna_plugin.tree import TokenTable, sample_tree
 from scripts.experiments.lyanna.eagle_style import TreeKV, draft_tree
 
 _PARTS = ("forward", "head", "sampling")

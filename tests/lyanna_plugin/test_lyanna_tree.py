@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
-from lyanna_plugin.sampling import TokenTable, merge, resample_logits, sample_tree
+from lyanna_plugin.tree import TokenTable, merge, resample_logits, sample_tree
 
 VOCAB, WIDTH, LENGTH = 12, 3, 3
 Path = tuple[int, ...]
