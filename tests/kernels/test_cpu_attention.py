@@ -83,7 +83,7 @@ def test_nodes_attend_to_the_context_and_their_ancestors(cpu_path, step):
     trees, query, cache, kv_heads, size, block_size = step
     keys, values = views(cache, size, block_size)
     attend = TreeAttention(query.shape[1], kv_heads, size, block_size, query.dtype)
-    assert attend.is_cpp == (cpu_path == "cpp")
+    assert attend.is_cpp == (cpu_path != "reference")
     before = torch.randn_like(query)
     output = before.clone()
     attend(trees, query, keys, values, output, 0.3)
@@ -131,6 +131,24 @@ def source(tmp_path, monkeypatch):
     source = tmp_path / "one.cpp"
     source.write_text('extern "C" int one() { return 1; }\n')
     return source
+
+
+def test_a_parallel_loop_has_the_number_of_threads_that_is_given(source):
+    source.write_text(
+        """
+        #include <set>
+        extern "C" int omp_get_thread_num();
+        extern "C" long threads_of(long threads) {
+          std::set<int> seen;
+        #pragma omp parallel num_threads(threads)
+        #pragma omp critical
+          seen.insert(omp_get_thread_num());
+          return seen.size();
+        }
+        """
+    )
+    library = _native.load_native(source)
+    assert [library.threads_of(threads) for threads in (1, 3)] == [1, 3]
 
 
 def test_a_kernel_is_compiled_once_and_cached(source, tmp_path, monkeypatch):
