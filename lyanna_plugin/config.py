@@ -32,7 +32,7 @@ class LyannaOptions(MethodOptions):
         default=12,
         ge=1,
         le=MAX_DRAFT_TOKENS,
-        description="Draft tokens of the regular tree, the root not counted.",
+        description="Draft tokens of the regular tree, excluding the root.",
     )
     resample: bool = Field(
         default=True,

@@ -40,7 +40,7 @@ class RecycleOptions(MethodOptions):
     )
     nodes: int | Literal["auto"] = Field(
         default="auto",
-        description="Draft tokens per tree, 1 to 255, the root not counted. `auto` means that a "
+        description="Draft tokens per tree, 1 to 255, excluding the root. `auto` means that a "
         "cost model chooses the number in each step, up to `max_nodes`, and 0 when drafting would "
         "not help; for a static tree it means 80, or the size of the given tree.",
     )
@@ -71,9 +71,10 @@ class RecycleOptions(MethodOptions):
     )
     sharing: Literal["engine", "request"] = Field(
         default="engine",
-        description="Who learns from whom. `engine`: all requests share what was learned. "
-        "`request`: each request learns for itself, on top of the primed tables, so that no "
-        "request's text shows in the response time of another.",
+        description="Whose text a request's candidates come from. `engine`: one set of tables "
+        "learns from all requests. `request`: the primed tables are only read, and each request "
+        "has a table that learns from its own text alone, so that no request's text shows in the "
+        "response time of another.",
     )
 
     @classmethod

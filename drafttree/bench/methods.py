@@ -101,10 +101,10 @@ def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -
         options: `KEY=VALUE` pairs that all variants have.
         varied: `KEY=VALUE` pairs, one for each variant; without any there is one variant.
     """
-    given = parse_options(options)
+    given = parse_pairs(options)
     variants = []
     for pair in varied:
-        more = parse_options([pair])
+        more = parse_pairs([pair])
         if twice := given.keys() & more.keys():
             raise InputError(f"--vary {pair}: {twice.pop()} is also given with --option")
         variants.append(resolve_method(name, given | more))
@@ -124,7 +124,7 @@ def check_engine(engine: str, method: BenchMethod) -> None:
         )
 
 
-def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
     """Parse `KEY=VALUE` pairs; values that are not valid JSON are strings."""
     options: dict[str, Any] = {}
     for pair in pairs:

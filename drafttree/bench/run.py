@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from drafttree.bench.chat import Chat, model_context
 from drafttree.bench.cost import mean_context, verification_cost
-from drafttree.bench.draft_model import draft_model_figures
+from drafttree.bench.draft_figures import draft_figures
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name
@@ -113,7 +113,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         repetitions: list[Repetition] = []
         counters: dict[str, int] = {}
         acceptance: dict[str, Any] = {}
-        draft_model: dict[str, float] = {}
+        drafting: dict[str, float] = {}
         for number in range(settings.repeat):
             which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
             observer.status(f"answering{which}")
@@ -123,7 +123,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
                 counters = pair.method.counters()
                 check_counters(repetitions[0], counters)
                 acceptance = pair.method.acceptance()
-                draft_model = draft_model_figures(
+                drafting = draft_figures(
                     repetitions[0], settings.method, settings.model, pair.draft_seconds() - before
                 )
         observer.status("comparing")
@@ -164,7 +164,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         "counters": counters,
         "explained": explained,
         "acceptance": acceptance,
-        **draft_model,
+        **drafting,
         **report(settings.prompts, repetitions, verdicts, costs),
     }
 

@@ -1,8 +1,8 @@
 """Compilation of the C++ kernels: flags, and the libraries that a wheel ships.
 
-A wheel has one library for each kernel and instruction set level in `LEVELS`; `shipped_library`
-finds the best one that this processor can run. `setup.py` imports this module when it builds a
-wheel, so it needs nothing but the standard library.
+A wheel has one library for each kernel and each of `INSTRUCTION_SETS`; `shipped_library` finds the
+best one that this processor can run. `setup.py` imports this module when it builds a wheel, so it
+needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LINK = ("-shared",)
 
 
 @dataclass(frozen=True)
-class Level:
-    """An instruction set level for which a wheel has libraries.
+class InstructionSet:
+    """An instruction set for which a wheel has libraries.
 
     Attributes:
-        march: The level's name, as the compiler's `-march` takes it.
-        flags: The processor flags that the level needs, as `/proc/cpuinfo` writes them.
+        march: The instruction set's name, as the compiler's `-march` takes it.
+        flags: The processor flags that it needs, as `/proc/cpuinfo` writes them.
     """
 
     march: str
@@ -47,9 +47,9 @@ class Level:
 _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
-# Best level first. PyTorch's own CPU kernels are slow without AVX2, so wheels support no older
+# Best first. PyTorch's own CPU kernels are slow without AVX2, so wheels support no older
 # processors: these compile on first use, as do other architectures.
-LEVELS = (Level("x86-64-v4", _V4), Level("x86-64-v3", _V3))
+INSTRUCTION_SETS = (InstructionSet("x86-64-v4", _V4), InstructionSet("x86-64-v3", _V3))
 
 
 def run(*command: str) -> str:
@@ -93,20 +93,20 @@ def digest(source: Path, *further: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def shipped_name(source: Path, level: Level) -> str:
+def shipped_name(source: Path, instructions: InstructionSet) -> str:
     """The file name of a kernel's library in the wheel.
 
     It contains a hash of the sources, so a library of older sources is never loaded.
     """
-    return f"{source.stem}-{level.march}-{digest(source, level.march)}.so"
+    return f"{source.stem}-{instructions.march}-{digest(source, instructions.march)}.so"
 
 
 def shipped_library(source: Path) -> Path | None:
     """The wheel's library for this kernel and processor; None if there is none."""
     present = set(processor_flags())
-    for level in LEVELS:
-        library = source.parent / SHIPPED / shipped_name(source, level)
-        if level.flags <= present and library.is_file():
+    for instructions in INSTRUCTION_SETS:
+        library = source.parent / SHIPPED / shipped_name(source, instructions)
+        if instructions.flags <= present and library.is_file():
             return library
     return None
 
@@ -118,7 +118,7 @@ def can_build_wheel_libraries() -> bool:
 
 
 def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
-    """Compile every kernel for every level.
+    """Compile every kernel for every instruction set.
 
     A file that does not compile is left out, for example if the compiler lacks a float type that it
     uses: the kernel is then compiled on first use, or runs in PyTorch.
@@ -136,11 +136,11 @@ def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
     folder.mkdir(parents=True)
     failures = []
     for source in sorted(sources.glob("*.cpp")):
-        for level in LEVELS:
-            library = folder / shipped_name(source, level)
+        for instructions in INSTRUCTION_SETS:
+            library = folder / shipped_name(source, instructions)
             try:
-                compile_library(program, source, level.march, library)
+                compile_library(program, source, instructions.march, library)
             except (OSError, subprocess.SubprocessError) as error:
                 said = getattr(error, "stderr", None) or error
-                failures.append(f"{source.name} for {level.march}: {said}")
+                failures.append(f"{source.name} for {instructions.march}: {said}")
     return failures

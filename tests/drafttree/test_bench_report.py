@@ -12,7 +12,7 @@ from rich.console import Console
 
 from drafttree.bench.cost import mean_context
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import parse_options, resolve_method
+from drafttree.bench.methods import parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.report import Repetition, check_counters, first_difference, report
@@ -77,7 +77,7 @@ def test_absent_prompts(tmp_path: Path) -> None:
 
 def test_options() -> None:
     pairs = ["nodes=80", "tree=beam:3x5", "flag=true", 'name="7"', "empty="]
-    assert parse_options(pairs) == {
+    assert parse_pairs(pairs) == {
         "nodes": 80,
         "tree": "beam:3x5",
         "flag": True,
@@ -86,7 +86,7 @@ def test_options() -> None:
     }
     for bad in (["nodes"], ["=3"], ["a=1", "a=2"], ["method=ngram"]):
         with pytest.raises(InputError, match="--option"):
-            parse_options(bad)
+            parse_pairs(bad)
 
 
 def test_engine_methods() -> None:

@@ -15,10 +15,12 @@ from tree_kernels import _build, machine
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def usable() -> list[_build.Level]:
+def usable() -> list[_build.InstructionSet]:
     """The levels that this processor supports, best first."""
     present = set(machine.processor_flags())
-    return [level for level in _build.LEVELS if level.flags <= present]
+    return [
+        instructions for instructions in _build.INSTRUCTION_SETS if instructions.flags <= present
+    ]
 
 
 compiled = pytest.mark.skipif(
@@ -142,9 +144,9 @@ def test_the_wheel_is_for_this_platform_and_any_python(wheel: Path) -> None:
 def test_the_wheel_has_every_kernel_for_every_level(installed_wheel: Path) -> None:
     kernels = ROOT / "kernels" / "tree_kernels"
     expected = {
-        _build.shipped_name(source, level)
+        _build.shipped_name(source, instructions)
         for source in kernels.glob("*.cpp")
-        for level in _build.LEVELS
+        for instructions in _build.INSTRUCTION_SETS
     }
     shipped = installed_wheel / "tree_kernels" / _build.SHIPPED
     assert {library.name for library in shipped.iterdir()} == expected
@@ -161,7 +163,11 @@ def test_shipped_kernels_serve_without_a_compiler(installed_wheel: Path, tmp_pat
     shipped = installed_wheel / "tree_kernels" / _build.SHIPPED
     loaded = {Path(library).name for library in libraries if Path(library).parent == shipped}
     sources = (ROOT / "kernels" / "tree_kernels").glob("*.cpp")
-    here = {_build.shipped_name(source, level) for source in sources for level in usable()[:1]}
+    here = {
+        _build.shipped_name(source, instructions)
+        for source in sources
+        for instructions in usable()[:1]
+    }
     assert loaded == here
     assert list(tmp_path.iterdir()) == []
     digest_of_native, *libraries = run_python(KERNELS, scripts).splitlines()

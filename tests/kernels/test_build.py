@@ -10,13 +10,13 @@ from tree_kernels import _build
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A kernel with a library for each level; the libraries are never loaded here."""
+    """A kernel with a library for each instruction set; the libraries are never loaded here."""
     source = tmp_path / "one.cpp"
     source.write_text('extern "C" int one() { return 1; }\n')
     folder = tmp_path / _build.SHIPPED
     folder.mkdir()
-    for level in _build.LEVELS:
-        (folder / _build.shipped_name(source, level)).write_bytes(b"")
+    for instructions in _build.INSTRUCTION_SETS:
+        (folder / _build.shipped_name(source, instructions)).write_bytes(b"")
     return source
 
 
@@ -24,28 +24,30 @@ def with_flags(monkeypatch: pytest.MonkeyPatch, flags: frozenset[str]) -> None:
     monkeypatch.setattr(_build, "processor_flags", lambda: flags)
 
 
-@pytest.mark.parametrize("level", _build.LEVELS, ids=lambda level: level.march)
-def test_the_best_level_that_the_processor_can_run_is_chosen(
-    level: _build.Level, source: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "instructions", _build.INSTRUCTION_SETS, ids=lambda instructions: instructions.march
+)
+def test_the_best_instruction_set_of_the_processor_is_chosen(
+    instructions: _build.InstructionSet, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_flags(monkeypatch, level.flags | {"fpu", "amx_tile"})
+    with_flags(monkeypatch, instructions.flags | {"fpu", "amx_tile"})
     library = _build.shipped_library(source)
     assert library is not None
-    assert library.name == _build.shipped_name(source, level)
+    assert library.name == _build.shipped_name(source, instructions)
 
 
-@pytest.mark.parametrize("missing", sorted(_build.LEVELS[-1].flags))
+@pytest.mark.parametrize("missing", sorted(_build.INSTRUCTION_SETS[-1].flags))
 def test_no_library_is_loaded_that_needs_a_missing_instruction(
     missing: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_flags(monkeypatch, _build.LEVELS[0].flags - {missing})
+    with_flags(monkeypatch, _build.INSTRUCTION_SETS[0].flags - {missing})
     assert _build.shipped_library(source) is None
 
 
 def test_a_library_of_older_sources_is_not_loaded(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_flags(monkeypatch, _build.LEVELS[0].flags)
+    with_flags(monkeypatch, _build.INSTRUCTION_SETS[0].flags)
     source.write_text('extern "C" int one() { return 2; }\n')
     assert _build.shipped_library(source) is None
 
@@ -53,7 +55,7 @@ def test_a_library_of_older_sources_is_not_loaded(
 def test_a_library_of_older_headers_is_not_loaded(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_flags(monkeypatch, _build.LEVELS[0].flags)
+    with_flags(monkeypatch, _build.INSTRUCTION_SETS[0].flags)
     source.with_name("one.h").write_text("// new\n")
     assert _build.shipped_library(source) is None
 
@@ -66,6 +68,9 @@ def test_a_file_that_does_not_compile_is_left_out_of_the_wheel(tmp_path: Path) -
     folder = tmp_path / _build.SHIPPED
     failures = _build.build_wheel_libraries(tmp_path, folder)
     built = {library.name for library in folder.glob("good-*.so")}
-    assert built == {_build.shipped_name(tmp_path / "good.cpp", level) for level in _build.LEVELS}
-    assert len(failures) == len(_build.LEVELS)
+    assert built == {
+        _build.shipped_name(tmp_path / "good.cpp", instructions)
+        for instructions in _build.INSTRUCTION_SETS
+    }
+    assert len(failures) == len(_build.INSTRUCTION_SETS)
     assert all(failure.startswith("bad.cpp for ") and "nonsense" in failure for failure in failures)

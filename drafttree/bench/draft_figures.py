@@ -1,4 +1,4 @@
-"""Figures of a method with a draft model."""
+"""Figures of drafting: its share of the time, and those of a draft model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drafttree.bench.report import Repetition, totals
 from drafttree.model_files import weights_size
 
 
-def draft_model_figures(
+def draft_figures(
     repetition: Repetition, method: BenchMethod, target: Path, draft_seconds: float
 ) -> dict[str, float]:
     """Figures of one repetition; empty for a method without a model.
