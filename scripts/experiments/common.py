@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import torch
 import typer
 
-_RESAMPLES = 1000
-"""Bootstrap samples."""
-
 
 @dataclass(frozen=True)
 class Replayed:
@@ -33,9 +30,7 @@ class Replayed:
 def figures(replayed: Sequence[Replayed]) -> dict[str, float]:
     """Mean tokens per step with its standard error, and mean draft tokens per step."""
     counts = torch.tensor([(each.tokens, each.steps) for each in replayed]).double()
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(counts), (_RESAMPLES, len(counts)), generator=generator)
-    sums = counts[draws].sum(1)
+    sums = resampled_sums(counts)
     steps = int(counts[:, 1].sum())
     return {
         "mean_accepted_tokens": float(counts[:, 0].sum()) / steps,
@@ -43,6 +38,13 @@ def figures(replayed: Sequence[Replayed]) -> dict[str, float]:
         "nodes_a_step": sum(each.draft_tokens for each in replayed) / steps,
         "steps": steps,
     }
+
+
+def resampled_sums(counts: torch.Tensor) -> torch.Tensor:
+    """Sums of `counts [P, ...]` over prompts drawn with replacement, `[1000, ...]` (bootstrap)."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(counts), (1000, len(counts)), generator=generator)
+    return counts[draws].sum(1)
 
 
 def row(*cells: str) -> None:

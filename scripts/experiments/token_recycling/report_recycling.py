@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from scripts.experiments.common import heading, row
+from scripts.experiments.common import heading, resampled_sums, row
 from scripts.experiments.token_recycling.recycling_variants import current_name
 
 Run = dict[str, Any]
@@ -29,8 +29,6 @@ LINES = (
     *("dynamic accepted only primed", "dynamic cold"),
 )
 """The settings that are plotted against the number of draft tokens."""
-
-_DRAWS = 1000
 
 
 def groups(runs: list[Run]) -> dict[str, Runs]:
@@ -60,13 +58,10 @@ def gain(run: Run, base: Run) -> tuple[float, float]:
     """The gain in tokens per step over a baseline run, and its standard error by a paired bootstrap
     over the prompts."""
     counts = torch.tensor([run["by_prompt"], base["by_prompt"]]).double()
-    prompts = counts.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(prompts, (_DRAWS, prompts), generator=generator)
-    sums = counts[:, draws].sum(2)
+    sums = resampled_sums(counts.transpose(0, 1))
     rates = sums[..., 1] / sums[..., 0]
     difference = run["mean_accepted_tokens"] - base["mean_accepted_tokens"]
-    return difference, float((rates[0] - rates[1]).std())
+    return difference, float((rates[:, 0] - rates[:, 1]).std())
 
 
 def settings_table(runs: Runs) -> None:
