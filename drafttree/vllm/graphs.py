@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from drafttree.vllm import patches
+
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -13,9 +15,6 @@ MAX_REQUESTS = 16
 """Greatest number of whole trees in a graph, or more while they have at most `MAX_TOKENS` nodes."""
 
 MAX_TOKENS = 512
-
-_CHOSEN = "drafttree_graphs"
-"""Attribute of the engine's configuration that marks sizes chosen by drafttree."""
 
 
 def capture_sizes(num_draft_tokens: int) -> list[int]:
@@ -53,10 +52,10 @@ def capture_whole_trees(
     )
     budget = engine.max_num_batched_tokens
     sizes = [size for size in capture_sizes(num_draft_tokens) if budget is None or size <= budget]
-    if sizes and all(each is None for each in asked):
-        # The engine reads this later, also for further configurations of these arguments.
-        engine.cudagraph_capture_sizes = sizes
-        object.__setattr__(config, _CHOSEN, True)
+    # The same arguments may have been configured before.
+    unset = (None, patches.chosen_capture_sizes(engine))
+    if sizes and all(each in unset for each in asked):
+        patches.choose_capture_sizes(engine, config, sizes)
 
 
 def capture_small_batches(
@@ -67,10 +66,10 @@ def capture_small_batches(
     By now the engine has rounded all sizes up to whole trees. With those alone, a step with a
     single token would be padded to a whole tree. Sizes that the user has set are kept.
     """
-    mode = dispatcher.cudagraph_mode
-    if not getattr(config, _CHOSEN, False) or mode.mixed_mode().name != "PIECEWISE":
+    piecewise = dispatcher.cudagraph_mode.mixed_mode().name == "PIECEWISE"
+    if patches.chosen_capture_sizes(config) is None or not piecewise:
         return
     tree_size = 1 + config.num_speculative_tokens
     whole = [size for size in compilation.cudagraph_capture_sizes or () if size >= tree_size]
-    compilation.cudagraph_capture_sizes = [*small_sizes(tree_size), *whole]
-    dispatcher.initialize_cudagraph_keys(mode, tree_size)
+    sizes = [*small_sizes(tree_size), *whole]
+    patches.replace_capture_sizes(compilation, dispatcher, sizes, tree_size)

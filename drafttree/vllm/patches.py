@@ -1,9 +1,12 @@
-"""Everything that drafttree replaces in vLLM: what, when and why, and the code that does it.
+"""Everything that drafttree replaces or sets in vLLM: what, when, why, and the code that does it.
 
 One method of the engine is wrapped at registration; the wrapper passes everything on unless a
 drafttree method is requested. All other patches are applied only then. Each patch checks that it
 fits the engine, and applying it twice is the same as applying it once. Importing this module
 imports no part of vLLM.
+
+The contents of a step's tensors and lists, such as positions and output tokens, are not listed: the
+model runner writes them as the engine's own runner does.
 """
 
 from __future__ import annotations
@@ -18,10 +21,17 @@ from drafttree.patches import Patch
 from drafttree.vllm.versions import unknown
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, SpeculativeConfig
+    from vllm.config import CompilationConfig, ModelConfig, ParallelConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+ON_CONFIGURATION = "On the configuration of an engine with a drafttree method."
+ON_CUDA = "On the configuration of an engine with a drafttree method on CUDA."
+UNLESS_SET = "On CUDA, unless the user has set sizes."
+BEFORE_CAPTURE = "On CUDA, before graphs are captured, unless the user has set sizes."
+ON_BATCH = "On the input batch of an adopted model runner."
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -29,6 +39,27 @@ PATCHES: tuple[Patch, ...] = (
         when="At registration, in every process. Other methods are passed on unchanged.",
         reason="vLLM checks the method's name against a fixed list, so the names of installed "
         "methods are translated before that.",
+    ),
+    *(
+        Patch(
+            target=f"vllm.engine.arg_utils:EngineArgs.{name}",
+            when="While vLLM makes the speculative configuration; restored afterwards.",
+            reason="vLLM knows no tree methods. It makes the configuration of a custom proposer, "
+            "with which it reserves KV slots and schedules draft tokens.",
+        )
+        for name in ("speculative_config", "spec_method", "spec_tokens", "spec_model")
+    ),
+    Patch(
+        target="vllm.config:SpeculativeConfig.drafttree",
+        when=ON_CONFIGURATION,
+        reason="An additional attribute: the method's name and options, which reach the engine's "
+        "other processes with the configuration.",
+    ),
+    Patch(
+        target="vllm.config:ParallelConfig.worker_cls",
+        when=ON_CONFIGURATION,
+        reason="vLLM's setting for a worker class. The tree worker is a subclass of the stock "
+        "worker, whose model runner it turns into one that verifies trees.",
     ),
     Patch(
         target="vllm.sampling_params:SamplingParams._validate_spec_decode",
@@ -45,9 +76,42 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding",
-        when="On the configuration of an engine on CUDA.",
+        when=ON_CUDA,
         reason="vLLM gives up CUDA graphs of whole trees when the number of draft tokens may "
         "change with the batch size. The schedule given to it never changes the number.",
+    ),
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.attention_backend",
+        when="On CUDA, unless the user has set attention_config.backend.",
+        reason="vLLM's setting for the attention backend. The tree backend replaces the Triton "
+        "backend, which vLLM does not choose by itself on every GPU.",
+    ),
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.cudagraph_capture_sizes",
+        when=UNLESS_SET,
+        reason="vLLM's setting for the sizes of CUDA graphs. By default the largest has 512 tokens "
+        "on most GPUs, which is only a few whole trees.",
+    ),
+    *(
+        Patch(
+            target=f"{owner}.drafttree_graphs",
+            when=UNLESS_SET,
+            reason="An additional attribute: the sizes that drafttree has chosen, as opposed to "
+            "sizes that the user has set.",
+        )
+        for owner in ("vllm.engine.arg_utils:EngineArgs", "vllm.config:SpeculativeConfig")
+    ),
+    Patch(
+        target="vllm.config:CompilationConfig.cudagraph_capture_sizes",
+        when=BEFORE_CAPTURE,
+        reason="vLLM rounds all sizes up to whole trees, so a step with a single token would be "
+        "padded to a whole tree. Sizes smaller than a tree are added.",
+    ),
+    Patch(
+        target="vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.cudagraph_keys",
+        when=BEFORE_CAPTURE,
+        reason="The dispatcher has read the sizes before the smaller ones were added, so it is "
+        "initialised again.",
     ),
     Patch(
         target="vllm.config:ModelConfig.logits_processors",
@@ -63,19 +127,32 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs",
-        when="On the input batch of an adopted model runner.",
+        when=ON_BATCH,
         reason="With speculation vLLM builds only the logits processors that its own verification "
         "can serve.",
     ),
     Patch(
+        target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs_need_output_token_ids",
+        when=ON_BATCH,
+        reason="Custom logits processors may read the requests' output tokens, which vLLM keeps up "
+        "to date in the batch only if they are needed.",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.thinking_budget_state_holder",
-        when="On the input batch of an adopted model runner.",
+        when=ON_BATCH,
         reason="vLLM's own holder counts the logits rows of a chain. Trees are sampled level by "
         "level, one row for each request.",
     ),
     Patch(
+        target="vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder._state",
+        when="While a step with thinking budgets is sampled; restored afterwards.",
+        reason="Trees are sampled level by level, and a request that has left its tree must not "
+        "count a token twice.",
+    ),
+    Patch(
         target="vllm.v1.attention.backends.registry:AttentionBackendEnum",
-        when="While the attention layers of a model with draft trees are built.",
+        when="While the attention layers of a model with draft trees are built. The caches of "
+        "vLLM's backend selection are cleared before and after.",
         reason="Layers look up their backend by name. The tree backend is registered under the "
         "name of the stock backend, for which the rest of the engine is configured.",
     ),
@@ -83,6 +160,7 @@ PATCHES: tuple[Patch, ...] = (
 
 _MARK = "_drafttree"  # attribute of every function that replaces one of the engine
 _REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttree method
+_GRAPHS = "drafttree_graphs"  # attribute of settings whose capture sizes drafttree has chosen
 
 R = TypeVar("R")
 
@@ -126,6 +204,64 @@ def wrap_create_speculative_config(
 
     setattr(create_speculative_config, _MARK, True)
     EngineArgs.create_speculative_config = create_speculative_config
+
+
+@contextmanager
+def replace_speculative_arguments(engine: EngineArgs, config: dict[str, Any]) -> Iterator[None]:
+    """Let engine arguments request the speculation `config` and no other, inside the context."""
+    given = _set(
+        engine, speculative_config=config, spec_method=None, spec_tokens=None, spec_model=None
+    )
+    try:
+        yield
+    finally:
+        _set(engine, **given)
+
+
+def use_worker(config: ParallelConfig, worker: str) -> None:
+    """Let an engine's workers be of another class.
+
+    Args:
+        config: The engine's parallelism.
+        worker: The path of the class.
+    """
+    _set(config, worker_cls=worker)
+
+
+def use_attention_backend(engine: EngineArgs, backend: str) -> None:
+    """Let engine arguments request an attention backend, by its name."""
+    # The engine reads this later, also for further configurations of these arguments.
+    _set(engine, attention_backend=backend)
+
+
+def choose_capture_sizes(engine: EngineArgs, config: SpeculativeConfig, sizes: list[int]) -> None:
+    """Let an engine whose user has set no sizes capture steps of these numbers of tokens."""
+    # The engine reads this later, also for further configurations of these arguments.
+    _set(engine, cudagraph_capture_sizes=sizes)
+    for settings in (engine, config):
+        object.__setattr__(settings, _GRAPHS, sizes)
+
+
+def chosen_capture_sizes(settings: EngineArgs | SpeculativeConfig) -> list[int] | None:
+    """The sizes of CUDA graphs that drafttree has chosen for an engine, if it has."""
+    return getattr(settings, _GRAPHS, None)
+
+
+def replace_capture_sizes(
+    config: CompilationConfig, dispatcher: CudagraphDispatcher, sizes: list[int], tree_size: int
+) -> None:
+    """Capture other steps than the engine has planned.
+
+    Args:
+        config: The engine's compilation settings.
+        dispatcher: The model runner's dispatcher of graphs.
+        sizes: Numbers of tokens of the steps to capture.
+        tree_size: Number of nodes of a whole tree.
+    """
+    initialize = dispatcher.initialize_cudagraph_keys
+    _check_signature(initialize, ["cudagraph_mode", "uniform_decode_query_len"])
+    _set(config, cudagraph_capture_sizes=sizes)
+    initialize(dispatcher.cudagraph_mode, tree_size)
 
 
 def allow_sampling_parameters() -> None:
@@ -173,12 +309,11 @@ def _override_method(config: SpeculativeConfig, name: str, result: bool) -> None
 @contextmanager
 def without_logits_processors(config: ModelConfig) -> Iterator[Sequence[Any] | None]:
     """Hide custom logits processors while the stock model runner is built, and yield them."""
-    processors = config.logits_processors
-    config.logits_processors = None
+    given = _set(config, logits_processors=None)
     try:
-        yield processors
+        yield given["logits_processors"]
     finally:
-        config.logits_processors = processors
+        _set(config, **given)
 
 
 def adopt(runner: Any, stock: type, ours: type[R]) -> R:
@@ -211,18 +346,19 @@ def replace_logits_processors(batch: Any, processors: Any, custom: bool) -> None
         processors: The engine's collection of logits processors.
         custom: Whether there are custom ones, which may read the requests' output tokens.
     """
-    for name in ("logitsprocs", "logitsprocs_need_output_token_ids"):
-        if not hasattr(batch, name):
-            raise unknown(f"its input batch has no {name}")
-    batch.logitsprocs = processors
-    batch.logitsprocs_need_output_token_ids = custom
+    _set(batch, logitsprocs=processors, logitsprocs_need_output_token_ids=custom)
 
 
 def replace_thinking_budgets(batch: Any, holder: Any) -> None:
     """Let an input batch use `holder` for the state of thinking budgets."""
-    if not hasattr(batch, "thinking_budget_state_holder"):
-        raise unknown("its input batch has no thinking_budget_state_holder")
-    batch.thinking_budget_state_holder = holder
+    if holder is not None and not hasattr(holder, "_state"):
+        raise unknown(f"{type(holder).__name__} has no _state")
+    _set(batch, thinking_budget_state_holder=holder)
+
+
+def replace_budget_states(holder: Any, states: dict[int, Any]) -> None:
+    """Let a holder of thinking budgets know only these states, by row of the batch."""
+    _set(holder, _state=states)
 
 
 @contextmanager
@@ -238,6 +374,7 @@ def override_backend(backend: AttentionBackendEnum, ours: type) -> Iterator[None
     """
     from vllm.v1.attention.backends.registry import register_backend
 
+    _check_signature(register_backend, ["backend", "class_path", "is_mamba"])
     previous = backend.get_path() if backend.is_overridden() else None
     register_backend(backend, f"{ours.__module__}.{ours.__name__}")
     _forget_selected_backends()
@@ -257,6 +394,17 @@ def _forget_selected_backends() -> None:
     for function in vars(selector).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
+
+
+def _set(owner: Any, **values: Any) -> dict[str, Any]:
+    """Set attributes that an object of the engine must have, and return their old values."""
+    for name in values:
+        if not hasattr(owner, name):
+            raise unknown(f"{type(owner).__name__} has no {name}")
+    given = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    return given
 
 
 def _check_signature(function: Callable[..., Any], parameters: list[str]) -> None:

@@ -70,15 +70,14 @@ def _create(
     if method.kind.needs_hidden_states:
         patches.drop_last_block(config)
     patches.mark_requested(config, method.name, options)
-    target_parallel_config.worker_cls = worker
+    patches.use_worker(target_parallel_config, worker)
     if worker == WORKERS["cuda"]:
         from drafttree.vllm.graphs import capture_whole_trees
 
         patches.hide_draft_schedule(config)
         capture_whole_trees(engine, config, num_draft_tokens)
         if engine.attention_config.backend is None:
-            # The engine reads this later, also for further configurations of these arguments.
-            engine.attention_backend = TRITON
+            patches.use_attention_backend(engine, TRITON)
     return config
 
 
@@ -90,9 +89,7 @@ def _as_custom_class(
     num_draft_tokens: int,
 ) -> SpeculativeConfig:
     """The engine's own configuration for a custom proposer; the arguments stay as given."""
-    names = ("speculative_config", "spec_method", "spec_tokens", "spec_model")
-    given = {name: getattr(engine, name) for name in names}
-    engine.speculative_config = {
+    config = {
         "method": "custom_class",
         "model": "drafttree.vllm.proposer.HostProposer",
         "num_speculative_tokens": num_draft_tokens,
@@ -100,12 +97,8 @@ def _as_custom_class(
         # It would verify the padding, and wait for a step with room for it.
         "num_speculative_tokens_per_batch_size": [[1, 1, num_draft_tokens]],
     }
-    engine.spec_method = engine.spec_tokens = engine.spec_model = None
-    try:
+    with patches.replace_speculative_arguments(engine, config):
         return original(target_model_config, target_parallel_config)
-    finally:
-        for name, value in given.items():
-            setattr(engine, name, value)
 
 
 def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | None) -> None:

@@ -31,6 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_target
+from drafttree.vllm import patches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -241,7 +242,8 @@ class _Draw:
 
     def _set_budgets(self, budgets: dict[int, Any]) -> None:
         if self._budgets:
-            self._metadata.thinking_budget_state_holder._state = budgets
+            holder = self._metadata.thinking_budget_state_holder
+            patches.replace_budget_states(holder, budgets)
 
     def _append_last(self, active: list[bool]) -> None:
         """Append the last level's tokens to the output lists, and let processors read them."""
