@@ -107,11 +107,14 @@ PATCHES: tuple[Patch, ...] = (
         reason="vLLM rounds all sizes up to whole trees, so a step with a single token would be "
         "padded to a whole tree. Sizes smaller than a tree are added.",
     ),
-    Patch(
-        target="vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.cudagraph_keys",
-        when=BEFORE_CAPTURE,
-        reason="The dispatcher has read the sizes before the smaller ones were added, so it is "
-        "initialised again.",
+    *(
+        Patch(
+            target=f"vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.{name}",
+            when=BEFORE_CAPTURE,
+            reason="The dispatcher has read the sizes before the smaller ones were added, so it is "
+            "initialised again.",
+        )
+        for name in ("cudagraph_keys", "_bs_to_padded_graph_size")
     ),
     Patch(
         target="vllm.config:ModelConfig.logits_processors",
@@ -258,10 +261,10 @@ def replace_capture_sizes(
         sizes: Numbers of tokens of the steps to capture.
         tree_size: Number of nodes of a whole tree.
     """
-    initialize = dispatcher.initialize_cudagraph_keys
-    _check_signature(initialize, ["cudagraph_mode", "uniform_decode_query_len"])
+    parameters = ["cudagraph_mode", "uniform_decode_query_len"]
+    _check_signature(dispatcher.initialize_cudagraph_keys, parameters)
     _set(config, cudagraph_capture_sizes=sizes)
-    initialize(dispatcher.cudagraph_mode, tree_size)
+    dispatcher.initialize_cudagraph_keys(dispatcher.cudagraph_mode, tree_size)
 
 
 def allow_sampling_parameters() -> None:

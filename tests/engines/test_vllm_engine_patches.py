@@ -1,0 +1,76 @@
+"""In the real vLLM exactly what `PATCHES` lists is replaced, once; other engines are unchanged."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_host.jobs import run_job
+from vllm_patch_report import make_report
+from vllm_runs import ENVIRONMENT
+
+from drafttree.vllm.patches import PATCHES
+
+REGISTERED = "vllm.engine.arg_utils:EngineArgs.create_speculative_config"
+CHECK = "vllm.sampling_params:SamplingParams._validate_spec_decode"
+
+OF_CLASSES = {REGISTERED, CHECK}
+
+OTHERS = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "a runner's class",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": "a registry of the module",
+}
+"""Targets that are no attributes."""
+
+
+@pytest.fixture(scope="module")
+def report(tiny_llama: Path) -> dict[str, Any]:
+    made, _ = run_job("vllm", make_report, (str(tiny_llama),), ENVIRONMENT, 200)
+    assert isinstance(made, dict)
+    return made
+
+
+def test_registration_wraps_one_method(report: dict[str, Any]) -> None:
+    assert report["registered"] == [REGISTERED]
+
+
+def test_other_methods_are_passed_on(report: dict[str, Any]) -> None:
+    assert report["passed_on"] == [True] * 5
+
+
+def test_an_engine_replaces_two_methods(report: dict[str, Any]) -> None:
+    assert report["served"] == sorted(OF_CLASSES)
+
+
+def test_the_runner_is_adopted(report: dict[str, Any]) -> None:
+    assert report["runner"] == ["ModelFreeRunner", "CPUModelRunner"]
+
+
+def test_the_list_is_complete(report: dict[str, Any]) -> None:
+    listed = {patch.target for patch in PATCHES} - OF_CLASSES - OTHERS.keys()
+    assert set(report["applied"]) == {target.partition(":")[2] for target in listed} | {
+        "SimpleNamespace.overrides"
+    }
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.target)
+def test_targets_exist(patch: Any) -> None:
+    module, _, name = patch.target.partition(":")
+    assert hasattr(import_module(module), name.partition(".")[0])
+
+
+def test_a_second_call_changes_nothing(report: dict[str, Any]) -> None:
+    assert report["twice"] == []
+
+
+def test_contexts_restore_what_they_replace(report: dict[str, Any]) -> None:
+    assert report["restored"] == []
+
+
+def test_an_unknown_engine_is_refused(report: dict[str, Any]) -> None:
+    assert len(report["refused"]) == 14
+    for name, message in report["refused"].items():
+        assert name in message
+        assert "does not support this vLLM" in message
