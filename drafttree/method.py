@@ -64,7 +64,8 @@ class HostSupport:
     Attributes:
         runs: `module:Class` of the vLLM model runner or SGLang worker that serves the kind. It is
             given as a path, so that no engine is imported before it is needed.
-        algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM.
+        algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM. The
+            default suits every kind without a draft model.
         devices: Types of devices on which the kind is served.
         tensor_parallel: Whether the kind is served with tensor parallelism.
         older_versions: Whether the kind is also served by supported host versions other than the
@@ -72,7 +73,7 @@ class HostSupport:
     """
 
     runs: str
-    algorithm: str = ""
+    algorithm: str = "drafttree.sglang.algorithm:TreeAlgorithm"
     devices: tuple[str, ...] = ("cpu",)
     tensor_parallel: bool = False
     older_versions: bool = False
@@ -104,6 +105,11 @@ class DrafterKind(Generic[D]):
     needs_vocabulary_of_target: bool = False
     needs_hidden_states: bool = False
 
+    @property
+    def needed_model(self) -> str:
+        """The model that the option `model` must name, for messages."""
+        return "a draft model" if self.needs_vocabulary_of_target else "a model of its own"
+
 
 MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
     name="model-free",
@@ -115,7 +121,6 @@ MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
     ),
     sglang=HostSupport(
         runs="drafttree.sglang.drafters.model_free:ModelFreeWorker",
-        algorithm="drafttree.sglang.algorithm:TreeAlgorithm",
         devices=("cpu", "cuda"),
         older_versions=True,
     ),
@@ -139,10 +144,7 @@ HIDDEN_STATE: DrafterKind[HiddenStateDrafter] = DrafterKind(
     needs_model=True,
     needs_hidden_states=True,
     vllm=HostSupport(runs="drafttree.vllm.drafters.hidden_state:HiddenStateRunner"),
-    sglang=HostSupport(
-        runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker",
-        algorithm="drafttree.sglang.algorithm:TreeAlgorithm",
-    ),
+    sglang=HostSupport(runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker"),
 )
 
 

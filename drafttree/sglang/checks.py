@@ -116,13 +116,13 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
     if not method.kind.needs_model:
         if path is not None:
             raise ValueError(
-                f"--speculative-draft-model-path={path}: {method.title} needs no draft model, "
+                f"--speculative-draft-model-path={path}: {method.title} needs no model of its own, "
                 "leave it out"
             )
         return
     if path is None:
         raise ValueError(
-            f"{method.title} needs a draft model: name its folder with "
+            f"{method.title} needs {method.kind.needed_model}: name its folder with "
             "--speculative-draft-model-path"
         )
     if method.kind.needs_vocabulary_of_target:

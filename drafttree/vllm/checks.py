@@ -108,8 +108,7 @@ def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
     if device not in method.kind.vllm.devices:
         raise ValueError(
             f"{method.title} does not work on device={device!r} in vLLM, only on "
-            f"{', '.join(method.kind.vllm.devices)}: use Token Recycling, or leave the speculative "
-            "method out"
+            f"{', '.join(method.kind.vllm.devices)}: leave the speculative method out"
         )
     if device == "cuda":
         _check_cuda(engine)

@@ -112,7 +112,8 @@ def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | No
         given["model"] = spec_model
     if method.kind.needs_model and "model" not in given:
         raise ValueError(
-            f"{method.title} needs a draft model: name its folder as 'model' in speculative_config"
+            f"{method.title} needs {method.kind.needed_model}: name its folder as 'model' in "
+            "speculative_config"
         )
     if not method.kind.needs_model and "model" in given:
         raise ValueError(f"model={given['model']!r}: {method.title} takes no model, leave it out")

@@ -137,19 +137,21 @@ def test_errors_about_draft_models(
     rsd = common | {"speculative_algorithm": "rsd"}
     path = "speculative_draft_model_path"
     fits = rsd | {path: str(tiny_llama)}
-    without, differs, missing, unneeded, resolved = resolve(
+    without, without_own, differs, missing, unneeded, resolved = resolve(
         [
             rsd,
+            common | {"speculative_algorithm": "lyanna"},
             rsd | {path: str(other)},
             rsd | {path: str(other / "nowhere")},
             common | {"speculative_algorithm": "token-recycling", path: str(tiny_llama)},
             fits,
         ]
     )
-    assert "--speculative-draft-model-path" in without
+    assert "needs a draft model: name its folder with --speculative-draft-model-path" in without
+    assert "needs a model of its own: name its folder" in without_own
     assert "has 256 tokens" in differs
     assert "nowhere" in missing, missing
-    assert "needs no draft model" in unneeded
+    assert "needs no model of its own" in unneeded
     assert resolved["speculative_num_draft_tokens"] == 16
     assert resolved["disable_overlap_schedule"] is True
     (unknown,) = resolve([fits], '{"tree": "beam:3"}')

@@ -68,6 +68,7 @@ def test_errors_about_draft_models(
     fits = {"method": "rsd", "model": str(tiny_llama)}
     for wrong, complaint in (
         ({"method": "rsd"}, "RSD needs a draft model"),
+        ({"method": "lyanna"}, "Lyanna needs a model of its own"),
         (fits | {"model": str(other)}, "has 256 tokens"),
         (fits | {"model": str(tmp_path)}, "the draft model .* cannot be read"),
         (fits | {"tree": "beam:3"}, "tree='beam:3' is not known"),
