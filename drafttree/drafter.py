@@ -75,8 +75,22 @@ class Drafter:
             max_model_len: Greatest number of tokens of a request, prompt and output together.
         """
 
+    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
+        """Measure the target; called once at start-up, after `allocate`, before the first request.
+
+        Nothing is measured unless the drafter calls `measure_forward`.
+
+        Args:
+            measure_forward: `measure_forward(n)` runs one target forward over n tokens and returns
+                its latency in seconds.
+            max_tokens: Greatest n that there is memory for.
+        """
+
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Called after each verification.
+
+        The step that ends a prompt counts as one, with trees of roots alone, unless a model-free
+        drafter was told of its token by `extend`.
 
         Args:
             slots: `int64 [B]`, the requests' slots.
@@ -109,15 +123,6 @@ class Drafter:
 
 class ModelFreeDrafter(Drafter):
     """Drafts from tokens and target logits it has seen, without a model of its own."""
-
-    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
-        """Measure the target; called once at start-up, before the first request.
-
-        Args:
-            measure_forward: `measure_forward(n)` runs one target forward over n tokens and returns
-                its latency in seconds.
-            max_tokens: Greatest n that there is memory for.
-        """
 
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request starts, or restarts after preemption, in `slot`.
@@ -178,16 +183,18 @@ class ModelFreeDrafter(Drafter):
 
 
 class DraftModelDrafter(Drafter):
-    """Samples trees from a draft model that the host runs; keeps no per-request state.
+    """Samples trees from a draft model that the host runs.
 
     Attributes:
-        columns: Parent of each column of the largest tree, level by level; -1 for the root.
+        columns: Parent of each column of the largest tree, level by level; -1 for the root. Each
+            column of a proposed tree holds a node of the depth given here, or none.
     """
 
     columns: tuple[int, ...]
 
     def propose(
         self,
+        slots: torch.Tensor,
         roots: torch.Tensor,
         seeds: Sequence[int | None],
         lengths: Sequence[int],
@@ -197,15 +204,18 @@ class DraftModelDrafter(Drafter):
         """Draft one tree under each root.
 
         Args:
+            slots: `int64 [B]`, the requests' slots.
             roots: `int32 [B]`, the texts' last tokens.
             seeds: Seed of each request, or None.
             lengths: Number of tokens before each root.
             sampled: `bool [B]`; where it is false nothing is sampled, and the most likely tokens
                 are drafted.
-            forward: The draft model.
+            forward: The draft model. It must be called for each column that is returned, the last
+                level and the roots included, as it writes the KV of accepted tokens.
 
         Returns:
-            The trees, and whatever `acceptance_rule` needs about how they were sampled.
+            The trees, and whatever `acceptance_rule` needs about how they were sampled. A tree may
+            have fewer columns than `columns`, down to the root alone.
         """
         raise NotImplementedError
 
@@ -225,7 +235,13 @@ class DraftModelDrafter(Drafter):
     def undrafted_rule(
         self, roots: torch.Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
     ) -> AcceptanceRule | None:
-        """The acceptance rule for roots without drafts, such as the end of a prompt."""
+        """The acceptance rule for roots without drafts, such as the end of a prompt.
+
+        Args:
+            roots: `int32 [B]`, the texts' last tokens; 0 where the host does not know them.
+            seeds: Seed of each request, or None.
+            lengths: Number of tokens before each root.
+        """
         return None
 
 

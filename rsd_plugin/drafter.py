@@ -113,6 +113,7 @@ class RsdDrafter(DraftModelDrafter):
 
     def propose(
         self,
+        slots: Tensor,
         roots: Tensor,
         seeds: Sequence[int | None],
         lengths: Sequence[int],

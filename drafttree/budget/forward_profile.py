@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
-from drafttree.drafter import ModelFreeDrafter
+from drafttree.drafter import Drafter
 
 _CONTEXT = 128
 """Cached tokens of the request whose forwards are timed."""
@@ -36,7 +36,7 @@ def of_one_request(forwards: Forwards, room: int) -> Callable[[int], float]:
 
 
 def profile_drafter(
-    drafter: ModelFreeDrafter,
+    drafter: Drafter,
     measure_forward: Callable[[int], float],
     max_tokens: int,
     logger: logging.Logger,

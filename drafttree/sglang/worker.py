@@ -18,9 +18,11 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import AcceptanceRule, Drafter, Target
 from drafttree.method import Method
 from drafttree.metrics import Counters
+from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees
 from drafttree.sglang.options import parse_options
@@ -123,6 +125,19 @@ class TreeWorker(BaseSpecWorker):
         self._movers = kv_movers(self.token_to_kv_pool_allocator.get_kvcache())
         self.drafter.allocate(slots, length)
 
+    def init_cuda_graphs(self) -> None:
+        """SGLang's last call before it serves: let the drafter time forwards of the target."""
+        super().init_cuda_graphs()
+        if self._device.type != "cpu":
+            return
+        room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
+        profile_drafter(
+            self.drafter,
+            of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room),
+            min(room, self._options.num_draft_tokens + 1),
+            logger,
+        )
+
     def clear_cache_pool(self) -> None:
         """Forget everything learned and counted; SGLang calls this for `flush_cache`.
 
@@ -156,6 +171,29 @@ class TreeWorker(BaseSpecWorker):
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         """SGLang's own prefill, its first tokens sampled."""
         return self._target_worker.forward_batch_generation(batch)
+
+    def _prompts_verified(self, batch: Any, next_tokens: torch.Tensor) -> None:
+        """Tell the drafter of the first tokens after prompts, as of steps without drafts.
+
+        Args:
+            batch: SGLang's batch, once its prompts are read.
+            next_tokens: `int [B]`, the token that was sampled after each of them. SGLang drops it
+                after a part of a prompt.
+        """
+        emitted = next_tokens.to(torch.int32, copy=True)
+        for row, (request, length) in enumerate(
+            zip(batch.reqs, batch.seq_lens.tolist(), strict=True)
+        ):
+            if length < len(request.origin_input_ids) + len(request.output_ids):
+                emitted[row] = -1
+        ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
+        trees = DraftTree.of_roots(batch.input_ids[ends].int())
+        verified = Verified(
+            path=torch.zeros_like(trees.tokens),
+            emitted=emitted[:, None],
+            num_emitted=torch.ones_like(trees.tree_size),
+        )
+        self.drafter.on_verified(batch.req_pool_indices, trees, verified)
 
     def _start(self, batch: Any) -> None:
         """Release requests that finished, and start those whose prompts are read."""

@@ -12,11 +12,13 @@ from vllm.logger import init_logger
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import Drafter, Target
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeBackend
+from drafttree.vllm.forward import forward_seconds, step_seconds
 from drafttree.vllm.graphs import capture_small_batches
 from drafttree.vllm.sampling import build_logits_processors
 
@@ -158,7 +160,26 @@ class AdoptedRunner(GPUModelRunner):
             self._movers.append(movers_of(chain.from_iterable(rows)))
 
     def profile_forwards(self) -> None:
-        """Called when the model is ready to run, before the first request."""
+        """Let the drafter measure forwards of the model, while the KV cache is still empty."""
+        if self.parallel_config.tensor_parallel_size > 1:
+            return  # one rank's forwards would wait for the others
+        if self.device.type != "cpu":
+            profile_drafter(
+                self._drafter,
+                lambda tokens: step_seconds(self, tokens),
+                self._max_step_rows,
+                logger,
+            )
+            return
+        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        # The engine keeps one block for itself.
+        room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
+        profile_drafter(
+            self._drafter,
+            of_one_request(lambda *shape: forward_seconds(self, *shape), room),
+            min(room, self._token_budget, self.num_spec_tokens + 1),
+            logger,
+        )
 
     def reset_drafting(self) -> None:
         """Forget everything learned, and all counts."""

@@ -89,21 +89,6 @@ def _attention_metadata(
     device = positions.device
     starts = torch.arange(requests + 1, dtype=torch.int32) * tokens
     length = int(positions[-1]) + 1
-    block_size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    blocks = 1 + torch.arange(requests * -(-length // block_size), dtype=torch.int32, device=device)
-    blocks = blocks.view(requests, -1)
-    slots = blocks.gather(1, positions.view(requests, -1) // block_size).long() * block_size
-    common = CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
-        num_reqs=requests,
-        num_actual_tokens=requests * tokens,
-        max_query_len=tokens,
-        max_seq_len=length,
-        block_table_tensor=blocks,
-        slot_mapping=slots.flatten() + positions % block_size,
-    )
     masks = None
     if tree:
         # The topology does not change the work: any tree of this size will do.
@@ -114,11 +99,29 @@ def _attention_metadata(
         masks = StepMasks(
             torch.arange(requests, device=device), sizes, tree_mask(parents, sizes.int())
         )
-    metadata = {}
-    for group in runner.attn_groups[0]:
-        builder = group.get_metadata_builder(0)
-        if tree:
-            builder.step_masks = masks
-        built = builder.build(0, common)
-        metadata.update(dict.fromkeys(group.layer_names, built))
-    return metadata, dict.fromkeys(metadata, common.slot_mapping)
+    metadata, slot_mappings = {}, {}
+    caches = runner.kv_cache_config.kv_cache_groups
+    for groups, cache in zip(runner.attn_groups, caches, strict=True):
+        size = cache.kv_cache_spec.block_size
+        blocks = 1 + torch.arange(requests * -(-length // size), dtype=torch.int32, device=device)
+        blocks = blocks.view(requests, -1)
+        slots = blocks.gather(1, positions.view(requests, -1) // size).long() * size
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
+            num_reqs=requests,
+            num_actual_tokens=requests * tokens,
+            max_query_len=tokens,
+            max_seq_len=length,
+            block_table_tensor=blocks,
+            slot_mapping=slots.flatten() + positions % size,
+        )
+        for group in groups:
+            builder = group.get_metadata_builder(0)
+            if tree:
+                builder.step_masks = masks
+            built = builder.build(0, common)
+            metadata.update(dict.fromkeys(group.layer_names, built))
+            slot_mappings.update(dict.fromkeys(group.layer_names, common.slot_mapping))
+    return metadata, slot_mappings

@@ -7,6 +7,7 @@ acceptance, KV compaction, and the next draft.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
+from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.pending_drafts import PendingDrafts
+from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.step import NO_TOKEN, BoolArray, IntArray, StepState, StepTrees, StoredTree
 
 if TYPE_CHECKING:
@@ -50,6 +53,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         self._stored: dict[str, StoredTree] = {}
         self._drafts_off: set[str] = set()
         self._grammar_bound: set[str] = set()
+        self._slots = RequestSlots(self.max_num_reqs)
+        self._slots_of_batch: tuple[list[str], torch.Tensor] | None = None
 
     def _new_step(self, trees: StepTrees) -> S:
         """The state of a step that begins."""
@@ -72,11 +77,33 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         """
         raise NotImplementedError
 
-    def _requests_ended(self, names: list[str]) -> None:
-        """Requests finished, were preempted or restart: drop their state."""
+    def _request_started(self, name: str, slot: int) -> None:
+        """A request starts or restarts in `slot`."""
 
     def _step_verified(self, step: S, verified: Verified) -> None:
         """Called at the end of a step, after KV compaction."""
+
+    # The slots of the batch's requests.
+
+    def _requests_ended(self, names: list[str]) -> None:
+        """Requests finished, were preempted or restart: drop their state."""
+        if names:
+            self._drafter.release(self._slots.free(names))
+            self._slots_of_batch = None
+
+    def _batch_slots(self) -> torch.Tensor:
+        """Slots of the batch's requests, `int64 [B]`; starts the requests that are new."""
+        names = self.input_batch.req_ids
+        if self._slots_of_batch is not None and self._slots_of_batch[0] == names:
+            return self._slots_of_batch[1]
+        slots, arrived, taken = self._slots.of(names)
+        self._drafter.release(taken)
+        slot_of = dict(zip(names, slots, strict=True))
+        for name in arrived:
+            self._request_started(name, slot_of[name])
+        tensor = on_device(np.array(slots, np.int64), self.device)
+        self._slots_of_batch = list(names), tensor
+        return tensor
 
     # One step, in the order of the engine's callbacks.
 
@@ -165,7 +192,21 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         self._move_kv(step.trees, verified)
         self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
         self._step_verified(step, verified)
+        self._drafter.on_verified(self._batch_slots(), step.drafts, self._learned(verified))
         return output
+
+    def _partial_prefills(self) -> torch.Tensor | None:
+        """The requests with a partial prefill, `bool [B]`; None if there are none."""
+        unfinished = self.discard_request_mask.np[: self.input_batch.num_reqs].astype(np.bool_)
+        return on_device(unfinished, self.device) if unfinished.any() else None
+
+    def _learned(self, verified: Verified) -> Verified:
+        """The outcome without the tokens that the engine drops after partial prefills."""
+        partial = self._partial_prefills()
+        if partial is None:
+            return verified
+        emitted = verified.emitted.masked_fill(partial[:, None], NO_TOKEN)
+        return replace(verified, emitted=emitted)
 
     def _row_tokens(self, trees: StepTrees) -> torch.Tensor:
         """The input tokens of the rows that have logits, `int32 [R]`."""

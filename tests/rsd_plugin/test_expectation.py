@@ -48,6 +48,7 @@ def test_the_expectation_is_the_mean_of_sampled_steps(tree: str) -> None:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
 
     trees, drawn = drafter.propose(
+        torch.arange(STEPS),
         torch.zeros(STEPS, dtype=torch.int32),
         *([None] * STEPS, [0] * STEPS, torch.ones(STEPS, dtype=torch.bool)),
         forward,

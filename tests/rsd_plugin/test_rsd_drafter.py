@@ -42,7 +42,8 @@ def step(
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
 
-    trees, drawn = drafter.propose(roots, seeds, lengths, sampled, forward)
+    slots = torch.arange(len(roots))
+    trees, drawn = drafter.propose(slots, roots, seeds, lengths, sampled, forward)
     rule = drafter.acceptance_rule(trees, drawn)
     if fault:
         # Give the rule other distributions than the children were sampled from.
@@ -153,7 +154,8 @@ def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
         return target[trees.tokens[:, first:].clamp(min=0).long()]
 
     all_sampled = torch.ones(count).bool()
-    trees, drawn = drafter.propose(roots, [None] * count, [1] * count, all_sampled, forward)
+    slots = torch.arange(count)
+    trees, drawn = drafter.propose(slots, roots, [None] * count, [1] * count, all_sampled, forward)
     rule = drafter.acceptance_rule(trees, drawn)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -176,6 +178,7 @@ def test_proposals_are_draft_trees_of_the_declared_size(tree: str) -> None:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
 
     roots = torch.arange(64, dtype=torch.int32) % VOCAB
-    trees, _ = drafter.propose(roots, [None] * 64, [1] * 64, torch.arange(64) % 2 == 0, forward)
+    slots = torch.arange(64)
+    trees, _ = drafter.propose(slots, roots, [None] * 64, [1] * 64, slots % 2 == 0, forward)
     trees.check(options.num_draft_tokens)
     assert trees.tokens.shape[1] <= len(drafter.columns) == 1 + options.num_draft_tokens

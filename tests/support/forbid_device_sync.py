@@ -25,7 +25,7 @@ def enable() -> None:
 
     for holder, names in (
         (StepTrees, ("masks",)),
-        (ModelFreeRunner, ("_verify", "_move_kv", "propose_draft_token_ids")),
+        (ModelFreeRunner, ("_sample", "propose_draft_token_ids")),
         (TritonTreeMetadataBuilder, ("build",)),
     ):
         for name in names:

@@ -104,6 +104,7 @@ class DraftModelWorker(TreeWorker):
         rule = self.drafter.undrafted_rule(roots, _seeds(batch), before)
         with self._runner.sampler.using(rule, roots):
             result = super()._forward_prompt(batch)
+        self._prompts_verified(batch, result.next_token_ids)
         batch.spec_info = None
         self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
         return result
@@ -123,8 +124,10 @@ class DraftModelWorker(TreeWorker):
                     _penalise(logits[row], own, trees, row, first)
             return _distributions(logits, info, sampled)
 
+        slots = batch.req_pool_indices
         trees, drawn = self.drafter.propose(
-            self._states.roots[batch.req_pool_indices],
+            slots,
+            self._states.roots[slots],
             _seeds(batch),
             batch.seq_lens.tolist(),
             sampled,

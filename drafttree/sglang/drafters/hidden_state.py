@@ -61,20 +61,13 @@ class HiddenStateWorker(TreeWorker):
         counts, lengths = list(batch.extend_lens), batch.seq_lens.tolist()
         ends = torch.tensor(counts).cumsum(0) - 1
         following = batch.input_ids.roll(-1)
-        emitted = result.next_token_ids.to(torch.int32, copy=True)
         for row, (request, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
             known = request.origin_input_ids + request.output_ids
-            following[ends[row]] = int(emitted[row])
-            if length < len(known):  # a partial prefill, whose next token is known
-                following[ends[row]], emitted[row] = known[length], -1
+            # After a partial prefill the next token is known.
+            sampled = int(result.next_token_ids[row])
+            following[ends[row]] = known[length] if length < len(known) else sampled
         self._read(batch, result.logits_output.hidden_states, following, counts, lengths)
-        trees = DraftTree.of_roots(batch.input_ids[ends].int())
-        verified = Verified(
-            path=torch.zeros_like(trees.tokens),
-            emitted=emitted[:, None],
-            num_emitted=torch.ones_like(trees.tree_size),
-        )
-        self.drafter.on_verified(batch.req_pool_indices, trees, verified)
+        self._prompts_verified(batch, result.next_token_ids)
         return result
 
     def _read(

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import ModelFreeDrafter
-from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.patches import observe_prefill
 from drafttree.sglang.state import Step
 from drafttree.sglang.worker import Penalties, TreeWorker
 from drafttree.tree import DraftTree, Verified
-
-# A child of SGLang's logger: other loggers are not printed.
-logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class ModelFreeWorker(TreeWorker):
@@ -33,20 +27,6 @@ class ModelFreeWorker(TreeWorker):
     def draft_worker(self) -> None:
         """None, because there is no draft model."""
         return None
-
-    def init_cuda_graphs(self) -> None:
-        """Let the drafter time forwards; SGLang calls this last before it serves."""
-        super().init_cuda_graphs()
-        if self._device.type != "cpu":
-            return
-        room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
-
-        profile_drafter(
-            self.drafter,
-            of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room),
-            min(room, self._options.num_draft_tokens + 1),
-            logger,
-        )
 
     def _observe_prefill(self, batch: Any, logits: torch.Tensor) -> None:
         lengths = batch.extend_seq_lens

@@ -120,7 +120,8 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
             return self._read(step, trees, first, sampled)
 
-        trees, drawn = self._drafter.propose(roots, seeds, lengths, sampled, forward)
+        slots = self._batch_slots()
+        trees, drawn = self._drafter.propose(slots, roots, seeds, lengths, sampled, forward)
         drafts = self._as_scheduled(step, trees)
         self._show_trees(step, drafts.parents)
         step.rule = self._drafter.acceptance_rule(drafts, drawn)

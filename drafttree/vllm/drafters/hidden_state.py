@@ -23,7 +23,6 @@ from drafttree.drafter import Attend, HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState, without_nodes
-from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.step import IntArray, StepTrees
 
 LAYER = "draft_layer.0.attn"
@@ -51,7 +50,6 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
         self._method = method
         self._options = method.parse(options)
-        self._slots = RequestSlots(self.max_num_reqs)
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Load the target, and then the drafter with its layer."""
@@ -76,15 +74,6 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             dtype=self.model_config.dtype,
             device=self.device,
         )
-
-    def _requests_ended(self, names: list[str]) -> None:
-        self._drafter.release(self._slots.free(names))
-
-    def _batch_slots(self) -> torch.Tensor:
-        """Slots of the batch's requests, `int64 [B]`."""
-        slots, _, taken = self._slots.of(self.input_batch.req_ids)
-        self._drafter.release(taken)
-        return torch.tensor(slots)
 
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
@@ -195,7 +184,6 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             states = self._drafter.layer(x, positions[read], attend)
         last = rows[:, 0] + accepted.sum(1) - 1
         self._states[slots] = states[needed.cumsum(0)[last] - 1].to(self._states.dtype)
-        self._drafter.on_verified(slots, step.drafts, verified)
 
     def _show_chains(self, step: HiddenStateStep) -> None:
         """Let attention treat the rows of every tree as a chain."""

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from tree_kernels.adjacency import top_candidates
-from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
-from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.forward import forward_seconds, step_seconds
-from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
 from drafttree.vllm.step import NO_TOKEN, IntArray, StepState, StepTrees
 from drafttree.vllm.tensor_parallel import NonDraftingRank, broadcast_trees, is_drafting_rank
-
-# A child of vLLM's logger: other loggers are not printed.
-logger = init_logger(f"vllm.{__name__}")
 
 
 class ModelFreeRunner(TreeModelRunner[StepState]):
@@ -38,50 +30,11 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         if is_drafting_rank():
             self._drafter = method.drafter(parsed, self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
-        self._slots = RequestSlots(self.max_num_reqs)
-        self._slots_of_batch: tuple[list[str], torch.Tensor] | None = None
 
-    def profile_forwards(self) -> None:
-        """Let the drafter measure forwards of the model, while the KV cache is still empty."""
-        if self.parallel_config.tensor_parallel_size > 1:
-            return  # a forward of one rank would wait for the others
-        if self.device.type != "cpu":
-            profile_drafter(
-                self._drafter,
-                lambda tokens: step_seconds(self, tokens),
-                self._max_step_rows,
-                logger,
-            )
-            return
-        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        # The engine keeps one block for itself.
-        room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
-        profile_drafter(
-            self._drafter,
-            of_one_request(lambda *shape: forward_seconds(self, *shape), room),
-            min(room, self._token_budget, self.num_spec_tokens + 1),
-            logger,
-        )
-
-    def _requests_ended(self, names: list[str]) -> None:
-        if names:
-            self._drafter.release(self._slots.free(names))
-            self._slots_of_batch = None
-
-    def _batch_slots(self) -> torch.Tensor:
-        """Return the slots of the batch's requests, `int64 [B]`, and start new requests."""
+    def _request_started(self, name: str, slot: int) -> None:
         batch = self.input_batch
-        if self._slots_of_batch is not None and self._slots_of_batch[0] == batch.req_ids:
-            return self._slots_of_batch[1]
-        slots, arrived, taken = self._slots.of(batch.req_ids)
-        self._drafter.release(taken)
-        for name in arrived:
-            row = batch.req_id_to_index[name]
-            text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
-            self._drafter.start(slots[row], text)
-        tensor = on_device(np.array(slots, np.int64), self.device)
-        self._slots_of_batch = list(batch.req_ids), tensor
-        return tensor
+        row = batch.req_id_to_index[name]
+        self._drafter.start(slot, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
 
     def _new_step(self, trees: StepTrees) -> StepState:
         return StepState(trees)
@@ -91,8 +44,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         step.drafts = step.trees.trees(tokens)
         slots = self._batch_slots()
         roots_previous = self._drafter.previous_tokens(slots)
-        unfinished = self.discard_request_mask.np[: len(slots)].astype(np.bool_)
-        partial = on_device(unfinished, self.device) if unfinished.any() else None
+        partial = self._partial_prefills()
         if partial is not None:
             # The drafter's text of a partially prefilled prompt goes beyond the root.
             roots_previous = roots_previous.masked_fill(partial, NO_TOKEN)
@@ -102,16 +54,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             argmax = None
         elif argmax is None:
             argmax = top_candidates(logits, 1)[:, 0]
-        output, verified = sample_trees(
-            self.input_batch, self.sampler, step.trees, step.drafts, logits, argmax
-        )
-        learned = verified
-        if partial is not None:
-            # The engine drops the token that it samples after a partial prefill.
-            emitted = verified.emitted.masked_fill(partial[:, None], NO_TOKEN)
-            learned = replace(verified, emitted=emitted)
-        self._drafter.on_verified(slots, step.drafts, learned)
-        return output, verified
+        return sample_trees(self.input_batch, self.sampler, step.trees, step.drafts, logits, argmax)
 
     def _observe(
         self,
