@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tree_kernels": BELOW_DRAFTTREE,
     "core": CORE,
     "drafttree.budget": BUDGET,
+    "drafttree.testing": (*CORE, "drafttree.testing"),
     **{host: (*BUDGET, host) for host in HOSTS},
     "drafttree.bench": (*BUDGET, *HOSTS, "drafttree.bench"),
     "drafttree.cli": (*BUDGET, *HOSTS, "drafttree.bench", "drafttree.cli"),

@@ -28,7 +28,8 @@ compiled = pytest.mark.skipif(
     reason="wheels contain kernels for x86-64 processors with AVX2 only",
 )
 IMPORTS = """
-import drafttree, drafttree.bench, drafttree.cli, drafttree.sglang, drafttree.vllm
+import drafttree, drafttree.bench, drafttree.cli, drafttree.testing
+import drafttree.sglang, drafttree.vllm
 import lyanna_plugin, lyanna_plugin.training, recycle_plugin, rsd_plugin, tree_kernels
 from importlib.resources import files
 assert (files("recycle_plugin") / "token_recycling_80.json").is_file()

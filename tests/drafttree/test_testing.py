@@ -1,8 +1,9 @@
-"""The conformance test passes on good drafters and finds planted faults."""
+"""The conformance test of model-free drafters passes good ones and finds planted faults."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from drafttree import (
     MODEL_FREE,
+    Drafter,
     DraftTree,
     Method,
     MethodOptions,
@@ -253,6 +255,17 @@ class Options(MethodOptions):
     @property
     def depth(self) -> int:
         return self.levels
+
+
+def test_a_kind_of_another_package_is_checked_as_far_as_it_can_be() -> None:
+    own = replace(method(drafter=object), kind=replace(MODEL_FREE, name="own", drafter=object))
+    assert check_method(own) == 0
+    with pytest.raises(AssertionError, match="lower-case identifier"):
+        check_method(replace(own, name="Own"))
+    drafter = Drafter()
+    drafter.max_depth = DEPTH
+    with pytest.raises(TypeError, match="derives from none of ModelFreeDrafter"):
+        check_drafter(drafter, NUM_DRAFT_TOKENS, DEPTH)
 
 
 def method(name: str = "two_chains", drafter: Any = TwoChains) -> Method[ModelFreeDrafter]:
