@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
+from drafttree.budget.constants import BudgetConstants
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin.config import RecycleOptions
 from rsd_plugin.config import RsdOptions
@@ -72,10 +73,24 @@ def patch_table(host: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def constant_table() -> str:
+    """A table of the node budget's constants, from the descriptions of their fields."""
+    rows = ["| constant | default | meaning |", "|---|---|---|"]
+    for name, field in BudgetConstants.model_fields.items():
+        rows.append(f"| `{name}` | {_short(field.default)} | {field.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def _short(value: float) -> str:
+    """A number in at most three decimals, or else as a fraction."""
+    return str(value) if round(value, 3) == value else f"1/{round(1 / value)}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "options token_recycling": lambda: option_table(RecycleOptions.model_fields),
     "options rsd": lambda: option_table(RsdOptions.model_fields),
     "options lyanna": lambda: option_table(LyannaOptions.model_fields),
+    "constants node_budget": constant_table,
     "patches vllm": lambda: patch_table("vllm"),
     "patches sglang": lambda: patch_table("sglang"),
 }

@@ -27,7 +27,6 @@ from drafttree.tree import DraftTree, Verified
 SIZES = (0, 2, 4, 8)
 FORWARDS = {1: 0.02, 4: 0.022, 16: 0.03, 64: 0.1}
 Logits = torch.Tensor
-RECIPROCALS = ("draft_smoothing", "level_rate", "ratio_rate", "min_ratio_rate", "noise_rate")
 
 
 class RepeatingDrafter(ModelFreeDrafter):
@@ -251,11 +250,3 @@ def test_a_file_that_cannot_be_written_is_a_warning(
     engine = Engine(0.5)
     assert not isinstance(engine.budget.planner, RecordingPlanner)
     assert "steps are not recorded" in caplog.text
-
-
-def test_every_constant_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "node_budget.md").read_text()
-    for name, constant in BudgetConstants.model_fields.items():
-        default = constant.default
-        shown = f"1/{round(1 / default)}" if name in RECIPROCALS else default
-        assert f"| `{name}` | {shown} | {constant.description} |" in page, name

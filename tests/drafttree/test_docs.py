@@ -14,6 +14,7 @@ import pytest
 from typer.main import get_command
 
 import drafttree
+from drafttree.budget.constants import BudgetConstants
 from drafttree.cli import app
 from drafttree.method import installed_methods
 
@@ -101,6 +102,13 @@ def test_every_option_is_described() -> None:
         for name, field in installed_methods()[method].options.model_fields.items():
             assert field.description, f"{method}: {name}"
             assert f"| `{name}` |" in options
+
+
+def test_every_constant_of_the_node_budget_is_described() -> None:
+    page = (DOCS / "node_budget.md").read_text()
+    for name, field in BudgetConstants.model_fields.items():
+        assert field.description, name
+        assert re.search(rf"^\| `{name}` \| [\d./]+ \| {re.escape(field.description)}", page, re.M)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
