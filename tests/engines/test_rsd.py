@@ -8,6 +8,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import drafter_calls
 import pytest
 from engine_host.jobs import RunFailed
 from hosts import Answer, Case, Host
@@ -60,11 +61,15 @@ def test_greedy_tokens_equal_plain_decoding(
     tiny_llama: Path,
     draft: Path,
     proves_drafting: Callable[[Answer], None],
+    tmp_path: Path,
     tree: str,
     compiled: bool,
 ) -> None:
     """The second tree is tested with other engine settings: compiled, and pages of 16 tokens."""
-    processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if compiled else "0"}
+    calls = tmp_path / "calls.json"
+    environment = {drafter_calls.VARIABLE: str(calls)}
+    if host.name == "vllm":
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if compiled else "0"
     served, _ = host.run(
         tiny_llama,
         list(CASES.values()),
@@ -72,7 +77,7 @@ def test_greedy_tokens_equal_plain_decoding(
         {"tree": tree},
         draft,
         chunk=CHUNKS[host.name],
-        environment=processes if host.name == "vllm" else None,
+        environment=environment,
         vllm={"enforce_eager": not compiled},
         sglang={"page_size": 16 if compiled else 1},
     )
@@ -87,6 +92,18 @@ def test_greedy_tokens_equal_plain_decoding(
     for mine, theirs in zip(found, expected, strict=True):
         for best, same in zip(mine, theirs, strict=True):
             assert best == pytest.approx(same, abs=1e-3)
+    check_calls(calls, served, 1 + (12 if tree == "beam:3x4" else 3 + 6 + 6))
+
+
+def check_calls(calls: Path, served: list[Answer], tree_size: int) -> None:
+    """The drafter could measure forwards up to a whole tree, and was told of every token."""
+    seconds, emitted = drafter_calls.recorded(calls)
+    assert max(seconds) == tree_size
+    assert min(seconds.values()) > 0
+    answered = sum(len(tokens) for answer in served for tokens in answer.tokens)
+    # An engine drops what a step accepts beyond the end of a text.
+    assert answered <= sum(emitted.values()) < 1.5 * answered
+    assert len(emitted) > 1
 
 
 ADJUSTED: dict[str, Any] = {

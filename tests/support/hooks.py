@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import drafter_calls
 import draw_ahead_on_cpu
 import faults
 import forbid_device_sync
@@ -24,6 +25,8 @@ def install() -> None:
     engine = os.environ.get("TESTS_ENGINE_PROCESS", "")
     if file := os.environ.get(lyanna_states.VARIABLE):
         lyanna_states.record_logits(file)
+    if file := os.environ.get(drafter_calls.VARIABLE):
+        drafter_calls.record(file)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
     if os.environ.get(forbid_device_sync.VARIABLE):
