@@ -1,7 +1,8 @@
-"""Installs the example of docs/adding_a_method.md into a folder of its own."""
+"""Installs methods outside of drafttree, such as the example of docs/adding_a_method.md."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,4 +28,20 @@ def install_example(folder: Path) -> dict[str, str]:
         ],
         check=True,
     )
-    return {"PYTHONPATH": str(site)}
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def install_module(name: str, folder: Path) -> None:
+    """Install a module that defines a method, beside the example and without pip.
+
+    Args:
+        name: Name of the module, which stands in the folder of this file, and of the method.
+        folder: The folder to which the example was installed.
+    """
+    site = folder / "site"
+    shutil.copy(Path(__file__).with_name(f"{name}.py"), site)
+    metadata = site / f"{name}-0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(f"[drafttree.methods]\n{name} = {name}:METHOD\n")
