@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Patch:
-    """A part of an engine that is replaced.
+    """A part of an engine that is replaced or set.
 
     Attributes:
-        target: What is replaced: `module:name` or `module:Class.attribute`.
+        target: What is replaced or set: `module:name` or `module:Class.attribute`.
         when: When it is replaced, and for how long.
         reason: Why the engine cannot do without it.
     """

@@ -65,7 +65,7 @@ def _kinds(annotation: Any) -> list[str]:
 def patch_table(host: str) -> str:
     """A table of the patches that a host, "vllm" or "sglang", makes in its engine."""
     patches: Iterable[Patch] = import_module(f"drafttree.{host}.patches").PATCHES
-    rows = ["| replaced | when | why |", "|---|---|---|"]
+    rows = ["| replaced or set | when | why |", "|---|---|---|"]
     for patch in patches:
         target = re.sub(r"^[\w.:]+$", r"`\g<0>`", patch.target)
         when = patch.when[0].upper() + patch.when[1:].rstrip(".") + "."
