@@ -23,6 +23,10 @@ from engine_host.template import Job
 READ_AT_IMPORT = ("PYTHONPATH", "TRITON_INTERPRET")
 """Variables that are read when the engine is imported; a run that sets one starts a new Python."""
 
+MUST_END_WELL = ("vllm",)
+"""Engines whose process must end with status 0. SGLang's ends the processes that it started, and
+with them now and then its own, after the result is written."""
+
 
 class RunFailed(Exception):
     """The engine's process failed; the message contains the end of its output."""
@@ -48,7 +52,7 @@ def run_job(
         The function's return value, and the process's output.
 
     Raises:
-        RunFailed: The process failed, or ran too long.
+        RunFailed: The process failed, or ran too long, even if it had written its result.
     """
     whole = os.environ | {"TESTS_ENGINE_PROCESS": engine} | environment
     with tempfile.TemporaryDirectory() as folder:
@@ -68,12 +72,14 @@ def run_job(
             )
         )
         if _forks(environment):
-            ended = _Template.of(engine).run(job, timeout)
+            status = _Template.of(engine).run(job, timeout)
         else:
-            ended = _run_once(job, whole, log, timeout)
+            status = _run_once(job, whole, log, timeout)
         output = log.read_text(errors="replace")
-        if not result.exists():
-            raise RunFailed(f"{ended}\n{output[-6000:]}")
+        if status is None:
+            raise RunFailed(f"killed after {timeout} seconds\n{output[-6000:]}")
+        if not result.exists() or (status != 0 and engine in MUST_END_WELL):
+            raise RunFailed(f"exit status {status}\n{output[-6000:]}")
         return pickle.loads(result.read_bytes()), output
 
 
@@ -84,7 +90,8 @@ def _forks(environment: dict[str, str]) -> bool:
     return not torch.cuda.is_available() and not any(name in environment for name in READ_AT_IMPORT)
 
 
-def _run_once(job: Path, environment: dict[str, str], log: Path, timeout: float) -> str:
+def _run_once(job: Path, environment: dict[str, str], log: Path, timeout: float) -> int | None:
+    """The exit status; None if the process was killed after the timeout."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, template.__file__, "--once", str(job)],
@@ -95,9 +102,9 @@ def _run_once(job: Path, environment: dict[str, str], log: Path, timeout: float)
             start_new_session=True,
         )
         try:
-            return f"exit status {process.wait(timeout)}"
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            return f"killed after {timeout} seconds"
+            return None
         finally:
             _kill_group(process.pid)
             process.wait()
@@ -132,16 +139,17 @@ class _Template:
         atexit.register(self.close)
         self._receive(300)
 
-    def run(self, job: Path, timeout: float) -> str:
+    def run(self, job: Path, timeout: float) -> int | None:
+        """The exit status; None if the process was killed after the timeout."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{job}\n".encode())
         child = self._receive(60)
         try:
-            return f"exit status {self._receive(timeout)}"
+            return self._receive(timeout)
         except TimeoutError:
             _kill_group(child)
             self._receive(60)
-            return f"killed after {timeout} seconds"
+            return None
         finally:
             _kill_group(child)
 
