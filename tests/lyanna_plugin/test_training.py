@@ -102,20 +102,32 @@ def test_shards_are_found_again_for_the_same_text_target_and_data_type(
     assert Features(tmp_path, corpus.samples, "tiny", torch.bfloat16).missing() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("variant", [LyannaModel, WithoutTokenInfo, WithoutFirstToken, EagleStyle])
+TOKEN_INFO = {f"drafter.token_info.{name}" for name in ("w1", "w2", "gain")}
+
+
+@pytest.mark.parametrize(
+    ("variant", "frozen"),
+    [
+        (LyannaModel, set()),
+        (WithoutTokenInfo, TOKEN_INFO),
+        (WithoutFirstToken, set()),
+        (EagleStyle, TOKEN_INFO),
+    ],
+)
 def test_gradients_flow_to_every_trained_part(
-    folder: Path, target: Any, corpus: Corpus, variant: type[LyannaModel]
+    folder: Path, target: Any, corpus: Corpus, variant: type[LyannaModel], frozen: set[str]
 ) -> None:
     model = loss_of(drafter_for(folder, model=variant), target)
     loss, _ = model(collate(corpus, [0, 1]), torch.Generator().manual_seed(0))
     loss.backward()
+    parameters = dict(model.named_parameters())
+    assert {name for name, each in parameters.items() if not each.requires_grad} == frozen
     untrained = {
         name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and (parameter.grad is None or not parameter.grad.abs().sum() > 0)
+        for name, each in parameters.items()
+        if each.grad is None or not each.grad.abs().sum() > 0
     }
-    assert untrained == set()
+    assert untrained == frozen
 
 
 def test_the_loss_over_sampled_columns_estimates_the_full_loss(
