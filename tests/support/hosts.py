@@ -18,9 +18,9 @@ class Case:
         sampling: Keyword arguments of vLLM's `SamplingParams`, which are translated for SGLang:
             one set for all requests, or one per request.
         together: Whether to submit all requests at once instead of one after the other.
-        reset: Whether to flush the prefix cache before the case, and in vLLM to forget everything
-            learned.
+        reset: Whether to flush the prefix cache and forget everything learned before the case.
         rounds: How many times to submit the requests; the last answers count.
+        sglang: Further fields of `sglang_runs.Case`, for SGLang alone.
     """
 
     prompts: list[list[int]]
@@ -28,6 +28,7 @@ class Case:
     together: bool = True
     reset: bool = False
     rounds: int = 1
+    sglang: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -36,16 +37,27 @@ class Answer:
 
     Attributes:
         tokens: The new token ids of each request.
+        samples: The new token ids of each request's samples, of which `tokens` has the first.
+        reasons: Why each sample of each request ended.
         logprobs: The best tokens' logprobs for each request and position, if requested.
+        chosen: The chosen token's logprob for each request and position, if requested.
+        prompt_logprobs: The same as `logprobs` for the prompts; vLLM alone.
         cached: Prompt tokens of each request that were found in the cache.
         preemptions: How many requests were preempted, or retracted, so far.
+        pieces: The requests, by row, in the order in which pieces of their answers arrived, if they
+            were streamed; SGLang alone.
         counters: The tree worker's counts over the case; empty without a method.
     """
 
     tokens: list[list[int]]
+    samples: list[list[list[int]]] = field(default_factory=list)
+    reasons: list[list[str | None]] = field(default_factory=list)
     logprobs: list[list[dict[int, float]]] = field(default_factory=list)
+    chosen: list[list[float]] = field(default_factory=list)
+    prompt_logprobs: list[list[dict[int, float]]] = field(default_factory=list)
     cached: list[int | None] = field(default_factory=list)
     preemptions: int = 0
+    pieces: list[int] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -54,6 +66,9 @@ class Host:
     """One of the engines: "vllm" or "sglang"."""
 
     name: str
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def installed(self) -> bool:
@@ -150,7 +165,18 @@ class Host:
         return [
             Answer(
                 tokens=[samples[0] for samples in each.tokens],
+                samples=each.tokens,
+                reasons=each.reasons,
                 logprobs=[samples[0] or [] for samples in each.logprobs],
+                chosen=[
+                    [best[token] for token, best in zip(tokens[0], bests[0], strict=True)]
+                    if bests[0]
+                    else []
+                    for tokens, bests in zip(each.tokens, each.logprobs, strict=True)
+                ],
+                prompt_logprobs=[
+                    [best or {} for best in positions or ()] for positions in each.prompt_logprobs
+                ],
                 cached=each.cached,
                 preemptions=each.preemptions,
                 counters=each.counters,
@@ -187,16 +213,20 @@ class Host:
         return [
             Answer(
                 tokens=each.tokens,
+                samples=[[tokens] for tokens in each.tokens],
+                reasons=[[reason] for reason in each.reasons],
                 logprobs=each.top_logprobs,
+                chosen=each.logprobs,
                 cached=each.cached,
                 preemptions=sum(each.retractions),
+                pieces=each.pieces,
                 counters=each.counters,
             )
             for each in served
         ], log
 
 
-HOSTS = (Host("vllm"), Host("sglang"))
+VLLM, SGLANG = HOSTS = (Host("vllm"), Host("sglang"))
 
 _SGLANG_NAMES = {
     "max_tokens": "max_new_tokens",
@@ -227,4 +257,5 @@ def _for_sglang(runs: Any, case: Case) -> Any:
         logprobs=logprobs.pop(),
         reset=case.reset,
         rounds=case.rounds,
+        **case.sglang,
     )

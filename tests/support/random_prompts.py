@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 
-def some_prompts(count: int, seed: int = 3, longest: int = 60) -> list[list[int]]:
-    """Prompts of 4 to `longest` - 1 tokens out of 512."""
+def some_prompts(
+    count: int, seed: int = 3, longest: int = 60, shortest: int = 4
+) -> list[list[int]]:
+    """Prompts of `shortest` to `longest` - 1 tokens out of 512."""
     draw = random.Random(seed)
     return [
-        [draw.randrange(2, 512) for _ in range(draw.randrange(4, longest))] for _ in range(count)
+        [draw.randrange(2, 512) for _ in range(draw.randrange(shortest, longest))]
+        for _ in range(count)
     ]
 
 

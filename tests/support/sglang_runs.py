@@ -23,7 +23,8 @@ class Case:
         sampling: The engine's sampling parameters: one set for all requests, or one per request.
         together: Whether to submit all requests at once instead of one after the other.
         logprobs: Number of best tokens to report beside the chosen one; None for no logprobs.
-        reset: Whether to flush the engine's cache before the case.
+        reset: Whether to flush the engine's cache, and so forget everything learned, before the
+            case.
         rounds: How many times to submit the requests; the last answers count.
         processor: Name of a custom logit processor in `sglang_processors`.
         stream: Whether to stream the answers and record the order of their pieces.

@@ -20,7 +20,7 @@ class Case:
         prompts: Token ids, one list per request.
         sampling: Keyword arguments of `SamplingParams`: one set for all requests, or one per
             request.
-        reset: Whether to forget everything learned before the case.
+        reset: Whether to flush the prefix cache and forget everything learned before the case.
         reload: Whether to reload the weights before the case.
         rounds: How many times to submit the requests; the last answers count.
         adapter: Folder of a LoRA adapter that every second request uses.
@@ -127,8 +127,10 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
     )
     answers = []
     for case in cases:
-        if ours and case.reset:
-            llm.collective_rpc("drafttree_reset")
+        if case.reset:
+            assert llm.reset_prefix_cache()
+            if ours:
+                llm.collective_rpc("drafttree_reset")
         if case.reload:
             llm.collective_rpc("reload_weights")
         before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
