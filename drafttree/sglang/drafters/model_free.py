@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,8 +50,9 @@ class ModelFreeWorker(TreeWorker):
         if self._device.type == "cpu" and not drafting.any():
             return DraftTree.of_roots(roots), None
         trees = self.drafter.propose(slots, roots.masked_fill(~drafting, -1))
-        trees.tokens[:, 0] = roots
-        return trees, None
+        # A copy, as the tensors belong to the drafter.
+        tokens = torch.cat((roots[:, None], trees.tokens[:, 1:]), 1)
+        return replace(trees, tokens=tokens), None
 
     def _verify(self, step: Step, output: Any) -> Verified:
         slots, tokens = step.batch.req_pool_indices, step.trees.tokens
