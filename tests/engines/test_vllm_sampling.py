@@ -1,12 +1,7 @@
-"""All sampling parameters give the same tokens with draft trees as without.
-
-With a seed they are equal token for token: each emitted token takes one draw of its request's
-generator.
-"""
+"""What vLLM alone offers for sampling gives the same tokens with draft trees as without."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -14,109 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_prompts import some_prompts
 from vllm_runs import Answer, Case, run_vllm
 
-SHARED: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
-SEEDED: dict[str, Any] = {**SHARED, "temperature": 0.6, "seed": 17}
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "seeded": SEEDED,
-    "top-k": {**SEEDED, "temperature": 0.9, "top_k": 20},
-    "top-p": {**SEEDED, "top_p": 0.8},
-    "min-p": {**SEEDED, "min_p": 0.05},
-    "repetition penalty": {**SEEDED, "repetition_penalty": 1.2},
-    "greedy with a repetition penalty": {
-        **SHARED,
-        "temperature": 0.0,
-        "repetition_penalty": 1.1,
-    },
-    "presence and frequency penalties": {
-        **SEEDED,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.3,
-    },
-    "allowed tokens": {**SEEDED, "allowed_token_ids": list(range(2, 512, 3))},
-    "logit bias": {**SEEDED, "logit_bias": {7: 4.0, 11: -8.0}},
-    "stop tokens": {
-        "temperature": 0.6,
-        "seed": 3,
-        "max_tokens": 40,
-        "stop_token_ids": list(range(300, 330)),
-    },
-    "min tokens": {
-        "temperature": 0.6,
-        "seed": 3,
-        "max_tokens": 40,
-        "min_tokens": 19,
-        "stop_token_ids": list(range(2, 400)),
-    },
-    "several samples": {**SEEDED, "n": 3},
-    "logprobs": {**SEEDED, "logprobs": 4, "prompt_logprobs": 2},
-    "greedy with logprobs": {**SHARED, "temperature": 0.0, "logprobs": 4},
-}
-
-
-def prompts() -> list[list[int]]:
-    draw = random.Random(5)
-    return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 40))] for _ in range(12)]
-
-
-@cache
-def answers(model: Path, drafting: bool) -> dict[str, Answer]:
-    cases = [Case(prompts(), setting) for setting in SETTINGS.values()]
-    kinds = list(SETTINGS.values())
-    mixed: list[dict[str, Any]] = [
-        kinds[row % len(kinds)] | {"prompt_logprobs": None, "n": 1} for row in range(len(prompts()))
-    ]
-    cases.append(Case(prompts(), mixed))
-    served, _ = run_vllm(
-        model, cases, speculative={"method": "token_recycling"} if drafting else None
-    )
-    return dict(zip([*SETTINGS, "all in one batch"], served, strict=True))
-
-
-@pytest.mark.parametrize("setting", [*SETTINGS, "all in one batch"])
-def test_tokens_equal_plain_decoding(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None], setting: str
-) -> None:
-    plain = answers(tiny_llama, False)[setting]
-    drafted = answers(tiny_llama, True)[setting]
-    assert drafted.tokens == plain.tokens
-    assert drafted.reasons == plain.reasons
-    proves_drafting(drafted)
-
-
-@pytest.mark.parametrize("setting", ["logprobs", "greedy with logprobs"])
-def test_logprobs_equal_plain_decoding(tiny_llama: Path, setting: str) -> None:
-    plain = answers(tiny_llama, False)[setting]
-    drafted = answers(tiny_llama, True)[setting]
-    for field in ("logprobs", "prompt_logprobs"):
-        for mine, theirs in zip(
-            flatten(getattr(drafted, field)), flatten(getattr(plain, field)), strict=True
-        ):
-            assert mine.keys() == theirs.keys()
-            for token, logprob in mine.items():
-                assert logprob == pytest.approx(theirs[token], abs=1e-3)
-
-
-def flatten(nested: Any) -> list[dict[int, float]]:
-    if isinstance(nested, dict):
-        return [nested]
-    return [each for inner in nested or [] for each in flatten(inner)]
-
-
-def test_min_tokens_hold_inside_an_accepted_path(tiny_llama: Path) -> None:
-    """Requests would end much earlier without the minimum of 19 tokens."""
-    drafted = answers(tiny_llama, True)["min tokens"]
-    lengths = [len(sample) for request in drafted.tokens for sample in request]
-    assert min(lengths) >= 19
-    assert min(lengths) < 40
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}
+SEEDED: dict[str, Any] = {**GREEDY, "ignore_eos": True, "temperature": 0.6, "seed": 17}
 
 
 def test_a_custom_processor_sees_the_path_to_each_node(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    case = Case(prompts(), SEEDED, rounds=2)
+    case = Case(some_prompts(12, seed=5, longest=40), SEEDED, rounds=2)
     engine = {"logits_processors": ["vllm_processors:NoParityTwice"]}
     (plain,), _ = run_vllm(tiny_llama, [case], **engine)
     (drafted,), _ = run_vllm(
@@ -138,7 +41,7 @@ def test_stop_strings_and_bad_words(
     ask = AutoTokenizer.from_pretrained(smollm2)(
         "Count: one, two, three, four, five, six, seven, eight, nine, ten. Count: one, two,"
     )["input_ids"]
-    greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "detokenize": True}
+    greedy = {**GREEDY, "detokenize": True}
     cases = [
         Case([ask] * 2, greedy | {"ignore_eos": True}),
         Case([ask] * 2, greedy | {"stop": ["seven", "7"]}),
@@ -160,33 +63,54 @@ def test_stop_strings_and_bad_words(
     assert drafted[2].tokens != drafted[0].tokens
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.4, "seed": 9}])
+THINKING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.4, "seed": 9},
+}
+
+
+@cache
+def thinking_answers(model: Path, drafted: bool) -> dict[str, Answer]:
+    from transformers import AutoTokenizer
+
+    ask = AutoTokenizer.from_pretrained(model)(
+        "Count: one, two, three, four, five, six, seven. Count: one, two,"
+    )["input_ids"]
+    budgets: list[dict[str, Any]] = [
+        {"thinking_token_budget": len(ask) + 8},
+        {"thinking_token_budget": len(ask) + 13},
+        {"thinking_token_budget": 500},
+        {},
+    ]
+    cases = [
+        Case(
+            [ask] * len(budgets),
+            [{**sampling, "max_tokens": 40, "ignore_eos": True, **budget} for budget in budgets],
+            reset=True,
+            rounds=2,
+        )
+        for sampling in THINKING.values()
+    ]
+    served, _ = run_vllm(
+        model,
+        cases,
+        speculative={"method": "token_recycling"} if drafted else None,
+        skip_tokenizer_init=False,
+        reasoning_config={"reasoning_start_str": "Count", "reasoning_end_str": " and so on"},
+    )
+    return dict(zip(THINKING, served, strict=True))
+
+
+@pytest.mark.parametrize("sampling", THINKING)
 def test_a_thinking_budget_ends_inside_an_accepted_path(
-    smollm2: Path, proves_drafting: Callable[[Answer], None], sampling: dict[str, Any]
+    smollm2: Path, proves_drafting: Callable[[Answer], None], sampling: str
 ) -> None:
     """The forced end has several tokens; other requests have a large budget or none."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    ask = tokenizer("Count: one, two, three, four, five, six, seven. Count: one, two,")["input_ids"]
-    end = tokenizer(" and so on")["input_ids"]
-    settings = [
-        {**sampling, "max_tokens": 40, "ignore_eos": True, **budget}
-        for budget in (
-            {"thinking_token_budget": len(ask) + 8},
-            {"thinking_token_budget": len(ask) + 13},
-            {"thinking_token_budget": 500},
-            {},
-        )
-    ]
-    engine: dict[str, Any] = {
-        "skip_tokenizer_init": False,
-        "reasoning_config": {"reasoning_start_str": "Count", "reasoning_end_str": " and so on"},
-    }
-    case = Case([ask] * len(settings), settings, rounds=2)
-    (plain,), _ = run_vllm(smollm2, [case], **engine)
-    (drafted,), _ = run_vllm(smollm2, [case], speculative={"method": "token_recycling"}, **engine)
-    assert drafted.tokens == plain.tokens
+    end = AutoTokenizer.from_pretrained(smollm2)(" and so on")["input_ids"]
+    drafted = thinking_answers(smollm2, True)[sampling]
+    assert drafted.tokens == thinking_answers(smollm2, False)[sampling].tokens
     proves_drafting(drafted)
     ends = [_position(request[0], end) for request in drafted.tokens]
     assert ends[0] > 0
