@@ -30,6 +30,7 @@ def test_a_tree_method(smollm2: Path, tmp_path: Path) -> None:
         smollm2,
         output,
         *("--method", "token-recycling", "--option", "nodes=32", "--batch-size", "2"),
+        *("--option", "prime=false"),
         *("--prompts", str(prompts), "--max-new-tokens", "24"),
     )
     assert result.exit_code == 0, result.output
