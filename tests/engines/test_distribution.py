@@ -96,7 +96,8 @@ def test_greedy_requests_beside_sampled_ones_drawn_ahead(host: Host, target: Pat
     )
     assert mixed.tokens[1::2] == greedy.tokens * 32
     assert mixed.tokens[0::2] != greedy.tokens * 32
-    assert log.count(draw_ahead_on_cpu.DRAWN) >= mixed.counters["steps"] / 64
+    if host.name == "vllm":  # SGLang gives greedy requests a top-k of 1, so it draws nothing ahead
+        assert log.count(draw_ahead_on_cpu.DRAWN) >= mixed.counters["steps"] / 64
 
 
 def test_a_fault_planted_into_token_recycling_is_found(host: Host, target: Path) -> None:
