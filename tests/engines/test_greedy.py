@@ -104,9 +104,7 @@ def chat_cases(host: Host, hot_start: bool = True) -> dict[str, Case]:
 
 
 @cache
-def plain_answers(
-    host: Host, model: Path, running: int = 8, compiled: bool = False
-) -> dict[str, Answer]:
+def plain_answers(host: Host, model: Path, *, running: int, compiled: bool) -> dict[str, Answer]:
     cases = chat_cases(host)
     if (running, compiled) == (8, False):
         cases["long"] = LONG[host.name]
@@ -150,7 +148,7 @@ def test_greedy_tokens_equal_plain_decoding(
         vllm={"enforce_eager": not setting.compiled},
         sglang={"page_size": setting.page, "disable_overlap_schedule": not setting.overlap},
     )
-    plain = plain_answers(host, tiny_llama, setting.running, setting.compiled)
+    plain = plain_answers(host, tiny_llama, running=setting.running, compiled=setting.compiled)
     for name, drafted in zip(cases, served, strict=True):
         assert drafted.tokens == plain[name].tokens, name
         assert drafted.reasons == plain[name].reasons, name
@@ -185,7 +183,8 @@ def test_preemption_does_not_change_tokens(
     }[host.name]
     (drafted,), log = host.run(tiny_llama, [LONG[host.name]], "token-recycling", **cramped)
     assert drafted.preemptions > 0
-    assert drafted.tokens == plain_answers(host, tiny_llama)["long"].tokens
+    plain = plain_answers(host, tiny_llama, running=8, compiled=False)["long"]
+    assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
     if host.name == "sglang":
         assert "KV cache pool is full. Retract requests." in log

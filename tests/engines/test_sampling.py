@@ -114,8 +114,13 @@ UNEQUAL = (
 """Cases with a test of their own."""
 
 
+def plain_answers(host: Host, model: Path) -> dict[str, Answer]:
+    return answers(host, model, drafted=False, overlap=False)
+
+
+# Arguments have no defaults, because the cache tells apart calls that give and that omit one.
 @cache
-def answers(host: Host, model: Path, drafted: bool, overlap: bool = False) -> dict[str, Answer]:
+def answers(host: Host, model: Path, *, drafted: bool, overlap: bool) -> dict[str, Answer]:
     served, _ = host.run(
         model,
         list(cases(host).values()),
@@ -151,8 +156,8 @@ def test_tokens_equal_plain_decoding(
     overlap: bool,
     name: str,
 ) -> None:
-    plain = answers(host, tiny_llama, False)[name]
-    drafted = answers(host, tiny_llama, True, overlap)[name]
+    plain = plain_answers(host, tiny_llama)[name]
+    drafted = answers(host, tiny_llama, drafted=True, overlap=overlap)[name]
     assert drafted.samples == plain.samples
     assert drafted.reasons == plain.reasons
     proves_drafting(drafted)
@@ -162,8 +167,8 @@ def test_tokens_equal_plain_decoding(
 def test_logprobs_equal_plain_decoding(
     host: Host, tiny_llama: Path, overlap: bool, name: str
 ) -> None:
-    plain = answers(host, tiny_llama, False)[name]
-    drafted = answers(host, tiny_llama, True, overlap)[name]
+    plain = plain_answers(host, tiny_llama)[name]
+    drafted = answers(host, tiny_llama, drafted=True, overlap=overlap)[name]
     assert [len(positions) for positions in plain.chosen] == [40] * 12
     assert [len(positions) for positions in plain.logprobs] == [40] * 12
     if name == "seeded with logprobs":
@@ -180,8 +185,8 @@ def test_logprobs_equal_plain_decoding(
 def test_greedy_requests_beside_sampled_ones(
     host: Host, tiny_llama: Path, proves_drafting: Callable[[Answer], None], overlap: bool
 ) -> None:
-    plain = answers(host, tiny_llama, False)["sampled beside greedy"]
-    drafted = answers(host, tiny_llama, True, overlap)["sampled beside greedy"]
+    plain = plain_answers(host, tiny_llama)["sampled beside greedy"]
+    drafted = answers(host, tiny_llama, drafted=True, overlap=overlap)["sampled beside greedy"]
     assert drafted.tokens[1::2] == plain.tokens[1::2]
     assert [len(tokens) for tokens in drafted.tokens] == [40] * 12
     proves_drafting(drafted)
@@ -198,8 +203,8 @@ def test_greedy_requests_beside_sampled_ones(
     ids=str,
 )
 def test_undrafted_requests_equal_plain_decoding(host: Host, tiny_llama: Path, name: str) -> None:
-    drafted = answers(host, tiny_llama, True)[name]
-    assert drafted.tokens == answers(host, tiny_llama, False)[name].tokens
+    drafted = answers(host, tiny_llama, drafted=True, overlap=False)[name]
+    assert drafted.tokens == plain_answers(host, tiny_llama)[name].tokens
     assert drafted.counters["draft_tokens"] == 0
     assert drafted.counters["drafted_steps"] == 0
     assert drafted.counters["steps"] == 12 * 39
@@ -210,7 +215,10 @@ def test_undrafted_requests_equal_plain_decoding(host: Host, tiny_llama: Path, n
 @pytest.mark.parametrize("host", [VLLM], indirect=True, ids=str)
 def test_min_tokens_hold_inside_an_accepted_path(host: Host, tiny_llama: Path) -> None:
     """Requests would end much earlier without the minimum of 19 tokens."""
-    lengths = [len(tokens) for tokens in answers(host, tiny_llama, True)["min tokens"].tokens]
+    lengths = [
+        len(tokens)
+        for tokens in answers(host, tiny_llama, drafted=True, overlap=False)["min tokens"].tokens
+    ]
     assert min(lengths) >= 19
     assert min(lengths) < 40
 
@@ -218,8 +226,8 @@ def test_min_tokens_hold_inside_an_accepted_path(host: Host, tiny_llama: Path) -
 @sglang_alone
 def test_an_abort_touches_no_other_request(host: Host, tiny_llama: Path, overlap: bool) -> None:
     name = "a request that is aborted"
-    plain = answers(host, tiny_llama, False)["greedy"].tokens
-    drafted = answers(host, tiny_llama, True, overlap)[name]
+    plain = plain_answers(host, tiny_llama)["greedy"].tokens
+    drafted = answers(host, tiny_llama, drafted=True, overlap=overlap)[name]
     for row, tokens in enumerate(drafted.tokens):
         if row in cases(host)[name].sglang["abort_after"]:
             assert 0 < len(tokens) < 40
@@ -233,7 +241,7 @@ def test_no_running_request_waits_because_others_draft(
     host: Host, tiny_llama: Path, overlap: bool
 ) -> None:
     """Every step serves all requests: between two pieces of one come only a few of another."""
-    pieces = answers(host, tiny_llama, True, overlap)["streamed"].pieces
+    pieces = answers(host, tiny_llama, drafted=True, overlap=overlap)["streamed"].pieces
     last = {row: len(pieces) - pieces[::-1].index(row) for row in range(8)}
     since: dict[int, Counter[int]] = {}
     for place, row in enumerate(pieces):
