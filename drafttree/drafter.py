@@ -90,7 +90,7 @@ class Drafter:
         """Called after each verification.
 
         The step that ends a prompt counts as one, with trees of roots alone, unless a model-free
-        drafter was told of its token by `extend`.
+        drafter gets its token through `extend`.
 
         Args:
             slots: `int64 [B]`, the requests' slots.

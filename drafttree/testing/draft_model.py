@@ -226,7 +226,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
 
 
 def _filtered(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Distributions of the `count` likeliest tokens after each, from weights `[V, V]`."""
+    """Distributions of the `count` most likely tokens after each, from weights `[V, V]`."""
     best = weights.topk(min(count, weights.shape[1]), dim=-1)
     kept = torch.zeros_like(weights).scatter_(-1, best.indices, best.values)
     return kept / kept.sum(-1, keepdim=True)

@@ -21,7 +21,7 @@ def check_model_free(
 
 
 class _ModelFreeSession(Session[ModelFreeDrafter]):
-    """A session whose target always says its likeliest token."""
+    """A session whose target always emits its most likely token."""
 
     def __init__(
         self, drafter: ModelFreeDrafter, num_draft_tokens: int, target: Target, seed: int

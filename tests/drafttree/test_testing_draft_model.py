@@ -24,7 +24,7 @@ NUM_DRAFT_TOKENS, DEPTH = 4, 2
 
 
 class TwoBranches(DraftModelDrafter):
-    """Drafts the two likeliest tokens after the root, and the likeliest after each of them."""
+    """Drafts the two most likely tokens after the root, and the most likely one after each."""
 
     max_depth = DEPTH
     columns = COLUMNS

@@ -102,7 +102,7 @@ def test_greedy_tokens_equal_plain_decoding(
 
 
 def check_calls(calls: Path, served: list[Answer], tree_size: int) -> None:
-    """The drafter could measure forwards up to a whole tree, and was told of every token."""
+    """The drafter could measure forwards up to a whole tree, and every token was reported to it."""
     seconds, emitted = drafter_calls.recorded(calls)
     assert max(seconds) == tree_size
     assert min(seconds.values()) > 0

@@ -93,7 +93,7 @@ def test_every_user_turn_gets_a_new_answer_in_its_place() -> None:
 def test_answers_are_kept_for_the_same_target_and_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shorter context may truncate an answer, so its answers are written anew."""
+    """A shorter context may truncate an answer, so its answers are written again."""
     contexts = []
 
     def make(target: Path, context: int) -> Answerer:

@@ -82,5 +82,5 @@ def test_a_node_budget_may_choose_the_size_of_the_trees() -> None:
     assert accepted > 20
     assert len(set(drafter.chosen)) >= 3
     assert {0, WIDTH * LEVELS} <= set(drafter.chosen)
-    # Steps were measured, and their sizes are told.
+    # Steps were measured, and their sizes are reported.
     assert sum(row["steps"] for row in drafter.explain()) > 10
