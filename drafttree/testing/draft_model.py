@@ -38,7 +38,7 @@ def _check_columns(drafter: DraftModelDrafter, num_draft_tokens: int) -> None:
         f"columns has {len(columns) - 1} draft tokens, but num_draft_tokens={num_draft_tokens}"
     )
     depth = _column_depths(columns)
-    assert sorted(depth) == depth, f"columns must stand level by level, not at depths {depth}"
+    assert sorted(depth) == depth, f"columns must go level by level, not at depths {depth}"
     assert depth[-1] == drafter.max_depth, (
         f"columns ends at depth {depth[-1]}, but max_depth={drafter.max_depth}"
     )
