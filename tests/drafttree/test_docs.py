@@ -139,3 +139,15 @@ def test_every_environment_variable_is_documented() -> None:
     used = {name for file in files for name in re.findall(r"DRAFTTREE_[A-Z_]+", file.read_text())}
     assert "DRAFTTREE_CACHE" in used
     assert used == set(re.findall(r"^\| `(DRAFTTREE_[A-Z_]+)` \|", page, re.M))
+
+
+def test_the_tests_that_the_page_on_testing_names_exist() -> None:
+    current, former = (DOCS / "testing.md").read_text().split("| in 0.1.0 | now |")
+    rows = [line.split("|") for line in former.splitlines() if line.startswith("|")]
+    current += "".join(row[2] for row in rows)
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    named = set(re.findall(r"test_\w+\.py", current))
+    assert named <= files.keys()
+    for test in set(re.findall(r"::(test_\w+)", current)):
+        assert any(f"def {test}(" in text for text in files.values()), test
+    assert len(named) > 10
