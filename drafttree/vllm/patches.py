@@ -360,7 +360,7 @@ def replace_thinking_budgets(batch: Any, holder: Any) -> None:
 
 
 def replace_budget_states(holder: Any, states: dict[int, Any]) -> None:
-    """Let a holder of thinking budgets know only these states, by row of the batch."""
+    """Replace the states of the requests with thinking budgets, by row of the batch."""
     _set(holder, _state=states)
 
 
