@@ -23,7 +23,8 @@ and no draft model, only a matrix of V x k token ids for a vocabulary of V and k
 
 `tables.py` has the matrix and the bigram table, and `static.py` is `draft` above with the paper's
 topology. `dynamic.py` goes beyond the paper: it chooses the nodes of each tree by expected
-acceptance, from the matrix, the bigram table and n-gram matches in the request's own text.
+acceptance, from the matrix, the bigram table and copies of what followed the same text earlier, in
+the request's own text or in a memory of finished answers.
 `priors.py` has the prior acceptance rate of each candidate source, and `sources.py` reports the
 measured rates. `storage` keeps tables between runs (hot start) and fills the matrix before the
 first request (priming). The loop itself, the target's forward and verification belong to the
@@ -58,11 +59,9 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
         target.device,
         bigrams=options.is_dynamic,
         hot_start=options.hot_start is not False,
+        memory=options.memory_tokens,
     )
-    target.logger.info(
-        "Token Recycling's tables take %.1f MiB",
-        (tables.matrix.nbytes + tables.bigrams.nbytes) / 2**20,
-    )
+    target.logger.info("Token Recycling's tables take %.1f MiB", tables.nbytes / 2**20)
     if options.prime:
         tables.priming = BackgroundPriming.start(
             target.model, options.k, target.vocab_size, target.logger

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_DRAFT_TOKENS, StaticTree
-from recycle_plugin.priors import DEPTH, ROW_PRIORS
+from recycle_plugin.priors import ROW_PRIORS, tree_depth
 
 PAPER_DRAFT_TOKENS = 80
 CANDIDATES = len(ROW_PRIORS)
@@ -69,12 +69,20 @@ class RecycleOptions(MethodOptions):
         "is forgotten when a request arrives while no other is running. With the path of a file, "
         "the tables are loaded from it at start if it exists, and saved to it.",
     )
+    memory: int = Field(
+        default=1 << 20,
+        ge=0,
+        le=1 << 26,
+        description="Tokens of finished answers to remember, for dynamic trees: drafts copy what "
+        "followed the same text in them. The oldest leave first. Each token takes 28 bytes. 0 "
+        "means that nothing is remembered.",
+    )
     sharing: Literal["engine", "request"] = Field(
         default="engine",
         description="Whose text a request's candidates come from. `engine`: one set of tables "
-        "learns from all requests. `request`: the primed tables are only read, and each request "
-        "has a table that learns from its own text alone, so that no request's text shows in the "
-        "response time of another.",
+        "learns from all requests, and finished answers are remembered. `request`: the primed "
+        "tables are only read, nothing is remembered, and each request has a table that learns "
+        "from its own text alone, so that no request's text shows in the response time of another.",
     )
 
     @classmethod
@@ -129,6 +137,11 @@ class RecycleOptions(MethodOptions):
                 "sharing='request' keeps nothing of a request and needs dynamic trees: leave "
                 "hot_start and tree out"
             )
+        if "memory" in self.model_fields_set and self.memory and not self.memory_tokens:
+            reason = "sharing='request' keeps nothing of a request"
+            if not self.is_dynamic:
+                reason = "static trees copy no text"
+            raise ValueError(f"memory={self.memory} but {reason}: leave memory out")
         if self.is_dynamic:
             if self.k != CANDIDATES:
                 raise ValueError(
@@ -150,6 +163,11 @@ class RecycleOptions(MethodOptions):
         return self
 
     @property
+    def memory_tokens(self) -> int:
+        """Tokens of finished answers to remember."""
+        return self.memory if self.is_dynamic and self.sharing == "engine" else 0
+
+    @property
     def num_draft_tokens(self) -> int:
         """Maximum number of draft tokens of a tree, excluding the root."""
         if not self.is_dynamic:
@@ -159,7 +177,7 @@ class RecycleOptions(MethodOptions):
     @property
     def depth(self) -> int:
         """Maximum depth of a draft token."""
-        return DEPTH if self.is_dynamic else self.topology.depth
+        return tree_depth(self.num_draft_tokens) if self.is_dynamic else self.topology.depth
 
 
 def _without_drafting(given: dict[str, Any]) -> dict[str, Any]:

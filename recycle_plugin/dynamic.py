@@ -1,8 +1,8 @@
 """Dynamic draft trees: a tree built best first for each request in each step.
 
 Goes beyond the paper: candidates come from the adjacency matrix, from the bigram table and from
-n-gram matches in the request's own text. A candidate is scored by how often candidates of the same
-source were accepted so far.
+copies of what followed the same text earlier, in the request's own text or in a memory of finished
+answers. A candidate is scored by how often candidates of the same source were accepted so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from tree_kernels.candidates import TOP
 from tree_kernels.expansion import ExpandedTrees, columns_of, expand_trees
-from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, previous_tokens
+from tree_kernels.memory import append_texts, remember
+from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, previous_tokens, zeros
 from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
 
@@ -22,11 +23,15 @@ from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
-from recycle_plugin.priors import DEPTH
+from recycle_plugin.priors import DEPTH, tree_depth
 from recycle_plugin.sources import by_source
 from recycle_plugin.tables import Tables
 
 MAX_NGRAM_CELLS = 1 << 16
+
+PROMPT_TOKENS = 16
+"""Tokens of a prompt that are remembered before its answer, so that an answer's beginning can be
+matched too."""
 
 _UNPROFILED_DRAFT_TOKENS = 7
 """Draft tokens per request with `nodes=auto` on a CPU whose forwards could not be measured."""
@@ -51,26 +56,24 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         private: Whether each request has its own tables.
     """
 
-    max_depth = DEPTH
-
     def __init__(self, tables: Tables, num_draft_tokens: int, *, auto: bool, private: bool) -> None:
         self.tables = tables
         self._private = private
         self._num_draft_tokens = num_draft_tokens
         self._auto = auto
         self._width = level_width(num_draft_tokens)
+        self.max_depth = tree_depth(num_draft_tokens)
         self._budget: NodeBudget | None = None
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate the requests' texts and their n-gram indices."""
         device = self.tables.matrix.device
-        if self._private:
-            self.tables.make_private(max_requests)
-        cells = min(MAX_NGRAM_CELLS, 1 << (LONGEST * max_model_len - 1).bit_length())
+        self.tables.allocate_own(max_requests, private=self._private)
+        cells = min(MAX_NGRAM_CELLS, 1 << ((LONGEST + 1) * max_model_len - 1).bit_length())
         self._ngrams = NgramIndex.of(max_requests, max_model_len, cells, device)
-        self._sources = torch.zeros(
-            max_requests, self._num_draft_tokens + 1, dtype=torch.int32, device=device
-        )
+        # The first token of each text that is remembered.
+        self._remembered_from = zeros((max_requests,), device)
+        self._sources = zeros((max_requests, self._num_draft_tokens + 1), device)
         self._compile()
 
     def _compile(self) -> None:
@@ -80,19 +83,24 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.extend(slots, none)
         tokens, parents, sources, _ = best_nodes(self._expand(slots, none[0]), 0)
         count(self.tables.source_stats, tokens, parents, sources, none)
+        self._remember([0])
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
-        tables = self.tables
-        return expand_trees(
-            tables.matrix,
-            tables.bigrams,
-            self._ngrams,
-            tables.source_stats.priors,
-            slots,
-            roots,
-            self._width,
-            DEPTH,
-        )
+        tables = self.tables.candidates(self._ngrams, len(roots))
+        return expand_trees(tables, slots, roots, self._width, DEPTH, self.max_depth - DEPTH)
+
+    def _remember(self, slots: Sequence[int]) -> None:
+        """Append the texts in `slots` to the memory."""
+        if self.tables.memory.capacity and slots:
+            ngrams = self._ngrams
+            which = on_device(np.array(slots, np.int64), ngrams.lengths.device)
+            append_texts(
+                self.tables.memory, ngrams.history, ngrams.lengths, which, self._remembered_from
+            )
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Append a text to the memory, for instance a part of a corpus."""
+        remember(self.tables.memory, torch.tensor(tokens, dtype=torch.int32))
 
     def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
         """With `auto`, measure forwards of up to `max_tokens` tokens and set up the node budget."""
@@ -106,9 +114,12 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """Start or restart the request in `slot` with its tokens so far."""
         if self._budget is not None:
             self._budget.discard()
+        if self.tables.is_running(slot):
+            self.release([slot])
         self.tables.begin(slot)
         device = self.tables.matrix.device
         self._ngrams.clear(slot)
+        self._remembered_from[slot] = max(0, len(text) - PROMPT_TOKENS)
         tokens = on_device(np.array(text, np.int32)[None], device)
         self.extend(on_device(np.array([slot]), device), tokens)
 
@@ -165,7 +176,9 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.extend(slots, verified.emitted)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Release the requests' slots; the shared tables keep what they learned."""
+        """Release the requests' slots; the shared tables keep what they learned, and the memory
+        their texts."""
+        self._remember([slot for slot in slots if self.tables.is_running(slot)])
         self.tables.end(slots)
 
     def reset(self) -> None:

@@ -3,6 +3,9 @@
 Row t of the adjacency matrix holds the target's k most likely next tokens the last time token t was
 verified (arXiv 2408.08696, section 3.2). The bigram table holds the same by the last two tokens. It
 is a hash table of fixed size without probing: a bigram overwrites another with the same hash.
+
+Where several requests decode together, each also has a table of its own, which comes first: what
+another request's rejected drafts overwrote in the shared tables is still there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from tree_kernels.adjacency import recycle, top_candidates
 from tree_kernels.bigrams import update_bigrams
-from tree_kernels.candidates import ALONE
+from tree_kernels.candidates import ALONE, CandidateTables
+from tree_kernels.memory import TextMemory
+from tree_kernels.ngrams import NgramIndex, zeros
 from tree_kernels.source_stats import SourceStats
 
 from drafttree.transfer import on_device
@@ -27,12 +32,12 @@ EMPTY = -1
 
 BIGRAM_CELLS = 1 << 16
 """Cells of the shared bigram table."""
-PRIVATE_CELLS = 1 << 12
-"""Cells of each request's table if tables are private."""
+OWN_CELLS = 1 << 12
+"""Cells of each request's own table."""
 
 
 class Tables:
-    """The tables that all requests of an engine share.
+    """The tables of an engine.
 
     Args:
         vocab_size: Width of the target's logits, V.
@@ -40,13 +45,15 @@ class Tables:
         device: Device of the tables.
         bigrams: Whether to keep a bigram table.
         hot_start: Whether to keep what was learned when no request is running.
+        memory: Tokens of finished texts to remember.
 
     Attributes:
         matrix: Adjacency matrix, `int32 [V, k]`, most likely candidates first; -1 in unknown rows.
-        bigrams: Bigram tables, `int32 [P, S, 2 + k]`: two tokens and their candidates; -1 in free
-            cells. S is 1 if no bigrams are kept. P is 1 if requests share what they learn. With
-            private tables P is the number of slots, each table also holds the candidates of single
-            tokens, and the matrix keeps the primed rows only.
+        bigrams: Bigram table, `int32 [S, 2 + k]`: two tokens and their candidates; -1 in free
+            cells. S is 1 if no bigrams are kept.
+        own: The requests' own tables, `int32 [P, C, 2 + k]`, of bigrams and of single tokens; one
+            table of a free cell if there are none.
+        memory: The memory of finished texts.
         source_stats: Acceptance statistics by candidate source.
         priming: Background priming while it may deliver more rows, else None.
         saver: Background writer of the hot start file, or None.
@@ -56,7 +63,14 @@ class Tables:
     """
 
     def __init__(
-        self, vocab_size: int, k: int, device: torch.device, *, bigrams: bool, hot_start: bool
+        self,
+        vocab_size: int,
+        k: int,
+        device: torch.device,
+        *,
+        bigrams: bool,
+        hot_start: bool,
+        memory: int = 0,
     ) -> None:
         if vocab_size < k:
             raise ValueError(
@@ -64,10 +78,14 @@ class Tables:
                 "tree='static'"
             )
         self.matrix = torch.full((vocab_size, k), EMPTY, dtype=torch.int32, device=device)
-        shape = 1, BIGRAM_CELLS if bigrams else 1, 2 + k
+        shape = BIGRAM_CELLS if bigrams else 1, 2 + k
         self.bigrams = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
+        self._no_table = torch.full((1, 1, 2 + k), EMPTY, dtype=torch.int32, device=device)
+        self.own = self._no_table
+        self.memory = TextMemory.of(memory, device)
         self._bigrams = bigrams
         self._private = False
+        self._batched = False
         self.source_stats = SourceStats.of(expected_priors().to(device))
         self.priming: BackgroundPriming | None = None
         self.saver: TableSaver | None = None
@@ -75,19 +93,35 @@ class Tables:
         self._hot_start = hot_start
         self._running: set[int] = set()
 
-    def make_private(self, slots: int) -> None:
-        """Give each of `slots` slots its own table, so that requests share nothing they learn."""
-        self._private = True
-        shape = slots, PRIVATE_CELLS, self.bigrams.shape[2]
-        self.bigrams = torch.full(shape, EMPTY, dtype=torch.int32, device=self.matrix.device)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables and the memory, the requests' own tables left out."""
+        memory = self.memory.tokens.nbytes + self.memory.index.nbytes
+        return self.matrix.nbytes + self.bigrams.nbytes + memory
+
+    def allocate_own(self, slots: int, *, private: bool) -> None:
+        """Give each of `slots` slots its own table.
+
+        Args:
+            slots: Number of slots.
+            private: Whether the shared tables learn nothing, so that requests share nothing.
+        """
+        self._private = private
+        if private or slots > 1:
+            # Each slot's table is cleared when a request begins there.
+            self.own = zeros((slots, OWN_CELLS, self.bigrams.shape[1]), self.matrix.device)
 
     def begin(self, slot: int) -> None:
         """Register a request; without hot start, the first after an idle time resets the tables."""
-        if self._private:
-            self.bigrams[slot] = EMPTY
-        elif not self._hot_start and not self._running:
+        if not self._private and not self._hot_start and not self._running:
             self.reset()
+        if len(self.own) > 1 or self._private:
+            self.own[slot] = EMPTY
         self._running.add(slot)
+
+    def is_running(self, slot: int) -> bool:
+        """Whether a request is registered in a slot."""
+        return slot in self._running
 
     def end(self, slots: Sequence[int]) -> None:
         """Unregister finished requests."""
@@ -100,6 +134,8 @@ class Tables:
         else:
             self.matrix.copy_(self._primed)
         self.bigrams.fill_(EMPTY)
+        self.own.fill_(EMPTY)
+        self.memory.clear()
         self.source_stats.reset()
 
     def refresh(self) -> None:
@@ -116,6 +152,18 @@ class Tables:
             self.matrix[span] = torch.where(unknown, self._primed[span], self.matrix[span])
         if not running:
             self.priming = None
+
+    def candidates(self, ngrams: NgramIndex, batch_size: int) -> CandidateTables:
+        """What the candidates of a step of `batch_size` requests are looked up in.
+
+        A request that decodes alone finds its own rows in the shared tables. They and its own
+        table are then written by the same forwards, so its own table is left out.
+        """
+        self._batched = batch_size > 1
+        own = self.own if self._batched or self._private else self._no_table
+        return CandidateTables(
+            self.matrix, self.bigrams, own, ngrams, self.memory, self.source_stats.priors
+        )
 
     def learn(
         self,
@@ -138,12 +186,14 @@ class Tables:
         """
         if self._private:
             candidates = top_candidates(logits, self.matrix.shape[1])
-            alone = torch.full_like(tokens, ALONE)
-            update_bigrams(self.bigrams, slots, tokens, alone, candidates)
         else:
             candidates = recycle(self.matrix, tokens, logits)
-        if self._bigrams:
-            update_bigrams(self.bigrams, slots, tokens, previous, candidates)
+            if self._bigrams:
+                update_bigrams(self.bigrams[None], slots, tokens, previous, candidates)
+        if self._private or self._batched:
+            alone = torch.full_like(tokens, ALONE)
+            update_bigrams(self.own, slots, tokens, alone, candidates)
+            update_bigrams(self.own, slots, tokens, previous, candidates)
         if self.saver is not None:
             self.saver.touch()
         return candidates[:, 0]

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 VARIABLE = "DRAFTTREE_KERNELS"
 """The environment variable that forces the reference."""
 
-TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
+TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 """The C types of the letters of a `CppFunction`'s signature."""
 
 P = ParamSpec("P")
@@ -65,7 +65,8 @@ class CppFunction:
     Attributes:
         source: Name of the C++ file.
         name: Name of the `extern "C"` function in it.
-        signature: One letter for each argument: "p" for a pointer, "i" for an `int64_t`.
+        signature: One letter for each argument: "p" for a pointer, "i" for an `int64_t`, "f"
+            for a `float`.
     """
 
     source: str

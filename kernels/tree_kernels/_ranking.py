@@ -13,14 +13,15 @@ def best_of_rows(
     lane: tl.tensor,
     W: tl.constexpr,
     TOP: tl.constexpr,
+    LANES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The TOP highest-scoring candidates of each row `[W, L]`, best first.
 
     Args:
-        token: Int32 `[W, L]`, the candidates.
-        source: Int32 `[W, L]`, the source of each candidate.
-        score: Float32 `[W, L]`, not negative.
-        lane: `[1, L]`, the numbers from 0 to L - 1.
+        token: Int32 `[W, LANES]`, the candidates.
+        source: Int32 `[W, LANES]`, the source of each candidate.
+        score: Float32 `[W, LANES]`, not negative.
+        lane: `[1, LANES]`, the numbers from 0 to LANES - 1.
 
     Returns:
         Tokens, sources and scores `[W, TOP]`.
@@ -32,7 +33,7 @@ def best_of_rows(
     for rank in range(TOP):
         best = tl.max(score, 1)
         # Ties go to the first candidate; candidates are in the order of their sources.
-        at = tl.min(tl.where(score == best[:, None], lane, 2 * TOP), 1)
+        at = tl.min(tl.where(score == best[:, None], lane, LANES), 1)
         here = lane == at[:, None]
         tokens = tl.where(ranks == rank, tl.sum(tl.where(here, token, 0), 1)[:, None], tokens)
         sources = tl.where(ranks == rank, tl.sum(tl.where(here, source, 0), 1)[:, None], sources)

@@ -1,10 +1,11 @@
 """Dynamic draft trees, expanded level by level as in EAGLE-2 (arXiv 2406.16858, section 4.1).
 
-The candidates of a node come from the adjacency matrix, the bigram table and the n-gram index (see
-`candidates.py`). The acceptance probability of a candidate is estimated by its source, from the
-acceptance statistics of `source_stats.py`. A node's score is the product of these probabilities
-along its path, the probability that the node is accepted, and each level keeps the nodes of highest
-score. The trees of Token Recycling (arXiv 2408.08696) are static.
+The candidates of a node come from the adjacency matrix, the bigram table, the request's text and
+the memory (see `candidates.py`). The acceptance probability of a candidate is estimated by its
+source, from the acceptance statistics of `source_stats.py`. A node's score is the product of these
+probabilities along its path, the probability that the node is accepted, and each level keeps the
+nodes of highest score. Below the last level, the best node whose path follows a match goes on as a
+spine: a chain of copies alone. The trees of Token Recycling (arXiv 2408.08696) are static.
 """
 
 from __future__ import annotations
@@ -17,16 +18,35 @@ from torch import Tensor
 from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._ranking import best_of_rows, count_better
 from tree_kernels._triton import jit, next_power_of_2, tl
-from tree_kernels.candidates import ALONE, NUM_SOURCES, TOP, find_candidates, node_candidates
-from tree_kernels.ngrams import GRAMS, LONGEST, NgramIndex
+from tree_kernels.candidates import (
+    ALONE,
+    OFFERED,
+    TOP,
+    CandidateTables,
+    find_candidates,
+    find_rows,
+    node_candidates,
+    rows_of,
+)
+from tree_kernels.copies import (
+    BUCKETS,
+    COPIES,
+    Pointers,
+    find_copies,
+    follow,
+    node_copies,
+)
+from tree_kernels.ngrams import GRAMS, LONGEST
+from tree_kernels.root_matches import MAX_MATCH, root_matches
+from tree_kernels.spine import CAP, MIN_SCORE, extend_spine, spine_of
 
-_EXPAND = CppFunction("expansion.cpp", "expand_trees", "pipiipippippp" + "iiii" + "pppp")
-_LANES = next_power_of_2(2 * TOP + 1)
+_EXPAND = CppFunction("expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "pppp")
+_LANES = next_power_of_2(OFFERED)
 
 
 @dataclass(frozen=True)
 class ExpandedTrees:
-    """Expanded trees: one level after another, each in the order of its parents.
+    """Expanded trees: one level after another, each in the order of its parents, then the spine.
 
     Attributes:
         tokens: Int32 `[B, F]`, the root first; -1 where there is no node.
@@ -43,13 +63,10 @@ class ExpandedTrees:
     scores: Tensor
 
 
-def columns_of(width: int, depth: int) -> int:
-    """The number of columns of a tree with `depth` levels of up to `width` nodes below the root."""
-    return 1 + min(TOP, width) + (depth - 1) * width
-
-
-def _slot_stride(bigrams: Tensor) -> int:
-    return bigrams.stride(0) if len(bigrams) > 1 else 0
+def columns_of(width: int, depth: int, spine: int = 0) -> int:
+    """The number of columns of a tree with `depth` levels of up to `width` nodes below the root and
+    a spine of up to `spine` nodes."""
+    return 1 + min(TOP, width) + (depth - 1) * width + spine
 
 
 @jit
@@ -60,42 +77,60 @@ def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
 
 # The roots may be a slice of another tensor, and the results are slices of one tensor: how their
 # addresses are aligned depends on the batch.
-@jit(do_not_specialize=["roots", "tokens", "parents", "sources"])
+@jit(do_not_specialize=["roots", "matches", "tokens", "parents", "sources"])
 def _expand_kernel(
     matrix: tl.tensor,
     bigrams: tl.tensor,
+    own: tl.tensor,
     history: tl.tensor,
     lengths: tl.tensor,
     index: tl.tensor,
+    memory: tl.tensor,
     priors: tl.tensor,
     slots: tl.tensor,
     roots: tl.tensor,
+    matches: tl.tensor,
     tokens: tl.tensor,
     parents: tl.tensor,
     sources: tl.tensor,
     scores: tl.tensor,
+    pointers: tl.tensor,
     vocab: tl.tensor,
     bigram_cells: tl.tensor,
-    bigram_stride: tl.tensor,
+    own_cells: tl.tensor,
+    own_stride: tl.tensor,
     length: tl.tensor,
     cells: tl.tensor,
+    places: tl.tensor,
     columns: tl.tensor,
     depth: tl.tensor,
+    spine: tl.tensor,
     LONGEST: tl.constexpr,
     GRAMS: tl.constexpr,
+    COPIES: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
     TOP: tl.constexpr,
     ALONE: tl.constexpr,
+    MIN_SCORE: tl.constexpr,
+    CAP: tl.constexpr,
     LANES: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     W: tl.constexpr,
+    SPINE_PAD: tl.constexpr,
 ) -> None:
-    """Expand a tree; one program per request. The current level is in registers."""
-    line = tl.program_id(0).to(tl.int64) * columns
-    slot = tl.load(slots + tl.program_id(0))
+    """Expand a tree; one program per request. The current level is in registers.
+
+    `pointers [4, B, W]` keeps those of the current level while its children are chosen.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    line = request * columns
+    slot = tl.load(slots + request)
     text = history + slot * length
+    ours = own + slot * own_stride
     end = tl.load(lengths + slot)
-    root = tl.load(roots + tl.program_id(0))
+    root = tl.load(roots + request)
     node = tl.arange(0, W)
     lane = tl.arange(0, LANES)[None, :]
     child = tl.arange(0, W * TOP)
@@ -111,34 +146,62 @@ def _expand_kernel(
     second = _ending(text, end - 3, node)
     previous = _ending(text, end - 2, node)
     token = tl.where(node == 0, root, -1)
+    at_root = tl.where(node == 0, root, -1) >= 0
+    match = matches + request * 4
+    own_place = tl.load(match + tl.zeros_like(node), mask=at_root, other=0)
+    own_length = tl.load(match + 1 + tl.zeros_like(node), mask=at_root, other=0)
+    memory_place = tl.load(match + 2 + tl.zeros_like(node), mask=at_root, other=0)
+    memory_length = tl.load(match + 3 + tl.zeros_like(node), mask=at_root, other=0)
+    stored = pointers + request * W
+    stride = tl.num_programs(0).to(tl.int64) * W
     above = 0
     first = 1
     room = FIRST
-    for _ in range(depth):
-        offered, source = node_candidates(
-            matrix,
-            bigrams + slot * bigram_stride,
+    for level in range(depth):
+        copied, states, own_places, own_lengths, rest, remembered = node_copies(
             text,
+            end,
             index + slot * cells,
-            vocab,
-            bigram_cells,
             cells,
+            memory,
             (fifth, fourth, third, second, previous, token),
-            lane,
+            (own_place, own_length, memory_place, memory_length),
+            level,
             LONGEST,
             GRAMS,
-            TOP,
-            ALONE,
+            BUCKETS,
         )
+        rows = rows_of(
+            matrix, bigrams, ours, vocab, bigram_cells, own_cells, previous, token, TOP, ALONE
+        )
+        offered, source = node_candidates(rows, copied, states, rest, lane, COPIES, TOP)
         prior = tl.load(priors + source, mask=offered >= 0, other=0.0)
-        offered, source, value = best_of_rows(offered, source, score[:, None] * prior, lane, W, TOP)
+        offered, source, value = best_of_rows(
+            offered, source, score[:, None] * prior, lane, W, TOP, LANES
+        )
         chosen = (tl.reshape(value, [W * TOP]) > 0.0) & (count_better(value, W, TOP) < WIDTH)
         count = tl.sum(chosen.to(tl.int32), 0)
-        here = line + first + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        at = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        here = line + first + at
         tl.store(tokens + here, tl.reshape(offered, [W * TOP]), mask=chosen)
         tl.store(parents + here, above + child // TOP, mask=chosen)
         tl.store(sources + here, tl.reshape(source, [W * TOP]), mask=chosen)
         tl.store(scores + here, tl.reshape(value, [W * TOP]), mask=chosen)
+        # A child that is a copy is followed from the place of its match.
+        goes_on = tl.zeros_like(offered)
+        longer = tl.zeros_like(offered)
+        for copy in tl.static_range(COPIES):
+            same = (offered == copied[copy][:, None]) & (own_lengths[copy] > 0)[:, None]
+            goes_on = tl.where(same, own_places[copy][:, None] + 1, goes_on)
+            longer = tl.where(same, own_lengths[copy][:, None] + 1, longer)
+        tl.store(stored + at, tl.reshape(goes_on, [W * TOP]), mask=chosen)
+        longer = tl.minimum(longer, MAX_MATCH)
+        tl.store(stored + stride + at, tl.reshape(longer, [W * TOP]), mask=chosen)
+        same = offered == remembered[:, None]
+        goes_on = tl.where(same, ((memory_place + 1) & (places - 1))[:, None], 0)
+        longer = tl.where(same, tl.minimum(memory_length + 1, MAX_MATCH)[:, None], 0)
+        tl.store(stored + 2 * stride + at, tl.reshape(goes_on, [W * TOP]), mask=chosen)
+        tl.store(stored + 3 * stride + at, tl.reshape(longer, [W * TOP]), mask=chosen)
         here = line + first + node
         gap = (node >= count) & (node < room)
         tl.store(tokens + here, -1, mask=gap)
@@ -156,84 +219,144 @@ def _expand_kernel(
         previous = tl.gather(token, parent, 0)
         token = tl.load(tokens + here, mask=node < room, other=-1)
         score = tl.load(scores + here, mask=node < room, other=0.0)
+        there = node < count
+        own_place = tl.load(stored + node, mask=there, other=0)
+        own_length = tl.load(stored + stride + node, mask=there, other=0)
+        memory_place = tl.load(stored + 2 * stride + node, mask=there, other=0)
+        memory_length = tl.load(stored + 3 * stride + node, mask=there, other=0)
+        # The next level's stores must not overtake these loads.
+        tl.debug_barrier()
         above = first
         first += room
         room = WIDTH
+    if SPINE_PAD > 1:
+        follows = (own_length > 0) | (memory_length > 0)
+        following = tl.where(follows, score, 0.0)
+        best = tl.max(following, 0)
+        at = tl.min(tl.where((following > 0.0) & (following == best), node, W), 0)
+        here = node == at
+        step = tl.arange(0, SPINE_PAD)
+        offered, source, value = spine_of(
+            text,
+            end,
+            memory,
+            places,
+            matrix,
+            bigrams,
+            ours,
+            vocab,
+            bigram_cells,
+            own_cells,
+            priors,
+            (_at(previous, here), _at(token, here), tl.sum(tl.where(here, score, 0.0), 0)),
+            (
+                _at(own_place, here),
+                _at(own_length, here),
+                _at(memory_place, here),
+                _at(memory_length, here),
+            ),
+            depth,
+            spine,
+            SPINE_PAD,
+            TOP,
+            ALONE,
+            BUCKETS,
+            MAX_MATCH,
+            MIN_SCORE,
+            CAP,
+        )
+        inside = step < spine
+        here = line + first + step
+        parent = tl.where(step == 0, above + at, first + step - 1)
+        tl.store(tokens + here, offered, mask=inside)
+        tl.store(parents + here, tl.where(offered >= 0, parent, -1), mask=inside)
+        tl.store(sources + here, source, mask=inside)
+        tl.store(scores + here, value, mask=inside)
+
+
+@jit
+def _at(values: tl.tensor, here: tl.tensor) -> tl.tensor:
+    return tl.sum(tl.where(here, values, 0), 0)
 
 
 def _expand_triton(
-    matrix: Tensor,
-    bigrams: Tensor,
-    ngrams: NgramIndex,
-    priors: Tensor,
-    slots: Tensor,
-    roots: Tensor,
-    width: int,
-    depth: int,
+    tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
 ) -> ExpandedTrees:
-    columns = columns_of(width, depth)
+    matches = root_matches(tables.ngrams, tables.memory, slots)
+    columns = columns_of(width, depth, spine)
     shape = (3, len(roots), columns)
-    tokens, parents, sources = torch.empty(shape, dtype=torch.int32, device=matrix.device).unbind()
-    scores = torch.empty(len(roots), columns, device=matrix.device)
+    device = tables.matrix.device
+    tokens, parents, sources = torch.empty(shape, dtype=torch.int32, device=device).unbind()
+    scores = torch.empty(len(roots), columns, device=device)
     if len(roots):
         lanes = max(16, next_power_of_2(width))
+        ngrams = tables.ngrams
         _expand_kernel[(len(roots),)](
-            matrix,
-            bigrams,
+            tables.matrix,
+            tables.bigrams,
+            tables.own,
             ngrams.history,
             ngrams.lengths,
             ngrams.index,
-            priors,
+            tables.memory.tokens,
+            tables.priors,
             slots,
             roots,
+            matches,
             tokens,
             parents,
             sources,
             scores,
-            len(matrix),
-            bigrams.shape[1],
-            _slot_stride(bigrams),
+            torch.empty(4, len(roots), lanes, dtype=torch.int32, device=device),
+            len(tables.matrix),
+            tables.bigrams.shape[0],
+            tables.own.shape[1],
+            tables.own_stride,
             ngrams.history.shape[1],
             ngrams.index.shape[1],
+            len(tables.memory.tokens),
             columns,
             depth,
+            spine,
             LONGEST=LONGEST,
             GRAMS=GRAMS,
+            COPIES=COPIES,
+            BUCKETS=BUCKETS,
+            MAX_MATCH=MAX_MATCH,
             TOP=TOP,
             ALONE=ALONE,
+            MIN_SCORE=MIN_SCORE,
+            CAP=CAP,
             LANES=_LANES,
             FIRST=min(TOP, width),
             WIDTH=width,
             W=lanes,
+            SPINE_PAD=next_power_of_2(spine),
             num_warps=min(16, lanes // 4),
         )
     return ExpandedTrees(tokens, parents, sources, scores)
 
 
 def _expand_reference(
-    matrix: Tensor,
-    bigrams: Tensor,
-    ngrams: NgramIndex,
-    priors: Tensor,
-    slots: Tensor,
-    roots: Tensor,
-    width: int,
-    depth: int,
+    tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
 ) -> ExpandedTrees:
-    batch, device = len(roots), matrix.device
-    slots = slots.long()
+    batch, device = len(roots), roots.device
+    ngrams, memory = tables.ngrams, tables.memory
     places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0, device=device)
     suffix = ngrams.history[slots[:, None], places.clamp(min=0)].masked_fill(places < 0, -1)
     suffix[:, -1] = roots
     suffix = suffix[:, None]
-    tokens = [roots.int()[:, None]]
+    matches = root_matches(ngrams, memory, slots).masked_fill(roots[:, None] < 0, 0)
+    pointers = Pointers(*matches[:, None].unbind(-1))
+    tokens = [roots[:, None]]
     parents = [torch.full_like(tokens[0], -1)]
     sources = [torch.zeros_like(tokens[0])]
     scores = [torch.ones(batch, 1, device=device)]
     first = 0
-    for _ in range(depth):
-        offered, source = find_candidates(matrix, bigrams, ngrams, slots, suffix)
-        score = scores[-1][..., None] * priors[source]
+    for level in range(depth):
+        copies = find_copies(ngrams, memory, slots, suffix, pointers, level)
+        offered, source = find_candidates(find_rows(tables, slots, suffix), copies)
+        score = scores[-1][..., None] * tables.priors[source]
         score = score.masked_fill(offered < 0, 0)
         order = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
         token, source, score = (each.gather(-1, order) for each in (offered, source, score))
@@ -247,42 +370,58 @@ def _expand_reference(
             each.gather(1, best) for each in (token, source, score, above)
         )
         gone = score <= 0
+        token = token.masked_fill(gone, -1)
         suffix = torch.cat(
             (suffix.gather(1, above[..., None].expand(-1, -1, LONGEST))[..., 1:], token[..., None]),
             -1,
         ).masked_fill(gone[..., None], -1)
-        tokens.append(token.masked_fill(gone, -1).int())
+        pointers = follow(copies, pointers, above, token, len(memory.tokens))
+        tokens.append(token.int())
         parents.append((above + first).masked_fill(gone, -1).int())
         sources.append(source.masked_fill(gone, 0).int())
         scores.append(score)
         first += tokens[-2].shape[1]
+    if spine:
+        follows = (pointers.own_length > 0) | (pointers.memory_length > 0)
+        best = scores[-1].masked_fill(~follows, 0).sort(dim=1, descending=True, stable=True)
+        at, rows = best.indices[:, 0], torch.arange(batch, device=device)
+        every = (pointers.own, pointers.own_length, pointers.memory, pointers.memory_length)
+        chain, source, score = extend_spine(
+            tables,
+            slots,
+            suffix[rows, at],
+            best.values[:, 0],
+            Pointers(*(each[rows, at] for each in every)),
+            depth,
+            spine,
+        )
+        above = first + tokens[-1].shape[1] - 1 + torch.arange(spine, device=device)
+        above = above.repeat(batch, 1)
+        above[:, 0] = first + at
+        tokens.append(chain.int())
+        parents.append(above.masked_fill(chain < 0, -1).int())
+        sources.append(source.int())
+        scores.append(score)
     return ExpandedTrees(*(torch.cat(each, 1) for each in (tokens, parents, sources, scores)))
 
 
 def _expand_cpp(
-    matrix: Tensor,
-    bigrams: Tensor,
-    ngrams: NgramIndex,
-    priors: Tensor,
-    slots: Tensor,
-    roots: Tensor,
-    width: int,
-    depth: int,
+    tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
 ) -> ExpandedTrees:
-    columns = columns_of(width, depth)
+    columns = columns_of(width, depth, spine)
     tokens, parents, sources = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
     scores = torch.empty(len(roots), columns)
+    ngrams, memory = tables.ngrams, tables.memory
+    matches = root_matches(ngrams, memory, slots)
     _EXPAND.call(
-        *(
-            matrix.data_ptr(),
-            len(matrix),
-            bigrams.data_ptr(),
-            bigrams.shape[1],
-            _slot_stride(bigrams),
-        ),
+        *(tables.matrix.data_ptr(), len(tables.matrix)),
+        *(tables.bigrams.data_ptr(), len(tables.bigrams)),
+        *(tables.own.data_ptr(), tables.own.shape[1], tables.own_stride),
         *(ngrams.history.data_ptr(), ngrams.history.shape[1], ngrams.lengths.data_ptr()),
-        *(ngrams.index.data_ptr(), ngrams.index.shape[1], priors.data_ptr()),
-        *(slots.data_ptr(), roots.data_ptr(), len(roots), width, depth, columns),
+        *(ngrams.index.data_ptr(), ngrams.index.shape[1]),
+        *(memory.tokens.data_ptr(), len(memory.tokens), tables.priors.data_ptr()),
+        *(slots.data_ptr(), roots.data_ptr(), matches.data_ptr()),
+        *(len(roots), width, depth, spine, columns),
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), scores.data_ptr()),
     )
     return ExpandedTrees(tokens, parents, sources, scores)
@@ -298,48 +437,33 @@ _EXPAND_TREES = Op(
 
 
 def expand_trees(
-    matrix: Tensor,
-    bigrams: Tensor,
-    ngrams: NgramIndex,
-    priors: Tensor,
+    tables: CandidateTables,
     slots: Tensor,
     roots: Tensor,
     width: int,
     depth: int,
+    spine: int = 0,
 ) -> ExpandedTrees:
-    """Expand a tree under each root, level by level.
+    """Expand a tree under each root, level by level, and continue its best copy.
 
     Ties within a level go to the earlier parent, then to the earlier candidate.
 
     Args:
-        matrix: Int32 `[V, 8]`, contiguous, the adjacency matrix; -1 where there is no candidate.
-        bigrams: Int32 `[P, S, 10]`, contiguous, S a power of two: the bigram tables, one for each
-            slot, or one for all if P = 1. A cell contains two tokens and their candidates. If the
-            first token is `ALONE`, the candidates replace the matrix's row of the second.
-        ngrams: The texts of the requests, each of which ends with its root.
-        priors: Float32 `[NUM_SOURCES]`, the acceptance probability of each source, in [0, 1].
+        tables: What candidates are looked up in. Each request's text ends with its root.
         slots: Int64 `[B]`, the slots of the requests.
         roots: Int32 `[B]`, the root tokens.
         width: Maximum number of nodes of a level.
         depth: Number of levels below the root.
+        spine: Maximum number of nodes that continue the best node of the last level.
 
     Returns:
-        Trees of `columns_of(width, depth)` columns.
+        Trees of `columns_of(width, depth, spine)` columns.
 
     Raises:
         ValueError: Shapes do not fit.
     """
-    if matrix.shape[1] != TOP or not matrix.is_contiguous():
-        raise ValueError(f"matrix must be [V, {TOP}] and contiguous, not {[*matrix.shape]}")
-    cells = bigrams.shape[1]
-    power = cells > 0 and cells & (cells - 1) == 0
-    if bigrams.shape[2] != TOP + 2 or not bigrams.is_contiguous() or not power:
-        raise ValueError(f"bigrams must be [P, 2^n, {TOP + 2}], contiguous, not {[*bigrams.shape]}")
-    if priors.shape != (NUM_SOURCES,) or slots.shape != roots.shape:
-        raise ValueError(
-            f"priors {[*priors.shape]} must be [{NUM_SOURCES}], slots {[*slots.shape]} and roots "
-            f"{[*roots.shape]} [B]"
-        )
+    tables.check()
+    if slots.shape != roots.shape:
+        raise ValueError(f"slots {[*slots.shape]} and roots {[*roots.shape]} must be [B]")
     slots, roots = slots.long().contiguous(), roots.int().contiguous()
-    run = _EXPAND_TREES.on(matrix)
-    return run(matrix, bigrams, ngrams, priors, slots, roots, width, depth)
+    return _EXPAND_TREES.on(tables.matrix)(tables, slots, roots, width, depth, spine)

@@ -1,10 +1,11 @@
-// The hash of n-grams and bigrams, which gives their cells in the tables.
+// The hash of n-grams and bigrams, which gives their cells in the tables, and their lengths.
 
 #pragma once
 
 #include <cstdint>
 
-constexpr int64_t kLongest = 6;  // length of the longest n-gram, in tokens
+constexpr int64_t kLongest = 6;  // longest n-gram that is looked up at every node, in tokens
+constexpr int64_t kAtRoot = 16;  // n-grams of this length are looked up at the root alone
 
 static inline uint32_t mixed(uint32_t hash, int32_t token) {
   hash = (hash ^ static_cast<uint32_t>(token)) * 0x9E3779B1u;

@@ -18,6 +18,8 @@ extern "C" void extend(int32_t* history, int64_t length, int32_t* lengths, int32
       text[end] = added[column];
       for (int64_t n = 1; n <= kLongest && n <= end; ++n)
         found[cell_of(text + end - n, n, cells)] = static_cast<int32_t>(end);
+      if (end >= kAtRoot)
+        found[cell_of(text + end - kAtRoot, kAtRoot, cells)] = static_cast<int32_t>(end);
       ++end;
     }
     lengths[slot] = static_cast<int32_t>(end);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,15 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, tl
 
 LONGEST = 6
-"""Length of the longest n-gram that is indexed, in tokens."""
+"""Longest n-gram that is looked up at every node, in tokens. All shorter ones are indexed too."""
+
+AT_ROOT = 16
+"""Length of the n-grams that are indexed for the lookup at the root alone (`root_matches.py`)."""
 
 GRAMS = next_power_of_2(LONGEST + 1)
-"""Lanes of a kernel for the n-grams of each length n; lane 0 is unused."""
+"""Lanes of a kernel for the n-grams of each length n; lane 0 has no n-gram."""
+
+assert GRAMS == LONGEST + 2  # one lane is left, for the n-grams of `AT_ROOT` tokens
 
 _EXTEND = CppFunction("ngrams.cpp", "extend", "pippipipi")
 _PREVIOUS = CppFunction("ngrams.cpp", "previous_tokens", "pippip")
@@ -33,7 +39,7 @@ class NgramIndex:
         history: Int32 `[P, T]`, the tokens of each text.
         lengths: Int32 `[P]`, the number of tokens of each text; tokens beyond T are dropped.
         index: Int32 `[P, H]`, H a power of two: by an n-gram's hash, the place of the token that
-            followed its last occurrence; -1 if there is none. N-grams may share a cell, so a match
+            followed its last occurrence; 0 if there is none. N-grams may share a cell, so a match
             must be compared with the text.
     """
 
@@ -57,15 +63,22 @@ class NgramIndex:
         if cells < 1 or cells & (cells - 1):
             raise ValueError(f"cells={cells} must be a power of two")
         return cls(
-            torch.zeros(slots, length, dtype=torch.int32, device=device),
-            torch.zeros(slots, dtype=torch.int32, device=device),
-            torch.full((slots, cells), -1, dtype=torch.int32, device=device),
+            zeros((slots, length), device),
+            zeros((slots,), device),
+            zeros((slots, cells), device),
         )
 
     def clear(self, slot: int) -> None:
         """Make the text of `slot` empty."""
         self.lengths[slot] = 0
-        self.index[slot].fill_(-1)
+        self.index[slot].zero_()
+
+
+def zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Int32 zeros; on a CPU their pages take no memory until they are written to."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.int32))
+    return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
 def mix(values: Tensor, tokens: Tensor) -> Tensor:
@@ -90,6 +103,15 @@ def mixed(hashed: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 
 @jit
+def gram_lengths(
+    LONGEST: tl.constexpr, AT_ROOT: tl.constexpr, GRAMS: tl.constexpr
+) -> tl.tensor:
+    """The length of the n-grams of each lane, int32 `[GRAMS]`; 0 in lane 0."""
+    lane = tl.arange(0, GRAMS)
+    return tl.where(lane > LONGEST, AT_ROOT, lane)
+
+
+@jit
 def _extend_kernel(
     history: tl.tensor,
     lengths: tl.tensor,
@@ -100,6 +122,7 @@ def _extend_kernel(
     cells: tl.tensor,
     columns: tl.tensor,
     LONGEST: tl.constexpr,
+    AT_ROOT: tl.constexpr,
     GRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     WRITE: tl.constexpr,
@@ -128,13 +151,13 @@ def _extend_kernel(
         tl.debug_barrier()
         tl.store(lengths + slot, tl.minimum(end + tl.sum(added, 0), length))
     if INDEX:
-        n = tl.arange(0, GRAMS)[None, :]
+        n = gram_lengths(LONGEST, AT_ROOT, GRAMS)[None, :]
         hashed = n.to(tl.uint32)
-        for i in tl.static_range(LONGEST):
-            back = LONGEST - i
+        for i in tl.static_range(AT_ROOT):
+            back = AT_ROOT - i
             token = tl.load(text + place - back, mask=fits & (place >= back), other=0)
             hashed = tl.where(n >= back, mixed(hashed, token[:, None]), hashed)
-        whole = fits[:, None] & (n > 0) & (n <= LONGEST) & (n <= place[:, None])
+        whole = fits[:, None] & (n > 0) & (n <= place[:, None])
         cell = index + slot * cells + (hashed.to(tl.int64) & (cells - 1))
         # The last n-gram of a cell wins: later places are larger.
         tl.atomic_max(cell, place[:, None] + tl.zeros_like(n), mask=whole, sem="relaxed")
@@ -158,7 +181,8 @@ def match_ngrams(
         suffix: LONGEST columns `[W]`: the last tokens of each node's path.
 
     Returns:
-        The tokens that followed the longest matches and the lengths of the matches, int32 `[W]`.
+        In lane n, the place after the last occurrence of the last n tokens, int32 `[W, GRAMS]`, and
+        whether there is one.
     """
     n = tl.arange(0, GRAMS)[None, :]
     hashed = n.to(tl.uint32)
@@ -173,9 +197,7 @@ def match_ngrams(
         inside = (place >= n) & (n >= LONGEST - i)
         found = tl.load(text + place - LONGEST + i, mask=inside, other=-1)
         same = same & ((found == suffix[i][:, None]) | (n < LONGEST - i))
-    matched = tl.max(tl.where(same, n, 0), 1)
-    place = tl.sum(tl.where(same & (n == matched[:, None]), place, 0), 1)
-    return tl.load(text + place, mask=matched > 0, other=-1), matched
+    return place, same
 
 
 def _extend_triton(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
@@ -199,6 +221,7 @@ def _extend_triton(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
             index.shape[1],
             columns,
             LONGEST=LONGEST,
+            AT_ROOT=AT_ROOT,
             GRAMS=GRAMS,
             BLOCK=block,
             WRITE=write,
@@ -210,7 +233,7 @@ def _extend_triton(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
 
 
 def find_matches(ngrams: NgramIndex, slots: Tensor, suffix: Tensor) -> tuple[Tensor, Tensor]:
-    """The PyTorch reference for the longest path suffixes that occur in the requests' texts.
+    """The PyTorch reference for the path suffixes that occur in the requests' texts.
 
     Args:
         ngrams: The texts and their index.
@@ -219,22 +242,19 @@ def find_matches(ngrams: NgramIndex, slots: Tensor, suffix: Tensor) -> tuple[Ten
             beginning of the text.
 
     Returns:
-        The tokens that followed the matches, -1 where there is none, and the lengths of the
-        matches, 0 where there is none; both int32 `[B, W]`.
+        In column n - 1, the place after the last occurrence of the last n tokens, int64
+        `[B, W, LONGEST]`, and whether there is one.
     """
-    token = torch.full(suffix.shape[:2], -1, dtype=torch.int32, device=suffix.device)
-    matched = torch.zeros_like(token)
+    places, found = [], []
     texts = slots[:, None].expand(suffix.shape[:2])
-    for n in range(LONGEST, 0, -1):
+    for n in range(1, LONGEST + 1):
         gram = suffix[..., LONGEST - n :]
-        cell = ngram_cells(gram, ngrams.index.shape[1])
-        place = ngrams.index[texts, cell].long()
+        place = ngrams.index[texts, ngram_cells(gram, ngrams.index.shape[1])].long()
         previous = (place[..., None] + torch.arange(-n, 0, device=place.device)).clamp(min=0)
         same = (ngrams.history[texts[..., None], previous] == gram).all(-1)
-        found = (matched == 0) & (gram[..., 0] >= 0) & (place >= n) & same
-        token = torch.where(found, ngrams.history[texts, place.clamp(min=0)], token)
-        matched = torch.where(found, n, matched)
-    return token, matched
+        places.append(place)
+        found.append((gram[..., 0] >= 0) & (place >= n) & same)
+    return torch.stack(places, -1), torch.stack(found, -1)
 
 
 def _extend_reference(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
@@ -248,7 +268,7 @@ def _extend_reference(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None
     # On a GPU, selecting by mask waits for the device; decode steps there use the Triton kernel.
     history[rows[fits], place[fits]] = tokens[fits].int()
     lengths[slots] = (first[:, 0] + added.sum(1)).clamp(max=room).int()
-    for n in range(1, LONGEST + 1):
+    for n in (*range(1, LONGEST + 1), AT_ROOT):
         whole = fits & (place >= n)
         row, end = rows[whole], place[whole]
         grams = history[row[:, None], end[:, None] + torch.arange(-n, 0, device=end.device)]

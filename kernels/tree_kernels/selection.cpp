@@ -5,15 +5,17 @@
 #include <vector>
 
 // Keeps the root and the `num_draft_tokens` other nodes of highest score of each tree, in their
-// order.
+// order, and up to `spine` further ones of at least `min_score`.
 extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const int32_t* sources,
                            const float* scores, int64_t requests, int64_t columns,
-                           int64_t num_draft_tokens, int32_t* out_tokens, int32_t* out_parents,
-                           int32_t* out_sources, int32_t* out_tree_size) {
+                           int64_t num_draft_tokens, int64_t spine, float min_score,
+                           int32_t* out_tokens, int32_t* out_parents, int32_t* out_sources,
+                           int32_t* out_tree_size) {
+  const int64_t most = num_draft_tokens + spine + 1;
   std::vector<int64_t> order(columns);
   std::vector<int32_t> places(columns);
   for (int64_t request = 0; request < requests; ++request) {
-    const int64_t line = request * columns, out = request * (num_draft_tokens + 1);
+    const int64_t line = request * columns, out = request * most;
     int64_t found = 0;
     for (int64_t column = 0; column < columns; ++column)
       if (column == 0 || scores[line + column] > 0.0f) order[found++] = column;
@@ -22,10 +24,12 @@ extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const 
       std::stable_sort(order.begin() + 1, order.begin() + found, [&](int64_t a, int64_t b) {
         return scores[line + a] > scores[line + b];
       });
-      found = num_draft_tokens + 1;
+      int64_t kept = num_draft_tokens + 1;
+      while (kept < std::min(found, most) && scores[line + order[kept]] >= min_score) ++kept;
+      found = kept;
       std::sort(order.begin() + 1, order.begin() + found);
     }
-    for (int64_t place = 0; place <= num_draft_tokens; ++place) {
+    for (int64_t place = 0; place < most; ++place) {
       const bool node = place < found;
       const int64_t column = node ? order[place] : 0;
       if (node) places[column] = static_cast<int32_t>(place);

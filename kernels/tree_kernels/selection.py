@@ -11,7 +11,7 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels.expansion import ExpandedTrees
 
-_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiipppp")
+_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiiifpppp")
 _BLOCK = 32
 
 
@@ -19,7 +19,7 @@ _BLOCK = 32
 _SLICES = ("tokens", "parents", "sources", "out_tokens", "out_parents", "out_sources")
 
 
-@jit(do_not_specialize=(*_SLICES, "kept"))
+@jit(do_not_specialize=(*_SLICES, "kept", "most", "min_score"))
 def _best_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
@@ -31,6 +31,8 @@ def _best_kernel(
     out_tree_size: tl.tensor,
     columns: tl.tensor,
     kept: tl.tensor,
+    most: tl.tensor,
+    min_score: tl.tensor,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -48,7 +50,7 @@ def _best_kernel(
         rival = tl.where(other == 0, float("inf"), rival)[None, :]
         equal = (rival == score[:, None]) & (other[None, :] < node[:, None])
         ahead += tl.sum(((rival > score[:, None]) | equal).to(tl.int32), 1)
-    chosen = (score > 0.0) & (ahead < kept)
+    chosen = (score > 0.0) & ((ahead < kept) | ((ahead < most) & (score >= min_score)))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     count = tl.sum(chosen.to(tl.int32), 0)
     token = tl.load(tokens + line + node, mask=chosen, other=-1)
@@ -57,8 +59,8 @@ def _best_kernel(
     source = tl.load(sources + line + node, mask=chosen, other=0)
     # The other nodes fill the cells after the chosen ones, so every cell is written exactly once.
     place = tl.where(chosen, place, count + node - place - 1)
-    here = request * kept + place
-    inside = inside & (place < kept)
+    here = request * most + place
+    inside = inside & (place < most)
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, parent, mask=inside)
     tl.store(out_sources + here, source, mask=inside)
@@ -66,11 +68,11 @@ def _best_kernel(
 
 
 def _best_triton(
-    expanded: ExpandedTrees, num_draft_tokens: int
+    expanded: ExpandedTrees, num_draft_tokens: int, spine: int, min_score: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
     device = expanded.tokens.device
-    out = torch.empty(3, batch, num_draft_tokens + 1, dtype=torch.int32, device=device)
+    out = torch.empty(3, batch, num_draft_tokens + spine + 1, dtype=torch.int32, device=device)
     tokens, parents, sources = out.unbind()
     tree_size = torch.empty(batch, dtype=torch.int32, device=device)
     if batch:
@@ -85,6 +87,8 @@ def _best_triton(
             tree_size,
             columns,
             num_draft_tokens + 1,
+            num_draft_tokens + spine + 1,
+            min_score,
             PAD=next_power_of_2(columns),
             BLOCK=_BLOCK,
             num_warps=4 if columns <= 256 else 8,
@@ -93,18 +97,22 @@ def _best_triton(
 
 
 def _best_reference(
-    expanded: ExpandedTrees, num_draft_tokens: int
+    expanded: ExpandedTrees, num_draft_tokens: int, spine: int, min_score: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = expanded.scores.clone()
     scores[:, 0] = torch.inf  # the root is always kept
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, : num_draft_tokens + 1]
+    best = scores.sort(dim=1, descending=True, stable=True).indices
+    best = best[:, : num_draft_tokens + spine + 1]
+    rank = torch.arange(best.shape[1], device=best.device)
+    # Scores that are left out sort last, as scores of 0 do.
+    kept = (rank <= num_draft_tokens) | (scores.gather(1, best) >= min_score)
+    scores.scatter_(1, best, scores.gather(1, best).masked_fill(~kept, 0))
     best = best.sort(1).values
     gone = scores.gather(1, best) <= 0
     best = best.gather(1, gone.int().sort(dim=1, stable=True).indices)
     gone = gone.sort(dim=1, stable=True).values
     place = torch.full_like(expanded.parents, -1)
-    places = torch.arange(num_draft_tokens + 1, dtype=torch.int32, device=best.device)
-    place.scatter_(1, best, places.expand_as(best))
+    place.scatter_(1, best, rank.int().expand_as(best))
     above = expanded.parents.gather(1, best).long()
     parents = place.gather(1, above.clamp(min=0)).masked_fill(gone | (above < 0), -1)
     tokens = expanded.tokens.gather(1, best).masked_fill(gone, -1)
@@ -113,16 +121,17 @@ def _best_reference(
 
 
 def _best_cpp(
-    expanded: ExpandedTrees, num_draft_tokens: int
+    expanded: ExpandedTrees, num_draft_tokens: int, spine: int, min_score: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
     tokens, parents, sources = torch.empty(
-        3, batch, num_draft_tokens + 1, dtype=torch.int32
+        3, batch, num_draft_tokens + spine + 1, dtype=torch.int32
     ).unbind()
     tree_size = torch.empty(batch, dtype=torch.int32)
     _BEST.call(
         *(expanded.tokens.data_ptr(), expanded.parents.data_ptr(), expanded.sources.data_ptr()),
-        *(expanded.scores.data_ptr(), batch, columns, num_draft_tokens),
+        *(expanded.scores.data_ptr(), batch, columns, num_draft_tokens, spine),
+        *(min_score,),
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), tree_size.data_ptr()),
     )
     return tokens, parents, sources, tree_size
@@ -134,7 +143,7 @@ _BEST_NODES = Op(
 
 
 def best_nodes(
-    expanded: ExpandedTrees, num_draft_tokens: int
+    expanded: ExpandedTrees, num_draft_tokens: int, spine: int = 0, min_score: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft tokens of highest score of each tree, in breadth-first order.
 
@@ -144,15 +153,21 @@ def best_nodes(
     Args:
         expanded: The expanded trees.
         num_draft_tokens: Number N of nodes to select, excluding the root.
+        spine: Number S of further nodes to select if their score is at least `min_score`.
+        min_score: Least score of the nodes beyond N.
 
     Returns:
-        Tokens, parents and sources, int32 `[B, N + 1]`, which are -1, -1 and 0 where there is no
-        node, and the size of each tree, int32 `[B]`, including the root.
+        Tokens, parents and sources, int32 `[B, N + S + 1]`, which are -1, -1 and 0 where there is
+        no node, and the size of each tree, int32 `[B]`, including the root.
 
     Raises:
-        ValueError: The trees have N columns or fewer.
+        ValueError: The trees have N + S columns or fewer.
     """
     columns = expanded.tokens.shape[1]
-    if not 0 <= num_draft_tokens < columns:
-        raise ValueError(f"num_draft_tokens={num_draft_tokens} must be between 0 and {columns - 1}")
-    return _BEST_NODES.on(expanded.tokens)(expanded, num_draft_tokens)
+    if num_draft_tokens < 0 or spine < 0 or num_draft_tokens + spine >= columns:
+        raise ValueError(
+            f"num_draft_tokens={num_draft_tokens} and spine={spine} must not be negative, and "
+            f"{columns - 1} at most together"
+        )
+    run = _BEST_NODES.on(expanded.tokens)
+    return run(expanded, num_draft_tokens, spine, min_score)

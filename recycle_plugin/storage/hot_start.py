@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
+from tree_kernels.memory import remember
 
 from recycle_plugin.storage.table_files import (
     TableSaver,
@@ -37,27 +38,37 @@ def open_hot_start(
         "k": str(k),
         "vocabulary": str(vocab_size),
     }
+    counts = tables.source_stats
     learned = {
         "matrix": tables.matrix,
-        "pairs": tables.bigrams,  # the bigram table's name in files of version 1
-        "tried": tables.source_stats.tried,
-        "hit": tables.source_stats.hit,
+        "pairs": tables.bigrams[None],  # as files of version 1 have it
+        "tried_by_source": counts.tried,
+        "hit_by_source": counts.hit,
     }
-    counts = ("tried", "hit")
     expected = {
-        name: TableSpec(tuple(table.shape), vocab_size=None if name in counts else vocab_size)
+        name: TableSpec(
+            tuple(table.shape),
+            vocab_size=None if name.endswith("by_source") else vocab_size,
+            optional=name.endswith("by_source"),
+        )
         for name, table in learned.items()
     }
+    memory = TableSpec((None,), vocab_size=vocab_size, optional=True)
     try:
         if file.exists():
-            for name, table in load_tables(file, expected, identity).items():
+            loaded = load_tables(file, {**expected, "memory": memory}, identity)
+            texts = loaded.pop("memory", None)
+            for name, table in loaded.items():
                 learned[name].copy_(table)
-            tables.source_stats.refresh()
+            counts.refresh()
+            if texts is not None:
+                remember(tables.memory, texts)
     except (OSError, TablesError) as error:
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
 
     def snapshot() -> dict[str, torch.Tensor]:
-        return {name: table.to("cpu", copy=True) for name, table in learned.items()}
+        copies = {name: table.to("cpu", copy=True) for name, table in learned.items()}
+        return {**copies, "memory": tables.memory.text()}
 
     return TableSaver(file, snapshot, identity, logger=logger)

@@ -52,15 +52,23 @@ class TableSpec:
     """The shape, type and values that a loaded table must have.
 
     Attributes:
-        shape: Exact shape.
+        shape: Exact shape; None stands for any size.
         dtype: Exact data type.
         vocab_size: For tables of token ids, the size of the vocabulary: ids must be between -1,
             which means none, and `vocab_size - 1`. None for other tables.
+        optional: Whether a file may lack the table, as files of earlier versions do.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: torch.dtype = torch.int32
     vocab_size: int | None = None
+    optional: bool = False
+
+    def allows(self, shape: tuple[int, ...]) -> bool:
+        """Whether a table of `shape` fits."""
+        return len(shape) == len(self.shape) and all(
+            wanted in (None, size) for wanted, size in zip(self.shape, shape, strict=True)
+        )
 
 
 def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
@@ -92,6 +100,8 @@ def load_tables(
 ) -> dict[str, torch.Tensor]:
     """Read the expected tables of a file into CPU memory; other tables in it are ignored.
 
+    Optional tables that the file lacks are missing in the result.
+
     Raises:
         TablesError: The file is missing or damaged, or its identity or its tables are not as
             expected.
@@ -101,11 +111,13 @@ def load_tables(
     try:
         with safe_open(file, "pt") as content:
             _check_identity(file, content.metadata() or {}, identity)
-            missing = sorted(set(expected).difference(content.keys()))
-            if missing:
-                raise TablesError(f"{file} lacks {', '.join(missing)}: delete it to start again")
+            names = set(content.keys())
+            missing = [name for name in sorted(expected) if name not in names]
+            if lost := [name for name in missing if not expected[name].optional]:
+                raise TablesError(f"{file} lacks {', '.join(lost)}: delete it to start again")
             # Cloned, because safetensors maps the file: tensors would change or vanish with it.
-            tables = {name: content.get_tensor(name).clone() for name in expected}
+            there = [name for name in expected if name in names]
+            tables = {name: content.get_tensor(name).clone() for name in there}
     except (OSError, SafetensorError) as error:
         raise TablesError(
             f"{file} is damaged or cannot be read ({error}): delete it to start again"
@@ -133,7 +145,7 @@ def _check_identity(file: Path, found: Identity, identity: Identity) -> None:
 
 def _check_table(file: Path, name: str, table: torch.Tensor, expected: TableSpec) -> None:
     fix = "give another file, or delete it to start again"
-    if table.shape != expected.shape or table.dtype != expected.dtype:
+    if not expected.allows(tuple(table.shape)) or table.dtype != expected.dtype:
         raise TablesError(
             f"{name} in {file} is {_describe(table.dtype, table.shape)}, not "
             f"{_describe(expected.dtype, expected.shape)}: {fix}"
@@ -147,8 +159,9 @@ def _check_table(file: Path, name: str, table: torch.Tensor, expected: TableSpec
             )
 
 
-def _describe(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {[*shape]}"
+def _describe(dtype: torch.dtype, shape: tuple[int | None, ...]) -> str:
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    return f"{str(dtype).removeprefix('torch.')} [{sizes}]"
 
 
 def _remove_stale(file: Path) -> None:

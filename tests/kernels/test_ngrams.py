@@ -42,7 +42,7 @@ def check(ngram_index, plain):
     for slot, text in enumerate(plain):
         assert ngram_index.history[slot, : len(text.tokens)].tolist() == text.tokens
         assert not ngram_index.history[slot, len(text.tokens) :].any()
-        index = [text.index.get(place, -1) for place in range(text.cells)]
+        index = [text.index.get(place, 0) for place in range(text.cells)]
         assert ngram_index.index[slot].tolist() == index
     previous = [(-1, -1, *text.tokens)[-2] for text in plain]
     assert previous_tokens(ngram_index, torch.arange(len(plain))).tolist() == previous
@@ -106,7 +106,7 @@ def test_clearing_empties_one_text_and_no_other(cpu_path):
     plain[1].extend([1, 2, 3])
     assert ngram_index.lengths.tolist() == [2, 3]
     for slot, text in enumerate(plain):
-        index = [text.index.get(place, -1) for place in range(32)]
+        index = [text.index.get(place, 0) for place in range(32)]
         assert ngram_index.index[slot].tolist() == index
 
 
@@ -116,25 +116,19 @@ def test_matches_are_compared_with_the_text_where_cells_collide(seed, cells):
     ngram_index, plain = made(seed, 3, 60, cells, (30, 9, 9))
     generator = torch.Generator().manual_seed(seed)
     suffixes = torch.randint(0, 3, (5, 8, LONGEST), generator=generator)
-    tokens, matched = find_matches(ngram_index, torch.arange(5), suffixes)
+    places, found = find_matches(ngram_index, torch.arange(5), suffixes)
     for slot, text in enumerate(plain):
-        places = {}
+        last = {}
         for end in range(1, len(text.tokens)):
             for n in range(1, min(LONGEST, end) + 1):
-                places[tuple(text.tokens[end - n : end])] = end
-        whole = len({cell(gram, cells) for gram in places}) == len(places)
-        lines = suffixes[slot].tolist(), tokens[slot].tolist(), matched[slot].tolist()
-        for suffix, token, n in zip(*lines, strict=True):
-            longest = max(
-                (m for m in range(1, LONGEST + 1) if tuple(suffix[-m:]) in places), default=0
-            )
-            assert n <= longest
-            if whole:
-                assert n == longest
-            if n:
-                assert token == text.tokens[places[tuple(suffix[-n:])]]
-            else:
-                assert token == -1
+                last[tuple(text.tokens[end - n : end])] = end
+        lines = suffixes[slot].tolist(), places[slot].tolist(), found[slot].tolist()
+        for suffix, there, known in zip(*lines, strict=True):
+            for n in range(1, LONGEST + 1):
+                gram = suffix[-n:]
+                assert known[n - 1] == (text.place_of(gram) is not None)
+                if known[n - 1]:
+                    assert there[n - 1] == last[tuple(gram)]
 
 
 @CASES

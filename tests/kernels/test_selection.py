@@ -39,9 +39,10 @@ def random_trees(seed, batch, width, depth):
     return ExpandedTrees(tokens.int(), parents.int(), sources.int(), scores.float()), lines
 
 
-def expected(lines, num_draft_tokens):
-    best = [plain_best(line, num_draft_tokens) for line in lines]
-    padded = [line + [(-1, -1, 0)] * (num_draft_tokens + 1 - len(line)) for line in best]
+def expected(lines, num_draft_tokens, spine=0, min_score=0.0):
+    best = [plain_best(line, num_draft_tokens, spine, min_score) for line in lines]
+    columns = num_draft_tokens + spine + 1
+    padded = [line + [(-1, -1, 0)] * (columns - len(line)) for line in best]
     return [
         *([[node[part] for node in line] for line in padded] for part in range(3)),
         [len(line) for line in best],
@@ -52,7 +53,9 @@ def expected(lines, num_draft_tokens):
 def trees(draw):
     width, depth = draw(st.sampled_from([(1, 3), (5, 2), (16, 4)]))
     case = random_trees(draw(st.integers(0, 99)), draw(st.integers(1, 4)), width, depth)
-    return *case, draw(st.integers(0, columns_of(width, depth) - 1))
+    nodes = draw(st.integers(0, columns_of(width, depth) - 1))
+    spine = draw(st.integers(0, columns_of(width, depth) - 1 - nodes))
+    return *case, nodes, spine, draw(st.sampled_from([0.0, 0.25, 0.375, 0.9]))
 
 
 def lists(found):
@@ -62,19 +65,20 @@ def lists(found):
 @CASES
 @given(trees())
 def test_the_nodes_of_highest_score_are_selected(cpu_path, case):
-    expanded, lines, num_draft_tokens = case
-    found = best_nodes(expanded, num_draft_tokens)
+    expanded, lines, *size = case
+    found = best_nodes(expanded, *size)
     assert {part.dtype for part in found} == {torch.int32}
-    assert lists(found) == expected(lines, num_draft_tokens)
+    assert lists(found) == expected(lines, *size)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 2), (5, 3), (16, 4)])
 def test_kernel_keeps_the_same_nodes(interpreter, width, depth):
     expanded, lines = random_trees(width, 2, width, depth)
     for num_draft_tokens in {0, 2, columns_of(width, depth) // 2, columns_of(width, depth) - 1}:
-        assert lists(selection._best_triton(expanded, num_draft_tokens)) == expected(
-            lines, num_draft_tokens
-        )
+        more = columns_of(width, depth) - 1 - num_draft_tokens
+        for spine, min_score in ((0, 0.0), (more, 0.375), (more // 2, 0.1)):
+            size = num_draft_tokens, spine, min_score
+            assert lists(selection._best_triton(expanded, *size)) == expected(lines, *size)
 
 
 @CASES
@@ -114,14 +118,14 @@ def test_a_larger_selection_contains_a_smaller_one(cpu_path):
 def test_an_empty_batch_gives_no_nodes(cpu_path, interpreter):
     expanded = expand_trees(*world(0, batch=0).tensors(), 4, 2)
     for run in (best_nodes, selection._best_triton):
-        assert [part.shape for part in run(expanded, 3)] == [(0, 4)] * 3 + [(0,)]
+        assert [part.shape for part in run(expanded, 2, 1, 0.5)] == [(0, 4)] * 3 + [(0,)]
 
 
 def test_more_nodes_than_columns_are_an_error():
     expanded, _ = random_trees(0, 1, 4, 2)
-    for num_draft_tokens in (-1, columns_of(4, 2)):
-        with pytest.raises(ValueError, match=r"num_draft_tokens=-?[0-9]+ must be between 0 and 8"):
-            best_nodes(expanded, num_draft_tokens)
+    for size in ((-1, 0), (columns_of(4, 2), 0), (0, -1), (3, 6)):
+        with pytest.raises(ValueError, match=r"num_draft_tokens=.* and 8 at most together"):
+            best_nodes(expanded, *size)
 
 
 @pytest.mark.cuda
@@ -130,6 +134,7 @@ def test_cuda_agrees_with_the_cpu(batch, width, depth):
     expanded, _ = random_trees(batch, batch, width, depth)
     there = ExpandedTrees(*(part.cuda() for part in vars(expanded).values()))
     for num_draft_tokens in (0, 60, columns_of(width, depth) - 1):
-        assert lists(best_nodes(there, num_draft_tokens)) == lists(
-            best_nodes(expanded, num_draft_tokens)
+        size = num_draft_tokens, columns_of(width, depth) - 1 - num_draft_tokens, 0.3
+        assert lists(best_nodes(there, *size)) == lists(
+            best_nodes(expanded, *size)
         )
