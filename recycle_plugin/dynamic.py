@@ -63,6 +63,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._auto = auto
         self._width = level_width(num_draft_tokens)
         self.max_depth = tree_depth(num_draft_tokens)
+        self._spine = self.max_depth - DEPTH
         self._budget: NodeBudget | None = None
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
@@ -87,7 +88,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
         tables = self.tables.candidates(self._ngrams, len(roots))
-        return expand_trees(tables, slots, roots, self._width, DEPTH, self.max_depth - DEPTH)
+        return expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
 
     def _remember(self, slots: Sequence[int]) -> None:
         """Append the texts in `slots` to the memory."""

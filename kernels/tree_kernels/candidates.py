@@ -254,5 +254,7 @@ def find_candidates(rows: tuple[Tensor, ...], copies: Copies) -> tuple[Tensor, T
     likely, _, row = rows
     offered = torch.cat((copies.tokens, likely, row), -1)
     earlier = (offered[..., :, None] == offered[..., None, :]).tril(-1).any(-1)
-    state = torch.cat((copies.states, copies.rest[..., None].expand(*likely.shape[:2], 2 * TOP)), -1)
+    state = torch.cat(
+        (copies.states, copies.rest[..., None].expand(*likely.shape[:2], 2 * TOP)), -1
+    )
     return offered.masked_fill(earlier, -1), sources_of(rows, state, offered)

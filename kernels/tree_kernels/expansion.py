@@ -40,7 +40,9 @@ from tree_kernels.ngrams import GRAMS, LONGEST
 from tree_kernels.root_matches import MAX_MATCH, root_matches
 from tree_kernels.spine import CAP, MIN_SCORE, extend_spine, spine_of
 
-_EXPAND = CppFunction("expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "pppp")
+_EXPAND = CppFunction(
+    "expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "pppp"
+)
 _LANES = next_power_of_2(OFFERED)
 
 
@@ -465,5 +467,9 @@ def expand_trees(
     tables.check()
     if slots.shape != roots.shape:
         raise ValueError(f"slots {[*slots.shape]} and roots {[*roots.shape]} must be [B]")
+    if width < 1 or depth < 1 or spine < 0:
+        raise ValueError(
+            f"width={width} and depth={depth} must be positive, and spine={spine} >= 0"
+        )
     slots, roots = slots.long().contiguous(), roots.int().contiguous()
     return _EXPAND_TREES.on(tables.matrix)(tables, slots, roots, width, depth, spine)

@@ -103,9 +103,7 @@ def mixed(hashed: tl.tensor, token: tl.tensor) -> tl.tensor:
 
 
 @jit
-def gram_lengths(
-    LONGEST: tl.constexpr, AT_ROOT: tl.constexpr, GRAMS: tl.constexpr
-) -> tl.tensor:
+def gram_lengths(LONGEST: tl.constexpr, AT_ROOT: tl.constexpr, GRAMS: tl.constexpr) -> tl.tensor:
     """The length of the n-grams of each lane, int32 `[GRAMS]`; 0 in lane 0."""
     lane = tl.arange(0, GRAMS)
     return tl.where(lane > LONGEST, AT_ROOT, lane)

@@ -12,7 +12,15 @@ from torch import Tensor
 from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, tl
 from tree_kernels.memory import MEMORY_NGRAMS, TextMemory
-from tree_kernels.ngrams import AT_ROOT, GRAMS, LONGEST, NgramIndex, gram_lengths, mixed, ngram_cells
+from tree_kernels.ngrams import (
+    AT_ROOT,
+    GRAMS,
+    LONGEST,
+    NgramIndex,
+    gram_lengths,
+    mixed,
+    ngram_cells,
+)
 
 MAX_MATCH = 64
 """Tokens of a match that are compared; a longer match counts as one of this length."""

@@ -20,19 +20,21 @@ from tree_kernels import (
     draw,
     expansion,
     gather,
+    memory,
     ngrams,
+    root_matches,
     selection,
     source_stats,
     step_counts,
 )
 from tree_kernels.bigrams import bigram_cells
-from tree_kernels.candidates import NUM_SOURCES, TOP
+from tree_kernels.candidates import NUM_SOURCES, TOP, CandidateTables
 from tree_kernels.ngrams import LONGEST, NgramIndex
 
 from drafttree.tree import StaticTree
 from recycle_plugin.dynamic import MAX_NGRAM_CELLS, level_width
-from recycle_plugin.priors import DEPTH, expected_priors
-from recycle_plugin.tables import BIGRAM_CELLS
+from recycle_plugin.priors import DEPTH, MAX_DEPTH, expected_priors, tree_depth
+from recycle_plugin.tables import BIGRAM_CELLS, OWN_CELLS
 
 Size = dict[str, Any]
 
@@ -188,27 +190,42 @@ def _texts(requests: int, length: int, room: int) -> tuple[NgramIndex, Tensor]:
     return index, tokens
 
 
+def _remembering(texts: Tensor) -> tuple[memory.TextMemory, tuple[Tensor, ...]]:
+    """A memory of texts `[P, T]`, and the arguments that append them."""
+    requests, length = texts.shape
+    remembered = memory.TextMemory.of(1 << 20, texts.device)
+    lengths = torch.full((requests,), length, dtype=torch.int32)
+    given = texts, lengths, torch.arange(requests), torch.zeros_like(lengths)
+    memory.append_texts(remembered, *given)
+    return remembered, given
+
+
 def _expanding(requests: int, length: int, num_draft_tokens: int) -> tuple[Any, ...]:
     """The arguments of `expand_trees`."""
     index, tokens = _texts(requests, length, 2 * length)
     matrix = torch.randint(0, COMMON, (VOCAB, TOP), dtype=torch.int32)
-    table = torch.full((1, BIGRAM_CELLS, 2 + TOP), -1, dtype=torch.int32)
+    table = torch.full((BIGRAM_CELLS, 2 + TOP), -1, dtype=torch.int32)
     previous, after = tokens[:, :-1].flatten(), tokens[:, 1:].flatten()
     rows = torch.randint(0, COMMON, (len(after), TOP), dtype=torch.int32)
-    table[0, bigram_cells(previous, after, BIGRAM_CELLS)] = torch.cat(
+    table[bigram_cells(previous, after, BIGRAM_CELLS)] = torch.cat(
         (previous[:, None], after[:, None], rows), 1
     )
+    own = torch.full((requests, OWN_CELLS, 2 + TOP), -1, dtype=torch.int32)
     priors = expected_priors().to(matrix.device)
+    tables = CandidateTables(matrix, table, own, index, _remembering(tokens)[0], priors)
     slots, roots = torch.arange(requests), tokens[:, -1].contiguous()
-    return matrix, table, index, priors, slots, roots, level_width(num_draft_tokens), DEPTH
+    spine = tree_depth(num_draft_tokens) - DEPTH
+    return tables, slots, roots, level_width(num_draft_tokens), DEPTH, spine
 
 
 def _expand(requests: int, length: int, num_draft_tokens: int) -> Work:
     given = _expanding(requests, length, num_draft_tokens)
-    columns = expansion.columns_of(level_width(num_draft_tokens), DEPTH)
-    # A node with children reads a row of the matrix, a bigram and the cells of its suffixes.
-    above_last = expansion.columns_of(level_width(num_draft_tokens), DEPTH - 1)
-    each = 4 * (above_last * (TOP + TOP + 2 + LONGEST) + columns * 4)
+    spine = given[-1]
+    columns = expansion.columns_of(level_width(num_draft_tokens), DEPTH, spine)
+    # A node with children reads two rows of the matrix and of each bigram table, and the cells of
+    # its suffixes; a node of the spine the same without the suffixes.
+    above_last = expansion.columns_of(level_width(num_draft_tokens), DEPTH - 1, spine)
+    each = 4 * (above_last * (TOP + 3 * (TOP + 2) + LONGEST) + columns * 4)
 
     def parts(expanded: expansion.ExpandedTrees) -> Sequence[Tensor]:
         return expanded.tokens, expanded.parents, expanded.sources, expanded.scores
@@ -220,11 +237,38 @@ def _expand(requests: int, length: int, num_draft_tokens: int) -> Work:
     )
 
 
+def _root_matches(requests: int, length: int) -> Work:
+    index, tokens = _texts(requests, length, 2 * length)
+    remembered, _ = _remembering(tokens)
+    slots = torch.arange(requests)
+    lookups = LONGEST + 1 + len(memory.MEMORY_NGRAMS)
+    return Work(
+        lambda: (root_matches.root_matches(index, remembered, slots),),
+        lambda: (root_matches._match_reference(index, remembered, slots),),
+        4 * requests * lookups * (1 + root_matches.MAX_MATCH),
+    )
+
+
+def _append(requests: int, tokens: int) -> Work:
+    texts = torch.randint(0, COMMON, (requests, tokens), dtype=torch.int32)
+    (mine, given), (other, _) = _remembering(texts), _remembering(texts)
+
+    def appended(remembered: memory.TextMemory, append: Callable[..., None]) -> Sequence[Tensor]:
+        append(remembered, *given)
+        return remembered.tokens, remembered.index, remembered.end
+
+    return Work(
+        lambda: appended(mine, memory.append_texts),
+        lambda: appended(other, memory._append_reference),
+        4 * texts.numel() * (2 + len(memory.MEMORY_NGRAMS)),
+    )
+
+
 def _best_nodes(requests: int, length: int, num_draft_tokens: int) -> Work:
     expanded = expansion.expand_trees(*_expanding(requests, length, num_draft_tokens))
     return Work(
         lambda: selection.best_nodes(expanded, num_draft_tokens),
-        lambda: selection._best_reference(expanded, num_draft_tokens),
+        lambda: selection._best_reference(expanded, num_draft_tokens, 0, 0.0),
         4 * (4 * expanded.tokens.numel() + requests * (3 * (num_draft_tokens + 1) + 1)),
     )
 
@@ -248,7 +292,7 @@ def _walking(requests: int, tree_size: int) -> tuple[Tensor, Tensor, Tensor, Ten
 def _count(requests: int, length: int, num_draft_tokens: int) -> Work:
     expanded = expansion.expand_trees(*_expanding(requests, length, num_draft_tokens))
     tokens, parents, sources, counts = selection.best_nodes(expanded, num_draft_tokens)
-    path = accept.accept_walk(tokens, parents, counts, _followed(tokens, parents), DEPTH)[0]
+    path = accept.accept_walk(tokens, parents, counts, _followed(tokens, parents), MAX_DEPTH)[0]
     priors = expected_priors().to(tokens.device)
     mine, other = source_stats.SourceStats.of(priors), source_stats.SourceStats.of(priors)
 
@@ -345,12 +389,18 @@ CASES: dict[str, Case] = {
     ),
     "update_bigrams": Case(_bigrams, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
+    "root_matches": Case(
+        _root_matches, grid(requests=_BATCHES, length=(1024,)), {"requests": 2, "length": 64}
+    ),
     "expand_trees": Case(_expand, _DYNAMIC, _DYNAMIC_QUICK),
     "best_nodes": Case(_best_nodes, _DYNAMIC, _DYNAMIC_QUICK),
     "count": Case(_count, _DYNAMIC, _DYNAMIC_QUICK),
     "count_step": Case(_count_step, _TREES, _TREES_QUICK),
     "extend_ngrams": Case(
         _extend, grid(requests=_BATCHES, tokens=(7, 2048)), {"requests": 2, "tokens": 7}
+    ),
+    "append_texts": Case(
+        _append, grid(requests=(1, 8), tokens=(128, 2048)), {"requests": 2, "tokens": 30}
     ),
     "accept_walk": Case(_accept_walk, _TREES, _TREES_QUICK),
     "accept_step": Case(_accept_step, _TREES, _TREES_QUICK),

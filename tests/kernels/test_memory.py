@@ -64,12 +64,8 @@ def test_the_oldest_text_leaves_first(cpu_path):
     for first in range(0, 60, 10):
         remember(memory, torch.arange(first, first + 10))
     # 32 places have room for two texts and separators, and a part of a third.
-    assert memory.text().tolist() == [31, 32, 33, 34, 35, 36, 37, 38, 39, -1] + [
-        *range(40, 50),
-        -1,
-        *range(50, 60),
-        -1,
-    ]
+    kept = [*range(31, 40), -1, *range(40, 50), -1, *range(50, 60), -1]
+    assert memory.text().tolist() == kept
     memory.clear()
     assert memory.text().tolist() == []
     assert not memory.index.any()
@@ -90,7 +86,7 @@ def test_positions_begin_again_at_the_end_of_the_count(cpu_path, interpreter):
 
 def test_text_restores_a_memory(cpu_path):
     texts = [[1, 2, 3, 4, 5], [6, 7], [1, 2, 3, 4, 8]]
-    memory, plain = appended(texts, 16)
+    memory, _ = appended(texts, 16)
     again = TextMemory.of(64, CPU)
     remember(again, memory.text())
     assert again.text()[:-1].tolist() == memory.text().tolist()

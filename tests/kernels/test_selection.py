@@ -135,6 +135,4 @@ def test_cuda_agrees_with_the_cpu(batch, width, depth):
     there = ExpandedTrees(*(part.cuda() for part in vars(expanded).values()))
     for num_draft_tokens in (0, 60, columns_of(width, depth) - 1):
         size = num_draft_tokens, columns_of(width, depth) - 1 - num_draft_tokens, 0.3
-        assert lists(best_nodes(there, *size)) == lists(
-            best_nodes(expanded, *size)
-        )
+        assert lists(best_nodes(there, *size)) == lists(best_nodes(expanded, *size))

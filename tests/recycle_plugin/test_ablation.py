@@ -209,7 +209,7 @@ def test_prompt_bigrams_move_to_the_front_of_their_rows_and_the_last_wins() -> N
     assert tables.matrix[5].tolist() == [12, 20, 10, 11, 13, 14, 15, 16]
     assert tables.matrix[12].tolist()[:3] == [6, 5, -1]
     bigram = torch.tensor([5, 12])
-    row = tables.bigrams[0][bigram_cells(*bigram, tables.bigrams.shape[1])]
+    row = tables.bigrams[bigram_cells(*bigram, len(tables.bigrams))]
     assert row.tolist()[:5] == [5, 12, 6, 5, -1]
 
 

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from tree_kernels.copies import BUCKETS
 from tree_kernels.source_stats import SourceStats
 
 from drafttree.drafter import Target
@@ -213,29 +214,41 @@ def test_each_candidate_has_one_source() -> None:
     states = {
         (3, 1, 1): "n-gram match of 3",  # also proposed by the tables
         (6, 0, 0): "n-gram match of 6",
+        (BUCKETS + 11, 9, 0): "memory match of 37 or more",
+        (2 * BUCKETS + 4, 1, 0): "shorter n-gram match",
+        (3 * BUCKETS + 7, 9, 0): "shorter memory match",
         (0, 2, 1): "bigram rank 2",
-        (9, 2, 0): "bigram rank 2",  # another candidate is the match
+        (4 * BUCKETS + 9, 2, 0): "bigram rank 2",  # another candidate is the match
         (0, 0, 4): "matrix rank 4",
-        (7, 9, 4): "matrix rank 4",  # the bigram is not known
+        (5 * BUCKETS + 5, 9, 4): "matrix rank 4",  # the bigram is not known
     }
-    for number, (match, bigram, row) in enumerate(states):
-        source = (match * 10 + bigram) * 9 + row
+    for number, (copy, bigram, row) in enumerate(states):
+        source = (copy * 10 + bigram) * 9 + row
         source_stats.tried[source] = 10
         source_stats.hit[source] = number
     assert by_source(source_stats) == [
         {"source": "n-gram match of 3", "tried": 10, "hit": 0, "share": 0.0},
         {"source": "n-gram match of 6", "tried": 10, "hit": 1, "share": 0.1},
-        {"source": "bigram rank 2", "tried": 20, "hit": 5, "share": 0.25},
-        {"source": "matrix rank 4", "tried": 20, "hit": 9, "share": 0.45},
+        {"source": "memory match of 37 or more", "tried": 10, "hit": 2, "share": 0.2},
+        {"source": "shorter n-gram match", "tried": 10, "hit": 3, "share": 0.3},
+        {"source": "shorter memory match", "tried": 10, "hit": 4, "share": 0.4},
+        {"source": "bigram rank 2", "tried": 20, "hit": 11, "share": 0.55},
+        {"source": "matrix rank 4", "tried": 20, "hit": 15, "share": 0.75},
     ]
 
 
 def test_priors_are_probabilities_and_higher_for_candidates_of_two_tables() -> None:
-    priors = expected_priors().view(13, 10, 9)
+    priors = expected_priors().view(-1, 10, 9)
     assert float(priors.min()) >= 0
     assert float(priors.max()) < 1
     assert priors[0, 1, 1] > priors[0, 1, 0] > priors[0, 0, 1]
-    assert priors[3, 1, 1] > priors[3, 0, 0] > priors[9, 1, 1]
+    longest, shorter, other = 3, 2 * BUCKETS + 3, 4 * BUCKETS + 3
+    assert priors[longest, 1, 1] > priors[longest, 0, 0] > priors[other, 1, 1]
+    assert priors[longest, 0, 0] > priors[shorter, 0, 0] > priors[other, 0, 0]
+    # A longer match is worth more, and one in the memory as much as one in the text.
+    ladder = priors[1 : 2 * BUCKETS + 1, 0, 0].view(2, BUCKETS)
+    assert torch.equal(ladder[0], ladder[1])
+    assert (ladder.diff() > 0).all()
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)
@@ -252,7 +265,7 @@ def test_the_last_duplicate_wins_and_skipped_rows_write_nothing(
     drafter.start(0, [5])
     assert paths(drafter, 0, 5)[0] == [7]
     assert int((drafter.tables.matrix[:, 0] >= 0).sum()) == 1
-    assert int((drafter.tables.bigrams[0, :, 0] >= 0).sum()) == 0
+    assert int((drafter.tables.bigrams[:, 0] >= 0).sum()) == 0
 
 
 @pytest.mark.parametrize("options", DRAFTERS.values(), ids=DRAFTERS)

@@ -43,7 +43,7 @@ class PlainText:
             self.tokens.append(token)
 
     def place_of(self, gram):
-        """The place after the last occurrence of an n-gram; None if the index does not lead to it."""
+        """The place after the last occurrence of an n-gram; None if the index lacks it."""
         place = self.index.get(cell(gram, self.cells), 0)
         return place if self.tokens[max(place - len(gram), 0) : place] == gram else None
 

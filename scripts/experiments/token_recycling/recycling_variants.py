@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from tree_kernels.adjacency import recycle, top_candidates, write_rows
 from tree_kernels.bigrams import bigram_cells
-from tree_kernels.candidates import TOP, find_candidates
+from tree_kernels.candidates import TOP, find_candidates, find_rows
+from tree_kernels.copies import Pointers, find_copies, follow
 from tree_kernels.ngrams import LONGEST
+from tree_kernels.root_matches import root_matches
 
 from drafttree.tree import MAX_DEPTH, DraftTree, StaticTree, Verified
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, StaticTreeDrafter, Tables
@@ -68,7 +70,7 @@ class WithoutNgrams(DynamicTreeDrafter):
 
     def extend(self, slots: Tensor, tokens: Tensor) -> None:
         super().extend(slots, tokens)
-        self._ngrams.index.fill_(-1)
+        self._ngrams.index.zero_()
 
 
 class FixedPriors(DynamicTreeDrafter):
@@ -90,18 +92,21 @@ class FixedTopology(DynamicTreeDrafter):
 
     def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
         ngrams, priors = self._ngrams, self.tables.source_stats.priors
+        candidates = self.tables.candidates(ngrams, len(roots))
         places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0)
         suffix = ngrams.history[slots[:, None], places.clamp(min=0)]
         suffix = suffix.masked_fill(places < 0, -1)[:, None]
+        pointers = Pointers(*root_matches(ngrams, candidates.memory, slots)[:, None].unbind(-1))
         tokens, sources, first = roots[:, None], torch.zeros(1, 1, dtype=torch.int32), 0
-        for start, end in pairwise(self._level_ends):
-            offered, source = find_candidates(
-                self.tables.matrix, self.tables.bigrams, ngrams, slots, suffix
-            )
+        for level, (start, end) in enumerate(pairwise(self._level_ends)):
+            copies = find_copies(ngrams, candidates.memory, slots, suffix, pointers, level)
+            offered, source = find_candidates(find_rows(candidates, slots, suffix), copies)
             score = priors[source].masked_fill(offered < 0, -1)
             best = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
             above, rank = self._parents[start:end] - first, self._ranks[start:end]
             token = offered.gather(-1, best)[:, above, rank]
+            ring = len(candidates.memory.tokens)
+            pointers = follow(copies, pointers, above.expand_as(token), token, ring)
             suffix = torch.cat((suffix[:, above, 1:], token[..., None]), -1)
             suffix = suffix.masked_fill(token[..., None] < 0, -1)
             tokens = torch.cat((tokens, token.int()), 1)
@@ -309,7 +314,7 @@ def move_bigrams(tables: Tables, text: Sequence[int]) -> None:
     previous tokens if bigrams are kept; later occurrences in the text win."""
     for token, after in pairwise(text):
         _to_front(tables.matrix[token], after)
-    (bigrams,) = tables.bigrams
+    bigrams = tables.bigrams
     if len(bigrams) > 1:
         known = torch.tensor(text)
         cells = bigram_cells(known[:-2], known[1:-1], len(bigrams))
