@@ -8,7 +8,6 @@ Needs matplotlib.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ import torch
 import typer
 
 from scripts.experiments.common import heading, resampled_sums, row
-from scripts.experiments.token_recycling.recycling_variants import current_name
+from scripts.experiments.token_recycling.replay_results import read_runs
 
 Run = dict[str, Any]
 Runs = dict[tuple[str, int], Run]
@@ -35,13 +34,14 @@ def groups(runs: list[Run]) -> dict[str, Runs]:
     """The finished runs, by target, prompts and answer length."""
     found: dict[str, Runs] = {}
     for run in runs:
-        if run["prompts_done"] < run["limit"]:
+        usual = (run["kind"], run["wave"], run["batch"], run["foreign"]) == ("prompts", 1, 1, 0)
+        if run["prompts_done"] < run["limit"] or not usual:
             continue
         name = (
             f"{run['model']}, {run['prompts']}: {run['limit']} prompts, "
             f"{run['max_new_tokens']} tokens per turn"
         )
-        found.setdefault(name, {})[current_name(run["setting"]), run["nodes"]] = run
+        found.setdefault(name, {})[run["setting"], run["nodes"]] = run
     return found
 
 
@@ -146,7 +146,7 @@ def main(
     plot_file: Annotated[Path, typer.Option("--plot", help="PNG.")],
 ) -> None:
     """Print the tables, and plot."""
-    found = groups(json.loads(results.read_text()))
+    found = groups(read_runs(results))
     for title, runs in found.items():
         typer.echo(f"\n{title}")
         settings_table(runs)
