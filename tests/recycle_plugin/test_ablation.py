@@ -17,14 +17,14 @@ from drafttree.verify import verify_target
 from recycle_plugin import Tables
 from recycle_plugin.priors import ROW_PRIORS
 from scripts.experiments.common import Replayed
-from scripts.experiments.token_recycling.ablate_recycling import decode
-from scripts.experiments.token_recycling.known_target import KnownTarget
+from scripts.experiments.token_recycling.known_target import Known, KnownTarget
 from scripts.experiments.token_recycling.recycling_variants import (
     SETTINGS,
     budget_tree,
     current_name,
     move_bigrams,
 )
+from scripts.experiments.token_recycling.replay import Text, Wanted, decode
 
 VOCAB = 128
 NUM_DRAFT_TOKENS = 15
@@ -67,8 +67,11 @@ class Plain:
             answer.append(int(self.logits(prompt + answer).argmax()))
         return answer
 
-    def steps(self, drafter: Any, prompt: list[int]) -> int:
-        """The number of decode steps with a drafter; the nodes are evaluated one at a time."""
+    def steps(self, drafter: Any, prompt: list[int], given: list[int] | None = None) -> int:
+        """The number of decode steps with a drafter; the nodes are evaluated one at a time.
+
+        With a given answer, its tokens take the place of the target's own where the text is a
+        prefix of it."""
         slots, answer, steps = torch.tensor([0]), [], 0
         drafter.start(0, prompt)
         trees = DraftTree.of_roots(torch.tensor(prompt[-1:], dtype=torch.int32))
@@ -82,10 +85,14 @@ class Plain:
             )
             before = trees.previous_tokens(drafter.previous_tokens(slots))
             likely = drafter.observe(slots.expand(len(logits)), trees.tokens[0], before[0], logits)
+            for column in range(trees.tokens.shape[1]):
+                path = answer + trees.path(0, column)
+                if given and path == given[: len(path)] and len(path) < len(given):
+                    likely[column] = given[len(path)]
             verified = verify_target(trees, likely[None], drafter.max_depth)
             drafter.on_verified(slots, trees, verified)
             answer += verified.emitted[0, : verified.num_emitted[0]].tolist()
-            if 1 in answer or len(answer) >= MOST:
+            if len(answer) >= len(given) if given else 1 in answer or len(answer) >= MOST:
                 drafter.release([0])
                 return steps
             trees = drafter.propose(slots, torch.tensor(answer[-1:], dtype=torch.int32))
@@ -106,14 +113,29 @@ def found_by(target: KnownTarget, name: str, prompts: list[list[int]]) -> list[R
         if setting.cold:
             drafter.reset()
         known = target.begin(prompt)
-        decoding = decode(drafter, setting, known, target.vocab)
-        while len(found) < prompts.index(prompt) + 1:
-            try:
-                target.learn(known, [next(decoding)])
-            except StopIteration as done:
-                found.append(done.value)
+        found += replayed(target, drafter, name, [known])
         target.finish(known)
     return found
+
+
+def replayed(target: KnownTarget, drafter: Any, name: str, known: list[Known]) -> list[Replayed]:
+    """The counts of some requests, as many at a time as the drafter has been allocated for."""
+    of_text = {Text(i, each.prompt, each.answer, each.given): each for i, each in enumerate(known)}
+    decoding = decode(
+        drafter,
+        SETTINGS[name],
+        [[text] for text in of_text],
+        of_text.__getitem__,
+        target.vocab,
+        batch=len(known),
+    )
+    while True:
+        try:
+            wanted: Wanted = next(decoding)
+        except StopIteration as done:
+            return [counts for _, counts in sorted(done.value, key=lambda each: int(each[0]))]
+        for text, nodes in wanted:
+            target.learn(of_text[text], [nodes])
 
 
 def test_cached_outputs_are_the_targets(
@@ -150,6 +172,42 @@ def test_steps_are_those_of_plain_verification(
     assert sum(steps) < 2 * (MOST - 1)
 
 
+def test_steps_of_a_given_answer_are_those_of_plain_verification(
+    target: KnownTarget, plain: Plain, prompts: list[list[int]]
+) -> None:
+    """The answer copies from the prompt, and the target would have given another."""
+    given = [*prompts[1][3:20], 5, 9, *prompts[1][22:30]]
+    assert plain.answer(prompts[1])[: len(given)] != given
+    drafter = SETTINGS["dynamic"].make(target.vocab, NUM_DRAFT_TOKENS)
+    drafter.allocate(1, 128)
+    steps = plain.steps(drafter, prompts[1], given)
+    drafter = SETTINGS["dynamic"].make(target.vocab, NUM_DRAFT_TOKENS)
+    drafter.allocate(1, 128)
+    known = target.begin(prompts[1], given)
+    (counts,) = replayed(target, drafter, "dynamic", [known])
+    assert (counts.steps, counts.tokens) == (steps, len(given) - 1)
+    assert steps < len(given) / 2
+    # What the tables learn is the target's own.
+    assert known.tops[4] == plain.logits(prompts[1] + given[:4]).topk(8).indices.tolist()
+    target.finish(known)
+    again = target.begin(prompts[1], given)
+    assert (again.tops, again.given) == (known.tops, True)
+    assert target.begin(prompts[1]).answer == plain.answer(prompts[1])
+
+
+def test_requests_side_by_side_learn_from_each_other(
+    target: KnownTarget, prompts: list[list[int]]
+) -> None:
+    drafter = SETTINGS["dynamic"].make(target.vocab, NUM_DRAFT_TOKENS)
+    drafter.allocate(3, 128)
+    known = [target.begin(prompt) for prompt in prompts]
+    found = replayed(target, drafter, "dynamic", known)
+    assert [each.tokens for each in found] == [len(each.answer) - 1 for each in known]
+    alone = found_by(target, "dynamic cold", prompts)
+    assert [each.steps for each in found] != [each.steps for each in alone]
+    assert sum(each.steps for each in found) < sum(each.tokens for each in found)
+
+
 @pytest.mark.parametrize(
     "name",
     [name for name, each in SETTINGS.items() if each.fits(NUM_DRAFT_TOKENS) and not each.primed],
@@ -177,13 +235,10 @@ def test_settings_differ_from_their_families(target: KnownTarget, prompts: list[
 def test_ablated_parts_learn_nothing(target: KnownTarget, prompts: list[list[int]]) -> None:
     changed = {}
     for name in ("dynamic", "dynamic without bigram table", "dynamic with fixed priors"):
-        setting = SETTINGS[name]
-        drafter: Any = setting.make(target.vocab, NUM_DRAFT_TOKENS)
+        drafter: Any = SETTINGS[name].make(target.vocab, NUM_DRAFT_TOKENS)
         drafter.allocate(1, 128)
         for prompt in prompts:
-            known = target.begin(prompt)
-            for tree in decode(drafter, setting, known, target.vocab):
-                target.learn(known, [tree])
+            replayed(target, drafter, name, [target.begin(prompt)])
         bigrams = int((drafter.tables.bigrams >= 0).sum())
         changed[name] = (bigrams > 0, int(drafter.tables.source_stats.tried.sum()) > 0)
     assert changed == {

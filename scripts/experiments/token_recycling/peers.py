@@ -7,7 +7,7 @@ matching of n-grams, and the `SuffixDecodingCache` of arctic-inference with vLLM
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,6 @@ SUFFIX_DEPTH = 24
 
 Draft = Callable[[int], list[int]]
 """The draft tokens after so many tokens of a request's answer."""
-
-
-def suffix_is_installed() -> bool:
-    """Whether the library of suffix decoding can be imported."""
-    return find_spec("arctic_inference") is not None
 
 
 def replay_ngram(waves: Sequence[Wave], context: int) -> list[dict[int, list[Replayed]]]:
@@ -51,9 +46,8 @@ def replay_ngram(waves: Sequence[Wave], context: int) -> list[dict[int, list[Rep
 
 def replay_suffix(waves: Sequence[Wave]) -> list[dict[int, list[Replayed]]]:
     """The counts of each request of suffix decoding, whose cache is kept from wave to wave."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    cache: Any = SuffixDecodingCache(max_tree_depth=SUFFIX_DEPTH, max_cached_requests=10000)
+    library: Any = import_module("arctic_inference.suffix_decoding")
+    cache = library.SuffixDecodingCache(max_tree_depth=SUFFIX_DEPTH, max_cached_requests=10000)
     count = iter(range(1 << 30))
 
     def draft(text: Text) -> Draft:

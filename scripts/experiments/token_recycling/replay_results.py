@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.experiments.common import Replayed, figures
+import torch
+
+from scripts.experiments.common import Replayed, figures, resampled_sums
 from scripts.experiments.token_recycling.recycling_variants import current_name
 
 CONDITIONS = (
@@ -58,6 +60,16 @@ def _sum(counts: Sequence[Replayed]) -> Replayed:
         tokens=sum(each.tokens for each in counts),
         draft_tokens=sum(each.draft_tokens for each in counts),
     )
+
+
+def gain(run: Run, base: Run) -> tuple[float, float]:
+    """The gain in tokens per step over a baseline run, and its standard error by a paired bootstrap
+    over the prompts."""
+    counts = torch.tensor([run["by_prompt"], base["by_prompt"]]).double()
+    sums = resampled_sums(counts.transpose(0, 1))
+    rates = sums[..., 1] / sums[..., 0]
+    difference = run["mean_accepted_tokens"] - base["mean_accepted_tokens"]
+    return difference, float((rates[:, 0] - rates[:, 1]).std())
 
 
 class Results:

@@ -9,15 +9,13 @@ Needs matplotlib.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
-from scripts.experiments.common import heading, resampled_sums, row
-from scripts.experiments.token_recycling.replay_results import read_runs
+from scripts.experiments.common import heading, row
+from scripts.experiments.token_recycling.replay_results import Run, gain, read_runs
 
-Run = dict[str, Any]
 Runs = dict[tuple[str, int], Run]
 """The runs of one target and one set of prompts, by setting and number of draft tokens."""
 
@@ -52,16 +50,6 @@ def base_of(setting: str) -> str | None:
     if rest in ("", "primed"):
         return family if primed else {"dynamic": "static"}.get(family)
     return f"{family} primed" if primed else family
-
-
-def gain(run: Run, base: Run) -> tuple[float, float]:
-    """The gain in tokens per step over a baseline run, and its standard error by a paired bootstrap
-    over the prompts."""
-    counts = torch.tensor([run["by_prompt"], base["by_prompt"]]).double()
-    sums = resampled_sums(counts.transpose(0, 1))
-    rates = sums[..., 1] / sums[..., 0]
-    difference = run["mean_accepted_tokens"] - base["mean_accepted_tokens"]
-    return difference, float((rates[:, 0] - rates[:, 1]).std())
 
 
 def settings_table(runs: Runs) -> None:
