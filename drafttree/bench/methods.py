@@ -1,6 +1,7 @@
 """Turns a method's name and options on the command line into a speculative configuration.
 
-Methods that draft trees are found through the entry-point group `drafttree.methods`.
+Methods that draft trees are found through the entry-point group `drafttree.methods`; `ngram` and
+`suffix` are vLLM's own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,13 @@ _NGRAM: dict[str, Any] = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 5,
 }
+
+_BUILD_SUFFIX = (
+    "--method suffix is vLLM's suffix decoding, which needs arctic-inference. There is no wheel of "
+    "it for a CPU; build it into the engine's environment with cmake and a C++ compiler: "
+    "pip install nanobind==2.9.2 setuptools wheel, then "
+    "pip install --no-build-isolation --no-deps arctic-inference==0.3.0"
+)
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,13 @@ class BenchMethod:
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether the method drafts trees, unlike none and the engine's own ngram."""
+        """Whether the method drafts trees, unlike none and the engine's own methods."""
         return self.max_draft_tokens is not None
+
+    @property
+    def learns(self) -> bool:
+        """Whether the method keeps something from request to request, which a reset drops."""
+        return self.drafts_trees or self.name == "suffix"
 
 
 def shipped_model(name: str, target: str) -> Path | None:
@@ -72,10 +86,12 @@ def resolve_method(name: str, options: dict[str, Any]) -> BenchMethod:
         return BenchMethod(name, {}, None)
     if name == "ngram":
         return BenchMethod(name, options, {"method": "ngram", **_NGRAM, **options})
+    if name == "suffix":
+        return BenchMethod(name, options, {"method": "suffix", **options})
     try:
         tree_method = find_method(name)
     except ValueError as error:
-        raise InputError(f"{error}, besides none and the engine's own ngram") from error
+        raise InputError(f"{error}, besides none and vLLM's own ngram and suffix") from error
     try:
         parsed = tree_method.parse(options)
     except ValueError as error:
@@ -122,6 +138,11 @@ def check_engine(engine: str, method: BenchMethod) -> None:
             "--method ngram does not run in SGLang on a CPU, whose attention backend cannot verify "
             "drafts: use --method none or a tree method"
         )
+    if method.name == "suffix":
+        if engine != "vllm":
+            raise InputError("--method suffix is vLLM's own: use --engine vllm")
+        if find_spec("arctic_inference") is None:
+            raise InputError(_BUILD_SUFFIX)
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:

@@ -82,17 +82,20 @@ def report(
     verdicts: Sequence[Verdict],
     costs: Mapping[str, float | int],
 ) -> dict[str, Any]:
-    """Figures of the whole run, figures by category, and the rates of each repetition.
+    """Figures of the whole run, figures by category, and the steps and rates of each repetition.
 
     Args:
-        prompts: All prompts.
+        prompts: The prompts of all waves.
         repetitions: All repetitions.
         verdicts: For each prompt, how the two sides' answers compare.
         costs: Result of `verification_cost`, from which the possible speedup is computed, or empty.
     """
     everything = range(len(prompts))
     categories = sorted({prompt.category for prompt in prompts})
-    rates = ("tokens_per_second", "baseline_tokens_per_second", "speedup", "decode_speedup")
+    shown = (
+        *("steps", "tokens_per_second", "baseline_tokens_per_second"),
+        *("speedup", "decode_speedup"),
+    )
     singles = [figures([repetition], verdicts, everything) for repetition in repetitions]
     whole = figures(repetitions, verdicts, everything)
     if costs:
@@ -100,12 +103,14 @@ def report(
         whole |= {**costs, "possible_decode_speedup": possible}
     return {
         **whole,
-        "differing": [
-            prompt.question_id
-            for prompt, verdict in zip(prompts, verdicts, strict=True)
-            if verdict != "identical"
-        ],
-        "repetitions": [{name: single[name] for name in rates} for single in singles],
+        "differing": list(
+            dict.fromkeys(  # a prompt may be asked in several waves
+                prompt.question_id
+                for prompt, verdict in zip(prompts, verdicts, strict=True)
+                if verdict != "identical"
+            )
+        ),
+        "repetitions": [{name: single[name] for name in shown} for single in singles],
         "per_category": {
             category: figures(
                 repetitions, verdicts, [i for i in everything if prompts[i].category == category]

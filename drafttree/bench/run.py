@@ -19,6 +19,7 @@ from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
 from drafttree.bench.report import Repetition, Verdict, check_counters, first_difference, report
+from drafttree.bench.waves import wave_figures
 
 _TIE = 1e-4
 _WARM_UP = (
@@ -42,6 +43,8 @@ class BenchSettings:
         temperature: Sampling temperature; 0 is greedy.
         dtype: Data type of both engines.
         repeat: Number of repetitions.
+        waves: How often the prompts are asked in a repetition; what was learned in a wave is kept
+            for the next.
         eager: Whether the engines skip compilation and CUDA graphs.
         verbose: Whether to show the engines' output.
     """
@@ -55,6 +58,7 @@ class BenchSettings:
     temperature: float = 0.0
     dtype: str = "float32"
     repeat: int = 1
+    waves: int = 1
     eager: bool = False
     verbose: bool = False
 
@@ -73,9 +77,10 @@ class Observer(Protocol):
 
 
 def batches(settings: BenchSettings) -> list[list[Prompt]]:
-    """The prompts in the given order, `batch_size` at a time."""
+    """The prompts of all waves in the given order, `batch_size` at a time."""
     size = settings.batch_size
-    return [settings.prompts[i : i + size] for i in range(0, len(settings.prompts), size)]
+    wave = [settings.prompts[i : i + size] for i in range(0, len(settings.prompts), size)]
+    return wave * settings.waves
 
 
 def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
@@ -97,6 +102,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
     )
     method_spec = replace(plain_spec, speculative_config=settings.method.speculative_config)
     drafts_trees = settings.method.drafts_trees
+    prompts = settings.prompts * settings.waves
     chat = Chat(settings.model)
     with ExitStack() as stack:
         observer.status("starting the engines")
@@ -111,7 +117,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         observer.status("warming up")
         pair.warm_up()
         repetitions: list[Repetition] = []
-        counters: dict[str, int] = {}
+        counters: list[dict[str, int]] = []
         acceptance: dict[str, Any] = {}
         drafting: dict[str, float] = {}
         for number in range(settings.repeat):
@@ -120,8 +126,8 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
             before = pair.draft_seconds()
             repetitions.append(pair.repetition(number))
             if number == 0 and drafts_trees:
-                counters = pair.method.counters()
-                check_counters(repetitions[0], counters)
+                counters = pair.counters
+                check_counters(repetitions[0], counters[-1])
                 acceptance = pair.method.acceptance()
                 drafting = draft_figures(
                     repetitions[0], settings.method, settings.model, pair.draft_seconds() - before
@@ -130,7 +136,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         verdicts = [
             pair.verdict(prompt, plain, method)
             for prompt, plain, method in zip(
-                settings.prompts, repetitions[0].plain, repetitions[0].method, strict=True
+                prompts, repetitions[0].plain, repetitions[0].method, strict=True
             )
         ]
         costs: dict[str, float | int] = {}
@@ -138,7 +144,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         if drafts_trees:
             explained = pair.method.explain()
             observer.status("timing forwards")
-            drafted = counters["draft_tokens"] / max(counters["drafted_steps"], 1)
+            drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
             costs = verification_cost(
                 processes[0],
                 processes[1],
@@ -161,11 +167,12 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         "max_new_tokens": settings.max_new_tokens,
         "repeat": settings.repeat,
         "cut_prompts": len(pair.cut),
-        "counters": counters,
+        "counters": counters[-1] if counters else {},
         "explained": explained,
         "acceptance": acceptance,
         **drafting,
-        **report(settings.prompts, repetitions, verdicts, costs),
+        "waves": wave_figures(repetitions, verdicts, settings.waves, counters),
+        **report(prompts, repetitions, verdicts, costs),
     }
 
 
@@ -188,6 +195,7 @@ class _Run:
         self.plain = plain
         self.method = method
         self.cut: set[int | str] = set()
+        self.counters: list[dict[str, int]] = []
 
     def draft_seconds(self) -> float:
         """Seconds spent drafting so far; 0 if the engine does not report them."""
@@ -200,9 +208,11 @@ class _Run:
                 self._answer(process, list(_WARM_UP), _WARM_UP_TOKENS)
 
     def repetition(self, number: int) -> Repetition:
-        """Answer all prompts on both sides, starting from empty caches and tables."""
+        """Answer all waves of prompts on both sides, starting from empty caches and tables.
+
+        The first repetition notes the method's counters at the end of each wave."""
         self.plain.reset(tables=False)
-        self.method.reset(tables=self.settings.method.drafts_trees)
+        self.method.reset(tables=self.settings.method.learns)
         result = Repetition([], [])
         for index, batch in enumerate(batches(self.settings)):
             sides = [(self.plain, result.plain), (self.method, result.method)]
@@ -212,6 +222,9 @@ class _Run:
             if number == 0:
                 for i, prompt in enumerate(batch, start=len(result.plain) - len(batch)):
                     self.observer.answered(prompt, result.plain[i], result.method[i])
+                wave_ends = len(result.method) % len(self.settings.prompts) == 0
+                if wave_ends and self.settings.method.drafts_trees:
+                    self.counters.append(self.method.counters())
         return result
 
     def verdict(self, prompt: Prompt, plain: list[Generation], method: list[Generation]) -> Verdict:

@@ -111,6 +111,30 @@ def category_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def waves_table(report: dict[str, Any], explain: bool) -> Table:
+    """Figures by wave; to explain them, also how much was drafted."""
+    # Narrow enough for 80 columns; values in a wider table would be truncated.
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("wave")
+    columns = [
+        ("new tokens", "new_tokens", ",d"),
+        ("plain tokens /s", "baseline_tokens_per_second", ".1f"),
+        ("tokens /s", "tokens_per_second", ".1f"),
+        ("tokens /step", "mean_accepted_tokens", ".2f"),
+        ("speedup", "speedup", ".2f"),
+        ("decode", "decode_speedup", ".2f"),
+    ]
+    waves = report["waves"]
+    if explain and "drafted_share" in waves[0]:
+        columns.append(("drafted", "drafted_share", ".0%"))
+        columns.append(("draft tokens", "drafts_per_step", ".1f"))
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right")
+    for number, figures in enumerate(waves, 1):
+        table.add_row(str(number), *(_cell(figures, key, form) for _, key, form in columns))
+    return table
+
+
 def explained_table(report: dict[str, Any]) -> Table:
     """How a method chose `num_draft_tokens`: the rows of its `explain()`."""
     # Narrow enough for 80 columns; values in a wider table would be truncated.

@@ -35,6 +35,7 @@ class VllmEngine:
             seed=0,
             **shared,
         )
+        self._suffix = (spec.speculative_config or {}).get("method") == "suffix"
         self._next_id = 0
         self.info = EngineInfo(version=str(vllm.__version__), device=device)
 
@@ -99,7 +100,7 @@ class VllmEngine:
         """Drop cached prefixes; with `tables` also what the method learned and its counters."""
         self._llm.reset_prefix_cache()
         if tables:
-            self._llm.collective_rpc("drafttree_reset")
+            self._llm.collective_rpc(_new_proposer if self._suffix else "drafttree_reset")
 
     def counters(self, _: None) -> dict[str, int]:
         """The tree worker's counters, which are equal on all ranks."""
@@ -125,6 +126,12 @@ def _forward_seconds(worker: Any, *shape: Any) -> list[float]:
     from drafttree.vllm.forward import forward_seconds
 
     return forward_seconds(worker.model_runner, *shape)
+
+
+def _new_proposer(worker: Any) -> None:
+    """Replace vLLM's proposer, which cannot forget the answers that it has cached."""
+    runner = worker.model_runner
+    runner.drafter = type(runner.drafter)(runner.vllm_config)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from drafttree.bench.table import (
     comparison_table,
     explained_table,
     figures_table,
+    waves_table,
 )
 
 
@@ -71,7 +72,7 @@ def _prepare(method: BenchMethod, model: Path) -> None:
 
 
 def bench(
-    method: Annotated[str, typer.Option(help="none, ngram, or an installed tree method.")],
+    method: Annotated[str, typer.Option(help="none, ngram, suffix, or an installed tree method.")],
     model: Annotated[Path, typer.Option(help="The model's folder.")],
     output: Annotated[Path, typer.Option(help="The JSON file to write.")],
     engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
@@ -85,6 +86,9 @@ def bench(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     dtype: Annotated[Dtype, typer.Option(help="The engines' data type.")] = Dtype.float32,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported.")] = 1,
+    waves: Annotated[
+        int, typer.Option(min=1, help="How often all prompts are asked in a repetition.")
+    ] = 1,
     option: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE, an option of the method; may be repeated."),
@@ -121,6 +125,7 @@ def bench(
             temperature=temperature,
             dtype=dtype.value,
             repeat=repeat,
+            waves=waves,
             eager=eager,
             verbose=verbose,
         )
@@ -147,6 +152,9 @@ def bench(
     else:
         console.print(category_table(reports[0]))
         console.print(figures_table(reports[0]))
+    if waves > 1:
+        for report in reports:
+            console.print(waves_table(report, explain))
     if explain:
         for report in reports:
             if report["explained"]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from drafttree.bench.cost import mean_context
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import parse_pairs, resolve_method
+from drafttree.bench.methods import check_engine, parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.report import Repetition, check_counters, first_difference, report
@@ -100,6 +100,22 @@ def test_engine_methods() -> None:
     }
     with pytest.raises(InputError, match="takes no options"):
         resolve_method("none", {"nodes": 3})
+
+
+def test_suffix_decoding_is_refused_with_the_way_to_build_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    suffix = resolve_method("suffix", {"suffix_decoding_max_tree_depth": 64})
+    assert suffix.speculative_config == {"method": "suffix", "suffix_decoding_max_tree_depth": 64}
+    assert suffix.learns
+    assert not suffix.drafts_trees
+    with pytest.raises(InputError, match="use --engine vllm"):
+        check_engine("sglang", suffix)
+    monkeypatch.setattr("drafttree.bench.methods.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install .* arctic-inference==0\.3\.0"):
+        check_engine("vllm", suffix)
+    monkeypatch.setattr("drafttree.bench.methods.find_spec", lambda name: name)
+    check_engine("vllm", suffix)
 
 
 def test_tree_methods() -> None:

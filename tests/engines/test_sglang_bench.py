@@ -31,18 +31,21 @@ def test_a_tree_method(smollm2: Path, tmp_path: Path) -> None:
         output,
         *("--method", "token-recycling", "--option", "nodes=32", "--batch-size", "2"),
         *("--option", "prime=false"),
-        *("--prompts", str(prompts), "--max-new-tokens", "24"),
+        *("--prompts", str(prompts), "--max-new-tokens", "24", "--waves", "2"),
     )
     assert result.exit_code == 0, result.output
     report = json.loads(output.read_text())
     assert report["engine"] == "sglang"
     assert report["engine_version"] == "0.5.23"
     assert report["device"] == "cpu"
-    assert report["identical"] + report["ties"] == report["prompts"] == 3
+    assert report["identical"] + report["ties"] == report["prompts"] == 6
     assert report["mean_accepted_tokens"] > 1.0
     assert report["baseline_mean_accepted_tokens"] == 1.0
     counters = report["counters"]
     assert counters["steps"] == report["steps"]
+    first, second = report["waves"]
+    assert second["mean_accepted_tokens"] > first["mean_accepted_tokens"]
+    assert first["steps"] + second["steps"] == report["steps"]
     assert counters["non_first_child_accepted"] > 0
     assert counters["kv_rows_moved"] > 0
     sources = report["acceptance"]["sources"]
@@ -74,6 +77,7 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
     ("arguments", "complaint"),
     [
         (["--method", "ngram"], "cannot verify drafts"),
+        (["--method", "suffix"], "use --engine vllm"),
         (["--method", "token-recycling", "--option", "nodes=0"], "nodes"),
         (["--method", "oracle"], "unknown method"),
     ],

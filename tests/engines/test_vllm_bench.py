@@ -49,12 +49,23 @@ def bench(model: Path, output: Path, *arguments: str) -> Any:
     )
 
 
-def report_of(model: Path, prompts: Path, *arguments: str) -> dict[str, Any]:
+def report_of(model: Path, prompts: Path, *arguments: str, waves: int = 1) -> dict[str, Any]:
     output = prompts.with_name("report.json")
-    result = bench(model, output, "--prompts", str(prompts), "--max-new-tokens", "24", *arguments)
+    result = bench(
+        model,
+        output,
+        "--prompts",
+        str(prompts),
+        "--max-new-tokens",
+        "24",
+        "--waves",
+        str(waves),
+        *arguments,
+    )
     assert result.exit_code == 0, result.output
     report: dict[str, Any] = json.loads(output.read_text())
-    assert report["prompts"] == 3
+    assert report["prompts"] == 3 * waves
+    assert len(report["waves"]) == waves
     assert report["engine"] == "vllm"
     assert report["device"]
     assert set(report["per_category"]) == {"qa", "math"}
@@ -73,14 +84,30 @@ def test_ngram(model: Path, prompts: Path) -> None:
     assert len(report["repetitions"]) == 2
 
 
+def test_suffix_decoding_remembers_the_first_wave(model: Path, prompts: Path) -> None:
+    pytest.importorskip("arctic_inference", reason="arctic-inference is not installed here")
+    report = report_of(model, prompts, "--method", "suffix", "--repeat", "2", waves=2)
+    assert report["identical"] + report["ties"] == 6
+    first, second = (wave["mean_accepted_tokens"] for wave in report["waves"])
+    assert second > 1.5 * first > 1.0
+    assert "drafted_share" not in report["waves"][0]
+    # In the second repetition the first wave is new again, so both repetitions take as many steps.
+    assert [each["steps"] for each in report["repetitions"]] == [report["steps"]] * 2
+
+
 def test_tree_method(model: Path, prompts: Path) -> None:
     method = ("--method", "token-recycling", "--option", "nodes=32", "--option", "prime=false")
-    report = report_of(model, prompts, *method, "--batch-size", "2")
-    assert report["identical"] + report["ties"] == 3
+    report = report_of(model, prompts, *method, "--batch-size", "2", waves=2)
+    assert report["identical"] + report["ties"] == 6
     assert report["mean_accepted_tokens"] > 1.0
     counters = report["counters"]
     assert counters["steps"] == report["steps"]
     assert counters["drafted_steps"] > 0
+    first, second = report["waves"]
+    assert second["mean_accepted_tokens"] > first["mean_accepted_tokens"]
+    assert first["steps"] + second["steps"] == report["steps"]
+    assert 0 < first["drafted_share"] <= 1
+    assert first["drafts_per_step"] > 1
     assert counters["accepted_tokens"] > 0
     assert counters["non_first_child_accepted"] > 0
     assert counters["kv_rows_moved"] > 0
