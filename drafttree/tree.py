@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 MAX_DRAFT_TOKENS = 255
-MAX_DEPTH = 32
+MAX_DEPTH = 64
 
 RankPath = tuple[int, ...]
 

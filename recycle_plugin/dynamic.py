@@ -72,8 +72,8 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.tables.allocate_own(max_requests, private=self._private)
         cells = min(MAX_NGRAM_CELLS, 1 << ((LONGEST + 1) * max_model_len - 1).bit_length())
         self._ngrams = NgramIndex.of(max_requests, max_model_len, cells, device)
-        # The first token of each text that is remembered.
-        self._remembered_from = zeros((max_requests,), device)
+        # The number of tokens that each text had when its request started.
+        self._starts = zeros((max_requests,), device)
         self._sources = zeros((max_requests, self._num_draft_tokens + 1), device)
         self._compile()
 
@@ -91,12 +91,17 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         return expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
 
     def _remember(self, slots: Sequence[int]) -> None:
-        """Append the texts in `slots` to the memory."""
+        """Append the answers in `slots` to the memory."""
         if self.tables.memory.capacity and slots:
             ngrams = self._ngrams
             which = on_device(np.array(slots, np.int64), ngrams.lengths.device)
             append_texts(
-                self.tables.memory, ngrams.history, ngrams.lengths, which, self._remembered_from
+                self.tables.memory,
+                ngrams.history,
+                ngrams.lengths,
+                which,
+                self._starts,
+                PROMPT_TOKENS,
             )
 
     def remember(self, tokens: Sequence[int]) -> None:
@@ -120,7 +125,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.tables.begin(slot)
         device = self.tables.matrix.device
         self._ngrams.clear(slot)
-        self._remembered_from[slot] = max(0, len(text) - PROMPT_TOKENS)
+        self._starts[slot] = len(text)
         tokens = on_device(np.array(text, np.int32)[None], device)
         self.extend(on_device(np.array([slot]), device), tokens)
 

@@ -55,13 +55,15 @@ def verify_trees(
     Args:
         sampler: The target runner's sampler; an `AcceptanceSampler` if there is a rule.
         step: The step.
-        max_depth: Greatest depth of a draft token.
+        max_depth: Greatest depth of any draft token of the method.
         output: The target's output, with the raw logits of all nodes, `[B * N, V]`.
         argmax: `int32 [B * N]`, the most likely token of each row, if it is known already.
         rule: Chooses tokens in place of the sampler's draw; None leaves the draw to the sampler.
     """
     batch, trees = step.batch, step.trees
     batch_size, width = trees.tokens.shape
+    if trees.tokens.device.type == "cpu":
+        max_depth = step.max_depth
     if is_plain_greedy(batch):
         if argmax is None:
             argmax = top_candidates(output.next_token_logits, 1)
@@ -72,7 +74,8 @@ def verify_trees(
         target = draw_ahead(logits.flatten(0, 1), temperatures).view(batch_size, width)
         return verify_target(trees, target, max_depth)
     draw = _Draw(sampler, step, logits, rule)
-    verified = verify_sampled(trees, draw, max_depth)
+    # Each level is a draw for all requests, so no more levels than this step's trees have.
+    verified = verify_sampled(trees, draw, step.max_depth)
     if batch.return_logprob:
         draw.write_logprobs(output)
     return verified

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Step:
         batch: SGLang's batch.
         trees: Draft trees as they are verified, N columns.
         depths: `int32 [B, N]`, depth of each node.
+        deepest: The greatest depth of a node, `int32 []`, on its way to the host.
         penalties: Penalties of each request; None for a request without any. Empty if no request of
             the batch has any.
         drawn: What `DraftModelDrafter.propose` returned beside the trees.
@@ -38,8 +40,26 @@ class Step:
     batch: Any
     trees: DraftTree
     depths: torch.Tensor
+    deepest: AsyncHostCopy
     penalties: Sequence[RequestPenalties | None] = ()
     drawn: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: Any,
+        trees: DraftTree,
+        depths: torch.Tensor,
+        penalties: Sequence[RequestPenalties | None],
+        drawn: Any,
+    ) -> Step:
+        """A step, whose greatest depth starts its way to the host."""
+        return cls(batch, trees, depths, AsyncHostCopy.of(depths.max()), penalties, drawn)
+
+    @property
+    def max_depth(self) -> int:
+        """The greatest depth of a node; waits for the drafts on a device, not for the forward."""
+        return int(self.deepest.wait())
 
 
 class RequestStates:

@@ -254,7 +254,7 @@ class TreeWorker(BaseSpecWorker):
         states, slots = self._states, batch.req_pool_indices
         left = states.limits[slots] - (batch.seq_lens + 1)
         trees, depths = drop_unusable(trees, left, states.drafting[slots])
-        return Step(batch, trees, depths, penalties, drawn)
+        return Step.of(batch, trees, depths, penalties, drawn)
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
         """The target's forward over the trees."""

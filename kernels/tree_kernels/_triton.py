@@ -49,5 +49,6 @@ def next_power_of_2(n: int) -> int:
 
 
 def path_pad(length: int) -> int:
-    """Lanes for paths of `length` nodes, at least 16: usual lengths share one compilation."""
-    return max(16, next_power_of_2(length))
+    """Lanes for paths of `length` nodes: 16, or 128 for trees with a spine, so that paths of all
+    usual lengths share two compilations."""
+    return 16 if length <= 16 else max(128, next_power_of_2(length))

@@ -78,6 +78,7 @@ def _move_triton(mover: KvMover, slots: Tensor, path: Tensor) -> None:
         *cache.stride(),
         PATH_PAD=path_pad(length),
         DIM_PAD=next_power_of_2(head_dim),
+        num_warps=4 if length <= 16 else 8,
     )
 
 

@@ -11,15 +11,16 @@ constexpr int64_t kWrap = (int64_t{1} << 31) - 1;  // positions are counted modu
 extern "C" void append(int32_t* memory, int64_t places, int32_t* index, int32_t* end,
                        int64_t cells, const int32_t* history, const int32_t* lengths,
                        int64_t length, int64_t requests, const int64_t* slots,
-                       const int32_t* starts) {
+                       const int32_t* starts, int64_t context) {
   int64_t position = *end;
   for (int64_t request = 0; request < requests; ++request) {
     const int64_t slot = slots[request];
     const int32_t* text = history + slot * length;
     // A text that is longer than the ring leaves its end there.
     const int64_t last = lengths[slot];
-    const int64_t first = std::max<int64_t>(starts[slot], last - places + 1);
-    if (first >= last) continue;
+    const int64_t first =
+        std::max({starts[slot] - context, int64_t{0}, last - places + 1});
+    if (starts[slot] >= last) continue;
     for (int64_t at = first; at < last; ++at) {
       memory[position & (places - 1)] = text[at];
       int32_t* row = index;

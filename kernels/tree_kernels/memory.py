@@ -19,7 +19,7 @@ from tree_kernels.ngrams import mixed, ngram_cells, zeros
 MEMORY_NGRAMS = (4, 8, 16)
 """Lengths of the n-grams that are indexed. Matches of fewer tokens mislead more than they help."""
 
-_APPEND = CppFunction("memory.cpp", "append", "pippippiipp")
+_APPEND = CppFunction("memory.cpp", "append", "pippippiippi")
 _BLOCK = 512
 _WRAP = (1 << 31) - 1  # positions are counted modulo 2^31
 _LANES = next_power_of_2(len(MEMORY_NGRAMS))
@@ -91,6 +91,7 @@ def _append_kernel(
     slots: tl.tensor,
     starts: tl.tensor,
     requests: tl.tensor,
+    context: tl.tensor,
     length: tl.tensor,
     places: tl.tensor,
     cells: tl.tensor,
@@ -114,8 +115,10 @@ def _append_kernel(
         slot = tl.load(slots + request)
         text = history + slot * length
         last = tl.load(lengths + slot)
+        start = tl.load(starts + slot)
         # A text that is longer than the ring leaves its end there.
-        first = tl.maximum(tl.load(starts + slot), last - places + 1)
+        first = tl.maximum(tl.maximum(start - context, 0), last - places + 1)
+        first = tl.where(start < last, first, last)
         for block in range(first, last, BLOCK):
             at = block + lanes
             inside = at < last
@@ -144,7 +147,12 @@ def _append_kernel(
 
 
 def _append_triton(
-    memory: TextMemory, history: Tensor, lengths: Tensor, slots: Tensor, starts: Tensor
+    memory: TextMemory,
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    context: int,
 ) -> None:
     _append_kernel[(1,)](
         memory.tokens,
@@ -155,6 +163,7 @@ def _append_triton(
         slots,
         starts,
         len(slots),
+        context,
         history.shape[1],
         len(memory.tokens),
         memory.index.shape[1],
@@ -168,14 +177,19 @@ def _append_triton(
 
 
 def _append_reference(
-    memory: TextMemory, history: Tensor, lengths: Tensor, slots: Tensor, starts: Tensor
+    memory: TextMemory,
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    context: int,
 ) -> None:
     places, cells = len(memory.tokens), memory.index.shape[1]
     for slot in slots.tolist():
-        last = int(lengths[slot])
-        text = history[slot, max(int(starts[slot]), last - places + 1) : last]
-        if len(text) == 0:
+        last, start = int(lengths[slot]), int(starts[slot])
+        if start >= last:
             continue
+        text = history[slot, max(start - context, 0, last - places + 1) : last]
         end = int(memory.end)
         count = torch.arange(len(text) + 1, device=text.device)
         position = (end + count) & _WRAP
@@ -190,13 +204,18 @@ def _append_reference(
 
 
 def _append_cpp(
-    memory: TextMemory, history: Tensor, lengths: Tensor, slots: Tensor, starts: Tensor
+    memory: TextMemory,
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    context: int,
 ) -> None:
     _APPEND.call(
         *(memory.tokens.data_ptr(), len(memory.tokens)),
         *(memory.index.data_ptr(), memory.end.data_ptr(), memory.index.shape[1]),
         *(history.data_ptr(), lengths.data_ptr(), history.shape[1]),
-        *(len(slots), slots.data_ptr(), starts.data_ptr()),
+        *(len(slots), slots.data_ptr(), starts.data_ptr(), context),
     )
 
 
@@ -210,7 +229,12 @@ _APPEND_TEXTS = Op(
 
 
 def append_texts(
-    memory: TextMemory, history: Tensor, lengths: Tensor, slots: Tensor, starts: Tensor
+    memory: TextMemory,
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    context: int = 0,
 ) -> None:
     """Append texts to the memory, in place and in the order of `slots`.
 
@@ -221,6 +245,7 @@ def append_texts(
         slots: Int64 `[B]`, the slots of the texts to append.
         starts: Int32 `[P]`, the first token of each text to append. Nothing is appended of a text
             that is not longer.
+        context: Number of tokens before `starts` to append with them.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -231,7 +256,7 @@ def append_texts(
         raise ValueError(f"expected [P, T], [P], [B] and [P], not {shapes}")
     if memory.capacity and len(slots):
         run = _APPEND_TEXTS.on(memory.tokens)
-        run(memory, history.contiguous(), lengths, slots.long().contiguous(), starts)
+        run(memory, history.contiguous(), lengths, slots.long().contiguous(), starts, context)
 
 
 def remember(memory: TextMemory, tokens: Tensor) -> None:

@@ -195,7 +195,7 @@ def _remembering(texts: Tensor) -> tuple[memory.TextMemory, tuple[Tensor, ...]]:
     requests, length = texts.shape
     remembered = memory.TextMemory.of(1 << 20, texts.device)
     lengths = torch.full((requests,), length, dtype=torch.int32)
-    given = texts, lengths, torch.arange(requests), torch.zeros_like(lengths)
+    given = texts, lengths, torch.arange(requests), torch.zeros_like(lengths), 0
     memory.append_texts(remembered, *given)
     return remembered, given
 

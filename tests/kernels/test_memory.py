@@ -24,7 +24,7 @@ def check(memory, plain):
     assert memory.index.tolist() == index
 
 
-def appended(texts, capacity, append=append_texts, starts=None):
+def appended(texts, capacity, append=append_texts, starts=None, context=0):
     """A memory to which texts were appended together, and the same in Python."""
     memory = TextMemory.of(capacity, CPU)
     plain = PlainMemory(len(memory.tokens), memory.index.shape[1])
@@ -33,9 +33,10 @@ def appended(texts, capacity, append=append_texts, starts=None):
     starts = starts or [0] * len(texts)
     order = list(reversed(range(len(texts))))
     lengths = int32([len(text) for text in texts])
-    append(memory, history, lengths, torch.tensor(order, dtype=torch.int64), int32(starts))
+    append(memory, history, lengths, torch.tensor(order, dtype=torch.int64), int32(starts), context)
     for slot in order:
-        plain.append(texts[slot][starts[slot] :])
+        if starts[slot] < len(texts[slot]):
+            plain.append(texts[slot][max(starts[slot] - context, 0) :])
     return memory, plain
 
 
@@ -46,9 +47,9 @@ def test_texts_are_appended_and_every_n_gram_leads_to_its_last_place(cpu_path, t
 
 
 @CASES
-@given(st.lists(st.integers(0, 3), min_size=40, max_size=40), st.integers(0, 40))
-def test_a_text_is_appended_from_its_start_on(cpu_path, text, start):
-    check(*appended([text, text[:9]], 64, starts=[start, 3]))
+@given(st.lists(st.integers(0, 3), min_size=40, max_size=40), st.integers(0, 40), st.integers(0, 9))
+def test_a_text_is_appended_from_its_start_on_with_what_came_before(cpu_path, text, start, context):
+    check(*appended([text, text[:9]], 64, starts=[start, 3], context=context))
 
 
 @pytest.mark.parametrize("capacity", [8, 32, 1024])
@@ -56,7 +57,7 @@ def test_kernel_appends_the_same_texts(interpreter, monkeypatch, capacity):
     monkeypatch.setattr(module, "_BLOCK", 16)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 3, (n,), generator=generator).tolist() for n in (40, 0, 7, 23)]
-    check(*appended(texts, capacity, module._append_triton, starts=[5, 0, 0, 23]))
+    check(*appended(texts, capacity, module._append_triton, starts=[5, 0, 0, 23], context=3))
 
 
 def test_the_oldest_text_leaves_first(cpu_path):
@@ -77,7 +78,7 @@ def test_positions_begin_again_at_the_end_of_the_count(cpu_path, interpreter):
         remember(memory, torch.arange(30))
         memory.end.fill_(2**31 - 5)  # The index has positions beyond what follows.
         text = int32([[*range(30)]])
-        append(memory, text, int32([30]), torch.tensor([0]), int32([0]))
+        append(memory, text, int32([30]), torch.tensor([0]), int32([0]), 0)
         assert int(memory.end) == 26 + 1 - 1
         for row, n in zip(memory.index, module.MEMORY_NGRAMS, strict=True):
             cell = int(module.ngram_cells(text[0, 20 - n : 20], len(row)))
@@ -115,7 +116,7 @@ def test_cuda_agrees_with_the_cpu():
         history = torch.randint(0, 9, (4, 3000), generator=generator, dtype=torch.int32)
         lengths = torch.randint(0, 3000, (4,), generator=generator, dtype=torch.int32)
         slots, starts = torch.randperm(4, generator=generator)[:3], lengths // 3
-        append_texts(here, history, lengths, slots, starts)
-        append_texts(there, *(each.cuda() for each in (history, lengths, slots, starts)))
+        append_texts(here, history, lengths, slots, starts, 16)
+        append_texts(there, *(each.cuda() for each in (history, lengths, slots, starts)), 16)
     for name in ("tokens", "index", "end"):
         assert torch.equal(getattr(here, name), getattr(there, name).cpu())

@@ -20,6 +20,7 @@ from tree_kernels.candidates import TOP, find_candidates, find_rows
 from tree_kernels.copies import Pointers, find_copies, follow
 from tree_kernels.ngrams import LONGEST
 from tree_kernels.root_matches import root_matches
+from tree_kernels.selection import best_nodes
 
 from drafttree.tree import MAX_DEPTH, DraftTree, StaticTree, Verified
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, StaticTreeDrafter, Tables
@@ -27,6 +28,13 @@ from recycle_plugin.config import CANDIDATES
 from recycle_plugin.priors import ROW_PRIORS
 
 CPU = torch.device("cpu")
+
+MEMORY = 1 << 20
+"""Tokens of finished answers that dynamic drafters remember, as by default."""
+SPINE = 56
+"""Further draft tokens of `WithSpine`."""
+SPINE_SCORE = 0.3
+"""Their least acceptance probability."""
 
 TableDrafter = DynamicTreeDrafter | StaticTreeDrafter
 Order = Literal["file", "category", "shuffled"]
@@ -71,6 +79,20 @@ class WithoutNgrams(DynamicTreeDrafter):
     def extend(self, slots: Tensor, tokens: Tensor) -> None:
         super().extend(slots, tokens)
         self._ngrams.index.zero_()
+
+
+class WithSpine(DynamicTreeDrafter):
+    """Dynamic trees with up to `SPINE` further draft tokens that are likely to be accepted."""
+
+    def __init__(self, tables: Tables, num_draft_tokens: int, *, auto: bool, private: bool) -> None:
+        super().__init__(tables, num_draft_tokens + SPINE, auto=auto, private=private)
+
+    def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
+        base = self._num_draft_tokens - SPINE
+        expanded = self._expand(slots, roots)
+        tokens, parents, sources, tree_size = best_nodes(expanded, base, SPINE, SPINE_SCORE)
+        self._sources[slots] = sources
+        return DraftTree(tokens, parents, tree_size)
 
 
 class FixedPriors(DynamicTreeDrafter):
@@ -184,8 +206,10 @@ def budget_tree(num_draft_tokens: int, depth: int) -> StaticTree:
     return StaticTree.from_paths(path for _, _, path in nsmallest(num_draft_tokens, paths))
 
 
-def _tables(vocab: int, kind: type[Tables] = Tables, *, bigrams: bool = True) -> Tables:
-    return kind(vocab, CANDIDATES, CPU, bigrams=bigrams, hot_start=True)
+def _tables(
+    vocab: int, kind: type[Tables] = Tables, *, bigrams: bool = True, memory: int = MEMORY
+) -> Tables:
+    return kind(vocab, CANDIDATES, CPU, bigrams=bigrams, hot_start=True, memory=memory)
 
 
 def _make_static(
@@ -194,7 +218,7 @@ def _make_static(
     num_draft_tokens: int,
     tree: Callable[[int], StaticTree],
 ) -> StaticTreeDrafter:
-    return kind(_tables(vocab, bigrams=False), tree(num_draft_tokens))
+    return kind(_tables(vocab, bigrams=False, memory=0), tree(num_draft_tokens))
 
 
 def _of_rank(k: int, vocab: int, num_draft_tokens: int) -> StaticTreeDrafter:
@@ -203,9 +227,10 @@ def _of_rank(k: int, vocab: int, num_draft_tokens: int) -> StaticTreeDrafter:
 
 
 def _make_dynamic(
-    kind: type[DynamicTreeDrafter], vocab: int, num_draft_tokens: int
+    kind: type[DynamicTreeDrafter], vocab: int, num_draft_tokens: int, memory: int = MEMORY
 ) -> DynamicTreeDrafter:
-    return kind(_tables(vocab), num_draft_tokens, auto=False, private=False)
+    tables = _tables(vocab, memory=memory)
+    return kind(tables, num_draft_tokens, auto=False, private=False)
 
 
 def _rows_only(vocab: int, num_draft_tokens: int) -> DynamicTreeDrafter:
@@ -214,7 +239,8 @@ def _rows_only(vocab: int, num_draft_tokens: int) -> DynamicTreeDrafter:
 
 
 def _private(vocab: int, num_draft_tokens: int) -> DynamicTreeDrafter:
-    return DynamicTreeDrafter(_tables(vocab), num_draft_tokens, auto=False, private=True)
+    tables = _tables(vocab, memory=0)
+    return DynamicTreeDrafter(tables, num_draft_tokens, auto=False, private=True)
 
 
 def _fixed_mask(vocab: int, num_draft_tokens: int) -> FixedTopology:
@@ -262,6 +288,8 @@ SETTINGS: dict[str, Setting] = {
     "dynamic private": Setting(_private),
     "dynamic without bigram table": Setting(_rows_only),
     "dynamic without n-gram matches": Setting(partial(_make_dynamic, WithoutNgrams)),
+    "dynamic without memory": Setting(partial(_make_dynamic, DynamicTreeDrafter, memory=0)),
+    "dynamic with a spine": Setting(partial(_make_dynamic, WithSpine)),
     "dynamic with fixed priors": Setting(partial(_make_dynamic, FixedPriors)),
     "dynamic on a fixed mask": Setting(_fixed_mask),
     **{
