@@ -101,6 +101,14 @@ class Drafter:
     def release(self, slots: Sequence[int]) -> None:
         """Requests finished, or were preempted: their state may be dropped."""
 
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Learn a text that the target may repeat, such as a document of a corpus.
+
+        Raises:
+            ValueError: The drafter remembers no texts.
+        """
+        raise ValueError(f"{type(self).__name__} remembers no texts")
+
     def reset(self) -> None:
         """Forget everything learned, for instance because the target's weights changed."""
 

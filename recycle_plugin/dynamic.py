@@ -105,7 +105,16 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             )
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """Append a text to the memory, for instance a part of a corpus."""
+        """Append a text to the memory.
+
+        Raises:
+            ValueError: There is no memory.
+        """
+        if not self.tables.memory.capacity:
+            raise ValueError(
+                "Token Recycling remembers no texts with memory=0 or sharing='request': leave them "
+                "out"
+            )
         remember(self.tables.memory, torch.tensor(tokens, dtype=torch.int32))
 
     def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 from drafttree.method import Method
 from drafttree.model_files import check_draft_model
-from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS, TESTED, is_supported
+from drafttree.sglang.patches import take_corpora
+from drafttree.sglang.versions import (
+    CPU_BACKEND,
+    CUDA_BACKENDS,
+    TESTED,
+    is_supported,
+    is_tested,
+)
 
 # A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -54,6 +61,14 @@ def check_server(method: Method[Any], server_args: Any) -> None:
             )
     _check_model(server_args)
     _check_draft_model(method, server_args)
+    if _is_tested_version():
+        take_corpora()
+
+
+def _is_tested_version() -> bool:
+    import sglang
+
+    return is_tested(sglang.__version__)
 
 
 def _check_version(method: Method[Any]) -> None:

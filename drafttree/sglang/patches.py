@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from drafttree.patches import Patch
@@ -22,6 +23,7 @@ COUNTERS_KEY = "drafttree"
 """Key of the counters in `Engine.get_server_info()["internal_states"]`."""
 
 AT_REGISTRATION = "at registration; changes nothing for servers without a drafttree method"
+AT_CHECK = "when a server with a method is checked, before it starts its processes"
 WITH_A_WORKER = "when a method's worker is made, before the memory pools"
 
 PATCHES: tuple[Patch, ...] = (
@@ -29,6 +31,11 @@ PATCHES: tuple[Patch, ...] = (
         target="sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS",
         when=AT_REGISTRATION,
         reason="SGLang's attention backend for CPUs has no branch for the verification of trees.",
+    ),
+    Patch(
+        target="sglang.srt.managers.tokenizer_control_mixin:get_spec",
+        when=AT_CHECK,
+        reason="SGLang's front end takes corpora for its own n-gram speculation alone, by name.",
     ),
     Patch(
         target="sglang.srt.managers.scheduler:Scheduler.get_internal_state",
@@ -115,6 +122,42 @@ def route_attention() -> None:
 
     setattr(backend_for, _MARK, True)
     register_attention_backend(CPU_BACKEND)(backend_for)
+
+
+def take_corpora() -> None:
+    """Let SGLang's front end take corpora for drafttree methods too.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers import tokenizer_control_mixin
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from drafttree.sglang.algorithm import TreeAlgorithm
+
+    stock = getattr(tokenizer_control_mixin, "get_spec", None)
+    if _is_replaced(stock):
+        return
+    if stock is None:
+        raise unknown("tokenizer_control_mixin has no get_spec")
+    _check_parameters("get_spec", stock, [])
+
+    @functools.wraps(stock)
+    def get_spec() -> Any:
+        spec = stock()
+        algorithm = SpeculativeAlgorithm.from_string(spec.speculative_algorithm)
+        if not isinstance(algorithm, TreeAlgorithm):
+            return spec
+        # That module reads nothing else of it.
+        return SimpleNamespace(
+            speculative_algorithm="NGRAM",
+            speculative_ngram_external_corpus_max_tokens=(
+                spec.speculative_ngram_external_corpus_max_tokens
+            ),
+        )
+
+    setattr(get_spec, _MARK, True)
+    tokenizer_control_mixin.get_spec = get_spec
 
 
 def report_counters() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import AcceptanceRule, Drafter, Target
 from drafttree.method import Method
 from drafttree.metrics import Counters
+from drafttree.sglang.corpus import split_documents
 from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees
@@ -87,6 +88,8 @@ class TreeWorker(BaseSpecWorker):
         self._running: dict[str, Any] = {}
         self._slots: dict[str, int] = {}
         self._penalties: dict[str, RequestPenalties] = {}
+        self._corpora: dict[str, int] = {}
+        self._loading: list[list[int]] = []
         widen_request_rows()
         report_counters()
 
@@ -111,9 +114,39 @@ class TreeWorker(BaseSpecWorker):
         """How often drafts were accepted; see `Drafter.acceptance`."""
         return self.drafter.acceptance()
 
+    # SGLang's calls for `/add_external_corpus` and the like, as to its own n-gram speculation.
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: Sequence[Sequence[int]]) -> int:
+        """Read a corpus, and return its number of tokens; SGLang calls this in a thread.
+
+        Raises:
+            ValueError: There is a corpus of this name.
+        """
+        if corpus_id in self._corpora:
+            raise ValueError(f"there is a corpus {corpus_id!r} already: give another corpus_id")
+        self._loading = split_documents(token_chunks)
+        return sum(map(len, self._loading))
+
+    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """Let the drafter remember the corpus that was read, between two steps."""
+        for document in self._loading:
+            self.drafter.remember(document)
+        self._loading = []
+        self._corpora[corpus_id] = loaded_token_count
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Refuse: a memory's texts are forgotten together.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"corpus {corpus_id!r} cannot be removed alone: /flush_cache forgets all texts"
+        )
+
     def list_external_corpora(self) -> dict[str, int]:
-        """Empty: SGLang asks every algorithm that it treats as NGRAM for its corpora."""
-        return {}
+        """The number of tokens of each corpus."""
+        return dict(self._corpora)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and allocate the state of their requests."""
@@ -145,6 +178,7 @@ class TreeWorker(BaseSpecWorker):
         remains.
         """
         self.drafter.reset()
+        self._corpora.clear()
         self.counters = Counters(self._device)
 
     def forward_batch_generation(

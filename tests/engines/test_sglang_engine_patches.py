@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers import tokenizer_control_mixin
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -74,6 +75,7 @@ runners = [SimpleNamespace(sample=lambda logits_output, forward_batch: "sampled"
 observed = []
 def apply(runner, who):
     patches.route_attention()
+    patches.take_corpora()
     patches.report_counters()
     patches.widen_request_rows()
     patches.count_layer_memory()
@@ -120,6 +122,15 @@ workers = [None, *(SimpleNamespace(counters=each) for each in counters)]
 report["counters"] = [
     Scheduler.get_internal_state(SimpleNamespace(draft_worker=worker), None).internal_state
     for worker in workers]
+tokenizer_control_mixin.get_spec = lambda: SimpleNamespace(
+    speculative_algorithm=seen[-1], speculative_ngram_external_corpus_max_tokens=5)
+patches.take_corpora()
+report["corpora"] = {}
+for name in ("EAGLE", "token-recycling"):
+    seen.append(name)
+    spec = tokenizer_control_mixin.get_spec()
+    report["corpora"][name] = [
+        spec.speculative_algorithm, spec.speculative_ngram_external_corpus_max_tokens]
 backend_for = attention_registry.ATTENTION_BACKENDS["torch_native"]
 report["backends"] = {}
 for name, algorithm in algorithms.items():
@@ -147,6 +158,8 @@ Stub._compute_cell_size = stub("_compute_cell_size", "self, kvc")
 refused("_compute_cell_size", patches.count_layer_memory)
 kv_cache_builder.create_tree_cache = stub("create_tree_cache", "context, more")
 refused("create_tree_cache", patches.match_prefixes_by_bigrams)
+tokenizer_control_mixin.get_spec = stub("get_spec", "context")
+refused("get_spec", patches.take_corpora)
 Scheduler.get_internal_state = stub("get_internal_state", "self")
 refused("get_internal_state", patches.report_counters)
 del kv_cache_configurator.get_req_to_token_extra_context_len
@@ -197,6 +210,10 @@ def test_nothing_is_replaced_twice(report: dict[str, Any]) -> None:
     assert report["twice"] == []
 
 
+def test_corpora_are_taken_for_our_methods_alone(report: dict[str, Any]) -> None:
+    assert report["corpora"] == {"EAGLE": ["EAGLE", 5], "token-recycling": ["NGRAM", 5]}
+
+
 def test_the_last_worker_of_a_runner_observes_it(report: dict[str, Any]) -> None:
     observed, results = report["observed"]
     assert observed == ["again", "second"]
@@ -221,7 +238,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 7
+    assert len(report["unknown"]) == 8
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

@@ -127,3 +127,36 @@ def test_the_accept_length_is_in_the_metrics(server: str) -> None:
     info = httpx.get(f"{server}/get_server_info", timeout=10).json()
     counters = info["internal_states"][0]["drafttree"]
     assert counters["non_first_child_accepted"] > 0
+
+
+def test_a_corpus_is_drafted_from_until_the_cache_is_flushed(server: str) -> None:
+    poem = "Nine hundred violet otters paint the library ceiling while the harbour sleeps, " * 3
+    settings = {"model": "smollm2", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    chat = [{"role": "user", "content": f"Say: {poem}"}]
+    body = settings | {"messages": chat}
+
+    def ask() -> str:
+        answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120).json()
+        return str(answer["choices"][0]["message"]["content"])
+
+    def corpora() -> dict[str, int]:
+        listed = httpx.get(f"{server}/list_external_corpora", timeout=20).json()
+        assert listed["success"], listed
+        return dict(listed["corpus_token_counts"])
+
+    plain = ask()
+    given = {"corpus_id": "poem", "documents": [poem, "Another document."]}
+    added = httpx.post(f"{server}/add_external_corpus", json=given, timeout=60).json()
+    assert added["success"], added
+    assert added["loaded_token_count"] > 40
+    assert corpora() == {"poem": added["loaded_token_count"]}
+    assert ask() == plain
+    again = httpx.post(f"{server}/add_external_corpus", json=given, timeout=60).json()
+    assert not again["success"]
+    assert "already" in again["message"]
+    removed = httpx.post(f"{server}/remove_external_corpus", json=given, timeout=60).json()
+    assert not removed["success"]
+    assert "flush_cache" in removed["message"]
+    assert httpx.post(f"{server}/flush_cache", timeout=60).status_code == 200
+    assert corpora() == {}
+    assert ask() == plain
