@@ -114,7 +114,7 @@ def category_table(report: dict[str, Any]) -> Table:
 def waves_table(report: dict[str, Any], explain: bool) -> Table:
     """Figures by wave; to explain them, also how much was drafted."""
     # Narrow enough for 80 columns; values in a wider table would be truncated.
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("wave")
     columns = [
         ("new tokens", "new_tokens", ",d"),
