@@ -23,9 +23,9 @@ _NGRAM: dict[str, Any] = {
 }
 
 _BUILD_SUFFIX = (
-    "--method suffix is vLLM's suffix decoding, which needs arctic-inference. There is no wheel of "
-    "it for a CPU; build it into the engine's environment with cmake and a C++ compiler: "
-    "pip install nanobind==2.9.2 setuptools wheel, then "
+    "--method suffix is vLLM's suffix decoding and needs arctic-inference, which has no wheels. To "
+    "build it, with the engine's environment active, cmake and a C++ compiler: "
+    "pip install nanobind==2.9.2 setuptools wheel && "
     "pip install --no-build-isolation --no-deps arctic-inference==0.3.0"
 )
 
