@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,11 @@ AcceptanceRule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: chooses the token after each node
 from the target's distribution there. Called once per level, the roots' level first."""
 
+PrimeForward = Callable[[int | None, torch.Tensor], torch.Tensor]
+"""`(root, tokens int32 [n]) -> [n, V]`: the target's raw logits after `[root, t]` for each token t,
+computed as one tree of depth 1 under the root; after `[t]` if the root is None. Cached prefixes
+stay as they are."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -48,6 +54,8 @@ class Target:
         logger: Logger below the engine's own, so that messages reach the engine's log.
         embed: `(int [N]) -> [N, d]`, the target's token embeddings; None unless the method's kind
             needs hidden states.
+        bos: The token that texts begin with; None if there is none.
+        folder: Folder of the target's files on this machine; None if it is not known.
     """
 
     model: str
@@ -56,6 +64,8 @@ class Target:
     dtype: torch.dtype
     logger: logging.Logger
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    bos: int | None = None
+    folder: Path | None = None
 
 
 class Drafter:
@@ -131,6 +141,24 @@ class Drafter:
 
 class ModelFreeDrafter(Drafter):
     """Drafts from tokens and target logits it has seen, without a model of its own."""
+
+    def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
+        """Compute beforehand what can be computed without a request.
+
+        Called while no request is running: once at start-up, after `profile`, and then, with
+        `idle`, again and again until nothing is left. Hosts that offer no such forwards never call
+        it.
+
+        Args:
+            forward: Runs the target.
+            max_tokens: Greatest number of tokens of one forward.
+            idle: Whether a request may arrive meanwhile, which waits until this returns: about
+                50 ms are short enough.
+
+        Returns:
+            How much is computed, and how much there is in all. They are equal if nothing is left.
+        """
+        return 0, 0
 
     def start(self, slot: int, text: Sequence[int]) -> None:
         """A request starts, or restarts after preemption, in `slot`.

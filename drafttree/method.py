@@ -167,9 +167,8 @@ class Method(Generic[D]):
         check_model: `(target, model)`, which raises ValueError if the model named by the option
             `model` does not fit the target.
         models: Folders of models that come with the method, by the name of the target's recipe.
-        prepare: `(target's folder, options)`, which does in advance, with progress on the terminal,
-            what the method would otherwise do at its first use of a target. Raises ValueError if it
-            cannot.
+        primes: Whether its drafters compute something by `ModelFreeDrafter.prime` and keep it, so
+            that `drafttree prepare` can let them do so before anything is served.
     """
 
     name: str
@@ -179,7 +178,7 @@ class Method(Generic[D]):
     make_drafter: Callable[[Any, Target], D]
     check_model: Callable[[str, str], None] | None = None
     models: Mapping[str, Path] = field(default_factory=dict)
-    prepare: Callable[[Path, Any], None] | None = None
+    primes: bool = False
 
     def drafter(self, options: MethodOptions, target: Target) -> D:
         """Make a drafter.

@@ -36,6 +36,36 @@ _TOKENIZER_PARTS = (
 )
 
 
+def local_folder(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Path | None:
+    """The folder of a model's files on this machine; None if there is none.
+
+    Args:
+        model: A folder, or a name on the Hugging Face Hub, whose snapshot is looked up in the local
+            cache.
+        revision: The snapshot's branch, tag or commit; None for the main branch.
+        download_dir: Folder of the cache; None for the user's.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model, revision=revision, cache_dir=download_dir, local_files_only=True
+        )
+    except (OSError, ValueError):  # not in the cache, or no name of a model
+        return None
+    return Path(found)
+
+
+def bos_token(config: Any, vocab_size: int) -> int | None:
+    """The token that texts begin with, from a model's text configuration; None if it has none."""
+    token = getattr(config, "bos_token_id", None)
+    return token if isinstance(token, int) and 0 <= token < vocab_size else None
+
+
 def weights_size(folder: Path) -> int:
     """Size of a model's weights in bytes; 0 for a folder without any."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -50,8 +50,9 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
         ValueError: The target's vocabulary has fewer than `k` tokens.
     """
     # Imported here: processes that only read the options need none of these libraries.
-    from recycle_plugin.storage.background import BackgroundPriming
     from recycle_plugin.storage.hot_start import open_hot_start
+    from recycle_plugin.storage.primed_files import PrimedFile
+    from recycle_plugin.storage.priming import Priming
 
     tables = Tables(
         target.vocab_size,
@@ -63,11 +64,18 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
     )
     target.logger.info("Token Recycling's tables take %.1f MiB", tables.nbytes / 2**20)
     if options.prime:
-        tables.priming = BackgroundPriming.start(
-            target.model, options.k, target.vocab_size, target.logger
+        tables.priming = Priming(
+            target.vocab_size,
+            options.k,
+            target.device,
+            bos=target.bos,
+            seconds=options.prime_seconds,
+            file=PrimedFile(target.folder, options.k, target.logger),
+            logger=target.logger,
         )
     if isinstance(options.hot_start, Path):
         tables.saver = open_hot_start(tables, options.hot_start, target.model, target.logger)
+    tables.fill_unknown()
     if options.is_dynamic:
         return DynamicTreeDrafter(
             tables,
@@ -78,20 +86,13 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
     return StaticTreeDrafter(tables, options.topology)
 
 
-def _prepare(folder: Path, options: RecycleOptions) -> None:
-    if options.prime:
-        from recycle_plugin.storage.priming import prepare
-
-        prepare(folder, options.k)
-
-
 METHOD = Method(
     name="token_recycling",
     title="Token Recycling",
     kind=MODEL_FREE,
     options=RecycleOptions,
     make_drafter=make_drafter,
-    prepare=_prepare,
+    primes=True,
 )
 
 __all__ = [

@@ -60,8 +60,15 @@ class RecycleOptions(MethodOptions):
     prime: bool = Field(
         default=True,
         description="Start with the target's own predictions after each single token. They are "
-        "computed once for a model, in the background at the lowest priority, and kept in the "
-        "user's cache folder.",
+        "computed once for a model, when the engine starts and while it has no request, and kept "
+        "in the user's cache folder.",
+    )
+    prime_seconds: float = Field(
+        default=3.0,
+        ge=0,
+        description="How long to compute these predictions when the engine starts, the most "
+        "frequent tokens first; the others follow while no request is running. With 0 all of them "
+        "do.",
     )
     hot_start: bool | Path = Field(
         default=True,

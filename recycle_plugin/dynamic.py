@@ -20,7 +20,7 @@ from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
 
 from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
-from drafttree.drafter import ModelFreeDrafter
+from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from recycle_plugin.priors import DEPTH, tree_depth
@@ -125,6 +125,10 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 measure_forwards(measure_forward, max_tokens),
             )
 
+    def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
+        """Compute rows of the adjacency matrix; see `storage.priming`."""
+        return self.tables.prime(forward, max_tokens, idle=idle)
+
     def start(self, slot: int, text: Sequence[int]) -> None:
         """Start or restart the request in `slot` with its tokens so far."""
         if self._budget is not None:
@@ -148,7 +152,6 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Build a tree under each root (`int32 [B]`): the request's last token, -1 for no tree."""
-        self.tables.refresh()
         budget, num_draft_tokens = self._budget, self._num_draft_tokens
         if self._auto and budget is None and roots.device.type == "cpu":
             num_draft_tokens = min(num_draft_tokens, _UNPROFILED_DRAFT_TOKENS)

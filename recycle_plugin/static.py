@@ -9,7 +9,7 @@ import torch
 from tree_kernels.gather import compact_tree, gather_tree
 from tree_kernels.source_stats import SourceStats, count
 
-from drafttree.drafter import ModelFreeDrafter
+from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.tree import DraftTree, StaticTree, Verified
 from recycle_plugin.tables import Tables
 
@@ -40,13 +40,16 @@ class StaticTreeDrafter(ModelFreeDrafter):
         """Allocate, for each slot, the record of the nodes in its last tree."""
         self._drafted = self._parents.new_zeros(max_requests, len(self._parents))
 
+    def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
+        """Compute rows of the adjacency matrix; see `storage.priming`."""
+        return self.tables.prime(forward, max_tokens, idle=idle)
+
     def start(self, slot: int, text: Sequence[int]) -> None:
         """Register a request that starts in a slot."""
         self.tables.begin(slot)
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Fill the topology under each root (`int32 [B]`) from the matrix, level by level."""
-        self.tables.refresh()
         matrix = self.tables.matrix
         tokens = gather_tree(matrix, roots, self._parents, self._ranks, self._level_ends)
         # The topology node of each column after compaction.

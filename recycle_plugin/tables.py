@@ -21,11 +21,11 @@ from tree_kernels.memory import TextMemory
 from tree_kernels.ngrams import NgramIndex, zeros
 from tree_kernels.source_stats import SourceStats
 
-from drafttree.transfer import on_device
 from recycle_plugin.priors import expected_priors
 
 if TYPE_CHECKING:
-    from recycle_plugin.storage.background import BackgroundPriming
+    from drafttree.drafter import PrimeForward
+    from recycle_plugin.storage.priming import Priming
     from recycle_plugin.storage.table_files import TableSaver
 
 EMPTY = -1
@@ -55,7 +55,7 @@ class Tables:
             table of a free cell if there are none.
         memory: The memory of finished texts.
         source_stats: Acceptance statistics by candidate source.
-        priming: Background priming while it may deliver more rows, else None.
+        priming: The rows that the matrix starts with, or None.
         saver: Background writer of the hot start file, or None.
 
     Raises:
@@ -87,9 +87,8 @@ class Tables:
         self._private = False
         self._batched = False
         self.source_stats = SourceStats.of(expected_priors().to(device))
-        self.priming: BackgroundPriming | None = None
+        self.priming: Priming | None = None
         self.saver: TableSaver | None = None
-        self._primed = self.matrix
         self._hot_start = hot_start
         self._running: set[int] = set()
 
@@ -129,29 +128,31 @@ class Tables:
 
     def reset(self) -> None:
         """Forget what was learned; primed rows stay."""
-        if self._primed is self.matrix:
-            self.matrix.fill_(EMPTY)
-        else:
-            self.matrix.copy_(self._primed)
+        self.matrix.fill_(EMPTY)
+        self.fill_unknown()
         self.bigrams.fill_(EMPTY)
         self.own.fill_(EMPTY)
         self.memory.clear()
         self.source_stats.reset()
 
-    def refresh(self) -> None:
-        """Copy newly primed rows into rows that are still unknown; called once per step."""
+    def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
+        """Compute rows of the primed matrix; see `ModelFreeDrafter.prime`."""
         if self.priming is None:
-            return
-        running = self.priming.running
-        while (rows := self.priming.poll()) is not None:
-            if self._primed is self.matrix:
-                self._primed = torch.full_like(self.matrix, EMPTY)
-            span = slice(rows.first, rows.first + len(rows.candidates))
-            self._primed[span] = on_device(rows.candidates.numpy(), self.matrix.device)
-            unknown = self.matrix[span, :1] == EMPTY
-            self.matrix[span] = torch.where(unknown, self._primed[span], self.matrix[span])
-        if not running:
-            self.priming = None
+            return 0, 0
+        compute = self.priming.when_idle if idle else self.priming.at_start
+        self.fill_unknown(compute(forward, max_tokens).long().to(self.matrix.device))
+        return self.priming.progress
+
+    def fill_unknown(self, tokens: torch.Tensor | slice = slice(None)) -> None:
+        """Copy primed rows into rows that are still unknown.
+
+        Args:
+            tokens: Tokens of the rows; by default all.
+        """
+        if self.priming is not None:
+            rows = self.matrix[tokens]
+            primed = self.priming.matrix[tokens]
+            self.matrix[tokens] = torch.where(rows[:, :1] == EMPTY, primed, rows)
 
     def candidates(self, ngrams: NgramIndex, batch_size: int) -> CandidateTables:
         """What the candidates of a step of `batch_size` requests are looked up in.

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
@@ -75,6 +76,17 @@ class EngineProcess:
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Latencies of target forwards of one shape, in seconds; no request may be running."""
         return cast(list[float], self._call("forward_seconds", shape))
+
+    def priming(self) -> Iterator[tuple[int, int]]:
+        """Let the drafter compute beforehand what it can; yields how much it has, and of how much.
+
+        No request may be running.
+        """
+        while True:
+            done, everything = cast(tuple[int, int], self._call("prime", None))
+            yield done, everything
+            if done == everything:
+                return
 
     def reset(self, tables: bool) -> None:
         """Drop cached prefixes; with `tables` also what the method learned and its counters."""

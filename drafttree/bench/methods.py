@@ -7,7 +7,7 @@ Methods that draft trees are found through the entry-point group `drafttree.meth
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,8 +43,7 @@ class BenchMethod:
         tree_depth: Greatest depth of a draft token; None for a method that drafts no trees.
         draft_model: Folder of the draft model, for a method that has one.
         timed: Whether the engine reports the time spent drafting.
-        prepare: `(target's folder)`, which does the method's one-time work for a target; None if
-            the method has none.
+        primes: Whether its drafter computes something beforehand; see `Method.primes`.
     """
 
     name: str
@@ -54,7 +53,7 @@ class BenchMethod:
     tree_depth: int | None = None
     draft_model: str | None = None
     timed: bool = False
-    prepare: Callable[[Path], None] | None = None
+    primes: bool = False
 
     @property
     def drafts_trees(self) -> bool:
@@ -96,7 +95,6 @@ def resolve_method(name: str, options: dict[str, Any]) -> BenchMethod:
         parsed = tree_method.parse(options)
     except ValueError as error:
         raise InputError(str(error)) from error
-    prepare = tree_method.prepare
     return BenchMethod(
         name,
         options,
@@ -105,7 +103,7 @@ def resolve_method(name: str, options: dict[str, Any]) -> BenchMethod:
         parsed.depth,
         str(options["model"]) if tree_method.kind.needs_vocabulary_of_target else None,
         tree_method.kind.needs_model,
-        None if prepare is None else lambda folder: prepare(folder, parsed),
+        tree_method.primes,
     )
 
 

@@ -20,6 +20,7 @@ class EngineSpec:
         max_model_len: Greatest number of tokens of a request, prompt and output together.
         eager: Whether to skip compilation and CUDA graphs.
         speculative_config: The engine's speculative configuration; None for plain decoding.
+        tokenizer: Whether vLLM loads the tokenizer, without which requests do not end at the EOS.
     """
 
     model: str
@@ -28,6 +29,7 @@ class EngineSpec:
     max_model_len: int = 2048
     eager: bool = False
     speculative_config: dict[str, Any] | None = None
+    tokenizer: bool = True
 
     @property
     def max_num_batched_tokens(self) -> int:

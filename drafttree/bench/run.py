@@ -47,6 +47,7 @@ class BenchSettings:
             for the next.
         eager: Whether the engines skip compilation and CUDA graphs.
         verbose: Whether to show the engines' output.
+        prime: Whether the method's drafter first computes all that it can beforehand.
     """
 
     engine: str
@@ -61,6 +62,7 @@ class BenchSettings:
     waves: int = 1
     eager: bool = False
     verbose: bool = False
+    prime: bool = False
 
 
 class Observer(Protocol):
@@ -114,6 +116,10 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
                 process.wait_until_ready()
         info, _ = [process.wait_until_ready() for process in processes]
         pair = _Run(settings, observer, chat, context, processes[0], processes[1])
+        if settings.prime and settings.method.primes:
+            observer.status("priming")
+            for _ in processes[1].priming():
+                pass
         observer.status("warming up")
         pair.warm_up()
         repetitions: list[Repetition] = []

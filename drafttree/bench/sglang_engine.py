@@ -103,6 +103,14 @@ class SglangEngine:
         seconds = forward_seconds(self._scheduler.tp_worker.model_runner, *astuple(shape))
         return seconds
 
+    def prime(self, _: None) -> tuple[int, int]:
+        """Let the drafter prime in one short forward, as the scheduler does between requests."""
+        self._idle()
+        progress: tuple[int, int] = self._scheduler.draft_worker.drafttree_prime(
+            self._scheduler.tree_cache
+        )
+        return progress
+
     def reset(self, tables: bool) -> None:
         """Drop cached prefixes, and with them what the method learned and its counters."""
         self._idle()

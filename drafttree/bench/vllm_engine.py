@@ -32,10 +32,12 @@ class VllmEngine:
             max_model_len=spec.max_model_len,
             max_num_seqs=spec.batch_size,
             max_num_batched_tokens=spec.max_num_batched_tokens,
+            skip_tokenizer_init=not spec.tokenizer,
             seed=0,
             **shared,
         )
         self._suffix = (spec.speculative_config or {}).get("method") == "suffix"
+        self._detokenize = spec.tokenizer
         self._next_id = 0
         self.info = EngineInfo(version=str(vllm.__version__), device=device)
 
@@ -51,7 +53,10 @@ class VllmEngine:
             request_id = f"bench-{self._next_id}"
             self._next_id += 1
             params = SamplingParams(
-                temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed
+                temperature=request.temperature,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                detokenize=self._detokenize,
             )
             engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
             running[request_id] = Generation(prompt_tokens=len(request.token_ids))
@@ -95,6 +100,12 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
         times: list[float] = self._llm.collective_rpc(_forward_seconds, args=astuple(shape))[0]
         return times
+
+    def prime(self, _: None) -> tuple[int, int]:
+        """Let the drafter prime in one short forward, as an engine core does between requests."""
+        from drafttree.vllm.priming import prime_once
+
+        return prime_once(self._llm.llm_engine.engine_core.engine_core)
 
     def reset(self, tables: bool) -> None:
         """Drop cached prefixes; with `tables` also what the method learned and its counters."""

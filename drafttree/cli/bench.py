@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import BenchMethod, check_engine, resolve_variants
+from drafttree.bench.methods import check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.run import BenchSettings, batches, run
@@ -60,15 +60,6 @@ def progress_bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         console=console,
     )
-
-
-def _prepare(method: BenchMethod, model: Path) -> None:
-    """Do the method's one-time work now, so that it does not disturb the measurement."""
-    assert method.prepare is not None
-    try:
-        method.prepare(model)
-    except ValueError as error:
-        raise InputError(f"{method.name} cannot be prepared for {model}: {error}") from error
 
 
 def bench(
@@ -128,10 +119,8 @@ def bench(
             waves=waves,
             eager=eager,
             verbose=verbose,
+            prime=True,
         )
-        for variant in variants:
-            if variant.prepare is not None:
-                _prepare(variant, model)
         with progress_bar(errors) as progress:
             total = 2 * repeat * len(batches(settings)) * len(variants)
             observer = ProgressObserver(progress, total)

@@ -1,38 +1,118 @@
-"""`drafttree prepare`: does a method's one-time work for a model before it is served."""
+"""`drafttree prepare`: computes beforehand what a method's drafter would compute while serving."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tree_kernels.cache import cache_root
 
-from drafttree.method import find_method, installed_methods
+from drafttree.bench.engine_process import ENGINES, EngineProcess
+from drafttree.bench.errors import EngineError, InputError
+from drafttree.bench.protocol import EngineSpec
+from drafttree.method import Method, find_method, installed_methods
+from drafttree.model_files import local_folder
+
+_CONTEXT = 256  # tokens; nothing but trees of depth 1 is computed
 
 
 def prepare(
     method: Annotated[str, typer.Option(help="An installed draft method.")],
-    model: Annotated[Path, typer.Option(help="The folder of the model to be served.")],
+    model: Annotated[
+        str, typer.Option(help="The model to be served: its folder, or its name on the Hub.")
+    ],
+    engine: Annotated[
+        str | None, typer.Option(help="vllm or sglang; if not given, the one that is installed.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="The data type to compute with, as the engine names it.")
+    ] = "auto",
 ) -> None:
-    """Do a method's one-time work for a model before it is served."""
+    """Compute now what a method would compute while it serves a model for the first time."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        found = find_method(method)
-        if found.prepare is None:
-            others = [name for name, other in installed_methods().items() if other.prepare]
-            raise ValueError(
-                f"{found.title} needs no preparation. Methods that do: "
-                f"{', '.join(sorted(others)) or 'none'}"
+        found = _method(method)
+        folder = local_folder(model)
+        if folder is None:
+            raise InputError(
+                f"--model {model} is neither a folder nor in the Hub's local cache: give a model "
+                "whose files are on this machine"
             )
-        if not model.is_dir():
-            raise ValueError(
-                f"--model {model} is not a folder: give the folder of a model's weights"
-            )
-        found.prepare(model, found.parse({}))
-    except (ValueError, OSError) as error:
+        cache_root().mkdir(parents=True, exist_ok=True)
+        spec = EngineSpec(
+            model=str(folder),
+            dtype=dtype,
+            max_model_len=_CONTEXT,
+            eager=True,
+            speculative_config={"method": found.name},
+            tokenizer=False,
+        )
+        with (
+            EngineProcess(engine or _installed_engine(), found.title, spec) as process,
+            _progress_shown(console, f"Priming {found.title}") as show,
+        ):
+            process.wait_until_ready()
+            most = 0
+            for done, everything in process.priming():
+                show(done, everything)
+                most = max(most, everything)
+            if done < most:
+                raise EngineError(f"priming ended after {done} of {most} tokens")
+    except ValueError as error:
         console.print(f"drafttree prepare: {error}", style="red", markup=False)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+        raise typer.Exit(2) from None
+    except (EngineError, OSError) as error:
+        console.print(f"drafttree prepare: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print("interrupted: run the same command again to continue")
         raise typer.Exit(130) from None
+    console.print(f"{found.title} is primed for {model}", markup=False)
+
+
+def _method(name: str) -> Method[Any]:
+    found = find_method(name)
+    if not found.primes:
+        others = [other for other, method in installed_methods().items() if method.primes]
+        raise InputError(
+            f"{found.title} needs no preparation. Methods that do: "
+            f"{', '.join(sorted(others)) or 'none'}"
+        )
+    return found
+
+
+def _installed_engine() -> str:
+    for engine in ENGINES:
+        if importlib.util.find_spec(engine) is not None:
+            return engine
+    raise InputError(f"no engine is installed: install one of {', '.join(ENGINES)}")
+
+
+class _Show(Protocol):
+    def __call__(self, done: int, everything: int) -> None: ...
+
+
+@contextmanager
+def _progress_shown(console: Console, what: str) -> Iterator[_Show]:
+    """Show progress: a bar on a terminal, elsewhere a line for every tenth."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(what, total=None)
+        tenths_shown = -1
+
+        def show(done: int, everything: int) -> None:
+            nonlocal tenths_shown
+            progress.update(task, completed=done, total=everything)
+            tenths = done * 10 // max(everything, 1)
+            if not console.is_terminal and tenths > tenths_shown:
+                tenths_shown = tenths
+                console.print(f"{what}: {done} of {everything} tokens")
+
+        yield show

@@ -43,6 +43,12 @@ PATCHES: tuple[Patch, ...] = (
         reason="SGLang has no hook through which a plugin could report counters.",
     ),
     Patch(
+        target="sglang.srt.managers.scheduler:Scheduler.maybe_sleep_on_idle",
+        when=f"{WITH_A_WORKER}, for model-free methods",
+        reason="SGLang calls it in each round of its loop in which no request is running, and then "
+        "looks for requests again. Drafters prime there, one short forward in a round.",
+    ),
+    Patch(
         target="sglang.srt.mem_cache.kv_cache_configurator:get_req_to_token_extra_context_len",
         when=WITH_A_WORKER,
         reason="SGLang reserves KV slots of two trees beyond a request's tokens, but with pages of "
@@ -185,6 +191,33 @@ def report_counters() -> None:
 
     setattr(get_internal_state, _MARK, True)
     Scheduler.get_internal_state = get_internal_state
+
+
+def prime_when_idle() -> None:
+    """Let a tree method's worker prime while its scheduler has no request.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    stock = getattr(Scheduler, "maybe_sleep_on_idle", None)
+    if _is_replaced(stock):
+        return
+    if stock is None:
+        raise unknown("Scheduler has no maybe_sleep_on_idle")
+    _check_parameters("Scheduler.maybe_sleep_on_idle", stock, ["self"])
+
+    @functools.wraps(stock)
+    def maybe_sleep_on_idle(self: Any) -> None:
+        prime = getattr(self.draft_worker, "drafttree_prime", None)
+        done, everything = (0, 0) if prime is None else prime(self.tree_cache)
+        # Until all is primed the scheduler looks for requests instead of sleeping.
+        if done == everything:
+            stock(self)
+
+    setattr(maybe_sleep_on_idle, _MARK, True)
+    Scheduler.maybe_sleep_on_idle = maybe_sleep_on_idle
 
 
 def widen_request_rows() -> None:

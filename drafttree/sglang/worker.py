@@ -22,6 +22,7 @@ from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import AcceptanceRule, Drafter, Target
 from drafttree.method import Method
 from drafttree.metrics import Counters
+from drafttree.model_files import bos_token, local_folder
 from drafttree.sglang.corpus import split_documents
 from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.kv_cache import kv_movers
@@ -74,13 +75,16 @@ class TreeWorker(BaseSpecWorker):
         self._options = parse_options(
             method, spec.speculative_num_draft_tokens, spec.speculative_draft_model_path
         )
+        server = self._runner.server_args
         target = Target(
-            model=self._runner.server_args.model_path,
+            model=server.model_path,
             vocab_size=self._vocab_size,
             device=self._device,
             dtype=self._runner.dtype,
             logger=logger,
             embed=self._embed if method.kind.needs_hidden_states else None,
+            bos=bos_token(self._runner.model_config.hf_text_config, self._vocab_size),
+            folder=local_folder(server.model_path, server.revision, server.download_dir),
         )
         # Before the memory pools are sized, so that the drafter's memory is counted.
         self.drafter = method.drafter(self._options, target)

@@ -16,10 +16,12 @@ from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import Drafter, Target
 from drafttree.method import Method
 from drafttree.metrics import Counters
+from drafttree.model_files import bos_token, local_folder
 from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeBackend
 from drafttree.vllm.forward import forward_seconds, step_seconds
 from drafttree.vllm.graphs import capture_small_batches
+from drafttree.vllm.priming import blocks_for_priming
 from drafttree.vllm.sampling import build_logits_processors
 
 # A child of vLLM's logger: other loggers are not printed.
@@ -67,13 +69,16 @@ class AdoptedRunner(GPUModelRunner):
 
     def _target(self, embed: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Target:
         """Describe the target to the method that makes the drafter."""
+        model, vocab_size = self.model_config, self.model_config.get_vocab_size()
         return Target(
-            model=self.model_config.model,
-            vocab_size=self.model_config.get_vocab_size(),
+            model=model.model,
+            vocab_size=vocab_size,
             device=self.device,
-            dtype=self.model_config.dtype,
+            dtype=model.dtype,
             logger=logger,
             embed=embed,
+            bos=bos_token(model.hf_text_config, vocab_size),
+            folder=local_folder(model.model, model.revision, self.load_config.download_dir),
         )
 
     def _plan_budget(self) -> None:
@@ -180,6 +185,25 @@ class AdoptedRunner(GPUModelRunner):
             min(room, self._token_budget, self.num_spec_tokens + 1),
             logger,
         )
+
+    def prime_at_start(self) -> None:
+        """Let the drafter prime, while the KV cache is still empty."""
+        size = min(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
+        # The engine keeps one block for itself.
+        last = min(blocks_for_priming(size), self.kv_cache_config.num_blocks - 1)
+        self.prime(range(1, last + 1), idle=False)
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Let the drafter compute something beforehand, if it can.
+
+        Args:
+            blocks: Blocks of the KV cache that nothing else uses.
+            idle: See `ModelFreeDrafter.prime`.
+
+        Returns:
+            How much is computed, and how much there is in all.
+        """
+        return 0, 0
 
     def reset_drafting(self) -> None:
         """Forget everything learned, and all counts."""

@@ -1,16 +1,19 @@
-"""Latency of one forward of vLLM's target model, without scheduling, sampling or drafting.
+"""Forwards of vLLM's target model without scheduling, sampling or drafting.
 
-The batch is synthetic: requests of equal length, of which the last tokens are computed. Neither the
-tokens nor the contents of the KV cache change the work.
+Their batches are synthetic. Those that are timed have requests of equal length, of which the last
+tokens are computed: neither the tokens nor the contents of the KV cache change the work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 from tree_kernels.mask import tree_mask
+
+from drafttree.vllm.step import StepMasks
 
 
 def forward_seconds(
@@ -30,30 +33,24 @@ def forward_seconds(
     Returns:
         The latency of each forward in seconds.
     """
-    from vllm.forward_context import set_forward_context
-
     total = requests * tokens
     device = runner.device
     positions = torch.arange(context, context + tokens, device=device).repeat(requests)
     ids = torch.zeros(total, dtype=torch.int32, device=device)
-    metadata, slots = _attention_metadata(runner, requests, tokens, positions, tree)
-    if runner.lora_config:
-        # LoRA layers need the adapter of each row: none.
-        runner._set_active_loras((0,) * total, (0,) * total, set())
+    masks = None
+    if tree:
+        # The topology does not change the work: any tree of this size will do.
+        parents = ((torch.arange(tokens, dtype=torch.int32, device=device) - 1) >> 1).expand(
+            requests, -1
+        )
+        masks = _masks(requests, tokens, tree_mask(parents, _sizes(requests, tokens, device).int()))
+    metadata, slots = _attention_metadata(runner, requests, positions, masks)
+    _without_adapters(runner, total)
     seconds = []
     with torch.inference_mode():
         for _ in range(repeat):
             started = perf_counter()
-            with set_forward_context(
-                metadata, runner.vllm_config, num_tokens=total, slot_mapping=slots
-            ):
-                hidden = runner.model(
-                    input_ids=ids,
-                    positions=positions,
-                    intermediate_tensors=None,
-                    inputs_embeds=None,
-                )
-                runner.model.compute_logits(hidden)
+            _logits(runner, ids, positions, metadata, slots)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(perf_counter() - started)
@@ -79,33 +76,100 @@ def step_seconds(runner: Any, tokens: int) -> float:
         return perf_counter() - started
 
 
+def child_logits(runner: Any, root: int | None, tokens: torch.Tensor, blocks: Sequence[int]) -> Any:
+    """A `PrimeForward`, which writes KV into these blocks of the cache.
+
+    Args:
+        runner: The worker's model runner.
+        root: The token before each of `tokens`; None for none.
+        tokens: `int32 [n]`.
+        blocks: Blocks for one token more than n, none of which any request uses.
+
+    Returns:
+        `[n, V]`; on other ranks than the first None, if the engine gathers the logits there alone.
+    """
+    device = runner.device
+    before = 0 if root is None else 1
+    ids = torch.nn.functional.pad(tokens.to(device), (before, 0), value=root or 0)
+    rows = len(ids)
+    columns = torch.arange(rows, device=device)
+    mask = torch.eye(rows, dtype=torch.bool, device=device)
+    mask[:, :before] = True
+    masks = _masks(1, rows, mask[None])
+    table = torch.tensor([blocks], dtype=torch.int32, device=device)
+    metadata, slots = _attention_metadata(runner, 1, columns, masks, table)
+    _without_adapters(runner, rows)
+    with torch.inference_mode():
+        # Without a root all tokens are at position 0.
+        logits = _logits(runner, ids, columns.clamp(max=before), metadata, slots)
+    return logits if logits is None else logits[before:]
+
+
+def _without_adapters(runner: Any, tokens: int) -> None:
+    """LoRA layers need the adapter of each row: none."""
+    if runner.lora_config:
+        runner._set_active_loras((0,) * tokens, (0,) * tokens, set())
+
+
+def _logits(
+    runner: Any,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    metadata: dict[str, Any],
+    slots: dict[str, torch.Tensor],
+) -> Any:
+    from vllm.forward_context import set_forward_context
+
+    with set_forward_context(metadata, runner.vllm_config, num_tokens=len(ids), slot_mapping=slots):
+        hidden = runner.model(
+            input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
+        )
+        return runner.model.compute_logits(hidden)
+
+
+def _sizes(requests: int, tokens: int, device: torch.device) -> torch.Tensor:
+    return torch.full((requests,), tokens, device=device)
+
+
+def _masks(requests: int, tokens: int, masks: torch.Tensor) -> StepMasks:
+    """The masks of a batch of which each request is a tree of `tokens` nodes."""
+    device = masks.device
+    return StepMasks(torch.arange(requests, device=device), _sizes(requests, tokens, device), masks)
+
+
 def _attention_metadata(
-    runner: Any, requests: int, tokens: int, positions: torch.Tensor, tree: bool
+    runner: Any,
+    requests: int,
+    columns: torch.Tensor,
+    masks: StepMasks | None,
+    blocks: torch.Tensor | None = None,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Metadata and KV slots of each layer.
+
+    Args:
+        runner: The worker's model runner.
+        requests: Batch size.
+        columns: Place of each token among its request's tokens, `int64 [tokens]`, the same for
+            each request.
+        masks: Masks of draft trees; None for causal chains.
+        blocks: Blocks of each request, `int32 [requests, n]`; None for the first ones of the cache.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from drafttree.vllm.step import StepMasks
-
-    device = positions.device
+    device = columns.device
+    tokens = len(columns) // requests
     starts = torch.arange(requests + 1, dtype=torch.int32) * tokens
-    length = int(positions[-1]) + 1
-    masks = None
-    if tree:
-        # The topology does not change the work: any tree of this size will do.
-        parents = ((torch.arange(tokens, dtype=torch.int32, device=device) - 1) >> 1).expand(
-            requests, -1
-        )
-        sizes = torch.full((requests,), tokens, device=device)
-        masks = StepMasks(
-            torch.arange(requests, device=device), sizes, tree_mask(parents, sizes.int())
-        )
+    length = int(columns[-1]) + 1
     metadata, slot_mappings = {}, {}
     caches = runner.kv_cache_config.kv_cache_groups
     for groups, cache in zip(runner.attn_groups, caches, strict=True):
         size = cache.kv_cache_spec.block_size
-        blocks = 1 + torch.arange(requests * -(-length // size), dtype=torch.int32, device=device)
-        blocks = blocks.view(requests, -1)
-        slots = blocks.gather(1, positions.view(requests, -1) // size).long() * size
+        table = blocks
+        if table is None:
+            per_request = -(-length // size)
+            table = 1 + torch.arange(requests * per_request, dtype=torch.int32, device=device)
+            table = table.view(requests, -1)
+        slots = table.gather(1, columns.view(requests, -1) // size).long() * size
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
@@ -114,12 +178,12 @@ def _attention_metadata(
             num_actual_tokens=requests * tokens,
             max_query_len=tokens,
             max_seq_len=length,
-            block_table_tensor=blocks,
-            slot_mapping=slots.flatten() + positions % size,
+            block_table_tensor=table,
+            slot_mapping=slots.flatten() + columns % size,
         )
         for group in groups:
             builder = group.get_metadata_builder(0)
-            if tree:
+            if masks is not None:
                 builder.step_masks = masks
             built = builder.build(0, common)
             metadata.update(dict.fromkeys(group.layer_names, built))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -60,6 +61,14 @@ PATCHES: tuple[Patch, ...] = (
         when=ON_CONFIGURATION,
         reason="vLLM's setting for a worker class. The tree worker is a subclass of the stock "
         "worker, whose model runner it turns into one that verifies trees.",
+    ),
+    Patch(
+        target="vllm.v1.engine.core:EngineCoreProc._notify_idle_state_callbacks",
+        when="When a drafttree method is first requested, and in other processes when they receive "
+        "the configuration. Engines with other methods do as before.",
+        reason="An engine core without work waits for messages, and nothing can be run meanwhile. "
+        "It calls this method before each wait, and then lets a drafttree method prime until a "
+        "message arrives.",
     ),
     Patch(
         target="vllm.sampling_params:SamplingParams._validate_spec_decode",
@@ -163,9 +172,30 @@ PATCHES: tuple[Patch, ...] = (
 
 _MARK = "_drafttree"  # attribute of every function that replaces one of the engine
 _REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttree method
+_ENGINE_CORE = "vllm.v1.engine.core"
 _GRAPHS = "drafttree_graphs"  # attribute of settings whose capture sizes drafttree has chosen
 
 R = TypeVar("R")
+
+
+class Request(tuple[str, dict[str, Any]]):
+    """Name and options of the requested method.
+
+    It is pickled with the configuration to the engine's other processes. The engine core's patch is
+    applied when it arrives there, because no other code of drafttree runs in that process.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Callable[..., Request], tuple[str, dict[str, Any]]]:
+        return _arrived, (self[0], self[1])
+
+
+def _arrived(name: str, options: dict[str, Any]) -> Request:
+    # Only the process of the engine core needs this module, and has imported it.
+    if _ENGINE_CORE in sys.modules:
+        prime_when_idle()
+    return Request((name, options))
 
 
 def requested(config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
@@ -176,7 +206,28 @@ def requested(config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | 
 def mark_requested(config: SpeculativeConfig, name: str, options: dict[str, Any]) -> None:
     """Mark the configuration as a request for a drafttree method."""
     # A plain attribute is pickled with the configuration to the engine's other processes.
-    object.__setattr__(config, _REQUEST, (name, options))
+    object.__setattr__(config, _REQUEST, Request((name, options)))
+
+
+def prime_when_idle() -> None:
+    """Let engine cores with a drafttree method prime while they have no work."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    stock = EngineCoreProc._notify_idle_state_callbacks
+    if hasattr(stock, _MARK):
+        return
+    _check_signature(stock, ["self"])
+
+    @functools.wraps(stock)
+    def _notify_idle_state_callbacks(self: EngineCoreProc) -> None:
+        stock(self)
+        if requested(self.vllm_config.speculative_config) is not None:
+            from drafttree.vllm.priming import prime_until_work
+
+            prime_until_work(self)
+
+    setattr(_notify_idle_state_callbacks, _MARK, True)
+    EngineCoreProc._notify_idle_state_callbacks = _notify_idle_state_callbacks
 
 
 def wrap_create_speculative_config(

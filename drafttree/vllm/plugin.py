@@ -64,6 +64,7 @@ def _create(
     options, num_draft_tokens = _parse(method, given, engine.spec_tokens)
     _check_model(method, target_model_config.model, options)
     patches.allow_sampling_parameters()
+    patches.prime_when_idle()
     config = _as_custom_class(
         original, engine, target_model_config, target_parallel_config, num_draft_tokens
     )

@@ -1,16 +1,20 @@
 """Tensor parallelism: the first rank drafts, and the others verify its trees.
 
 All ranks have the same logits, so they accept the same tokens. But a drafter's state may depend on
-its process, for instance on tables primed in the background or on measured times, so ranks that
-drafted independently could disagree.
+its process, for instance on measured times or on files in a cache, so ranks that drafted
+independently could disagree. For the same reason the first rank alone decides which forwards are
+run to prime its drafter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from drafttree.drafter import ModelFreeDrafter
+from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.tree import DraftTree
 
 
@@ -38,6 +42,52 @@ def broadcast_trees(trees: DraftTree, num_draft_tokens: int) -> DraftTree:
     group.broadcast(tensors)
     tokens, parents = tensors[:, :-1].view(shape).unbind(1)
     return DraftTree(tokens.contiguous(), parents.contiguous(), tensors[:, -1].contiguous())
+
+
+_NO_ROOT = -1
+
+
+@contextmanager
+def leading_forwards(
+    forward: PrimeForward, max_tokens: int, device: torch.device
+) -> Iterator[PrimeForward]:
+    """On the first rank: a forward that the other ranks run too, while they `follow_forwards`.
+
+    Args:
+        forward: This rank's forward.
+        max_tokens: Greatest number of tokens of a forward.
+        device: The ranks' device.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        yield forward
+        return
+    message = torch.zeros(2 + max_tokens, dtype=torch.int32, device=device)
+
+    def led(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
+        message[0] = len(tokens)
+        message[1] = _NO_ROOT if root is None else root
+        message[2 : 2 + len(tokens)] = tokens
+        group.broadcast(message)
+        return forward(root, tokens)
+
+    try:
+        yield led
+    finally:
+        message[0] = 0
+        group.broadcast(message)
+
+
+def follow_forwards(forward: PrimeForward, max_tokens: int, device: torch.device) -> None:
+    """On the other ranks: run the forwards of the first rank until it ends."""
+    group = get_tp_group()
+    message = torch.zeros(2 + max_tokens, dtype=torch.int32, device=device)
+    while True:
+        group.broadcast(message)
+        count, root = message[:2].tolist()
+        if not count:
+            return
+        forward(None if root == _NO_ROOT else root, message[2 : 2 + count])
 
 
 class NonDraftingRank(ModelFreeDrafter):

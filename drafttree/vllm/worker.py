@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -49,11 +50,17 @@ class TreeWorker:
             stock.load_model(load_dummy_weights=load_dummy_weights)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Warm up, and then let the drafter measure the target."""
+        """Warm up, and then let the drafter measure the target, and prime."""
         stock: Any = super()
         times = stock.compile_or_warm_up_model()
         self.model_runner.profile_forwards()
+        self.model_runner.prime_at_start()
         return times
+
+    def drafttree_prime(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """Let the drafter prime in one short forward, with KV in these blocks of the cache."""
+        progress: tuple[int, int] = self.model_runner.prime(blocks, idle=True)
+        return progress
 
     def drafttree_explain(self) -> list[dict[str, Any]]:
         """How the sizes of trees were chosen; see `Drafter.explain`."""

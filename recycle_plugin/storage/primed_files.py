@@ -1,7 +1,8 @@
-"""Files of primed matrices: their names in the cache, their identity, reading and writing."""
+"""Files of primed matrices in the user's cache: their names, their identity, reading, writing."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -9,11 +10,15 @@ from tree_kernels.cache import cache_root
 
 from drafttree.model_files import weights_fingerprint
 from recycle_plugin.storage.table_files import (
+    TablesError,
     TableSpec,
     load_tables,
     save_tables,
     tokenizer_identity,
 )
+
+EMPTY = -1
+"""All candidates of a row that is not computed yet."""
 
 _MATRIX = "matrix"
 
@@ -43,11 +48,6 @@ def cached_file(identity: dict[str, str]) -> Path:
     return cache_root() / "recycle" / name
 
 
-def partial_file(file: Path) -> Path:
-    """The file beside `file` with the rows computed so far."""
-    return file.with_name(f"{file.stem}.partial{file.suffix}")
-
-
 def save_primed(file: Path, matrix: torch.Tensor, identity: dict[str, str]) -> None:
     """Write a primed matrix, `int32 [V, k]`; rows that are not computed yet are -1.
 
@@ -59,7 +59,7 @@ def save_primed(file: Path, matrix: torch.Tensor, identity: dict[str, str]) -> N
 
 
 def load_primed(file: Path, identity: dict[str, str], vocab_size: int) -> torch.Tensor:
-    """Read a primed matrix, `int32 [V, k]`, into CPU memory.
+    """Read a primed matrix, `int32 [V, k]`, into CPU memory; rows not computed yet are -1.
 
     Raises:
         TablesError: The file is missing or damaged, or has another identity.
@@ -68,6 +68,66 @@ def load_primed(file: Path, identity: dict[str, str], vocab_size: int) -> torch.
     return load_tables(file, expected, {**identity, "vocabulary": str(vocab_size)})[_MATRIX]
 
 
-def num_primed_rows(matrix: torch.Tensor) -> int:
-    """Number of rows computed so far; they are computed in order of token id."""
-    return int((matrix[:, 0] >= 0).cumprod(0).sum())
+class PrimedFile:
+    """The cache file of one served model, or nothing if the model's files are not known.
+
+    Whatever is wrong with the file is logged once, and then the rows are kept in memory only.
+    """
+
+    def __init__(self, folder: Path | None, k: int, logger: logging.Logger) -> None:
+        """Find the file.
+
+        Args:
+            folder: Folder of the model's files on this machine; None if it is not known.
+            k: Candidates per token.
+            logger: Logger for warnings.
+        """
+        self._logger = logger
+        self._identity: dict[str, str] = {}
+        self.path: Path | None = None
+        try:
+            if folder is None:
+                raise ValueError("the folder of the model's weights is not known")
+            self._identity = primed_identity(folder, k)
+            self.path = cached_file(self._identity)
+        except ValueError as error:
+            logger.warning(
+                "Primed rows of Token Recycling are kept in memory for this run only: %s", error
+            )
+
+    def load(self, vocab_size: int) -> torch.Tensor | None:
+        """The rows that are in the file, `int32 [V, k]`; None if it has none that can be used."""
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            return load_primed(self.path, self._identity, vocab_size)
+        except TablesError as error:
+            self._logger.warning(
+                "Token Recycling is primed anew, and the file is then written again: %s", error
+            )
+            return None
+
+    def save(self, matrix: torch.Tensor) -> None:
+        """Write the rows of `int32 [V, k]`, and those that another engine has written meanwhile."""
+        if self.path is None:
+            return
+        try:
+            matrix = matrix.cpu()
+            if self.path.exists():
+                matrix = self._merged(matrix)
+            save_primed(self.path, matrix, self._identity)
+        except OSError as error:
+            self._logger.warning(
+                "Primed rows of Token Recycling are kept in memory for this run only, because the "
+                "cache cannot be written (%s): set DRAFTTREE_CACHE to a writable folder",
+                error,
+            )
+            self.path = None
+
+    def _merged(self, matrix: torch.Tensor) -> torch.Tensor:
+        assert self.path is not None
+        try:
+            written = load_primed(self.path, self._identity, len(matrix))
+        except TablesError:  # `load` has warned of it
+            return matrix
+        return torch.where(matrix[:, :1] == EMPTY, written, matrix)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from drafttree.model_files import (
+    bos_token,
     first_rows_fingerprint,
+    local_folder,
     tokenizer_fingerprint,
     weights_fingerprint,
     weights_size,
@@ -130,3 +133,34 @@ def test_the_size_of_weights_is_that_of_all_their_files(tmp_path: Path) -> None:
     for name, size in (("a.safetensors", 3), ("b.safetensors", 4), ("c.bin", 5)):
         (tmp_path / name).write_bytes(b"x" * size)
     assert weights_size(tmp_path) == 7
+
+
+def make_hub_cache(folder: Path, **revisions: str) -> Path:
+    """The Hub's local cache with a model `org/name`, which has the given commits by branch."""
+    model = folder / "models--org--name"
+    (model / "refs").mkdir(parents=True)
+    for branch, commit in revisions.items():
+        (model / "refs" / branch).write_text(commit)
+        snapshot = model / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        make_weights(snapshot, model=1)
+    return model / "snapshots"
+
+
+def test_a_model_of_the_hub_is_found_in_its_local_cache(tmp_path: Path) -> None:
+    first, second = "1" * 40, "2" * 40
+    snapshots = make_hub_cache(tmp_path, main=first, other=second)
+    cache = str(tmp_path)
+    assert local_folder("org/name", download_dir=cache) == snapshots / first
+    assert local_folder("org/name", "other", cache) == snapshots / second
+    assert local_folder("org/name", second, cache) == snapshots / second
+    assert local_folder("org/name", "unknown", cache) is None
+    assert local_folder("org/another", download_dir=cache) is None
+    assert local_folder("no name / of a model", download_dir=cache) is None
+    assert local_folder(str(snapshots)) == snapshots
+
+
+@pytest.mark.parametrize(("given", "found"), [(1, 1), (None, None), ([1, 2], None), (64, None)])
+def test_the_bos_is_one_token_of_the_vocabulary(given: object, found: int | None) -> None:
+    assert bos_token(SimpleNamespace(bos_token_id=given), 64) == found
+    assert bos_token(SimpleNamespace(), 64) is None

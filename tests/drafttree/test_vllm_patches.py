@@ -38,7 +38,7 @@ APPLIED_BY = {
     "AttentionBackendEnum": "register_backend(backend, previous)",
     "cudagraph_keys": READ_AGAIN,
     "_bs_to_padded_graph_size": READ_AGAIN,
-    "drafttree": "object.__setattr__(config, _REQUEST, (name, options))",
+    "drafttree": "object.__setattr__(config, _REQUEST, Request((name, options)))",
     "drafttree_graphs": "object.__setattr__(settings, _GRAPHS, sizes)",
 }
 """Assignments and calls in `patches.py` that do not contain the name of what they replace."""

@@ -77,6 +77,7 @@ def apply(runner, who):
     patches.route_attention()
     patches.take_corpora()
     patches.report_counters()
+    patches.prime_when_idle()
     patches.widen_request_rows()
     patches.count_layer_memory()
     patches.match_prefixes_by_bigrams()
@@ -131,6 +132,17 @@ for name in ("EAGLE", "token-recycling"):
     spec = tokenizer_control_mixin.get_spec()
     report["corpora"][name] = [
         spec.speculative_algorithm, spec.speculative_ngram_external_corpus_max_tokens]
+report["idle"] = {}
+Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self", lambda: None)
+patches.prime_when_idle()
+for name, worker in {
+    "plain": None,
+    "unfinished": SimpleNamespace(drafttree_prime=lambda cache: (1, 2)),
+    "finished": SimpleNamespace(drafttree_prime=lambda cache: (2, 2)),
+}.items():
+    seen.clear()
+    Scheduler.maybe_sleep_on_idle(SimpleNamespace(draft_worker=worker, tree_cache=None))
+    report["idle"][name] = len(seen)
 backend_for = attention_registry.ATTENTION_BACKENDS["torch_native"]
 report["backends"] = {}
 for name, algorithm in algorithms.items():
@@ -162,6 +174,8 @@ tokenizer_control_mixin.get_spec = stub("get_spec", "context")
 refused("get_spec", patches.take_corpora)
 Scheduler.get_internal_state = stub("get_internal_state", "self")
 refused("get_internal_state", patches.report_counters)
+Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self, more")
+refused("maybe_sleep_on_idle", patches.prime_when_idle)
 del kv_cache_configurator.get_req_to_token_extra_context_len
 refused("get_req_to_token_extra_context_len", patches.widen_request_rows)
 del attention_registry.ATTENTION_BACKENDS["torch_native"]
@@ -230,6 +244,10 @@ def test_other_servers_are_served_as_before(report: dict[str, Any]) -> None:
     }
 
 
+def test_a_scheduler_sleeps_when_nothing_is_left_to_prime(report: dict[str, Any]) -> None:
+    assert report["idle"] == {"plain": 1, "unfinished": 0, "finished": 1}
+
+
 def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
     plain, first, second = report["counters"]
     assert plain == {}
@@ -238,7 +256,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 8
+    assert len(report["unknown"]) == 9
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

@@ -16,7 +16,9 @@ from drafttree.vllm.patches import PATCHES
 REGISTERED = "vllm.engine.arg_utils:EngineArgs.create_speculative_config"
 CHECK = "vllm.sampling_params:SamplingParams._validate_spec_decode"
 
-OF_CLASSES = {REGISTERED, CHECK}
+IDLE = "vllm.v1.engine.core:EngineCoreProc._notify_idle_state_callbacks"
+
+OF_CLASSES = {REGISTERED, CHECK, IDLE}
 
 OTHERS = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "a runner's class",
@@ -40,8 +42,18 @@ def test_other_methods_are_passed_on(report: dict[str, Any]) -> None:
     assert report["passed_on"] == [True] * 5
 
 
-def test_an_engine_replaces_two_methods(report: dict[str, Any]) -> None:
+def test_an_engine_replaces_three_methods(report: dict[str, Any]) -> None:
     assert report["served"] == sorted(OF_CLASSES)
+
+
+def test_an_engine_core_is_patched_when_it_receives_the_configuration(
+    report: dict[str, Any],
+) -> None:
+    assert report["received"] == [False, True]
+
+
+def test_engine_cores_prime_only_for_drafttree_methods(report: dict[str, Any]) -> None:
+    assert report["primed"] == {"plain": ["stock"], "ours": ["stock", "primed"]}
 
 
 def test_the_runner_is_adopted(report: dict[str, Any]) -> None:
@@ -70,7 +82,7 @@ def test_contexts_restore_what_they_replace(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_engine_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["refused"]) == 14
+    assert len(report["refused"]) == 15
     for name, message in report["refused"].items():
         assert name in message
         assert "does not support this vLLM" in message

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks agree on drafts and on what is accepted."""
+"""Two tensor-parallel ranks agree on drafts, on what is accepted, and on what is primed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from top_tokens import top_tokens
 from vllm_runs import Answer, Case, run_vllm
+
+from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
@@ -16,6 +20,28 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True},
     {"temperature": 0.8, "seed": 1, "max_tokens": 32, "ignore_eos": True},
 ]
+
+
+def test_both_ranks_run_the_forwards_that_prime_the_first(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is written when the idle engine has computed all rows."""
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
+    prompts = [[draw, draw + 1, 7] for draw in range(20, 24)]
+    cases = [
+        Case(prompts, SETTINGS[0]),
+        Case(prompts, SETTINGS[0], after=primed_file(tiny_llama, 8)),
+    ]
+    environment = TWO_RANKS | {
+        "DRAFTTREE_CACHE": str(tmp_path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    method = {"method": "token_recycling", "nodes": 15, "prime": True, "prime_seconds": 0}
+    (first, second), log = run_vllm(tiny_llama, cases, method, environment, tensor_parallel_size=2)
+    assert "is primed for 512 of 512 tokens" in log
+    assert second.tokens == first.tokens
+    rows = load_primed(primed_file(tiny_llama, 8), primed_identity(tiny_llama, 8), 512)
+    assert (rows == top_tokens(tiny_llama, 8)).float().mean() > 0.995
 
 
 def test_tokens_equal_plain_decoding(

@@ -20,6 +20,7 @@ class Case:
         together: Whether to submit all requests at once instead of one after the other.
         reset: Whether to flush the prefix cache and forget everything learned before the case.
         rounds: How many times to submit the requests; the last answers count.
+        after: A file for which to wait before the case, while no request is running.
         sglang: Further fields of `sglang_runs.Case`, for SGLang alone.
     """
 
@@ -28,6 +29,7 @@ class Case:
     together: bool = True
     reset: bool = False
     rounds: int = 1
+    after: Path | None = None
     sglang: dict[str, Any] = field(default_factory=dict)
 
 
@@ -154,6 +156,7 @@ class Host:
                     reset=each.reset,
                     rounds=each.rounds,
                     together=each.together,
+                    after=each.after,
                 )
                 for each in cases
             ],
@@ -257,5 +260,6 @@ def _for_sglang(runs: Any, case: Case) -> Any:
         logprobs=logprobs.pop(),
         reset=case.reset,
         rounds=case.rounds,
+        after=case.after,
         **case.sglang,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -10,6 +11,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamic, few nodes": {"nodes": 3},
     "dynamic, many nodes": {"nodes": 200},
     "dynamic, without hot start": {"nodes": 31, "hot_start": False},
-    "dynamic, primed": {"nodes": 31, "prime": True},
+    "dynamic, primed": {"nodes": 31, "prime": True, "prime_seconds": math.inf},
     "dynamic, tables by request": {"nodes": 31, "sharing": "request"},
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import faults
+from awaited import wait_for
 from engine_host.jobs import RunFailed, run_job
 
 __all__ = ["Answer", "Case", "RunFailed", "environment", "run_sglang"]
@@ -26,6 +27,7 @@ class Case:
         reset: Whether to flush the engine's cache, and so forget everything learned, before the
             case.
         rounds: How many times to submit the requests; the last answers count.
+        after: A file for which to wait before the case, while no request is running.
         processor: Name of a custom logit processor in `sglang_processors`.
         stream: Whether to stream the answers and record the order of their pieces.
         abort_after: Number of tokens after which to abort a request, by row; implies `stream`.
@@ -37,6 +39,7 @@ class Case:
     logprobs: int | None = None
     reset: bool = False
     rounds: int = 1
+    after: Path | None = None
     processor: str | None = None
     stream: bool = False
     abort_after: dict[int, int] = field(default_factory=dict)
@@ -162,6 +165,7 @@ def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]
 
 
 def _answer(engine: Any, case: Case) -> Answer:
+    wait_for(case.after)
     if case.reset:
         engine.flush_cache()
     before = _counters(engine)

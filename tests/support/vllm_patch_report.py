@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,9 @@ def make_report(model: str) -> dict[str, Any]:
         registered: Names that `register` replaces, when called twice.
         passed_on: Whether other methods reach vLLM's own code after that.
         served: Names that an engine with a drafttree method has replaced after it has run.
+        received: Whether the engine core is patched, before and after it receives a configuration
+            that requests a drafttree method.
+        primed: What an engine core without work does, with such a configuration and without.
         runner: Names of the base classes of that engine's model runner.
         applied: Names of all attributes that the functions of `patches` change.
         twice: Names of attributes that change when the functions are called again.
@@ -39,6 +43,7 @@ def make_report(model: str) -> dict[str, Any]:
     llm = _serve(model)
     report["served"] = _changed(before)
     worker = llm.collective_rpc(lambda worker: worker)[0]
+    report |= _idle(worker.vllm_config.speculative_config)
     report["runner"] = [each.__name__ for each in type(worker.model_runner).__bases__]
     report |= _apply_twice(worker, model)
     report["refused"] = _refused()
@@ -118,6 +123,32 @@ def _serve(model: str) -> Any:
     return llm
 
 
+def _idle(config: Any) -> dict[str, Any]:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from drafttree.vllm import patches, priming
+
+    name = "_notify_idle_state_callbacks"
+    called: list[str] = []
+
+    def stock(self: Any) -> None:
+        called.append("stock")
+
+    with mock.patch.object(EngineCoreProc, name, stock):
+        received = [hasattr(getattr(EngineCoreProc, name), patches._MARK)]
+        sent = pickle.loads(pickle.dumps(config))
+        received.append(hasattr(getattr(EngineCoreProc, name), patches._MARK))
+        primed = {}
+        for kind, speculative in (("plain", None), ("ours", sent)):
+            core: Any = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative))
+            prime = mock.Mock(side_effect=lambda core: called.append("primed"))
+            with mock.patch.object(priming, "prime_until_work", prime):
+                getattr(EngineCoreProc, name)(core)
+            primed[kind] = called.copy()
+            called.clear()
+    return {"received": received, "primed": primed}
+
+
 # What is changed on objects.
 
 
@@ -191,6 +222,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         patches.replace_thinking_budgets(batch, holders[0])
         patches.replace_budget_states(holders[0], states)
         patches.allow_sampling_parameters()
+        patches.prime_when_idle()
 
     def temporarily(stack: ExitStack) -> None:
         stack.enter_context(patches.replace_speculative_arguments(engine, OURS))
@@ -220,6 +252,7 @@ def _refused() -> dict[str, str]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.backends import registry
+    from vllm.v1.engine.core import EngineCoreProc
 
     from drafttree.vllm import patches
 
@@ -251,6 +284,9 @@ def _refused() -> dict[str, str]:
     name = "_validate_spec_decode"
     with mock.patch.object(SamplingParams, name, other(name)):
         attempt(name, patches.allow_sampling_parameters)
+    name = "_notify_idle_state_callbacks"
+    with mock.patch.object(EngineCoreProc, name, other(name)):
+        attempt(name, patches.prime_when_idle)
     name = "register_backend"
     with mock.patch.object(registry, name, other(name)):
         backend = registry.AttentionBackendEnum.CPU_ATTN

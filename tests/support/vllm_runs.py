@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import faults
+from awaited import wait_for
 from engine_host.jobs import RunFailed, run_job
 
 __all__ = ["ENVIRONMENT", "Answer", "Case", "RunFailed", "run_vllm"]
@@ -23,6 +24,7 @@ class Case:
         reset: Whether to flush the prefix cache and forget everything learned before the case.
         reload: Whether to reload the weights before the case.
         rounds: How many times to submit the requests; the last answers count.
+        after: A file for which to wait before the case, while no request is running.
         adapter: Folder of a LoRA adapter that every second request uses.
         together: Whether to submit all requests at once instead of one after the other.
     """
@@ -32,6 +34,7 @@ class Case:
     reset: bool = False
     reload: bool = False
     rounds: int = 1
+    after: Path | None = None
     adapter: str | None = None
     together: bool = True
 
@@ -127,6 +130,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
     )
     answers = []
     for case in cases:
+        wait_for(case.after)
         if case.reset:
             assert llm.reset_prefix_cache()
             if ours:

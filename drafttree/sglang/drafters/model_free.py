@@ -9,7 +9,8 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import ModelFreeDrafter
-from drafttree.sglang.patches import observe_prefill
+from drafttree.sglang.patches import observe_prefill, prime_when_idle
+from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Step
 from drafttree.sglang.worker import Penalties, TreeWorker
 from drafttree.tree import DraftTree, Verified
@@ -23,6 +24,42 @@ class ModelFreeWorker(TreeWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         observe_prefill(self._runner, self._observe_prefill)
+        prime_when_idle()
+        self._primed = 0, 0
+
+    def init_cuda_graphs(self) -> None:
+        """SGLang's last call before it serves: let the drafter time forwards, and prime."""
+        super().init_cuda_graphs()
+        self._prime(None, idle=False)
+
+    def drafttree_prime(self, tree_cache: Any) -> tuple[int, int]:
+        """While no request is running: let the drafter prime in one short forward.
+
+        Args:
+            tree_cache: SGLang's cache of prefixes.
+
+        Returns:
+            How much is computed, and how much there is in all.
+        """
+        done, everything = self._primed
+        if done < everything:
+            self._prime(tree_cache, idle=True)
+        return self._primed
+
+    def _prime(self, tree_cache: Any, *, idle: bool) -> None:
+        tree_size = self._options.num_draft_tokens + 1
+        on_cpu = self._device.type == "cpu"
+        allocator = self.token_to_kv_pool_allocator
+        # SGLang's backends for GPUs verify trees of one size only.
+        row = self.req_to_token_pool.req_to_token.shape[1]
+        most = min(MAX_TOKENS + 1, allocator.size, row) if on_cpu else tree_size
+        with lent_slots(allocator, tree_cache, most) as slots:
+
+            def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
+                width = len(tokens) + (root is not None) if on_cpu else tree_size
+                return child_logits(self._runner, root, tokens, slots, width)
+
+            self._primed = self.drafter.prime(forward, most - 1, idle=idle)
 
     @property
     def draft_worker(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
 from drafttree.vllm.step import NO_TOKEN, IntArray, StepState, StepTrees
@@ -30,6 +32,10 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         if is_drafting_rank():
             self._drafter = method.drafter(parsed, self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Let the drafter compute something beforehand, if it can."""
+        return prime(self, self._drafter, blocks, idle=idle)
 
     def _request_started(self, name: str, slot: int) -> None:
         batch = self.input_batch

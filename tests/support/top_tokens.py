@@ -1,0 +1,25 @@
+"""What transformers predicts after each single token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def top_tokens(folder: Path, k: int) -> torch.Tensor:
+    """The k most likely tokens after each `[BOS, t]`, or `[t]` without BOS, `int32 [V, k]`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(target.config.vocab_size)[:, None]
+    bos = json.loads((folder / "config.json").read_text())["bos_token_id"]
+    if bos is not None:
+        tokens = torch.cat((torch.full_like(tokens, bos), tokens), 1)
+    with torch.inference_mode():
+        best: torch.Tensor = target(tokens).logits[:, -1].topk(k).indices.int()
+    return best
