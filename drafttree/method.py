@@ -7,7 +7,7 @@ are served like those of this one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -169,6 +169,8 @@ class Method(Generic[D]):
         models: Folders of models that come with the method, by the name of the target's recipe.
         primes: Whether its drafters compute something by `ModelFreeDrafter.prime` and keep it, so
             that `drafttree prepare` can let them do so before anything is served.
+        remember: `(target's folder, options, texts) -> tokens`, which keeps texts for the drafters
+            of later engines, and returns their number of tokens. Raises ValueError if it cannot.
     """
 
     name: str
@@ -179,6 +181,7 @@ class Method(Generic[D]):
     check_model: Callable[[str, str], None] | None = None
     models: Mapping[str, Path] = field(default_factory=dict)
     primes: bool = False
+    remember: Callable[[Path, Any, Iterable[str]], int] | None = None
 
     def drafter(self, options: MethodOptions, target: Target) -> D:
         """Make a drafter.

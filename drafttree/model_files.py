@@ -157,7 +157,7 @@ def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
     Raises:
         ValueError: The vocabularies differ, or a configuration cannot be read.
     """
-    sizes = [_vocabulary_size("target", target), _vocabulary_size("draft model", draft)]
+    sizes = [vocabulary_size(target, "target"), vocabulary_size(draft, "draft model")]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the draft model {draft} has {sizes[1]} tokens and the target {target} has "
@@ -179,7 +179,16 @@ def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
         )
 
 
-def _vocabulary_size(name: str, model: str) -> int:
+def vocabulary_size(model: str | Path, name: str = "model") -> int:
+    """The number of tokens of a model's logits, from its configuration.
+
+    Args:
+        model: Folder of the model, or its name on the Hub.
+        name: What the model is, for the message.
+
+    Raises:
+        ValueError: The configuration cannot be read.
+    """
     from transformers import AutoConfig
 
     try:

@@ -33,6 +33,7 @@ engines and to `drafttree`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from drafttree.drafter import Target
@@ -86,6 +87,12 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
     return StaticTreeDrafter(tables, options.topology)
 
 
+def _remember(folder: Path, options: RecycleOptions, texts: Iterable[str]) -> int:
+    from recycle_plugin.storage.hot_start import remember_corpus
+
+    return remember_corpus(folder, options, texts)
+
+
 METHOD = Method(
     name="token_recycling",
     title="Token Recycling",
@@ -93,6 +100,7 @@ METHOD = Method(
     options=RecycleOptions,
     make_drafter=make_drafter,
     primes=True,
+    remember=_remember,
 )
 
 __all__ = [

@@ -32,8 +32,8 @@ class RecycleOptions(MethodOptions):
         default=DYNAMIC,
         description="The shape of draft trees. `dynamic`: each request gets its own tree in every "
         "step, built best first from the adjacency matrix, the bigram table and copies of what "
-        "followed the same text earlier. `static`: one fixed tree; with 80 draft tokens it is the paper's "
-        "(appendix, figure 5), with other sizes the tree of highest path probability. "
+        "followed the same text earlier. `static`: one fixed tree; with 80 draft tokens it is the "
+        "paper's (appendix, figure 5), with other sizes the tree of highest path probability. "
         "`branch:4-2-1`: a static tree with these numbers of children at each level. Anything "
         'else is the path of a JSON file with a static tree, `{"paths": [[0], [1], [0, 0], ...]}`, '
         "where each path lists the candidate ranks from the root to a node.",

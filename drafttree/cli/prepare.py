@@ -1,10 +1,14 @@
-"""`drafttree prepare`: computes beforehand what a method's drafter would compute while serving."""
+"""`drafttree prepare`: does beforehand what a method's drafter would do while serving.
+
+It computes what needs no request or, with a corpus, keeps texts for later engines.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -14,6 +18,7 @@ from tree_kernels.cache import cache_root
 
 from drafttree.bench.engine_process import ENGINES, EngineProcess
 from drafttree.bench.errors import EngineError, InputError
+from drafttree.bench.methods import parse_pairs
 from drafttree.bench.protocol import EngineSpec
 from drafttree.method import Method, find_method, installed_methods
 from drafttree.model_files import local_folder
@@ -32,17 +37,35 @@ def prepare(
     dtype: Annotated[
         str, typer.Option(help="The data type to compute with, as the engine names it.")
     ] = "auto",
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A text file that drafts may copy from, instead of computing anything; may be "
+            "repeated."
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=VALUE, an option of the method, for --corpus; may be repeated."),
+    ] = None,
 ) -> None:
-    """Compute now what a method would compute while it serves a model for the first time."""
+    """Compute now what a method would compute while it serves a model for the first time, or keep
+    a corpus for it."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        found = _method(method)
         folder = local_folder(model)
         if folder is None:
             raise InputError(
                 f"--model {model} is neither a folder nor in the Hub's local cache: give a model "
                 "whose files are on this machine"
             )
+        if corpus:
+            count = _remember(method, folder, corpus, option or [])
+            console.print(f"{count} tokens of {len(corpus)} files are kept", markup=False)
+            return
+        if option:
+            raise InputError(f"--option {option[0]} is for --corpus alone: leave it out")
+        found = _method(method)
         cache_root().mkdir(parents=True, exist_ok=True)
         spec = EngineSpec(
             model=str(folder),
@@ -73,6 +96,19 @@ def prepare(
         console.print("interrupted: run the same command again to continue")
         raise typer.Exit(130) from None
     console.print(f"{found.title} is primed for {model}", markup=False)
+
+
+def _remember(name: str, folder: Path, corpus: Sequence[Path], options: Sequence[str]) -> int:
+    found = find_method(name)
+    if found.remember is None:
+        raise InputError(f"{found.title} copies no texts: leave --corpus out")
+    texts = []
+    for file in corpus:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--corpus {file} cannot be read: {error}") from error
+    return found.remember(folder, found.parse(parse_pairs(options)), texts)
 
 
 def _method(name: str) -> Method[Any]:

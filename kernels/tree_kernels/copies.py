@@ -191,7 +191,7 @@ def bucket(length: Tensor) -> Tensor:
     return torch.bucketize(length, torch.tensor(LENGTHS, device=length.device), right=True) - 1
 
 
-def text_places(place: Tensor, ends: Tensor, depth: int) -> Tensor:
+def text_places(place: Tensor, ends: Tensor, depth: Tensor | int) -> Tensor:
     """The PyTorch reference for `place_in_text`."""
     period = (ends + depth - place).clamp(min=1)
     return torch.where(place < ends, place, ends - period + depth % period)
@@ -248,10 +248,10 @@ def find_copies(
         place = places.gather(-1, own.indices) * is_own
         found.append((token, state, place, lengths.gather(-1, own.indices) * is_own))
         order = order.masked_fill(same, -1)
-    columns = (torch.cat(column, -1) for column in zip(*found, strict=True))
+    columns = [torch.cat(column, -1) for column in zip(*found, strict=True)]
     first, first_state = found[0][0][..., 0], found[0][1][..., 0]
     rest = (first_state + 4 * BUCKETS).masked_fill(first < 0, 0)
-    return Copies(*columns, rest, from_memory)
+    return Copies(columns[0], columns[1], columns[2], columns[3], rest, from_memory)
 
 
 def follow(

@@ -385,14 +385,15 @@ def _expand_reference(
         first += tokens[-2].shape[1]
     if spine:
         follows = (pointers.own_length > 0) | (pointers.memory_length > 0)
-        best = scores[-1].masked_fill(~follows, 0).sort(dim=1, descending=True, stable=True)
-        at, rows = best.indices[:, 0], torch.arange(batch, device=device)
+        following = scores[-1].masked_fill(~follows, 0)
+        ranked = following.sort(dim=1, descending=True, stable=True)
+        at, rows = ranked.indices[:, 0], torch.arange(batch, device=device)
         every = (pointers.own, pointers.own_length, pointers.memory, pointers.memory_length)
         chain, source, score = extend_spine(
             tables,
             slots,
             suffix[rows, at],
-            best.values[:, 0],
+            ranked.values[:, 0],
             Pointers(*(each[rows, at] for each in every)),
             depth,
             spine,

@@ -3,19 +3,78 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tree_kernels.memory import remember
 
+from drafttree.model_files import vocabulary_size
 from recycle_plugin.storage.table_files import (
     TableSaver,
     TablesError,
     TableSpec,
     load_tables,
+    save_tables,
     tokenizer_identity,
 )
 from recycle_plugin.tables import Tables
+
+if TYPE_CHECKING:
+    from recycle_plugin.config import RecycleOptions
+
+
+class _Learned:
+    """What is kept of an engine's tables, by its name in a file.
+
+    Args:
+        tables: The tables.
+        target: The target's folder, whose tokenizer is part of the file's identity.
+    """
+
+    def __init__(self, tables: Tables, target: Path) -> None:
+        self._vocab_size, k = tables.matrix.shape
+        self._memory = tables.memory
+        self._stats = tables.source_stats
+        self._tables = {
+            "matrix": tables.matrix,
+            "pairs": tables.bigrams[None],  # as files of version 1 have it
+        }
+        self._counts = {"tried_by_source": self._stats.tried, "hit_by_source": self._stats.hit}
+        self.identity = {
+            "tokenizer": tokenizer_identity(target),
+            "k": str(k),
+            "vocabulary": str(self._vocab_size),
+        }
+
+    def load(self, file: Path) -> None:
+        """Fill the tables from a file; what files of earlier versions lack stays empty.
+
+        Raises:
+            TablesError: The file is damaged or belongs to other tables.
+        """
+        size = self._vocab_size
+        expected = {
+            **{
+                name: TableSpec(tuple(t.shape), vocab_size=size) for name, t in self._tables.items()
+            },
+            **{name: TableSpec(tuple(t.shape), optional=True) for name, t in self._counts.items()},
+            "memory": TableSpec((None,), vocab_size=size, optional=True),
+        }
+        loaded = load_tables(file, expected, self.identity)
+        texts = loaded.pop("memory", None)
+        for name, table in loaded.items():
+            (self._tables | self._counts)[name].copy_(table)
+        self._stats.refresh()
+        if texts is not None:
+            remember(self._memory, texts)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Copies in CPU memory."""
+        tables = self._tables | self._counts
+        copies = {name: table.to("cpu", copy=True) for name, table in tables.items()}
+        return {**copies, "memory": self._memory.text()}
 
 
 def open_hot_start(
@@ -32,43 +91,59 @@ def open_hot_start(
         target: The target's folder, whose tokenizer is part of the file's identity.
         logger: Logger for the warning.
     """
-    vocab_size, k = tables.matrix.shape
-    identity = {
-        "tokenizer": tokenizer_identity(Path(target)),
-        "k": str(k),
-        "vocabulary": str(vocab_size),
-    }
-    counts = tables.source_stats
-    learned = {
-        "matrix": tables.matrix,
-        "pairs": tables.bigrams[None],  # as files of version 1 have it
-        "tried_by_source": counts.tried,
-        "hit_by_source": counts.hit,
-    }
-    expected = {
-        name: TableSpec(
-            tuple(table.shape),
-            vocab_size=None if name.endswith("by_source") else vocab_size,
-            optional=name.endswith("by_source"),
-        )
-        for name, table in learned.items()
-    }
-    memory = TableSpec((None,), vocab_size=vocab_size, optional=True)
+    learned = _Learned(tables, Path(target))
     try:
         if file.exists():
-            loaded = load_tables(file, {**expected, "memory": memory}, identity)
-            texts = loaded.pop("memory", None)
-            for name, table in loaded.items():
-                learned[name].copy_(table)
-            counts.refresh()
-            if texts is not None:
-                remember(tables.memory, texts)
+            learned.load(file)
     except (OSError, TablesError) as error:
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
+    return TableSaver(file, learned.snapshot, learned.identity, logger=logger)
 
-    def snapshot() -> dict[str, torch.Tensor]:
-        copies = {name: table.to("cpu", copy=True) for name, table in learned.items()}
-        return {**copies, "memory": tables.memory.text()}
 
-    return TableSaver(file, snapshot, identity, logger=logger)
+def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str]) -> int:
+    """Put texts into the memory of the file that `hot_start` names, for the engine's next start.
+
+    Args:
+        target: The target's folder.
+        options: The options that the engine will have.
+        texts: The texts.
+
+    Returns:
+        The number of tokens of the texts. If the memory is smaller, it keeps the last of them.
+
+    Raises:
+        ValueError: The options name no file or have no memory, the file belongs to another model,
+            or the target has no tokenizer.
+        OSError: The file cannot be written.
+    """
+    file = options.hot_start
+    if not isinstance(file, Path):
+        raise ValueError("a corpus needs a file to be kept in: give the option hot_start=FILE")
+    if not options.memory_tokens:
+        raise ValueError(f"memory={options.memory} keeps no corpus: leave memory out")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    except Exception as error:
+        # This may run third-party code, which can raise anything.
+        raise ValueError(f"transformers cannot load the tokenizer in {target}: {error}") from error
+    tables = Tables(
+        vocabulary_size(target),
+        options.k,
+        torch.device("cpu"),
+        bigrams=True,
+        hot_start=True,
+        memory=options.memory_tokens,
+    )
+    learned = _Learned(tables, target)
+    if file.exists():
+        learned.load(file)
+    count = 0
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        remember(tables.memory, torch.tensor(tokens, dtype=torch.int32))
+        count += len(tokens)
+    save_tables(file, learned.snapshot(), learned.identity)
+    return count

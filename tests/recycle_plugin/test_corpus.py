@@ -1,0 +1,104 @@
+"""`drafttree prepare --corpus` puts files into the memory of a hot start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from drafttree.cli import app
+from drafttree.drafter import Target
+from recycle_plugin import DynamicTreeDrafter, RecycleOptions, make_drafter
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
+
+
+VOCAB = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose tokens are bytes, without weights."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    LlamaConfig(vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+def prepare(model: Path, *arguments: str) -> tuple[int, str]:
+    command = ["prepare", "--method", "token-recycling", "--model", str(model), *arguments]
+    result = CliRunner().invoke(app, command)
+    return result.exit_code, result.output + result.stderr
+
+
+def drafter_of(model: Path, file: Path) -> DynamicTreeDrafter:
+    options = RecycleOptions.model_validate({"prime": False, "nodes": 80, "hot_start": file})
+    logger = logging.getLogger(__name__)
+    target = Target(str(model), VOCAB, torch.device("cpu"), torch.float32, logger)
+    drafter = make_drafter(options, target)
+    assert isinstance(drafter, DynamicTreeDrafter)
+    assert drafter.tables.saver is not None
+    drafter.tables.saver.close()
+    drafter.allocate(2, 256)
+    return drafter
+
+
+def test_a_corpus_is_copied_from_by_the_next_engine(model: Path, tmp_path: Path) -> None:
+    file, first, second = tmp_path / "tables", tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_text(TEXT, encoding="utf-8")
+    second.write_text(TEXT[::-1], encoding="utf-8")
+    kept = "--option", f"hot_start={file}"
+    status, said = prepare(model, "--corpus", str(first), "--corpus", str(second), *kept)
+    assert status == 0, said
+    assert "tokens of 2 files are kept" in said
+    tokens = AutoTokenizer.from_pretrained(model).encode(TEXT, add_special_tokens=False)
+    for _ in range(2):
+        drafter = drafter_of(model, file)
+        drafter.start(0, tokens[:6])
+        trees = drafter.propose(torch.tensor([0]), torch.tensor(tokens[5:6], dtype=torch.int32))
+        deepest = trees.path(0, int(trees.tree_size[0]) - 1)
+        assert len(deepest) > 25
+        assert deepest == tokens[6 : 6 + len(deepest)]
+        # A second corpus is added to the first.
+        assert prepare(model, "--corpus", str(second), *kept)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--corpus", "{text}"), "hot_start=FILE"),
+        (
+            ("--corpus", "{text}", "--option", "hot_start={file}", "--option", "memory=0"),
+            "memory=0",
+        ),
+        (("--corpus", "missing.txt", "--option", "hot_start={file}"), "missing.txt cannot be read"),
+        (("--corpus", "{text}", "--option", "hot_start={text}"), "damaged or cannot be read"),
+        (("--option", "nodes=3"), "nodes=3 is for --corpus alone"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(
+    model: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "tables"
+    text.write_text(TEXT, encoding="utf-8")
+    given = [each.format(text=text, file=file) for each in arguments]
+    status, said = prepare(model, *given)
+    assert status == 2
+    assert message in said.replace("\n", " ")
+    assert not file.exists()
+    assert text.read_text(encoding="utf-8") == TEXT
+
+
+def test_a_method_that_copies_nothing_refuses_a_corpus(model: Path) -> None:
+    command = ["prepare", "--method", "rsd", "--model", str(model), "--corpus", "a.txt"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "copies no texts" in result.output + result.stderr
