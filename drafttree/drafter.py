@@ -56,6 +56,7 @@ class Target:
             needs hidden states.
         bos: The token that texts begin with; None if there is none.
         folder: Folder of the target's files on this machine; None if it is not known.
+        pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
     """
 
     model: str
@@ -66,6 +67,7 @@ class Target:
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     bos: int | None = None
     folder: Path | None = None
+    pads_trees: bool = False
 
 
 class Drafter:

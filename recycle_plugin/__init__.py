@@ -83,6 +83,7 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             options.num_draft_tokens,
             auto=options.nodes == "auto",
             private=options.sharing == "request",
+            pads_trees=target.pads_trees,
         )
     return StaticTreeDrafter(tables, options.topology)
 

@@ -19,7 +19,7 @@ from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, previous_tok
 from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
 
-from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
+from drafttree.budget import NodeBudget, TreeChoice, candidate_sizes, measure_forwards
 from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
@@ -54,10 +54,20 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         auto: Whether a node budget chooses the draft tokens of each step, up to
             `num_draft_tokens`.
         private: Whether each request has its own tables.
+        pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
     """
 
-    def __init__(self, tables: Tables, num_draft_tokens: int, *, auto: bool, private: bool) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        num_draft_tokens: int,
+        *,
+        auto: bool,
+        private: bool,
+        pads_trees: bool = False,
+    ) -> None:
         self.tables = tables
+        self._pads_trees = pads_trees
         self._private = private
         self._num_draft_tokens = num_draft_tokens
         self._auto = auto
@@ -123,6 +133,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             self._budget = NodeBudget.from_forwards(
                 candidate_sizes(self._num_draft_tokens, self.tables.matrix.device),
                 measure_forwards(measure_forward, max_tokens),
+                pads_trees=self._pads_trees,
             )
 
     def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
@@ -158,16 +169,16 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         if budget is not None and budget.should_skip_drafting(slots):
             return DraftTree.of_roots(roots)
         expanded = self._expand(slots, roots)
+        choice = TreeChoice(num_draft_tokens)
         if budget is not None:
-            num_draft_tokens = budget.choose_best_first(slots, expanded.scores)
-            if num_draft_tokens == 0:
+            choice = budget.choose_best_first(slots, expanded.scores)
+            if not choice.drafts:
                 return DraftTree.of_roots(roots)
-        tokens, parents, sources, tree_size = best_nodes(expanded, num_draft_tokens)
-        self._sources[slots, : num_draft_tokens + 1] = sources
-        trees = DraftTree(tokens, parents, tree_size)
-        if budget is not None:
-            budget.proposed(trees)
-        return trees
+        tokens, parents, sources, tree_size = best_nodes(
+            expanded, choice.num_draft_tokens, choice.spine, choice.min_score
+        )
+        self._sources[slots, : tokens.shape[1]] = sources
+        return DraftTree(tokens, parents, tree_size)
 
     def observe(
         self,

@@ -1,9 +1,10 @@
-"""Node budget: chooses `num_draft_tokens` in each step, so that drafting is never slower for long.
+"""Node budget: chooses the sizes of draft trees, so that drafting is never slower for long.
 
 A drafter uses `NodeBudget`; `docs/node_budget.md` explains the model behind it.
 """
 
 from drafttree.budget.forward_profile import measure_forwards
 from drafttree.budget.node_budget import NodeBudget, candidate_sizes
+from drafttree.budget.tree_choice import TreeChoice
 
-__all__ = ["NodeBudget", "candidate_sizes", "measure_forwards"]
+__all__ = ["NodeBudget", "TreeChoice", "candidate_sizes", "measure_forwards"]

@@ -2,32 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from drafttree.budget.constants import BudgetConstants
-
-
-@dataclass
-class _DecayingSums:
-    """Sums of expected and accepted draft tokens that forget old steps exponentially."""
-
-    expected: float = 0.0
-    accepted: float = 0.0
-    updated_at: int = 0
-
-    def add(self, expected: float, accepted: float, clock: int, constants: BudgetConstants) -> None:
-        age = clock - self.updated_at
-        weight = math.exp(-1 / constants.sample_decay - age / constants.age_decay)
-        self.expected = self.expected * weight + expected
-        self.accepted = self.accepted * weight + accepted
-        self.updated_at = clock
-
-    def ratio(self, prior: float, prior_weight: float, clock: int, age_decay: float) -> float:
-        weight = math.exp(-(clock - self.updated_at) / age_decay)
-        return (prior * prior_weight + weight * self.accepted) / (
-            prior_weight + weight * self.expected
-        )
+from drafttree.budget.decaying_ratio import DecayingRatio
 
 
 class AcceptanceCalibration:
@@ -40,9 +16,9 @@ class AcceptanceCalibration:
 
     def __init__(self, constants: BudgetConstants) -> None:
         self._constants = constants
-        self._overall = _DecayingSums()
-        self._by_bucket: dict[int, _DecayingSums] = {}
-        self._by_size: dict[tuple[int, int], _DecayingSums] = {}
+        self._overall = DecayingRatio(constants)
+        self._by_bucket: dict[int, DecayingRatio] = {}
+        self._by_size: dict[tuple[int, int], DecayingRatio] = {}
 
     def add(
         self, bucket: int, num_draft_tokens: int, expected: float, accepted: float, clock: int
@@ -52,23 +28,21 @@ class AcceptanceCalibration:
         Args:
             bucket: Batch bucket of the step, from `batch_bucket`.
             num_draft_tokens: Draft tokens of each request.
-            expected: Mean draft tokens of a request that the drafter expected to be accepted.
-            accepted: Mean draft tokens of a request that were accepted.
+            expected: Draft tokens of the batch that the drafter expected to be accepted.
+            accepted: Draft tokens of the batch that were accepted.
             clock: Number of steps observed so far.
         """
-        samples = min(bucket, self._constants.max_independent_requests)
-        of_bucket = self._by_bucket.setdefault(bucket, _DecayingSums())
-        of_size = self._by_size.setdefault((bucket, num_draft_tokens), _DecayingSums())
-        for sums in (self._overall, of_bucket, of_size):
-            sums.add(expected * samples, accepted * samples, clock, self._constants)
+        of_bucket = self._by_bucket.setdefault(bucket, DecayingRatio(self._constants))
+        of_size = self._by_size.setdefault(
+            (bucket, num_draft_tokens), DecayingRatio(self._constants)
+        )
+        for ratio in (self._overall, of_bucket, of_size):
+            ratio.add(expected, accepted, clock)
 
     def ratios(self, bucket: int, sizes: tuple[int, ...], clock: int) -> list[float]:
         """The ratio of accepted to expected draft tokens at each of `sizes`."""
-        constants = self._constants
-        decay = constants.age_decay
-        ratio = self._overall.ratio(1.0, constants.prior_weight, clock, decay)
+        ratio = self._overall.value(1.0, clock)
         if (of_bucket := self._by_bucket.get(bucket)) is not None:
-            ratio = of_bucket.ratio(ratio, constants.batch_prior_weight, clock, decay)
+            ratio = of_bucket.value(ratio, clock)
         known = (self._by_size.get((bucket, size)) for size in sizes)
-        weight = constants.size_prior_weight
-        return [sums.ratio(ratio, weight, clock, decay) if sums else ratio for sums in known]
+        return [of_size.value(ratio, clock) if of_size else ratio for of_size in known]

@@ -1,25 +1,33 @@
-"""Cost model: the time of a decode step by batch size and number of draft tokens.
+"""Cost model: the mean time of a decode step by its requests and rows.
 
-A step of B requests with n draft tokens each verifies B (n + 1) tokens. Forwards measured at
-start-up give a curve over that token count. The times of whole steps then correct the curve by one
-ratio for each (batch bucket, n) and by a global level that all of them share. The level absorbs
-whatever makes every step slower, such as a busy machine or longer contexts, so a size that has not
-been used for a while moves along with the others, and the choice between two sizes does not change
-only because one of them was measured more recently.
+A step of B requests verifies `rows` tokens: each request's root and its draft tokens. Forwards
+measured at start-up give a curve over the rows. The times of whole steps then correct the curve by
+a factor for each batch bucket and candidate size; between two sizes it is interpolated. The factors
+are estimated together, by a Kalman filter on their logarithms: sizes share most of what makes steps
+slower, such as a busy machine or longer contexts, and neighbouring sizes share more. So a size that
+has not been used for a while moves along with the others and becomes uncertain.
 
-Ratios, level and noise are logarithms.
+The filter follows the usual time of a step. The mean is larger if some steps stall; its ratio to
+the usual time is measured over more steps, for plain steps and for steps with drafts.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.decaying_ratio import DecayingRatio
+from drafttree.budget.forward_curve import ForwardCurve
+
+FloatArray = np.ndarray[Any, Any]
+
+_LEAST_VARIANCE = 1e-4
+"""Of the logarithm of a step's time: times vary by 1% at least."""
 
 
 def batch_bucket(batch_size: int) -> int:
@@ -33,99 +41,147 @@ def batch_bucket(batch_size: int) -> int:
     return 1 << round(math.log2(batch_size))
 
 
-@dataclass
-class _Estimate:
-    """The estimate for one (batch bucket, n).
+def _at(values: FloatArray, size: int, weight: float) -> float:
+    """A value between those of the size at index `size`, with `weight`, and of the next."""
+    value: float = values[size]
+    return value if weight == 1 else weight * value + (1 - weight) * float(values[size + 1])
+
+
+def _project(covariance: FloatArray, size: int, weight: float) -> tuple[FloatArray, float]:
+    """Covariances of all factors with the one at a place between two sizes, and its variance."""
+    row: FloatArray = covariance[size]
+    if weight < 1:
+        row = weight * row + (1 - weight) * covariance[size + 1]
+    return row, _at(row, size, weight)
+
+
+class _Factors:
+    """The logarithms of one batch bucket's factors, and how uncertain they are.
 
     Attributes:
-        ratio: Logarithm of measured over predicted seconds, global level subtracted.
-        recent: The last samples of that ratio.
-        count: Number of samples since the estimate was last replaced.
-        visit: Number of samples since the estimate was last stale.
+        mean: `[S]`, the estimates.
+        covariance: `[S, S]`, of their errors.
         seen_at: Step of the last sample.
-        level: Global level at the last sample.
+        outliers: `[S]`, the consecutive outliers to one side of each size.
+        changed_at: Step of the last lasting change; None if there was none.
+        wait: Steps after the change at which drafting is due to be measured again.
     """
 
-    ratio: float
-    recent: deque[float]
-    count: int
-    visit: int
-    seen_at: int
-    level: float
+    def __init__(self, mean: FloatArray, covariance: FloatArray, clock: int) -> None:
+        self.mean = mean.copy()
+        self.covariance = covariance.copy()
+        self.seen_at = clock
+        self.outliers: list[list[float]] = [[] for _ in mean]
+        self.changed_at: int | None = None
+        self.wait = 0
 
 
 class CostModel:
-    """Seconds of a decode step as a function of (batch size, n), n the draft tokens of a request.
+    """Mean seconds of a decode step as a function of its batch size and rows.
 
     Attributes:
-        forward_seconds: The measured forwards, seconds by token count.
+        candidate_sizes: Draft tokens of a request to choose from, ascending from 0.
         clock: Number of steps observed so far.
     """
 
     def __init__(
         self,
+        candidate_sizes: Sequence[int],
         forward_seconds: Mapping[int, float],
         constants: BudgetConstants | None = None,
     ) -> None:
         """Start from measured forwards.
 
         Args:
+            candidate_sizes: Draft tokens of a request to choose from, ascending from 0.
             forward_seconds: Seconds of a forward by the number of its tokens.
             constants: Tuned constants; the defaults if None.
 
         Raises:
             ValueError: There is no forward, or one without tokens or without time.
         """
-        self._constants = constants or BudgetConstants()
-        if not forward_seconds or any(
-            not (tokens >= 1 and 0 < seconds < math.inf)
-            for tokens, seconds in forward_seconds.items()
-        ):
-            raise ValueError(
-                f"forward_seconds={dict(forward_seconds)}: give at least one token count and its "
-                "seconds, both positive"
-            )
-        self.forward_seconds = dict(forward_seconds)
-        self._token_counts = sorted(forward_seconds)
-        self._times = [forward_seconds[count] for count in self._token_counts]
-        self._curve: dict[int, float] = {}
-        self._estimates: dict[tuple[int, int], _Estimate] = {}
-        self._substitutes: dict[tuple[int, int], _Estimate | None] = {}
-        self._level = 0.0
-        self._noise = self._constants.initial_noise
+        self._constants = constants = constants or BudgetConstants()
+        self.candidate_sizes = tuple(candidate_sizes)
+        self.curve = ForwardCurve(forward_seconds)
+        self._of_sizes: dict[int, FloatArray] = {}
+        # A random walk over the doublings of rows, from the level of a plain step.
+        self._doublings = doublings = np.log2(np.array(self.candidate_sizes) + 1.0)
+        self._prior = constants.level_spread**2 + constants.row_spread**2 * np.minimum(
+            doublings, doublings[:, None]
+        )
+        self._buckets: dict[int, _Factors] = {}
+        self._variance = constants.initial_noise**2
+        self._paid = DecayingRatio(constants)
+        self._paid_by_kind = DecayingRatio(constants), DecayingRatio(constants)
         self.clock = 0
 
-    def forward(self, num_tokens: int) -> float:
-        """Predicted seconds of a forward, level and ratios left out.
+    def seconds(self, batch_size: int, rows: int) -> float:
+        """Predicted mean seconds of a step."""
+        factor = _at(self._factors(batch_size).mean, *self._place(batch_size, rows))
+        return self.curve.seconds(rows) * math.exp(factor) * self._mean_ratio(rows > batch_size)
 
-        Linear between the measured token counts and extrapolated with the last slope, which is
-        taken as 0 where noise made it negative.
+    def unstalled_plain_seconds(self, batch_size: int) -> float:
+        """Predicted mean seconds of a plain step, if it stalls no more than was measured.
+
+        Where few plain steps were measured, `seconds` supposes that they stall like all others.
         """
-        known = self._curve.get(num_tokens)
-        if known is None:
-            known = self._curve[num_tokens] = self._interpolate(num_tokens)
-        return known
+        usual = self.curve.seconds(batch_size) * math.exp(self._factors(batch_size).mean[0])
+        return usual * self._paid_by_kind[False].value(1.0, self.clock)
 
-    def seconds(self, batch_size: int, n: int) -> float:
-        """Predicted seconds of a step with `n` draft tokens a request; a plain step at `n=0`."""
-        key = batch_bucket(batch_size), n
-        return self._predict(batch_size, n, self._ratio(key))
+    def of_sizes(self, batch_size: int) -> FloatArray:
+        """Predicted mean seconds at each candidate size, `[S]`."""
+        seconds = self.usual_of_sizes(batch_size)
+        seconds[0] *= self._mean_ratio(False)
+        seconds[1:] *= self._mean_ratio(True)
+        return seconds
 
-    def optimistic_seconds(self, batch_size: int, n: int) -> float:
-        """The prediction that follows the last sample if it was an outlier.
+    def usual_of_sizes(self, batch_size: int) -> FloatArray:
+        """Predicted seconds at each candidate size of steps that do not stall, `[S]`."""
+        curve = self._of_sizes.get(batch_size)
+        if curve is None:
+            curve = self._of_sizes[batch_size] = np.array(
+                [self.curve.seconds(batch_size * (size + 1)) for size in self.candidate_sizes]
+            )
+        seconds: FloatArray = curve * np.exp(self._factors(batch_size).mean)
+        return seconds
 
-        The outlier may be the first sample of a lasting change. With too few samples for an
-        estimate, the fastest of them counts.
+    @property
+    def knows_stalls_of_drafts(self) -> bool:
+        """Whether enough steps with drafts were measured to say how often they stall."""
+        return self._paid_by_kind[True].predicted >= 2 * self._constants.prior_weight
+
+    def deviations(self, batch_size: int, index: int) -> FloatArray:
+        """How uncertain each size's time is relative to that of the size at `index`, `[S]`.
+
+        Returns:
+            Standard deviations of the logarithm of the ratio of both times.
         """
-        estimate = self._estimates.get((batch_bucket(batch_size), n))
-        if estimate is not None and estimate.count < self._constants.min_samples:
-            return self._predict(batch_size, n, min(estimate.recent))
-        if estimate is not None and self._is_outlier(estimate.recent[-1] - estimate.ratio):
-            return self._predict(batch_size, n, estimate.recent[-1])
-        return self.seconds(batch_size, n)
+        covariance = self._factors(batch_size).covariance
+        diagonal = covariance.diagonal()
+        variances = diagonal + diagonal[index] - 2 * covariance[index]
+        deviations: FloatArray = np.sqrt(np.maximum(variances, 0.0))
+        return deviations
 
-    def observe(self, batch_size: int, n: int, seconds: float) -> None:
-        """Learn from the measured time of a step with `n` draft tokens a request.
+    def is_doubtful(self, batch_size: int, index: int) -> bool:
+        """Whether the size at `index` ought to be measured again while plain decoding is in use.
+
+        Its last step may have been the first of many that take less time. Or the times have
+        changed, and what changed them may have ended while plain decoding was in use: steps with
+        drafts are due after 16 steps, for example, and then whenever twice as many have passed.
+        """
+        factors = self._factors(batch_size)
+        if factors.outliers[index] and factors.outliers[index][-1] < 0:
+            return True
+        return self._is_due(factors)
+
+    def _is_due(self, factors: _Factors) -> bool:
+        return factors.changed_at is not None and self.clock - factors.changed_at >= factors.wait
+
+    def observe(self, batch_size: int, rows: int, seconds: float) -> bool:
+        """Learn from the measured time of a step.
+
+        Returns:
+            Whether the times have changed so that all sizes are to be measured again.
 
         Raises:
             ValueError: `seconds` is not positive and finite.
@@ -133,120 +189,108 @@ class CostModel:
         if not 0 < seconds < math.inf:
             raise ValueError(f"seconds={seconds}: the time of a step must be positive and finite")
         self.clock += 1
-        key = batch_bucket(batch_size), n
-        sample = math.log(seconds / self.forward(batch_size * (n + 1))) - self._level
-        estimate = self._estimates.get(key)
-        if estimate is None:
-            # The prediction counts as the first sample, so that one outlier does not decide alone.
-            prediction = self._ratio(key) if self._estimates else sample
-            recent = deque([prediction, sample], maxlen=self._constants.consensus_samples)
-            self._estimates[key] = _Estimate(median(recent), recent, 1, 1, self.clock, self._level)
-            self._substitutes.clear()
-            return
-        if self.clock - estimate.seen_at > self._constants.stale_after:
-            estimate.visit = 0
-        estimate.visit += 1
-        estimate.count += 1
-        estimate.recent.append(sample)
-        self._update(estimate, sample)
-        estimate.seen_at, estimate.level = self.clock, self._level
+        place = self._place(batch_size, rows)
+        factors = self._factors(batch_size)
+        kept = math.exp((factors.seen_at - self.clock) / self._constants.forget_steps)
+        factors.covariance *= kept
+        factors.covariance += (1 - kept) * self._prior
+        factors.seen_at = self.clock
+        sample = math.log(seconds / self.curve.seconds(rows))
+        gradient, variance = _project(factors.covariance, *place)
+        surprise = sample - _at(factors.mean, *place)
+        change = self._change(factors, place[0], surprise, variance)
+        if change is not None:
+            surprise = change
+            factors.changed_at, factors.wait = self.clock, self._constants.recheck_steps
+            factors.covariance[:] = self._prior + change**2 * self._of_change(place[0])
+            gradient, variance = _project(factors.covariance, *place)
+        elif rows > batch_size and self._is_due(factors):
+            factors.wait = 2 * (self.clock - (factors.changed_at or 0))
+        self._update(factors, gradient, variance, surprise)
+        residual = sample - _at(factors.mean, *place)
+        ratio = min(self._constants.most_paid, math.exp(residual))
+        for paid in (self._paid, self._paid_by_kind[rows > batch_size]):
+            paid.add(1.0, ratio, self.clock)
+        return change is not None
 
-    def needs_sample(self, batch_size: int, n: int) -> bool:
-        """Whether the estimate is unreliable.
+    def _change(
+        self, factors: _Factors, size: int, surprise: float, variance: float
+    ) -> float | None:
+        """The least of several outliers of a size in a row to one side: it has changed."""
+        constants, run = self._constants, factors.outliers[size]
+        if surprise**2 <= constants.outlier_sigmas**2 * (variance + self._variance):
+            run.clear()
+            return None
+        if run and (run[-1] > 0) != (surprise > 0):
+            run.clear()
+        run.append(surprise)
+        if len(run) < constants.agreeing_outliers:
+            return None
+        least = min(run, key=abs)
+        run.clear()
+        return least
 
-        It is if there are too few samples, if the last one was an outlier, or if the global level
-        has moved since.
+    def _of_change(self, index: int) -> FloatArray:
+        """What may have changed besides the level, `[S, S]`, as variances at a size of 1.
+
+        Steps of the size's kind alone, with drafts or without; or the cost of a row.
         """
-        estimate = self._estimates.get((batch_bucket(batch_size), n))
-        return (
-            estimate is None
-            or estimate.count < self._constants.min_samples
-            or self._is_outlier(estimate.recent[-1] - estimate.ratio)
-            or abs(self._level - estimate.level) > self._constants.drift_threshold
-        )
+        alike = (np.arange(len(self._doublings)) > 0) == (index > 0)
+        kinds: FloatArray = np.outer(alike, alike)
+        if index == 0:
+            return kinds
+        slopes = self._doublings / self._doublings[index]
+        both: FloatArray = kinds + np.outer(slopes, slopes)
+        return both
 
-    def age(self, batch_size: int, n: int) -> int:
-        """Steps since the last sample at (batch size, n); all steps if there was none."""
-        estimate = self._estimates.get((batch_bucket(batch_size), n))
-        return self.clock - (estimate.seen_at if estimate else 0)
-
-    def num_samples(self, batch_size: int, n: int) -> int:
-        """Number of samples at (batch size, n) since its estimate was last replaced."""
-        estimate = self._estimates.get((batch_bucket(batch_size), n))
-        return estimate.count if estimate else 0
-
-    def _update(self, estimate: _Estimate, sample: float) -> None:
+    def _update(
+        self, factors: _Factors, gradient: FloatArray, variance: float, surprise: float
+    ) -> None:
+        """The update of a Kalman filter, in which an outlier counts as a noisy sample."""
         constants = self._constants
-        if estimate.count <= constants.min_samples:
-            estimate.ratio = median(list(estimate.recent)[-constants.min_samples :])
-            return
-        # A shift in the size in use is attributed to the global level until another size is
-        # measured; a shift found on returning to a size is its own.
-        in_use = (
-            estimate.count > constants.settled_samples and estimate.visit > constants.settled_visit
-        )
-        needed = constants.consensus_samples if in_use else constants.min_samples
-        deviations = [value - estimate.ratio for value in estimate.recent][-needed:]
-        if all(map(self._is_outlier, deviations)) and (min(deviations) > 0 or max(deviations) < 0):
-            shift = median(deviations)
-            if in_use:
-                self._level += shift
-                estimate.recent.extend([estimate.ratio] * constants.consensus_samples)
-            else:
-                estimate.ratio += shift
-                estimate.count = constants.min_samples
-            return
-        limit = constants.outlier_sigmas * self._noise
-        deviation = min(limit, max(-limit, sample - estimate.ratio))
-        noise = self._noise + constants.noise_rate * (abs(deviation) - self._noise)
-        self._noise = max(constants.min_noise, noise)
-        if in_use:
-            self._level += constants.level_rate * deviation
-            estimate.ratio += constants.ratio_rate * deviation
-        else:
-            estimate.ratio += deviation * max(1 / estimate.count, constants.min_ratio_rate)
+        limit = constants.outlier_sigmas**2 * (variance + self._variance)
+        noise = self._variance
+        if surprise**2 > limit:
+            noise = surprise**2 / constants.outlier_sigmas**2
+        gain = gradient / (variance + noise)
+        factors.mean += gain * surprise
+        factors.covariance -= gain[:, None] * gradient
+        # What remains of the surprise is noise; a large part of it is explained at the start.
+        unexplained = min(surprise**2, limit) * self._variance / (variance + self._variance)
+        self._variance += constants.noise_rate * (unexplained - self._variance)
+        self._variance = max(self._variance, _LEAST_VARIANCE)
 
-    def _is_outlier(self, deviation: float) -> bool:
-        return abs(deviation) > self._constants.outlier_sigmas * self._noise
+    def _mean_ratio(self, drafted: bool) -> float:
+        """Ratio of the mean to the usual time, of plain steps or of steps with drafts."""
+        overall = self._paid.value(1.0, self.clock)
+        return self._paid_by_kind[drafted].value(overall, self.clock)
 
-    def _predict(self, batch_size: int, n: int, ratio: float) -> float:
-        return self.forward(batch_size * (n + 1)) * math.exp(self._level + ratio)
+    def _place(self, batch_size: int, rows: int) -> tuple[int, float]:
+        """The size at or below a step's mean draft tokens, and its weight against the next."""
+        sizes = self.candidate_sizes
+        if rows <= batch_size:
+            return 0, 1.0
+        tokens = rows / batch_size - 1
+        above = bisect_left(sizes, tokens)
+        if above >= len(sizes) or sizes[above] == tokens or above == 1:
+            # Few drafts of a batch cost as the smallest size does, not as a plain step.
+            return min(above, len(sizes) - 1), 1.0
+        width = sizes[above] - sizes[above - 1]
+        return above - 1, (sizes[above] - tokens) / width
 
-    def _ratio(self, key: tuple[int, int]) -> float:
-        estimate = self._estimates.get(key)
-        if estimate is not None:
-            return estimate.ratio
-        if key not in self._substitutes:
-            self._substitutes[key] = self._nearest(*key)
-        substitute = self._substitutes[key]
-        return substitute.ratio if substitute else 0.0
-
-    def _nearest(self, bucket: int, n: int) -> _Estimate | None:
-        """The estimate that is used for a (batch bucket, n) without samples.
-
-        Estimates of steps with drafts are preferred for steps with drafts, as all of them include
-        the drafter's own time; then the nearest batch bucket, then the nearest size.
-        """
-
-        def distance(key: tuple[int, int]) -> tuple[bool, float, float, int]:
-            return (
-                (key[1] > 0) != (n > 0),
-                abs(math.log2(key[0] / bucket)),
-                abs(math.log((key[1] + 1) / (n + 1))),
-                key[1],
+    def _factors(self, batch_size: int) -> _Factors:
+        """The factors of a batch's bucket; at first those of the nearest bucket, as uncertain as
+        without any sample."""
+        bucket = batch_bucket(batch_size)
+        factors = self._buckets.get(bucket)
+        if factors is None:
+            nearest = min(
+                self._buckets, key=lambda other: abs(math.log2(other / bucket)), default=None
             )
-
-        return self._estimates[min(self._estimates, key=distance)] if self._estimates else None
-
-    def _interpolate(self, num_tokens: int) -> float:
-        right = bisect_left(self._token_counts, num_tokens)
-        if right == 0 or len(self._token_counts) == 1:
-            return self._times[0]
-        beyond = right == len(self._token_counts)
-        right = min(right, len(self._token_counts) - 1)
-        first, last = self._times[right - 1], self._times[right]
-        width = self._token_counts[right] - self._token_counts[right - 1]
-        slope = (last - first) / width
-        if beyond:
-            slope = max(0.0, slope)
-        return last + slope * (num_tokens - self._token_counts[right])
+            mean = (
+                np.zeros(len(self.candidate_sizes))
+                if nearest is None
+                else self._buckets[nearest].mean
+            )
+            factors = self._buckets[bucket] = _Factors(mean, self._prior, self.clock)
+        return factors

@@ -9,9 +9,11 @@ from typing import Self
 import numpy as np
 import torch
 
-from drafttree.budget.planner import FloatArray, Planner
+from drafttree.budget.costs import FloatArray
+from drafttree.budget.planner import Planner
 from drafttree.budget.recording import make_planner
 from drafttree.budget.step_timer import StepTimer
+from drafttree.budget.tree_choice import TreeChoice
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree, Verified
 
@@ -33,17 +35,23 @@ class NodeBudget:
     """Chooses the draft tokens of each step, and measures steps to choose better.
 
     Any drafter can use it, in this order in each step: `should_skip_drafting`; if it returns
-    False, look up candidates and call `choose` or `choose_best_first`; then `proposed` with the
-    trees, and `verified` after the verification. `discard` drops a measurement that something
-    other than decoding has delayed.
+    False, look up candidates and call `choose` or `choose_best_first`; then `verified` after the
+    verification. `discard` drops a measurement that something other than decoding has delayed.
 
     Attributes:
         planner: The planner that decides.
     """
 
-    def __init__(self, planner: Planner, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        pads_trees: bool = False,
+    ) -> None:
         self.planner = planner
-        self._timer = StepTimer(clock)
+        self._timer = StepTimer(clock, pads_trees=pads_trees)
+        self._pads_trees = pads_trees
         self._last: AsyncHostCopy | None = None
 
     @classmethod
@@ -52,6 +60,8 @@ class NodeBudget:
         candidate_sizes: Sequence[int],
         forward_seconds: Mapping[int, float],
         clock: Callable[[], float] = perf_counter,
+        *,
+        pads_trees: bool = False,
     ) -> Self:
         """Plan from the measured costs of the target's forwards.
 
@@ -61,11 +71,13 @@ class NodeBudget:
             candidate_sizes: Numbers of draft tokens to choose from, ascending from 0.
             forward_seconds: Seconds of a forward by token count, from `measure_forwards`.
             clock: Time in seconds.
+            pads_trees: Whether a step verifies as many rows of each request as of the largest
+                tree, so that further nodes of one request cost as many of all.
 
         Raises:
             ValueError: The sizes do not ascend from 0, or there is no forward.
         """
-        return cls(make_planner(candidate_sizes, forward_seconds), clock)
+        return cls(make_planner(candidate_sizes, forward_seconds), clock, pads_trees=pads_trees)
 
     def should_skip_drafting(self, slots: torch.Tensor) -> bool:
         """Whether the next step, of the requests in `slots` (`int64 [B]`), is plain."""
@@ -84,21 +96,29 @@ class NodeBudget:
                 each of the S candidate sizes, bonus token included. On a device the values of the
                 step before are used, so that the host does not wait for them.
         """
-        return self._choose(slots, expected_tokens, lambda tokens: tokens)
+        known, _ = self._on_host(expected_tokens)
+        num_draft_tokens = self.planner.choose(len(slots), known)
+        self._timer.begin_drafted(slots, TreeChoice(num_draft_tokens))
+        return num_draft_tokens
 
-    def choose_best_first(self, slots: torch.Tensor, scores: torch.Tensor) -> int:
+    def choose_best_first(self, slots: torch.Tensor, scores: torch.Tensor) -> TreeChoice:
         """Choose for trees that take their nodes best first.
 
         Args:
             slots: `int64 [B]`, slots of the requests.
             scores: `float32 [B, F]`, the probability that each node is accepted; column 0 is the
-                root. On a device the scores of the step before are used.
+                root. On a device the scores of the step before are used, and all trees have the
+                same number of draft tokens, as a CUDA graph verifies them.
         """
-        return self._choose(slots, scores, self._expected_tokens)
-
-    def proposed(self, trees: DraftTree) -> None:
-        """Note the trees that were made after `choose`."""
-        self._timer.proposed(trees)
+        known, is_current = self._on_host(scores)
+        best_first = _best_first(known, self.planner.candidate_sizes[-1])
+        if is_current and not (self._pads_trees and len(slots) > 1):
+            choice = self.planner.choose_best_first(len(slots), best_first)
+        else:
+            expected_tokens = self.planner.expected_tokens(best_first)
+            choice = TreeChoice(self.planner.choose(len(slots), expected_tokens))
+        self._timer.begin_drafted(slots, choice)
+        return choice
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of a step; the trees are those that were verified."""
@@ -112,41 +132,30 @@ class NodeBudget:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
         return self.planner.explain()
 
-    def _choose(
-        self,
-        slots: torch.Tensor,
-        values: torch.Tensor,
-        to_expected_tokens: Callable[[FloatArray], FloatArray],
-    ) -> int:
+    def _on_host(self, values: torch.Tensor) -> tuple[FloatArray, bool]:
+        """Values on the host in float32, as in a recording, and whether they are of this step."""
         copy = AsyncHostCopy.of(values)
         known = copy if copy.arrived is None or self._last is None else self._last
         self._last = copy
-        # In float32, as in a recording.
-        expected_tokens = to_expected_tokens(known.wait().numpy().astype(np.float32, copy=False))
-        num_draft_tokens = self.planner.choose(len(slots), expected_tokens)
-        self._timer.begin_drafted(slots, num_draft_tokens)
-        return num_draft_tokens
-
-    def _expected_tokens(self, scores: FloatArray) -> FloatArray:
-        """1 plus the sum of each size's highest scores, `[B, S]`; NumPy is faster here."""
-        best_first = -np.sort(-scores[:, 1:], 1)
-        drafts = np.pad(best_first.cumsum(1), ((0, 0), (1, 0)))
-        expected: FloatArray = (
-            1 + drafts[:, np.minimum(self.planner.candidate_sizes, best_first.shape[1])]
-        )
-        return expected
+        return known.wait().numpy().astype(np.float32, copy=False), copy.arrived is None
 
     def _record(self, slots: torch.Tensor) -> None:
         step = self._timer.lap(slots)
         if step is None:
             return
-        if step.is_truncated:
-            self.planner.record_truncated_step(step.batch_size, step.seconds, step.emitted_tokens)
-            return
         self.planner.record_step(
             step.batch_size,
-            step.num_draft_tokens,
+            step.choice,
+            step.rows,
             step.seconds,
             step.draft_seconds,
             step.emitted_tokens,
         )
+
+
+def _best_first(scores: FloatArray, most: int) -> FloatArray:
+    """The `most` best scores without the root's, `[B, most]`; 0 where there are fewer nodes."""
+    best_first: FloatArray = -np.sort(-scores[:, 1:], 1)[:, :most]
+    if best_first.shape[1] < most:
+        best_first = np.pad(best_first, ((0, 0), (0, most - best_first.shape[1])))
+    return best_first

@@ -16,7 +16,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.planner import FloatArray, Planner
+from drafttree.budget.costs import FloatArray
+from drafttree.budget.planner import Planner
+from drafttree.budget.tree_choice import TreeChoice
 
 RECORD_VARIABLE = "DRAFTTREE_RECORD_STEPS"
 MAX_RECORDED_STEPS = 100_000
@@ -39,29 +41,46 @@ class RecordedStep(BaseModel):
 
     Attributes:
         batch_size: Number of requests.
-        expected_tokens: `[R, S]`, argument of `Planner.choose`; None if drafting was skipped.
-        num_draft_tokens: Draft tokens of each request that the planner chose.
+        expected_tokens: `[R, S]`, argument of `Planner.choose` if it was called.
+        scores: Argument of `Planner.choose_best_first` if it was called, in thousandths; zeros at
+            the end of a request's scores are left out.
+        num_draft_tokens: The planner's choice, as in `TreeChoice`; 0 if drafting was skipped.
+        spine: The same.
+        min_score: The same.
+        rows: Tokens that were verified, roots included.
         seconds: Duration of the step; None if its measurement was discarded.
         draft_seconds: Part of it that was spent looking up drafts.
         emitted_tokens: Tokens emitted for the whole batch.
-        is_truncated: Whether fewer draft tokens were verified than were chosen.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     batch_size: int
     expected_tokens: list[list[float]] | None = None
+    scores: list[list[int]] | None = None
     num_draft_tokens: int = 0
+    spine: int = 0
+    min_score: float = 0.0
+    rows: int = 0
     seconds: float | None = None
     draft_seconds: float = 0.0
     emitted_tokens: float = 0.0
-    is_truncated: bool = False
 
-    def expected_array(self) -> FloatArray | None:
-        """`expected_tokens` as they were passed to the planner, `float32 [R, S]`."""
-        if self.expected_tokens is None:
+    @property
+    def choice(self) -> TreeChoice | None:
+        """The planner's choice; None if drafting was skipped."""
+        if self.expected_tokens is None and self.scores is None:
             return None
-        return np.array(self.expected_tokens, np.float32)
+        return TreeChoice(self.num_draft_tokens, self.spine, self.min_score)
+
+    def score_array(self, most: int) -> FloatArray | None:
+        """`scores` as they were passed to the planner, `float32 [R, most]`."""
+        if self.scores is None:
+            return None
+        thousandths = np.zeros((len(self.scores), most), np.float32)
+        for row, known in zip(thousandths, self.scores, strict=True):
+            row[: len(known)] = known
+        return thousandths / np.float32(1000)
 
 
 class RecordingPlanner(Planner):
@@ -97,34 +116,40 @@ class RecordingPlanner(Planner):
             self._step.num_draft_tokens = chosen
         return chosen
 
+    def choose_best_first(self, batch_size: int, scores: FloatArray) -> TreeChoice:
+        # Chosen from the rounded scores, so that a replay makes the same choice.
+        thousandths = np.round(scores * 1000).astype(np.int32)
+        rounded = thousandths.astype(np.float32) / np.float32(1000)
+        chosen = super().choose_best_first(batch_size, rounded)
+        if self._step is not None:
+            counts = (thousandths > 0).sum(1).tolist()
+            self._step.scores = [
+                row[:count].tolist() for row, count in zip(thousandths, counts, strict=True)
+            ]
+            self._step.num_draft_tokens = chosen.num_draft_tokens
+            self._step.spine, self._step.min_score = chosen.spine, chosen.min_score
+        return chosen
+
     def record_step(
         self,
         batch_size: int,
-        num_draft_tokens: int,
+        choice: TreeChoice,
+        rows: int,
         seconds: float,
         draft_seconds: float,
         emitted_tokens: float,
     ) -> None:
-        super().record_step(batch_size, num_draft_tokens, seconds, draft_seconds, emitted_tokens)
-        self._write(seconds, draft_seconds, emitted_tokens)
+        super().record_step(batch_size, choice, rows, seconds, draft_seconds, emitted_tokens)
+        if self._step is not None:
+            self._step.rows, self._step.seconds = rows, seconds
+            self._step.draft_seconds = draft_seconds
+            self._step.emitted_tokens = emitted_tokens
+        self._write()
 
-    def record_truncated_step(self, batch_size: int, seconds: float, emitted_tokens: float) -> None:
-        super().record_truncated_step(batch_size, seconds, emitted_tokens)
-        self._write(seconds, 0.0, emitted_tokens, is_truncated=True)
-
-    def _write(
-        self,
-        seconds: float | None = None,
-        draft_seconds: float = 0.0,
-        emitted_tokens: float = 0.0,
-        *,
-        is_truncated: bool = False,
-    ) -> None:
+    def _write(self) -> None:
         step, self._step = self._step, None
         if step is None or not self._left:
             return
-        step.seconds, step.draft_seconds = seconds, draft_seconds
-        step.emitted_tokens, step.is_truncated = emitted_tokens, is_truncated
         self._file.write(step.model_dump_json(exclude_defaults=True) + "\n")
         self._left -= 1
         if not self._left:
@@ -186,5 +211,10 @@ def read_recording(path: Path) -> tuple[RecordedPlanner, list[RecordedStep]]:
             raise ValueError(
                 f"{path}, line {number}: expected_tokens must have a value for each of the "
                 f"{sizes} candidate sizes"
+            )
+        if any(len(row) > first.candidate_sizes[-1] for row in step.scores or ()):
+            raise ValueError(
+                f"{path}, line {number}: scores must have at most {first.candidate_sizes[-1]} "
+                "values, the largest candidate size"
             )
     return first, steps

@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import batch_bucket
-from drafttree.budget.planner import FloatArray, Planner
+from drafttree.budget.costs import FloatArray, batch_bucket
+from drafttree.budget.planner import Planner
 from drafttree.budget.recording import RecordedPlanner, RecordedStep
-from drafttree.budget.time_budgets import TimeBudgets
+from drafttree.budget.tree_choice import TreeChoice
 
 
 @dataclass
@@ -31,10 +31,10 @@ class Throughput:
     tokens: float = 0.0
     seconds: float = 0.0
 
-    def add(self, num_draft_tokens: int, tokens: float, seconds: float) -> None:
+    def add(self, choice: TreeChoice | None, tokens: float, seconds: float) -> None:
         """Add one step."""
         self.steps += 1
-        self.drafted += num_draft_tokens > 0
+        self.drafted += choice is not None and choice.drafts
         self.tokens += tokens
         self.seconds += seconds
 
@@ -54,27 +54,20 @@ class Replay:
     """The outcome of a replay.
 
     Attributes:
-        choices: Draft tokens chosen in each recorded step; None where drafting was skipped.
+        choices: The choice in each recorded step; None where drafting was skipped.
         recorded: Throughput as measured.
         replayed: Throughput that the replayed planner's choices are expected to give.
-        final: Time budgets at the end.
-        lowest: Lowest value of each time budget.
-        plain_seconds: Predicted seconds of a plain step at the end.
+        final: What is left of each allowance at the end, in steps.
+        lowest: Lowest value of each allowance.
         rows: Rows of `StepReport` of the replayed planner.
     """
 
-    choices: list[int | None] = field(default_factory=list)
+    choices: list[TreeChoice | None] = field(default_factory=list)
     recorded: Throughput = field(default_factory=Throughput)
     replayed: Throughput = field(default_factory=Throughput)
-    final: TimeBudgets = field(default_factory=TimeBudgets)
-    lowest: TimeBudgets = field(default_factory=TimeBudgets)
-    plain_seconds: float = 0.0
+    final: dict[str, float] = field(default_factory=dict)
+    lowest: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, float]] = field(default_factory=list)
-
-
-def recorded_choice(step: RecordedStep) -> int | None:
-    """Draft tokens chosen in a recorded step; None where drafting was skipped."""
-    return None if step.expected_tokens is None else step.num_draft_tokens
 
 
 def changed_constants(constants: BudgetConstants, changes: Mapping[str, str]) -> BudgetConstants:
@@ -95,6 +88,52 @@ def changed_constants(constants: BudgetConstants, changes: Mapping[str, str]) ->
         raise ValueError(f"{name}={changed.get(name)}: {problem['msg']}") from error
 
 
+def allowances(planner: Planner) -> dict[str, float]:
+    """What is left of a planner's allowances, in steps."""
+    return {"probe": planner.probes.left, "trial": planner.trials.allowance.left}
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """What a drafter told the planner of its drafts.
+
+    Attributes:
+        expected_tokens: `[R, S]`, tokens that each request is expected to emit at each size.
+        scores: `[R, M]`, scores of the nodes if trees take them best first.
+    """
+
+    expected_tokens: FloatArray
+    scores: FloatArray | None
+
+    @classmethod
+    def of(cls, step: RecordedStep, planner: Planner) -> _Drafts:
+        scores = step.score_array(planner.candidate_sizes[-1])
+        if scores is not None:
+            return cls(planner.expected_tokens(scores), scores)
+        return cls(np.array(step.expected_tokens, np.float32), None)
+
+    def choose(self, planner: Planner, batch_size: int) -> TreeChoice:
+        if self.scores is not None:
+            return planner.choose_best_first(batch_size, self.scores)
+        return TreeChoice(planner.choose(batch_size, self.expected_tokens))
+
+    def outcome(
+        self, planner: Planner, batch_size: int, choice: TreeChoice | None
+    ) -> tuple[int, float]:
+        """Rows and tokens that a planner predicts for a choice."""
+        nodes = choice.num_draft_tokens if choice else 0
+        index = planner.candidate_sizes.index(nodes)
+        tokens = planner.calibrate(batch_size, self.expected_tokens)[:, index]
+        rows = batch_size * (nodes + 1)
+        if choice and choice.spine and self.scores is not None:
+            further = self.scores[:, nodes : nodes + choice.spine]
+            taken = further >= choice.min_score
+            ratio = planner.ratio(batch_size, nodes)
+            tokens = tokens + ratio * (further * taken).sum(1)
+            rows += round(batch_size * float(taken.sum(1).mean()))
+        return rows, batch_size * float(tokens.mean())
+
+
 class _Replayer:
     """Runs a planner over recorded steps, beside a reference planner that repeats the recording.
 
@@ -106,85 +145,66 @@ class _Replayer:
         sizes, seconds = first.candidate_sizes, first.forward_seconds
         self._reference = Planner(sizes, seconds, first.constants)
         self._planner = Planner(sizes, seconds, constants)
-        self._expected: dict[int, FloatArray] = {}
+        self._given: dict[int, _Drafts] = {}
         self.result = Replay()
 
     def run(self, steps: Sequence[RecordedStep]) -> Replay:
         result = self.result
         for step in steps:
             self._step(step)
-            budgets = self._planner.budgets
-            if len(result.choices) == 1:
-                result.lowest = TimeBudgets(budgets.probe, budgets.trial, budgets.loss)
-            result.lowest = TimeBudgets(
-                min(result.lowest.probe, budgets.probe),
-                min(result.lowest.trial, budgets.trial),
-                min(result.lowest.loss, budgets.loss),
-            )
-        result.final = self._planner.budgets
+            result.final = allowances(self._planner)
+            result.lowest = {
+                name: min(left, result.lowest.get(name, left))
+                for name, left in result.final.items()
+            }
         result.rows = self._planner.explain()
-        if steps:
-            result.plain_seconds = self._planner.costs.seconds(steps[-1].batch_size, 0)
         return result
 
     def _step(self, step: RecordedStep) -> None:
         reference, batch_size = self._reference, step.batch_size
-        given = step.expected_array()
         reference.should_skip_drafting(batch_size)
-        if given is not None:
-            reference.choose(batch_size, given)
-            self._expected[batch_bucket(batch_size)] = given
-        choice = self._choose(step)
+        if step.choice is not None:
+            given = _Drafts.of(step, reference)
+            given.choose(reference, batch_size)
+            self._given[batch_bucket(batch_size)] = given
+        choice = None
+        if not self._planner.should_skip_drafting(batch_size):
+            choice = self._drafts(batch_size).choose(self._planner, batch_size)
         self.result.choices.append(choice)
         if step.seconds is not None:
             self._measure(step, step.seconds, choice)
 
-    def _choose(self, step: RecordedStep) -> int | None:
-        if self._planner.should_skip_drafting(step.batch_size):
-            return None
-        return self._planner.choose(step.batch_size, self._expected_tokens(step.batch_size))
+    def _drafts(self, batch_size: int) -> _Drafts:
+        """Drafts of this step, or of its bucket's last step if it was recorded without."""
+        known = self._given.get(batch_bucket(batch_size))
+        sizes = len(self._planner.candidate_sizes)
+        return known or _Drafts(np.ones((batch_size, sizes), np.float32), None)
 
-    def _expected_tokens(self, batch_size: int) -> FloatArray:
-        """Expected tokens of this step, or of its bucket's last step if it was recorded without."""
-        known = self._expected.get(batch_bucket(batch_size))
-        if known is not None:
-            return known
-        return np.ones((batch_size, len(self._planner.candidate_sizes)), np.float32)
-
-    def _measure(self, step: RecordedStep, seconds: float, choice: int | None) -> None:
+    def _measure(self, step: RecordedStep, seconds: float, choice: TreeChoice | None) -> None:
         reference, planner, batch_size = self._reference, self._planner, step.batch_size
-        num_draft_tokens = choice or 0
-        is_truncated = step.is_truncated and num_draft_tokens > 0
-        tokens, draft_seconds = step.emitted_tokens, step.draft_seconds
+        rows, tokens, draft_seconds = step.rows, step.emitted_tokens, step.draft_seconds
         recorded_seconds = seconds
-        if choice != recorded_choice(step) and not is_truncated:
-            expected = self._expected_tokens(batch_size)
-            index = planner.candidate_sizes.index(num_draft_tokens)
-            mean = reference.calibrate(batch_size, expected).mean(0)
-            tokens = batch_size * float(mean[index])
+        if choice != step.choice:
+            rows, tokens = self._drafts(batch_size).outcome(reference, batch_size, choice)
             if choice is None:
                 draft_seconds = 0.0
             elif not draft_seconds:
                 draft_seconds = reference.mean_draft_seconds(batch_size)
-            seconds = reference.costs.seconds(batch_size, num_draft_tokens)
-            if not num_draft_tokens:
+            seconds = reference.costs.seconds(batch_size, rows)
+            if rows <= batch_size:
                 seconds += draft_seconds
-        if step.is_truncated:
-            reference.record_truncated_step(batch_size, recorded_seconds, step.emitted_tokens)
-        else:
-            reference.record_step(
-                batch_size,
-                step.num_draft_tokens,
-                recorded_seconds,
-                step.draft_seconds,
-                step.emitted_tokens,
-            )
-        if is_truncated:
-            planner.record_truncated_step(batch_size, seconds, tokens)
-        else:
-            planner.record_step(batch_size, num_draft_tokens, seconds, draft_seconds, tokens)
-        self.result.recorded.add(step.num_draft_tokens, step.emitted_tokens, recorded_seconds)
-        self.result.replayed.add(num_draft_tokens, tokens, seconds)
+        plain = TreeChoice(0)
+        reference.record_step(
+            batch_size,
+            step.choice or plain,
+            step.rows,
+            recorded_seconds,
+            step.draft_seconds,
+            step.emitted_tokens,
+        )
+        planner.record_step(batch_size, choice or plain, rows, seconds, draft_seconds, tokens)
+        self.result.recorded.add(step.choice, step.emitted_tokens, recorded_seconds)
+        self.result.replayed.add(choice, tokens, seconds)
 
 
 def replay(

@@ -15,6 +15,7 @@ class _Sums:
     expected_tokens: float = 0.0
     emitted_tokens: float = 0.0
     requests: int = 0
+    rows: int = 0
 
 
 class StepReport:
@@ -29,6 +30,7 @@ class StepReport:
         num_draft_tokens: int,
         batch_size: int,
         *,
+        rows: int,
         predicted_seconds: float,
         seconds: float,
         expected_tokens: float,
@@ -46,6 +48,7 @@ class StepReport:
         sums.expected_tokens += expected_tokens
         sums.emitted_tokens += emitted_tokens
         sums.requests += batch_size
+        sums.rows += rows
 
     def rows(self) -> list[dict[str, float]]:
         """One row for each batch bucket and size that was used, in ascending order.
@@ -56,6 +59,7 @@ class StepReport:
             * `batch`: the batch bucket, a power of two;
             * `num_draft_tokens`: draft tokens of a request, 0 for plain steps;
             * `steps` and `share`: number of steps, and their share of the bucket's steps;
+            * `rows`: mean rows of a request that were verified, its root included;
             * `trials`: steps taken only to measure this size;
             * `wasted`: plain steps for which drafts were looked up and not used;
             * `predicted_ms`, `observed_ms`: mean time of a step;
@@ -71,6 +75,7 @@ class StepReport:
                 "num_draft_tokens": num_draft_tokens,
                 "steps": sums.steps,
                 "share": sums.steps / steps[bucket],
+                "rows": sums.rows / sums.requests,
                 "trials": sums.trials,
                 "wasted": sums.wasted,
                 "predicted_ms": 1e3 * sums.predicted_seconds / sums.steps,

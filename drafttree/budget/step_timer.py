@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafttree.budget.tree_choice import TreeChoice
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree, Verified
 
@@ -24,19 +25,20 @@ class StepOutcome:
 
     Attributes:
         batch_size: Number of requests.
-        num_draft_tokens: Draft tokens that were chosen for each request.
+        choice: The trees that were chosen.
+        rows: Tokens that were verified, roots included. The host cuts trees near the end of a
+            request, for example, so there may be fewer than were chosen.
         seconds: Time from this proposal to the next.
         draft_seconds: Part of it that was spent looking up drafts.
         emitted_tokens: Tokens emitted for the whole batch.
-        is_truncated: Whether fewer draft tokens were verified than were proposed.
     """
 
     batch_size: int
-    num_draft_tokens: int
+    choice: TreeChoice
+    rows: int
     seconds: float
     draft_seconds: float
     emitted_tokens: int
-    is_truncated: bool
 
 
 @dataclass
@@ -45,20 +47,18 @@ class _PendingStep:
 
     Attributes:
         slots: `int64 [B]`, slots of its requests.
-        num_draft_tokens: Draft tokens chosen for each request.
+        choice: The trees that were chosen.
         began: Time at which the step was proposed.
         draft_seconds: Seconds spent looking up drafts.
-        tree_sizes: `int32 [B]`, sizes of the proposed trees; None if only roots were proposed.
         tokens: `int32 [B, N]`, tokens of the verified trees; -1 where there is no node. None before
             the verification.
         emitted: `int32 [B, D + 1]`, emitted tokens, padded with -1; None before the verification.
     """
 
     slots: torch.Tensor
-    num_draft_tokens: int
+    choice: TreeChoice
     began: float
     draft_seconds: float = 0.0
-    tree_sizes: AsyncHostCopy | None = None
     tokens: AsyncHostCopy | None = None
     emitted: AsyncHostCopy | None = None
 
@@ -75,8 +75,11 @@ def _is_token(tokens: AsyncHostCopy) -> np.ndarray[Any, np.dtype[np.bool_]]:
 class StepTimer:
     """Times one step at a time; a step that was not verified as it was proposed is discarded."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = perf_counter, *, pads_trees: bool = False
+    ) -> None:
         self._clock = clock
+        self._pads_trees = pads_trees
         self._began = clock()
         self._step: _PendingStep | None = None
 
@@ -96,31 +99,23 @@ class StepTimer:
         emitted = _is_token(step.emitted).sum(1)
         if not (emitted > 0).all():
             return None
-        batch_size = len(slots)
-        proposed = batch_size if step.tree_sizes is None else step.tree_sizes.wait().numpy().sum()
         return StepOutcome(
-            batch_size,
-            step.num_draft_tokens,
+            len(slots),
+            step.choice,
+            step.tokens.values.numel() if self._pads_trees else int(_is_token(step.tokens).sum()),
             self._began - step.began,
             step.draft_seconds,
             int(emitted.sum()),
-            # The host truncates trees near the end of a request, for example.
-            is_truncated=bool(_is_token(step.tokens).sum() != proposed),
         )
 
     def begin_plain(self, slots: torch.Tensor) -> None:
         """Begin a step for which no drafts are looked up."""
-        self._step = _PendingStep(slots, 0, self._began)
+        self._step = _PendingStep(slots, TreeChoice(0), self._began)
 
-    def begin_drafted(self, slots: torch.Tensor, num_draft_tokens: int) -> None:
+    def begin_drafted(self, slots: torch.Tensor, choice: TreeChoice) -> None:
         """Begin a step for which drafts were looked up since `lap`."""
         draft_seconds = self._clock() - self._began
-        self._step = _PendingStep(slots, num_draft_tokens, self._began, draft_seconds)
-
-    def proposed(self, trees: DraftTree) -> None:
-        """Note the trees that the pending step is to verify."""
-        if self._step is not None:
-            self._step.tree_sizes = AsyncHostCopy.of(trees.tree_size)
+        self._step = _PendingStep(slots, choice, self._began, draft_seconds)
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of the pending step; discard it if another step was verified."""

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from drafttree.bench.table import explained_table
 from drafttree.budget.recording import RecordedStep, read_recording
-from drafttree.budget.replay import Replay, changed_constants, recorded_choice, replay
+from drafttree.budget.replay import Replay, changed_constants, replay
 
 
 def budget(
@@ -38,7 +38,7 @@ def budget(
         raise typer.Exit(2) from error
     console = Console(highlight=False)
     console.print(explained_table({"explained": result.rows}))
-    console.print(_budgets_table(result))
+    console.print(_allowances_table(result))
     console.print(_summary_table(steps, result))
 
 
@@ -52,23 +52,18 @@ def _changes(given: list[str]) -> dict[str, str]:
     return changes
 
 
-def _budgets_table(result: Replay) -> Table:
-    table = Table(caption="Time budgets in plain steps")
-    table.add_column("budget")
+def _allowances_table(result: Replay) -> Table:
+    table = Table(caption="Allowances in steps")
+    table.add_column("allowance")
     for heading in ("at the end", "lowest"):
         table.add_column(heading, justify="right")
-    for name in ("probe", "trial", "loss"):
-        values = (
-            getattr(each, name) / result.plain_seconds for each in (result.final, result.lowest)
-        )
-        table.add_row(name, *(f"{value:.2f}" for value in values))
+    for name, left in result.final.items():
+        table.add_row(name, f"{left:.2f}", f"{result.lowest[name]:.2f}")
     return table
 
 
 def _summary_table(steps: list[RecordedStep], result: Replay) -> Table:
-    same = sum(
-        recorded_choice(step) == choice for step, choice in zip(steps, result.choices, strict=True)
-    )
+    same = sum(step.choice == choice for step, choice in zip(steps, result.choices, strict=True))
     table = Table(caption=f"{same:,d} of {len(steps):,d} decisions as recorded")
     table.add_column("")
     table.add_column("recorded", justify="right")

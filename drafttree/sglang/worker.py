@@ -85,6 +85,7 @@ class TreeWorker(BaseSpecWorker):
             embed=self._embed if method.kind.needs_hidden_states else None,
             bos=bos_token(self._runner.model_config.hf_text_config, self._vocab_size),
             folder=local_folder(server.model_path, server.revision, server.download_dir),
+            pads_trees=True,
         )
         # Before the memory pools are sized, so that the drafter's memory is counted.
         self.drafter = method.drafter(self._options, target)

@@ -19,7 +19,8 @@ from drafttree.budget.recording import (
     RecordingPlanner,
     read_recording,
 )
-from drafttree.budget.replay import changed_constants, recorded_choice, replay
+from drafttree.budget.replay import allowances, changed_constants, replay
+from drafttree.budget.tree_choice import TreeChoice
 from drafttree.cli import app
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.tree import DraftTree, Verified
@@ -47,9 +48,7 @@ class RepeatingDrafter(ModelFreeDrafter):
             return DraftTree.of_roots(roots)
         tokens = roots[:, None].repeat(1, size + 1)
         parents = torch.arange(-1, size, dtype=torch.int32).expand(len(roots), -1)
-        trees = DraftTree(tokens, parents, torch.full_like(roots, size + 1))
-        self.budget.proposed(trees)
-        return trees
+        return DraftTree(tokens, parents, torch.full_like(roots, size + 1))
 
     def observe(
         self, slots: torch.Tensor, tokens: torch.Tensor, previous: torch.Tensor, logits: Logits
@@ -132,11 +131,12 @@ def test_a_recorded_run_replays_to_the_decisions_it_made(recording: Path) -> Non
     assert first.candidate_sizes == SIZES
     assert first.forward_seconds == FORWARDS
     assert len(steps) > 780
-    outcomes = {(step.seconds is None, step.is_truncated) for step in steps}
-    assert outcomes == {(False, False), (False, True), (True, False)}
+    assert {step.seconds is None for step in steps} == {False, True}
+    cut = [step for step in steps if step.rows < step.batch_size * (step.num_draft_tokens + 1)]
+    assert any(step.rows for step in cut)
     result = replay(first, steps)
-    recorded = [recorded_choice(step) for step in steps]
-    assert {0, 8, None} <= set(recorded)
+    recorded = [step.choice for step in steps]
+    assert {TreeChoice(0), TreeChoice(8), None} <= set(recorded)
     assert result.choices == recorded
     assert result.replayed == result.recorded
 
@@ -149,10 +149,38 @@ def test_the_replay_ends_with_the_budgets_and_the_report_of_the_run(
     engine = Engine(0.6)
     engine.run(200)
     result = replay(*read_recording(file))
-    assert result.final == engine.budget.planner.budgets
+    assert result.final == allowances(engine.budget.planner)
     assert result.rows == engine.budget.explain()
-    for name in ("probe", "trial", "loss"):
-        assert getattr(result.lowest, name) <= getattr(result.final, name)
+    assert result.lowest["trial"] < result.final["trial"]
+    assert result.lowest["probe"] <= result.final["probe"]
+
+
+def test_a_recorded_run_with_spines_replays_to_the_decisions_it_made(tmp_path: Path) -> None:
+    """The first of four requests copies a text, the others' drafts are guesses."""
+    file = tmp_path / "steps.jsonl"
+    rng = np.random.default_rng(1)
+    with file.open("w") as stream:
+        planner = RecordingPlanner(SIZES, {1: 0.02, 64: 0.08}, stream)
+        for _ in range(200):
+            if planner.should_skip_drafting(4):
+                planner.record_step(4, TreeChoice(0), 4, 0.024, 0.0, 4)
+                continue
+            scores = 0.4 * 0.6 ** np.arange(8) * rng.uniform(0.5, 1.0, (4, 1))
+            scores[0] = 0.98
+            choice = planner.choose_best_first(4, scores.astype(np.float32))
+            rows = 4 + 4 * choice.num_draft_tokens + choice.spine
+            emitted = 4 + choice.spine + choice.num_draft_tokens + (3 if choice.drafts else 0)
+            planner.record_step(4, choice, rows, 0.02 + 1e-3 * rows, 0.001, emitted)
+    first, steps = read_recording(file)
+    assert sum(step.spine > 0 for step in steps) > 100
+    result = replay(first, steps)
+    assert result.choices == [step.choice for step in steps]
+    assert result.replayed == result.recorded
+    assert result.rows == planner.explain()
+    changed = replay(first, steps, changed_constants(first.constants, {"margin": "50"}))
+    assert changed.replayed.drafted == 0
+    fewer = changed.replayed.tokens_per_second
+    assert fewer < changed.recorded.tokens_per_second
 
 
 def test_other_constants_make_other_decisions(recording: Path) -> None:
@@ -176,7 +204,12 @@ def test_a_step_that_is_drafted_in_the_replay_alone_has_the_predicted_outcome() 
         constants=BudgetConstants(margin=50),
     )
     plain = RecordedStep(
-        batch_size=1, expected_tokens=expected, seconds=1.0, draft_seconds=0.001, emitted_tokens=1
+        batch_size=1,
+        expected_tokens=expected,
+        rows=1,
+        seconds=1.0,
+        draft_seconds=0.001,
+        emitted_tokens=1,
     )
     result = replay(first, [plain] * 40, BudgetConstants())
     assert result.recorded.drafted == 0
@@ -191,7 +224,7 @@ def test_the_command_shows_the_replay(recording: Path) -> None:
     assert result.exit_code == 0, result.output
     total = len(read_recording(recording)[1])
     assert f"{total} of {total} decisions as recorded" in result.output
-    for word in ("draft", "wasted", "probe", "trial", "loss", "steps with drafts", "tokens/s"):
+    for word in ("draft", "wasted", "probe", "trial", "steps with drafts", "tokens/s"):
         assert word in result.output, word
     changed = command(recording, "--set", "MARGIN=100")
     assert changed.exit_code == 0, changed.output
@@ -207,11 +240,16 @@ def test_the_command_names_what_is_wrong(recording: Path, tmp_path: Path) -> Non
     lines = recording.read_text().splitlines()
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text("\n".join([lines[0], '{"batch_size": 1, "expected_tokens": [[1.0]]}']) + "\n")
+    many = tmp_path / "many.jsonl"
+    many.write_text(
+        "\n".join([lines[0], '{"batch_size": 1, "scores": [[9,8,7,6,5,4,3,2,1]]}']) + "\n"
+    )
     for arguments, words in (
         ((tmp_path / "none.jsonl",), "cannot read"),
         ((report,), "DRAFTTREE_RECORD_STEPS=FILE"),
         ((empty,), "contains no steps"),
         ((wrong,), "line 2"),
+        ((many,), "at most 8 values"),
         ((recording, "--set", "margin"), "NAME=VALUE"),
         ((recording, "--set", "marge=1.1"), "not a constant of the node budget"),
         ((recording, "--set", "margin=0.5"), "margin=0.5"),
@@ -228,7 +266,7 @@ def test_a_recording_is_bounded_and_may_be_cut_off(tmp_path: Path) -> None:
         for _ in range(5):
             if not planner.should_skip_drafting(1):
                 planner.choose(1, np.ones((1, 4), np.float32))
-            planner.record_step(1, 0, 0.02, 0.0, 1)
+            planner.record_step(1, TreeChoice(0), 1, 0.02, 0.0, 1)
     assert len(read_recording(file)[1]) == 3
     file.write_text(file.read_text()[:-10])
     assert len(read_recording(file)[1]) == 2
@@ -250,3 +288,31 @@ def test_a_file_that_cannot_be_written_is_a_warning(
     engine = Engine(0.5)
     assert not isinstance(engine.budget.planner, RecordingPlanner)
     assert "steps are not recorded" in caplog.text
+
+
+@pytest.mark.parametrize("pads_trees", [False, True])
+def test_further_nodes_of_one_request_are_chosen_unless_trees_are_padded(pads_trees: bool) -> None:
+    """One of four requests copies a long text; the drafts of the others are guesses."""
+    sizes = (0, 2, 4, 32)
+    forwards = {1: 0.02, 4: 0.021, 160: 0.04}
+    budget = NodeBudget.from_forwards(sizes, forwards, pads_trees=pads_trees)
+    scores = torch.zeros(4, 60)
+    scores[:, 1:5] = torch.tensor([0.3, 0.1, 0.05, 0.02])
+    scores[0, 1:50] = 0.99
+    slots = torch.arange(4)
+    assert not budget.should_skip_drafting(slots)
+    choice = budget.choose_best_first(slots, scores)
+    assert (choice.spine > 0) == (not pads_trees)
+    # A request alone is not padded: its further nodes cost their own rows.
+    assert not budget.should_skip_drafting(slots[:1])
+    alone = budget.choose_best_first(slots[:1], scores[:1])
+    assert alone.num_draft_tokens + alone.spine == 32
+    width = 1 + alone.num_draft_tokens + alone.spine
+    tokens = torch.full((1, width), -1, dtype=torch.int32)
+    tokens[0, :3] = 7
+    trees = DraftTree(tokens, torch.full_like(tokens, -1), torch.tensor([3], dtype=torch.int32))
+    one = torch.tensor([[7]], dtype=torch.int32)
+    budget.verified(slots[:1], trees, Verified(one * 0, one, one[0]))
+    budget.should_skip_drafting(slots[:1])
+    (row,) = budget.explain()
+    assert row["rows"] == (width if pads_trees else 3)

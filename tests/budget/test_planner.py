@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner import Planner
+from drafttree.budget.tree_choice import TreeChoice
 
 CPU = (0, 3, 7, 11, 15, 23, 31, 47, 63, 80)
 CUDA = (0, 7, 15, 31, 80)
@@ -28,7 +29,7 @@ Cost = Callable[[int, int], float]
 
 
 def memory_bound(batch: int, n: int) -> float:
-    return 0.02 * max(1.0, (batch * (n + 1) / 64) ** 0.7)
+    return 0.02 * max(1.0, math.pow(batch * (n + 1) / 64, 0.7))
 
 
 def compute_bound(batch: int, n: int) -> float:
@@ -139,7 +140,9 @@ def play(
         gain = gain_of(n, quality)
         emitted = b + (int(machine.rng.binomial(8 * b, min(1.0, (gain - 1) / 8))) if n else 0)
         draft_seconds = machine.slow * machine.wasted * machine.cost(b, 0) if drafted else 0.0
-        planner.record_step(b, n, machine.seen(seconds), draft_seconds, emitted)
+        planner.record_step(
+            b, TreeChoice(n), b * (n + 1), machine.seen(seconds), draft_seconds, emitted
+        )
         score.sizes.append(n)
         score.seconds += seconds
         score.tokens += b * gain
@@ -230,6 +233,20 @@ def test_it_stops_drafting_that_became_expensive_and_resumes_when_cheap(batch: i
     assert cheap.share(0, 500, 800) < 0.05
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(0.0003, 0.002), (0.002, 0.0003), (0.0008, 0.003), (0.003, 0.0008)]
+)
+def test_it_follows_the_cost_of_a_row(before: float, after: float) -> None:
+    """Contexts become longer or shorter, and with them the cost of each row."""
+    machine = Machine(lambda batch, n: 0.02 + before * batch * (n + 1), noise=0.05)
+    planner = Planner(CPU, machine.forwards())
+    play(machine, planner, 600)
+    machine.cost = lambda batch, n: 0.02 + after * batch * (n + 1)
+    play(machine, planner, 100)
+    assert play(machine, planner, 300).over_best >= 0.92
+    assert play(machine, planner, 300).over_best >= 0.95
+
+
 def test_it_comes_back_when_drafts_begin_to_hit() -> None:
     machine = Machine(between, quality=0.0)
     planner = Planner(CPU, machine.forwards())
@@ -289,7 +306,8 @@ def test_wasted_drafting_takes_its_share_of_the_time(wasted: float, share: float
         if drafted:
             assert planner.choose(8, np.ones((8, len(CPU)))) == 0
         seconds = machine.true_seconds(8, 0, drafted)
-        planner.record_step(8, 0, seconds, wasted * machine.cost(8, 0) * drafted, 8)
+        draft_seconds = wasted * machine.cost(8, 0) * drafted
+        planner.record_step(8, TreeChoice(0), 8, seconds, draft_seconds, 8)
         probes += drafted and step >= 500
     assert probes / 1500 == pytest.approx(share, rel=0.2)
 
@@ -333,7 +351,12 @@ def test_requests_that_copy_do_not_make_all_others_wait(batch: int) -> None:
             seconds = machine.true_seconds(b, n, drafted)
             draft_seconds = machine.wasted * machine.cost(b, 0) * drafted
             planner.record_step(
-                b, n, machine.seen(seconds), draft_seconds, round(float(emitted.sum()))
+                b,
+                TreeChoice(n),
+                b * (n + 1),
+                machine.seen(seconds),
+                draft_seconds,
+                round(float(emitted.sum())),
             )
             left[here] -= emitted
             spent += seconds
@@ -375,55 +398,65 @@ def test_buckets_are_powers_of_two() -> None:
     ]
 
 
-def test_forwards_are_interpolated_and_go_on_by_the_last_slope() -> None:
-    costs = CostModel({2: 1.0, 4: 2.0, 8: 2.4})
-    assert [costs.forward(t) for t in (1, 2, 3, 6, 8, 16)] == pytest.approx(
-        [1.0, 1.0, 1.5, 2.2, 2.4, 3.2]
-    )
-    assert CostModel({1: 2.0, 4: 1.5}).forward(100) == 1.5
-    assert CostModel({4: 1.5}).forward(100) == 1.5
-
-
 def test_samples_of_one_size_carry_over_to_its_neighbours() -> None:
-    costs = CostModel({1: 1.0, 1000: 1.0})
+    costs = CostModel((0, 7, 15), {1: 1.0, 1000: 1.0})
     for _ in range(20):
-        costs.observe(1, 0, 1.0)
-        costs.observe(1, 15, 1.5)
-    assert costs.seconds(1, 0) == pytest.approx(1.0)
-    assert costs.seconds(1, 7) == pytest.approx(costs.seconds(1, 15)) == pytest.approx(1.5)
-    assert costs.seconds(32, 0) == pytest.approx(1.0)
-    assert costs.seconds(32, 7) == pytest.approx(1.5)
-    assert costs.needs_sample(1, 7)
-    assert not costs.needs_sample(1, 15)
+        costs.observe(1, 1, 1.0)
+        costs.observe(1, 16, 1.5)
+    assert costs.seconds(1, 1) == pytest.approx(1.0, rel=0.02)
+    assert costs.seconds(1, 16) == pytest.approx(1.5, rel=0.02)
+    assert 1.2 < costs.seconds(1, 8) < 1.5
+    assert costs.seconds(1, 12) == pytest.approx(
+        math.sqrt(costs.seconds(1, 8) * costs.seconds(1, 16)), rel=1e-3
+    )
+    for size in range(3):
+        assert costs.of_sizes(1)[size] == pytest.approx(costs.seconds(1, (1, 8, 16)[size]))
+        assert costs.seconds(32, 32 * (1, 8, 16)[size]) == pytest.approx(costs.of_sizes(1)[size])
+    deviations = costs.deviations(1, 2)
+    assert deviations[2] == 0
+    assert deviations[1] > deviations[0]
 
 
 def test_one_slow_step_changes_little_and_many_change_the_estimate() -> None:
-    costs = CostModel({1: 1.0, 1000: 1.0})
+    costs = CostModel((0, 15), {1: 1.0, 1000: 1.0})
     for _ in range(10):
-        costs.observe(1, 0, 1.0)
+        costs.observe(1, 1, 1.0)
     for _ in range(60):
-        costs.observe(1, 15, 1.5)
-    costs.observe(1, 15, 7.5)
-    assert costs.seconds(1, 15) == pytest.approx(1.5, rel=0.05)
+        costs.observe(1, 16, 1.5)
+    costs.observe(1, 16, 7.5)
+    assert costs.seconds(1, 16) == pytest.approx(1.5, rel=0.15)
+    known = costs.deviations(1, 1)[0]
     for _ in range(10):
-        costs.observe(1, 15, 3.0)
-    assert costs.seconds(1, 15) == pytest.approx(3.0, rel=0.02)
-    assert costs.seconds(1, 0) == pytest.approx(2.0, rel=0.02)
-    assert costs.needs_sample(1, 0)
+        costs.observe(1, 16, 3.0)
+    assert costs.seconds(1, 16) == pytest.approx(3.0, rel=0.1)
+    assert 1.3 < costs.seconds(1, 1) < 2.2
+    assert costs.deviations(1, 1)[0] > 1.5 * known
     for _ in range(4):
-        costs.observe(1, 0, 1.0)
-    assert costs.seconds(1, 0) == pytest.approx(1.0, rel=0.02)
-    assert costs.seconds(1, 15) == pytest.approx(3.0, rel=0.02)
+        costs.observe(1, 1, 1.0)
+    assert costs.seconds(1, 1) == pytest.approx(1.0, rel=0.1)
+    costs.observe(1, 16, 3.0)
+    assert costs.seconds(1, 16) == pytest.approx(3.0, rel=0.1)
+
+
+def test_stalls_count_with_their_mean() -> None:
+    """One step in ten takes six times as long: 1.5 on average."""
+    costs = CostModel((0, 15), {1: 1.0, 16: 1.0})
+    for step in range(1000):
+        costs.observe(1, 16, 6.0 if step % 10 == 5 else 1.0)
+        if step % 5 == 0:
+            costs.observe(1, 1, 1.0)
+    assert costs.seconds(1, 16) == pytest.approx(1.5, rel=0.1)
+    assert costs.seconds(1, 1) == pytest.approx(1.0, rel=0.1)
 
 
 def test_errors_name_what_was_given() -> None:
-    costs = CostModel({1: 1.0})
+    costs = CostModel((0, 3), {1: 1.0})
     with pytest.raises(ValueError, match="forward_seconds"):
-        CostModel({})
+        CostModel((0, 3), {})
     with pytest.raises(ValueError, match="forward_seconds"):
-        CostModel({1: 0.0})
+        CostModel((0, 3), {1: 0.0})
     with pytest.raises(ValueError, match="seconds=0"):
-        costs.observe(1, 0, 0)
+        costs.observe(1, 1, 0)
     with pytest.raises(ValueError, match="batch_size=0"):
         costs.seconds(0, 0)
     with pytest.raises(ValueError, match="start at 0 and ascend"):
@@ -432,6 +465,8 @@ def test_errors_name_what_was_given() -> None:
         Planner((0, 15, 7), {1: 1.0})
     with pytest.raises(ValueError, match="2 columns: give one for each of the 5"):
         Planner(CUDA, {1: 1.0}).choose(1, np.array([[1.0, 2.0]]))
+    with pytest.raises(ValueError, match="2 columns: give one for each of the 80 nodes"):
+        Planner(CUDA, {1: 1.0}).choose_best_first(1, np.array([[1.0, 0.5]]))
 
 
 def test_nothing_is_drafted_where_there_is_nothing_to_draft() -> None:
@@ -439,7 +474,7 @@ def test_nothing_is_drafted_where_there_is_nothing_to_draft() -> None:
     for _ in range(20):
         if not planner.should_skip_drafting(1):
             assert planner.choose(1, np.ones((1, 3))) == 0
-        planner.record_step(1, 0, 2.0, 0.0, 1)
+        planner.record_step(1, TreeChoice(0), 1, 2.0, 0.0, 1)
     assert planner.choose(1, np.array([[1.0, 1.5, 1.5]])) in (0, 3)
 
 
@@ -449,8 +484,8 @@ def test_steps_that_are_always_truncated_cannot_lose_for_long() -> None:
     lost = 0.0
     for _ in range(2000):
         if planner.should_skip_drafting(1) or planner.choose(1, np.array([[1.0, 3.0]])) == 0:
-            planner.record_step(1, 0, 1.0, 0.0, 1)
+            planner.record_step(1, TreeChoice(0), 1, 1.0, 0.0, 1)
         else:
-            planner.record_truncated_step(1, 3.0, 1)
+            planner.record_step(1, TreeChoice(7), 4, 3.0, 0.0, 1)
             lost += 2.0
     assert 0 < lost < 0.02 * 2000

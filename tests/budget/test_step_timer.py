@@ -10,6 +10,7 @@ import torch
 
 from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
 from drafttree.budget.planner import Planner
+from drafttree.budget.tree_choice import TreeChoice
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree, Verified
 
@@ -20,6 +21,8 @@ DRAFT_SECONDS = 0.25
 SCORES = torch.tensor([[1.0, 0.5, 0.1, 0.25, 0.2, 0.0, 0.0], [1.0, 0.9, 0.8, 0.9, 0.9, 0.8, 0.8]])
 """Scores of the nodes of two requests, the root's first."""
 
+CHOICE = TreeChoice(3, 2, 0.5)
+
 
 class FixedPlanner(Planner):
     """A planner that always chooses 3 draft tokens and stores the arguments of each call."""
@@ -27,8 +30,7 @@ class FixedPlanner(Planner):
     def __init__(self) -> None:
         super().__init__((0, 3, 7), {1: 1.0})
         self.expected: list[list[list[float]]] = []
-        self.recorded: list[tuple[int, int, float, float, float]] = []
-        self.truncated: list[tuple[int, float, float]] = []
+        self.recorded: list[tuple[int, TreeChoice, int, float, float, float]] = []
         self.skips = False
 
     def should_skip_drafting(self, batch_size: int) -> bool:
@@ -38,18 +40,20 @@ class FixedPlanner(Planner):
         self.expected.append(expected_tokens.tolist())
         return 3
 
-    def record_truncated_step(self, batch_size: int, seconds: float, emitted_tokens: float) -> None:
-        self.truncated.append((batch_size, seconds, emitted_tokens))
+    def choose_best_first(self, batch_size: int, scores: np.ndarray[Any, Any]) -> TreeChoice:
+        self.choose(batch_size, self.expected_tokens(scores))
+        return CHOICE
 
     def record_step(
         self,
         batch_size: int,
-        num_draft_tokens: int,
+        choice: TreeChoice,
+        rows: int,
         seconds: float,
         draft_seconds: float,
         emitted_tokens: float,
     ) -> None:
-        self.recorded.append((batch_size, num_draft_tokens, seconds, draft_seconds, emitted_tokens))
+        self.recorded.append((batch_size, choice, rows, seconds, draft_seconds, emitted_tokens))
 
 
 class Steps:
@@ -70,7 +74,6 @@ class Steps:
         tokens = torch.arange(4, dtype=torch.int32).expand(batch, -1)
         parents = torch.tensor([-1, 0, 0, 1], dtype=torch.int32).expand(batch, -1)
         self.trees = DraftTree(tokens, parents, torch.full((batch,), 4, dtype=torch.int32))
-        self.budget.proposed(self.trees)
 
     def verify(self, *emitted: int, trees: DraftTree | None = None) -> None:
         tokens = torch.full((len(emitted), 3), -1, dtype=torch.int32)
@@ -87,11 +90,11 @@ def test_a_step_lasts_from_one_proposal_to_the_next() -> None:
     steps.verify(1, 3)
     steps.now = 3.0
     steps.propose(4, 2)
-    assert steps.planner.recorded == [(2, 3, 3.0, DRAFT_SECONDS, 4)]
+    assert steps.planner.recorded == [(2, CHOICE, 8, 3.0, DRAFT_SECONDS, 4)]
     steps.now = 3.5
     steps.verify(2, 1)
     steps.propose(4, 2)
-    assert steps.planner.recorded[1:] == [(2, 3, 0.5, DRAFT_SECONDS, 3)]
+    assert steps.planner.recorded[1:] == [(2, CHOICE, 8, 0.5, DRAFT_SECONDS, 3)]
 
 
 def test_plain_steps_are_timed_too() -> None:
@@ -101,7 +104,7 @@ def test_plain_steps_are_timed_too() -> None:
     steps.now = 2.0
     steps.verify(1, 1, trees=DraftTree.of_roots(torch.tensor([7, 8], dtype=torch.int32)))
     steps.propose(4, 2)
-    assert steps.planner.recorded == [(2, 0, 2.0, 0.0, 2)]
+    assert steps.planner.recorded == [(2, TreeChoice(0), 2, 2.0, 0.0, 2)]
 
 
 def test_the_expected_tokens_of_a_size_are_those_of_its_best_nodes() -> None:
@@ -145,10 +148,9 @@ def test_steps_that_were_not_verified_as_proposed_are_discarded() -> None:
         steps.now = 2.0
         steps.propose(4, 2)
         assert steps.planner.recorded == [], happens.__name__
-        assert steps.planner.truncated == [], happens.__name__
 
 
-def test_steps_that_the_host_truncated_are_charged_for() -> None:
+def test_steps_that_the_host_truncated_count_with_their_rows() -> None:
     steps = Steps()
     steps.propose(4, 2)
     cut = DraftTree(
@@ -157,8 +159,7 @@ def test_steps_that_the_host_truncated_are_charged_for() -> None:
     steps.verify(1, 2, trees=cut)
     steps.now = 2.0
     steps.propose(4, 2)
-    assert steps.planner.recorded == []
-    assert steps.planner.truncated == [(2, 2.0, 3)]
+    assert steps.planner.recorded == [(2, CHOICE, 4, 2.0, DRAFT_SECONDS, 3)]
 
 
 def test_forwards_are_measured_up_to_the_largest_step() -> None:

@@ -53,8 +53,10 @@ class SizedRsd(RsdDrafter):
     ) -> tuple[DraftTree, Drawn]:
         size = 0
         if not self.budget.should_skip_drafting(slots):
-            # Texts are easier to predict in some steps than in others.
-            expected = 1 + (self.expected - 1) * (len(self.chosen) % 3)
+            # Texts are easier to predict in some steps than in others: in every third none of the
+            # levels is accepted, only the first, or all of them.
+            most = (1.0, float(self.expected[1]), float(self.expected[-1]))
+            expected = self.expected.clamp(max=most[len(self.chosen) % 3])
             size = self.budget.choose(slots, expected.expand(len(slots), -1))
         self.chosen.append(size)
         if size:
@@ -65,7 +67,6 @@ class SizedRsd(RsdDrafter):
             forward(trees, 0)  # writes the roots' KV
             noise = StepNoise(self._shared, seeds, lengths)
             drawn = Drawn(torch.zeros(len(roots), 0, self._vocab_size), noise)
-        self.budget.proposed(trees)
         return trees, drawn
 
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:

@@ -1,0 +1,62 @@
+"""What the planner keeps from one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.tree_choice import TreeChoice
+
+
+@dataclass
+class BucketState:
+    """The planner's state for one batch bucket.
+
+    Attributes:
+        index: Index of the size in use, trials aside; 0 for plain decoding.
+        gain: Harmonic mean over the requests of the tokens expected at that size. Dividing the
+            time of a step by it gives the mean time per token.
+        draft_seconds: Usual time of looking up drafts; 0 until it is measured.
+        benefit: Mean saving of looking up drafts, in plain steps.
+        is_tried: Whether the last step was a trial of plain decoding.
+    """
+
+    index: int = 0
+    gain: float = 1.0
+    draft_seconds: float = 0.0
+    benefit: float = 0.0
+    is_tried: bool = False
+
+    def learn_draft_seconds(
+        self, draft_seconds: float, plain_seconds: float, constants: BudgetConstants
+    ) -> None:
+        """Follow the usual time of looking up drafts; the first lookups may compile something."""
+        usual = self.draft_seconds
+        if usual == 0:
+            self.draft_seconds = min(draft_seconds, constants.smoothing * plain_seconds)
+            return
+        bounded = min(draft_seconds, constants.max_draft_ratio * usual)
+        self.draft_seconds += constants.smoothing * (bounded - usual)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The decision for the current step.
+
+    Attributes:
+        choice: The trees.
+        expected: Mean tokens of a request that the drafter expects.
+        calibrated: The same after acceptance calibration.
+        gain: Harmonic mean of the calibrated tokens over the requests.
+        lowest: Calibrated tokens of the request that gains least, which may delay the batch.
+        is_trial: Whether the step is taken only to measure its size.
+        is_wasted: Whether drafts were looked up and are not used.
+    """
+
+    choice: TreeChoice
+    expected: float = 1.0
+    calibrated: float = 1.0
+    gain: float = 1.0
+    lowest: float = 1.0
+    is_trial: bool = False
+    is_wasted: bool = False

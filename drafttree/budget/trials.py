@@ -1,0 +1,100 @@
+"""Trials: steps that are taken only to measure a size that may be better than its prediction."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from drafttree.budget.allowance import Allowance
+from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.costs import CostModel, FloatArray
+
+
+class Trials:
+    """Decides when a size that is not the best one is tried.
+
+    Attributes:
+        allowance: What may be spent on trials.
+    """
+
+    def __init__(self, costs: CostModel, constants: BudgetConstants) -> None:
+        self._costs = costs
+        self._constants = constants
+        self.allowance = Allowance(constants.learning_share, constants.trial_capacity)
+
+    def wants_plain(self, batch_size: int, index: int, gain: float, seconds: FloatArray) -> bool:
+        """Whether to try plain decoding, for which no drafts are looked up.
+
+        Args:
+            batch_size: Number of requests.
+            index: Index of the size in use.
+            gain: Tokens that a request gains from it.
+            seconds: `[S]`, predicted mean seconds at each size.
+        """
+        constants, costs = self._constants, self._costs
+        # If drafting wins only because plain steps are supposed to stall like it, see if they do.
+        if costs.unstalled_plain_seconds(batch_size) * gain < seconds[index]:
+            return True
+        deviation = costs.deviations(batch_size, index)[0]
+        optimistic = seconds[0] * math.exp(-constants.optimism * deviation)
+        if optimistic * gain >= seconds[index] * constants.margin:
+            return False
+        return self.allowance.covers(self._loss(float(seconds[0] / seconds[index]), gain, 1.0))
+
+    def size(
+        self,
+        batch_size: int,
+        best: int,
+        gains: FloatArray,
+        lowest: FloatArray,
+        rates: FloatArray,
+    ) -> int | None:
+        """The index of a size to try in place of the best one; None if none is worth it.
+
+        Args:
+            batch_size: Number of requests.
+            best: Index of the best size.
+            gains: `[S]`, tokens that a request gains at each size, in the harmonic mean.
+            lowest: `[S]`, tokens of the request that gains least.
+            rates: `[S]`, tokens per second of a request; 0 for sizes that add no drafts.
+        """
+        constants, costs = self._constants, self._costs
+        deviations = costs.deviations(batch_size, best)
+        seconds = gains / np.maximum(rates, 1e-9)
+        # No step takes less time than a plain one.
+        least = np.maximum(seconds * np.exp(-constants.optimism * deviations), 1 / rates[0])
+        optimistic = gains / least
+        # A size that gains less could not win even if it cost no more than plain decoding.
+        optimistic[gains <= constants.margin] = 0.0
+        optimistic[rates == 0] = optimistic[0] = optimistic[best] = 0.0
+        index = int(optimistic.argmax())
+        if best == 0 and optimistic[index] > 0:
+            usual = costs.usual_of_sizes(batch_size)[index]
+            # A few stalls say little of how often steps with drafts stall.
+            is_unlucky = not costs.knows_stalls_of_drafts and gains[index] > usual * rates[0]
+            if is_unlucky or costs.is_doubtful(batch_size, index):
+                return index
+        wanted = rates[best] * (1 if best else constants.margin)
+        if optimistic[index] <= (0 if self.allowance.is_full else wanted):
+            return None
+        relative = float(seconds[index] * rates[best] / gains[best])
+        loss = self._loss(relative, float(gains[best]), float(lowest[index]))
+        return index if self.allowance.covers(loss) else None
+
+    def charge(self, seconds: float, best_gain: float, gain: float) -> None:
+        """Charge the allowance for a trial; see `_loss`."""
+        self.allowance.charge(self._loss(seconds, best_gain, gain))
+
+    def _loss(self, seconds: float, best_gain: float, gain: float) -> float:
+        """What a trial loses, in steps of the best size.
+
+        Some is lost even by a size that is as good, so that trials of two such sizes do not end up
+        as frequent as other steps.
+
+        Args:
+            seconds: Duration of the trial, in steps of the best size.
+            best_gain: Tokens of a request in a step of the best size.
+            gain: Tokens of a request in the trial.
+        """
+        return max(seconds - gain / best_gain, (self._constants.margin - 1) * gain / best_gain)
