@@ -64,7 +64,7 @@ class RecycleOptions(MethodOptions):
         "in the user's cache folder.",
     )
     prime_seconds: float = Field(
-        default=3.0,
+        default=1.0,
         ge=0,
         description="How long to compute these predictions when the engine starts, the most "
         "frequent tokens first; the others follow while no request is running. With 0 all of them "
