@@ -213,9 +213,9 @@ def prime_when_idle() -> None:
     """Let engine cores with a drafttree method prime while they have no work."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    stock = EngineCoreProc._notify_idle_state_callbacks
-    if hasattr(stock, _MARK):
-        return
+    stock = getattr(EngineCoreProc, "_notify_idle_state_callbacks", None)
+    if stock is None or hasattr(stock, _MARK):
+        return  # an older engine core primes at its start only
     _check_signature(stock, ["self"])
 
     @functools.wraps(stock)
