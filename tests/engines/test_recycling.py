@@ -78,3 +78,23 @@ def test_tables_are_saved_to_a_file_and_loaded_from_it(
     assert again.counters == cold.counters
     assert "learned.safetensors is damaged" in log
     assert file.read_bytes() == content[:-100]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
+def test_finished_answers_are_copied_when_they_come_again(
+    host: Host, tiny_llama: Path, together: bool
+) -> None:
+    """Greedy and seeded requests, whose answers are the same the second time."""
+    sampling = [
+        {"temperature": temperature, "seed": seed, "max_tokens": 120, "ignore_eos": True}
+        for seed, temperature in enumerate((0.0, 0.9, 0.0, 1.2))
+    ]
+    waves = [Case(FIRST[:4], sampling, together=together)] * 2
+    (plain,), _ = host.run(tiny_llama, waves[:1], running=4)
+    kept, _ = serve(host, tiny_llama, waves, {"nodes": 80, "prime": False})
+    forgotten, _ = serve(host, tiny_llama, waves, {"nodes": 80, "prime": False, "memory": 0})
+    assert [wave.tokens for wave in (*kept, *forgotten)] == [plain.tokens] * 4
+    # More than a tree of eight levels without a spine can give.
+    copied, steps = kept[1].counters["accepted_tokens"], kept[1].counters["drafted_steps"]
+    assert copied / steps > 12
+    assert kept[1].counters["steps"] < 0.6 * forgotten[1].counters["steps"]
