@@ -22,16 +22,19 @@ with it. It also runs on devices for which the table has no kernel.
 | `mask.depths` | all methods | yes | yes | pointer doubling |
 | `mask.tree_mask` | all methods | yes | yes | Token Recycling, 3.3 |
 | `mask_rows.mask_rows` | vLLM on GPUs | yes | - | this project |
+| `memory.append_texts` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |
 | `merge.merge_trees` | Lyanna | yes | yes | Lyanna, verification fusion |
 | `ngrams.extend_ngrams` | Token Recycling, dynamic trees | yes | yes | prompt lookup |
 | `ngrams.previous_tokens` | Token Recycling, dynamic trees | - | yes | prompt lookup |
 | `rejection.reject_step` | RSD | yes | yes | RSD, algorithm 3 |
+| `root_matches.root_matches` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |
 | `selection.best_nodes` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.2 |
 | `source_stats.count` | Token Recycling | yes | yes | this project |
 | `step_counts.count_step` | all methods | yes | yes | this project |
 | `token_info.token_info_top` | Lyanna | yes | yes | Lyanna, 4.2, algorithm 1 |
 | `tree_attention.tree_attention` | vLLM on GPUs | yes | - | Token Recycling, 3.3 |
 
-Papers: Token Recycling (arXiv 2408.08696), RSD (arXiv 2402.14160), EAGLE-2 (arXiv 2406.16858);
+Papers: Token Recycling (arXiv 2408.08696), RSD (arXiv 2402.14160), EAGLE-2 (arXiv 2406.16858),
+SuffixDecoding (arXiv 2411.04975);
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3".
 """

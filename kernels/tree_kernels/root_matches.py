@@ -170,7 +170,7 @@ def _keep_longest(kept: Tensor, place: Tensor, same: Tensor, least: int) -> None
 
 
 def _match_cpp(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> Tensor:
-    out = torch.empty(len(slots), 4, dtype=torch.int32)
+    out = torch.empty(len(slots), 4, dtype=torch.int32, device=slots.device)
     _MATCH.call(
         *(ngrams.history.data_ptr(), ngrams.history.shape[1], ngrams.lengths.data_ptr()),
         *(ngrams.index.data_ptr(), ngrams.index.shape[1]),

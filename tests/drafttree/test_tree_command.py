@@ -208,5 +208,5 @@ def test_wrong_arguments(run: Path, tmp_path: Path) -> None:
 
 def test_more_nodes_than_the_measured_ranks_make() -> None:
     counts = {"paths": [[0]], "tried": [10], "hit": [6]}
-    with pytest.raises(ValueError, match="measured allow 32"):
-        fit(MeasuredTree.from_counts(counts, 10), 33)
+    with pytest.raises(ValueError, match="measured allow 64"):
+        fit(MeasuredTree.from_counts(counts, 10), 65)

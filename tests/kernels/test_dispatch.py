@@ -147,13 +147,16 @@ def exported(source: Path) -> dict[str, str]:
     }
 
 
+C_TYPES = {"int64_t": "i", "float": "f"}
+
+
 def letter_of(parameter: str) -> str:
     """The letter of a C parameter such as `const int32_t* tokens` or `int64_t requests`."""
     kind = parameter.strip().rpartition(" ")[0]
     if kind.endswith("*"):
         return "p"
-    assert kind == "int64_t", f"{parameter!r} is neither a pointer nor an int64_t"
-    return "i"
+    assert kind in C_TYPES, f"{parameter!r} is neither a pointer nor one of {[*C_TYPES]}"
+    return C_TYPES[kind]
 
 
 @pytest.mark.parametrize("source", sorted(FOLDER.glob("*.cpp")), ids=lambda source: source.name)
@@ -175,5 +178,5 @@ def test_a_wrong_letter_would_be_found(tmp_path: Path) -> None:
         "MAKE(two, float)\nMAKE(three, double)\n"
     )
     assert exported(source) == {"one": "pip", "do_two": "pi", "do_three": "pi"}
-    with pytest.raises(AssertionError, match="neither a pointer nor an int64_t"):
+    with pytest.raises(AssertionError, match="neither a pointer nor one of"):
         letter_of("int32_t count")

@@ -136,12 +136,11 @@ def test_foreign_text_goes_to_the_memory(
         DynamicTreeDrafter,
         "remember",
         lambda self, tokens: remembered.append(list(tokens)),
-        raising=False,
     )
     bench = Bench(target, [wave], context=128, foreign=[3, 4, 5])
     bench.begin("dynamic", 7)
     assert remembered == [[3, 4, 5]]
-    with pytest.raises(ValueError, match="'static' has no memory"):
+    with pytest.raises(ValueError, match="StaticTreeDrafter remembers no texts"):
         bench.begin("static", 7)
 
 

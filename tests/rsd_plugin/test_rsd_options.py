@@ -36,7 +36,7 @@ def test_tree_notations_are_parsed(
         ("beam:3", "beam:3x5"),
         ("beam:0x3", "out of range"),
         ("beam:3x0", "out of range"),
-        ("beam:2x33", "out of range"),
+        ("beam:2x65", "out of range"),
         ("beam:64x4", "out of range"),
         ("branch:3-x", "branching factors"),
         ("branch:0-1", "1 or more"),

@@ -91,10 +91,7 @@ class Bench:
             matrix = drafter.tables.matrix
             matrix.copy_(self._matrix[:, : matrix.shape[1]])
         if self.foreign:
-            remember = getattr(drafter, "remember", None)
-            if remember is None:
-                raise ValueError(f"{measured.name!r} has no memory for foreign text")
-            remember(self.foreign)
+            drafter.remember(self.foreign)
 
     def replay(self, settings: Sequence[Measured], order: Order) -> Iterator[str]:
         """Replay all waves, and report progress from time to time."""
