@@ -88,6 +88,7 @@ def test_finished_answers_are_copied_when_they_come_again(
     sampling = [{**GREEDY, "max_tokens": 120} for _ in range(4)]
     if host.name == "vllm":
         sampling[1] |= {"temperature": 0.9, "seed": 1}
+        sampling[2] |= {"repetition_penalty": 1.1}
         sampling[3] |= {"temperature": 1.2, "seed": 3}
     waves = [Case(FIRST[:4], sampling, together=together)] * 2
     (plain,), _ = host.run(tiny_llama, waves[:1], running=4)

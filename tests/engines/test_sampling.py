@@ -125,6 +125,8 @@ def answers(host: Host, model: Path, *, drafted: bool, overlap: bool) -> dict[st
         model,
         list(cases(host).values()),
         "token-recycling" if drafted else None,
+        # Cases share prompts: copies of finished answers would take the place of branches.
+        {"memory": 0} if drafted else {},
         sglang={"disable_overlap_schedule": not overlap, "enable_custom_logit_processor": True},
     )
     return dict(zip(cases(host), served, strict=True))
