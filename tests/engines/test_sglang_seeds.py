@@ -20,6 +20,7 @@ from sglang.srt.layers import sampler as host_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as host_draw
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from tree_kernels.mask import depths
 from drafttree.tree import DraftTree
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import Step
@@ -71,7 +72,8 @@ def drafted():
         lengths = starts + torch.tensor([len(row) for row in written])
         batch = SimpleNamespace(sampling_info=info, seq_lens=lengths, return_logprob=False,
                                 has_grammar=False, top_logprobs_nums=None, token_ids_logprobs=None)
-        verified = verify_trees(sampler, Step(batch, trees, depths=None), 2, output)
+        depth = depths(trees.parents, trees.tree_size)
+        verified = verify_trees(sampler, Step.of(batch, trees, depth, (), None), 2, output)
         for row, emitted, count in zip(written, verified.emitted, verified.num_emitted):
             row.extend(emitted[:count].tolist())
         accepted += int(verified.num_emitted.sum()) - 4

@@ -88,7 +88,7 @@ def test_errors_about_draft_models(
     ("paths", "message"),
     [
         ([[0], [1, 0]], "not prefix-closed"),
-        ([[0] * depth for depth in range(1, 41)], "deeper than 32"),
+        ([[0] * depth for depth in range(1, 71)], "deeper than 64"),
         ([], "no nodes"),
         ([[0], [0]], "twice"),
         ([[0], ["1"]], "ranks"),
