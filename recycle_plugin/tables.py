@@ -127,7 +127,12 @@ class Tables:
         self._running.difference_update(slots)
 
     def reset(self) -> None:
-        """Forget what was learned; primed rows stay."""
+        """Forget what was learned; primed rows stay.
+
+        Requests that were registered are forgotten too, so that their texts are not remembered when
+        they end.
+        """
+        self._running.clear()
         self.matrix.fill_(EMPTY)
         self.fill_unknown()
         self.bigrams.fill_(EMPTY)

@@ -150,7 +150,7 @@ def test_lora_requests_beside_plain_ones(
 
 def test_reloaded_weights(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
     """What was learned from the old weights is forgotten, so drafting starts from nothing again."""
-    case = Case(prompts(1, 20, 20), GREEDY)
+    case = Case(prompts(4, 20, 20), GREEDY)
     plain, drafted, _ = both(tiny_llama, [case, Case(case.prompts, GREEDY, reload=True)])
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens

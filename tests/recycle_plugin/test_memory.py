@@ -123,6 +123,16 @@ def test_what_is_forgotten_is_not_copied(how: str) -> None:
     assert drafted(drafter, 1, PROMPT[-1]) == []
 
 
+def test_a_request_that_runs_during_a_reset_is_not_remembered() -> None:
+    """An engine may release a request only when the next one arrives."""
+    drafter = make()
+    drafter.start(0, PROMPT)
+    drafter.extend(slots(0), ids(*ANSWER)[None])
+    drafter.reset()
+    drafter.release([0])
+    assert drafter.tables.memory.text().tolist() == []
+
+
 def test_without_hot_start_the_memory_lasts_while_requests_run() -> None:
     drafter = make(hot_start=False)
     drafter.start(2, [5])
