@@ -144,7 +144,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """Start or restart the request in `slot` with its tokens so far."""
         if self._budget is not None:
             self._budget.discard()
-        if self.tables.is_running(slot):
+        if self.tables.is_remembered(slot):
             self.release([slot])
         self.tables.begin(slot)
         device = self.tables.matrix.device
@@ -207,7 +207,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
     def release(self, slots: Sequence[int]) -> None:
         """Release the requests' slots; the shared tables keep what they learned, and the memory
         their texts."""
-        self._remember([slot for slot in slots if self.tables.is_running(slot)])
+        self._remember([slot for slot in slots if self.tables.is_remembered(slot)])
         self.tables.end(slots)
 
     def reset(self) -> None:

@@ -91,6 +91,7 @@ class Tables:
         self.saver: TableSaver | None = None
         self._hot_start = hot_start
         self._running: set[int] = set()
+        self._forgotten: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -114,29 +115,33 @@ class Tables:
         """Register a request; without hot start, the first after an idle time resets the tables."""
         if not self._private and not self._hot_start and not self._running:
             self.reset()
-        if len(self.own) > 1 or self._private:
+        if self.own is not self._no_table:
             self.own[slot] = EMPTY
         self._running.add(slot)
+        self._forgotten.discard(slot)
 
-    def is_running(self, slot: int) -> bool:
-        """Whether a request is registered in a slot."""
-        return slot in self._running
+    def is_remembered(self, slot: int) -> bool:
+        """Whether a request is registered in a slot and no reset has come since it began."""
+        return slot in self._running and slot not in self._forgotten
 
     def end(self, slots: Sequence[int]) -> None:
         """Unregister finished requests."""
         self._running.difference_update(slots)
+        self._forgotten.difference_update(slots)
 
     def reset(self) -> None:
         """Forget what was learned; primed rows stay.
 
-        Requests that were registered are forgotten too, so that their texts are not remembered when
-        they end.
+        Requests that are running stay registered, but are not remembered when they end.
         """
-        self._running.clear()
+        self._forgotten.update(self._running)
         self.matrix.fill_(EMPTY)
         self.fill_unknown()
         self.bigrams.fill_(EMPTY)
-        self.own.fill_(EMPTY)
+        if self.own is not self._no_table:
+            # The tables of other slots are cleared when requests begin there.
+            for slot in self._running:
+                self.own[slot] = EMPTY
         self.memory.clear()
         self.source_stats.reset()
 
