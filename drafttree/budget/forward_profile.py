@@ -14,7 +14,9 @@ _CONTEXT = 128
 
 _TOKEN_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256, 512, 1024, 2048, 4096, 8192)
 _REPEATS = 3
-_MAX_SECONDS = 10.0
+_REPEAT_SECONDS = 0.1
+"""Time after which a forward is not measured again; long ones vary little."""
+_MAX_SECONDS = 5.0
 """Total time after which no larger forward is measured."""
 
 Forwards = Callable[[int, int, int, bool, int], list[float]]
@@ -71,7 +73,10 @@ def measure_forwards(measure_forward: Callable[[int], float], max_tokens: int) -
     seconds: dict[int, float] = {}
     for count in (*(count for count in _TOKEN_COUNTS if count < max_tokens), max_tokens):
         measure_forward(count)  # The first forward of a size may compile.
-        seconds[count] = median(measure_forward(count) for _ in range(_REPEATS))
+        times: list[float] = []
+        while len(times) < _REPEATS and sum(times) < _REPEAT_SECONDS:
+            times.append(measure_forward(count))
+        seconds[count] = median(times)
         if perf_counter() - started > _MAX_SECONDS:
             break
     return seconds

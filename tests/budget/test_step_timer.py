@@ -175,6 +175,13 @@ def test_forwards_are_measured_up_to_the_largest_step() -> None:
     assert measure_forwards(measure_forward, 1) == {1: 2.0}
 
 
+def test_short_forwards_are_measured_more_often_than_long_ones() -> None:
+    times = [9.0, 0.01, 0.03, 0.02, 9.0, 0.2]
+    seconds = measure_forwards(lambda _: times.pop(0), 2)
+    assert seconds == {1: 0.02, 2: 0.2}
+    assert not times
+
+
 def test_the_candidate_sizes_end_with_the_largest() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert candidate_sizes(80, cpu)[-2:] == (63, 80)
