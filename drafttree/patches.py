@@ -1,8 +1,21 @@
-"""Description of a patch to an engine; each host's `patches.py` lists all of its patches."""
+"""Patches of an engine: their description, and how a function is replaced once and with checks.
+
+Each host's `patches.py` lists all of its patches.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+_MARK = "_drafttree"
+"""Attribute of every function that replaces one of an engine."""
+
+Unknown = Callable[[str], Exception]
+"""Makes the error that says in what way an engine is not known."""
 
 
 @dataclass(frozen=True)
@@ -18,3 +31,57 @@ class Patch:
     target: str
     when: str
     reason: str
+
+
+def is_replaced(function: Any) -> bool:
+    """Whether a function is a replacement."""
+    return hasattr(function, _MARK)
+
+
+def mark_replaced(function: Any) -> None:
+    """Mark a function as a replacement."""
+    setattr(function, _MARK, True)
+
+
+def check_parameters(name: str, function: Any, expected: list[str], unknown: Unknown) -> None:
+    """Check that a function of an engine has the parameters that its replacement passes on.
+
+    Raises:
+        Exception: It has others; the error is the engine's `unknown`.
+    """
+    found = list(inspect.signature(function).parameters)
+    if found != expected:
+        raise unknown(f"{name} takes {found}, expected {expected}")
+
+
+def replace_function(
+    owner: Any,
+    name: str,
+    wrap: Callable[[Any], Callable[..., Any]],
+    *,
+    expected: list[str] | None,
+    unknown: Unknown,
+) -> None:
+    """Replace a function of an engine's module, class or object, unless it is replaced already.
+
+    Args:
+        owner: The module, the class or the object.
+        name: The function's name.
+        wrap: Makes the replacement from the engine's own function.
+        expected: Parameters that the engine's function must have; None for any.
+        unknown: Makes the error.
+
+    Raises:
+        Exception: The function is missing or has other parameters; the error is `unknown`.
+    """
+    where = getattr(owner, "__name__", type(owner).__name__)
+    stock = getattr(owner, name, None)
+    if is_replaced(stock):
+        return
+    if stock is None:
+        raise unknown(f"{where} has no {name}")
+    if expected is not None:
+        check_parameters(f"{where}.{name}", stock, expected, unknown)
+    replacement = functools.wraps(stock)(wrap(stock))
+    mark_replaced(replacement)
+    setattr(owner, name, replacement)

@@ -7,13 +7,17 @@ engines may share one process.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from drafttree.patches import Patch
+from drafttree.patches import (
+    Patch,
+    check_parameters,
+    is_replaced,
+    mark_replaced,
+    replace_function,
+)
 from drafttree.sglang.versions import CPU_BACKEND, unknown
 
 if TYPE_CHECKING:
@@ -80,19 +84,6 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-_MARK = "_drafttree"
-"""Attribute of every function that replaces one of SGLang's."""
-
-
-def _is_replaced(function: Any) -> bool:
-    return hasattr(function, _MARK)
-
-
-def _check_parameters(name: str, function: Any, expected: list[str]) -> None:
-    found = list(inspect.signature(function).parameters)
-    if found != expected:
-        raise unknown(f"{name} takes {found}, expected {expected}")
-
 
 def _method_reads_hidden_states(algorithm: Any) -> bool:
     from drafttree.sglang.algorithm import TreeAlgorithm
@@ -112,10 +103,11 @@ def route_attention() -> None:
     )
 
     stock = ATTENTION_BACKENDS.get(CPU_BACKEND)
-    if _is_replaced(stock):
+    if is_replaced(stock):
         return
-    if stock is None or len(inspect.signature(stock).parameters) != 1:
-        raise unknown(f"no attention backend {CPU_BACKEND} is made from a model runner alone")
+    if stock is None:
+        raise unknown(f"it has no attention backend {CPU_BACKEND}")
+    check_parameters(CPU_BACKEND, stock, ["runner"], unknown)
 
     def backend_for(runner: Any) -> Any:
         from drafttree.sglang.algorithm import TreeAlgorithm
@@ -126,7 +118,7 @@ def route_attention() -> None:
 
         return TreeAttentionBackend(runner)
 
-    setattr(backend_for, _MARK, True)
+    mark_replaced(backend_for)
     register_attention_backend(CPU_BACKEND)(backend_for)
 
 
@@ -141,29 +133,23 @@ def take_corpora() -> None:
 
     from drafttree.sglang.algorithm import TreeAlgorithm
 
-    stock = getattr(tokenizer_control_mixin, "get_spec", None)
-    if _is_replaced(stock):
-        return
-    if stock is None:
-        raise unknown("tokenizer_control_mixin has no get_spec")
-    _check_parameters("get_spec", stock, [])
+    def wrap(stock: Callable[[], Any]) -> Callable[[], Any]:
+        def get_spec() -> Any:
+            spec = stock()
+            algorithm = SpeculativeAlgorithm.from_string(spec.speculative_algorithm)
+            if not isinstance(algorithm, TreeAlgorithm):
+                return spec
+            # That module reads nothing else of it.
+            return SimpleNamespace(
+                speculative_algorithm="NGRAM",
+                speculative_ngram_external_corpus_max_tokens=(
+                    spec.speculative_ngram_external_corpus_max_tokens
+                ),
+            )
 
-    @functools.wraps(stock)
-    def get_spec() -> Any:
-        spec = stock()
-        algorithm = SpeculativeAlgorithm.from_string(spec.speculative_algorithm)
-        if not isinstance(algorithm, TreeAlgorithm):
-            return spec
-        # That module reads nothing else of it.
-        return SimpleNamespace(
-            speculative_algorithm="NGRAM",
-            speculative_ngram_external_corpus_max_tokens=(
-                spec.speculative_ngram_external_corpus_max_tokens
-            ),
-        )
+        return get_spec
 
-    setattr(get_spec, _MARK, True)
-    tokenizer_control_mixin.get_spec = get_spec
+    replace_function(tokenizer_control_mixin, "get_spec", wrap, expected=[], unknown=unknown)
 
 
 def report_counters() -> None:
@@ -176,21 +162,18 @@ def report_counters() -> None:
 
     from drafttree.metrics import Counters
 
-    stock = Scheduler.get_internal_state
-    if _is_replaced(stock):
-        return
-    _check_parameters("Scheduler.get_internal_state", stock, ["self", "recv_req"])
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def get_internal_state(self: Any, recv_req: Any) -> Any:
+            answer = stock(self, recv_req)
+            counters = getattr(self.draft_worker, "counters", None)
+            if isinstance(counters, Counters):
+                answer.internal_state[COUNTERS_KEY] = counters.as_dict()
+            return answer
 
-    @functools.wraps(stock)
-    def get_internal_state(self: Any, recv_req: Any) -> Any:
-        answer = stock(self, recv_req)
-        counters = getattr(self.draft_worker, "counters", None)
-        if isinstance(counters, Counters):
-            answer.internal_state[COUNTERS_KEY] = counters.as_dict()
-        return answer
+        return get_internal_state
 
-    setattr(get_internal_state, _MARK, True)
-    Scheduler.get_internal_state = get_internal_state
+    expected = ["self", "recv_req"]
+    replace_function(Scheduler, "get_internal_state", wrap, expected=expected, unknown=unknown)
 
 
 def prime_when_idle() -> None:
@@ -201,23 +184,17 @@ def prime_when_idle() -> None:
     """
     from sglang.srt.managers.scheduler import Scheduler
 
-    stock = getattr(Scheduler, "maybe_sleep_on_idle", None)
-    if _is_replaced(stock):
-        return
-    if stock is None:
-        raise unknown("Scheduler has no maybe_sleep_on_idle")
-    _check_parameters("Scheduler.maybe_sleep_on_idle", stock, ["self"])
+    def wrap(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+        def maybe_sleep_on_idle(self: Any) -> None:
+            prime = getattr(self.draft_worker, "drafttree_prime", None)
+            done, everything = (0, 0) if prime is None else prime(self.tree_cache)
+            # Until all is primed the scheduler looks for requests instead of sleeping.
+            if done == everything:
+                stock(self)
 
-    @functools.wraps(stock)
-    def maybe_sleep_on_idle(self: Any) -> None:
-        prime = getattr(self.draft_worker, "drafttree_prime", None)
-        done, everything = (0, 0) if prime is None else prime(self.tree_cache)
-        # Until all is primed the scheduler looks for requests instead of sleeping.
-        if done == everything:
-            stock(self)
+        return maybe_sleep_on_idle
 
-    setattr(maybe_sleep_on_idle, _MARK, True)
-    Scheduler.maybe_sleep_on_idle = maybe_sleep_on_idle
+    replace_function(Scheduler, "maybe_sleep_on_idle", wrap, expected=["self"], unknown=unknown)
 
 
 def widen_request_rows() -> None:
@@ -233,23 +210,24 @@ def widen_request_rows() -> None:
 
     from drafttree.sglang.algorithm import TreeAlgorithm
 
-    stock = getattr(kv_cache_configurator, "get_req_to_token_extra_context_len", None)
-    if _is_replaced(stock):
-        return
-    if stock is None:
-        raise unknown("kv_cache_configurator has no get_req_to_token_extra_context_len")
+    def wrap(stock: Callable[..., int]) -> Callable[..., int]:
+        def get_req_to_token_extra_context_len(*given: Any) -> int:
+            extra = int(stock(*given))
+            algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+            if isinstance(algorithm, TreeAlgorithm):
+                return max(extra, get_alloc_reserve_per_decode(*given))
+            return extra
+
+        return get_req_to_token_extra_context_len
 
     # The arguments differ between the supported versions, but are the same for both functions.
-    @functools.wraps(stock)
-    def get_req_to_token_extra_context_len(*given: Any) -> int:
-        extra = int(stock(*given))
-        algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
-        if isinstance(algorithm, TreeAlgorithm):
-            return max(extra, get_alloc_reserve_per_decode(*given))
-        return extra
-
-    setattr(get_req_to_token_extra_context_len, _MARK, True)
-    kv_cache_configurator.get_req_to_token_extra_context_len = get_req_to_token_extra_context_len
+    replace_function(
+        kv_cache_configurator,
+        "get_req_to_token_extra_context_len",
+        wrap,
+        expected=None,
+        unknown=unknown,
+    )
 
 
 def count_layer_memory() -> None:
@@ -260,21 +238,17 @@ def count_layer_memory() -> None:
     """
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-    stock = getattr(DefaultPoolConfigurator, "_compute_cell_size", None)
-    if _is_replaced(stock):
-        return
-    if stock is None:
-        raise unknown("DefaultPoolConfigurator has no _compute_cell_size")
-    name = "DefaultPoolConfigurator._compute_cell_size"
-    _check_parameters(name, stock, ["self", "kvc", "num_layers"])
+    def wrap(stock: Callable[..., int]) -> Callable[..., int]:
+        def _compute_cell_size(self: Any, kvc: Any, num_layers: int) -> int:
+            added = _method_reads_hidden_states(kvc.spec_algorithm)
+            return int(stock(self, kvc, num_layers + added))
 
-    @functools.wraps(stock)
-    def _compute_cell_size(self: Any, kvc: Any, num_layers: int) -> int:
-        added = _method_reads_hidden_states(kvc.spec_algorithm)
-        return int(stock(self, kvc, num_layers + added))
+        return _compute_cell_size
 
-    setattr(_compute_cell_size, _MARK, True)
-    DefaultPoolConfigurator._compute_cell_size = _compute_cell_size
+    expected = ["self", "kvc", "num_layers"]
+    replace_function(
+        DefaultPoolConfigurator, "_compute_cell_size", wrap, expected=expected, unknown=unknown
+    )
 
 
 def match_prefixes_by_bigrams() -> None:
@@ -286,21 +260,18 @@ def match_prefixes_by_bigrams() -> None:
     from sglang.srt.mem_cache import kv_cache_builder
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    stock = getattr(kv_cache_builder, "create_tree_cache", None)
-    if _is_replaced(stock):
-        return
-    if stock is None or "is_eagle" not in CacheInitParams.__dataclass_fields__:
+    if "is_eagle" not in CacheInitParams.__dataclass_fields__:
         raise unknown("its radix cache does not match bigrams of tokens")
-    _check_parameters("create_tree_cache", stock, ["ctx"])
 
-    @functools.wraps(stock)
-    def create_tree_cache(ctx: Any) -> Any:
-        if _method_reads_hidden_states(ctx.tp_worker.model_runner.spec_algorithm):
-            ctx.params.is_eagle = True
-        return stock(ctx)
+    def wrap(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def create_tree_cache(ctx: Any) -> Any:
+            if _method_reads_hidden_states(ctx.tp_worker.model_runner.spec_algorithm):
+                ctx.params.is_eagle = True
+            return stock(ctx)
 
-    setattr(create_tree_cache, _MARK, True)
-    kv_cache_builder.create_tree_cache = create_tree_cache
+        return create_tree_cache
+
+    replace_function(kv_cache_builder, "create_tree_cache", wrap, expected=["ctx"], unknown=unknown)
 
 
 def observe_prefill(runner: Any, observe: Callable[[Any, torch.Tensor], None]) -> None:
@@ -314,19 +285,18 @@ def observe_prefill(runner: Any, observe: Callable[[Any, torch.Tensor], None]) -
     Raises:
         RuntimeError: The patch does not fit this SGLang.
     """
-    stock = runner.sample
-    if not _is_replaced(stock):
-        _check_parameters("ModelRunner.sample", stock, ["logits_output", "forward_batch"])
 
-        @functools.wraps(stock)
+    def wrap(stock: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
         def sample(logits_output: Any, forward_batch: Any) -> torch.Tensor:
             if forward_batch.forward_mode.is_extend_without_speculative():
-                getattr(sample, _MARK)(forward_batch, logits_output.next_token_logits)
-            tokens: torch.Tensor = stock(logits_output, forward_batch)
-            return tokens
+                runner.sample.observe(forward_batch, logits_output.next_token_logits)
+            return stock(logits_output, forward_batch)
 
-        runner.sample = sample
-    setattr(runner.sample, _MARK, observe)
+        return sample
+
+    expected = ["logits_output", "forward_batch"]
+    replace_function(runner, "sample", wrap, expected=expected, unknown=unknown)
+    runner.sample.observe = observe
 
 
 def install_acceptance_sampler(runner: Any) -> None:
@@ -344,5 +314,5 @@ def install_acceptance_sampler(runner: Any) -> None:
     if type(runner.sampler) is not Sampler:
         raise unknown(f"the model runner's sampler is a {type(runner.sampler).__name__}")
     parameters = ["self", "probs", "sampling_info", "positions", "simple_sampling_case"]
-    _check_parameters("Sampler._sample_from_probs", Sampler._sample_from_probs, parameters)
+    check_parameters("_sample_from_probs", Sampler._sample_from_probs, parameters, unknown)
     runner.sampler = AcceptanceSampler()

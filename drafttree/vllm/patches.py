@@ -12,13 +12,12 @@ model runner writes them as the engine's own runner does.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from drafttree.patches import Patch
+from drafttree.patches import Patch, check_parameters, replace_function
 from drafttree.vllm.versions import unknown
 
 if TYPE_CHECKING:
@@ -170,7 +169,6 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-_MARK = "_drafttree"  # attribute of every function that replaces one of the engine
 _REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttree method
 _ENGINE_CORE = "vllm.v1.engine.core"
 _GRAPHS = "drafttree_graphs"  # attribute of settings whose capture sizes drafttree has chosen
@@ -213,21 +211,25 @@ def prime_when_idle() -> None:
     """Let engine cores with a drafttree method prime while they have no work."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    stock = getattr(EngineCoreProc, "_notify_idle_state_callbacks", None)
-    if stock is None or hasattr(stock, _MARK):
-        return  # an older engine core primes at its start only
-    _check_signature(stock, ["self"])
+    def wrap(stock: Callable[[EngineCoreProc], None]) -> Callable[[EngineCoreProc], None]:
+        def _notify_idle_state_callbacks(self: EngineCoreProc) -> None:
+            stock(self)
+            if requested(self.vllm_config.speculative_config) is not None:
+                from drafttree.vllm.priming import prime_until_work
 
-    @functools.wraps(stock)
-    def _notify_idle_state_callbacks(self: EngineCoreProc) -> None:
-        stock(self)
-        if requested(self.vllm_config.speculative_config) is not None:
-            from drafttree.vllm.priming import prime_until_work
+                prime_until_work(self)
 
-            prime_until_work(self)
+        return _notify_idle_state_callbacks
 
-    setattr(_notify_idle_state_callbacks, _MARK, True)
-    EngineCoreProc._notify_idle_state_callbacks = _notify_idle_state_callbacks
+    # An older engine core has no such method, and primes at its start only.
+    if hasattr(EngineCoreProc, "_notify_idle_state_callbacks"):
+        replace_function(
+            EngineCoreProc,
+            "_notify_idle_state_callbacks",
+            wrap,
+            expected=["self"],
+            unknown=unknown,
+        )
 
 
 def wrap_create_speculative_config(
@@ -242,22 +244,21 @@ def wrap_create_speculative_config(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    stock = EngineArgs.create_speculative_config
-    if hasattr(stock, _MARK):
-        return
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def create_speculative_config(
+            self: EngineArgs, *args: Any, **kwargs: Any
+        ) -> SpeculativeConfig | None:
+            method = find(self)
+            if method is None:
+                return cast("SpeculativeConfig | None", stock(self, *args, **kwargs))
+            expected = ["self", "target_model_config", "target_parallel_config"]
+            check_parameters("create_speculative_config", stock, expected, unknown)
+            return create(method, functools.partial(stock, self), self, *args, **kwargs)
 
-    @functools.wraps(stock)
-    def create_speculative_config(
-        self: EngineArgs, *args: Any, **kwargs: Any
-    ) -> SpeculativeConfig | None:
-        method = find(self)
-        if method is None:
-            return cast("SpeculativeConfig | None", stock(self, *args, **kwargs))
-        _check_signature(stock, ["self", "target_model_config", "target_parallel_config"])
-        return create(method, functools.partial(stock, self), self, *args, **kwargs)
+        return create_speculative_config
 
-    setattr(create_speculative_config, _MARK, True)
-    EngineArgs.create_speculative_config = create_speculative_config
+    # Whether the parameters are known matters only once a drafttree method is requested.
+    replace_function(EngineArgs, "create_speculative_config", wrap, expected=None, unknown=unknown)
 
 
 @contextmanager
@@ -313,7 +314,8 @@ def replace_capture_sizes(
         tree_size: Number of nodes of a whole tree.
     """
     parameters = ["cudagraph_mode", "uniform_decode_query_len"]
-    _check_signature(dispatcher.initialize_cudagraph_keys, parameters)
+    keys = dispatcher.initialize_cudagraph_keys
+    check_parameters("initialize_cudagraph_keys", keys, parameters, unknown)
     _set(config, cudagraph_capture_sizes=sizes)
     dispatcher.initialize_cudagraph_keys(dispatcher.cudagraph_mode, tree_size)
 
@@ -322,20 +324,19 @@ def allow_sampling_parameters() -> None:
     """Let requests use min_p and logit_bias with drafttree methods."""
     from vllm.sampling_params import SamplingParams
 
-    stock = SamplingParams._validate_spec_decode
-    if hasattr(stock, _MARK):
-        return
-    _check_signature(stock, ["self", "speculative_config"])
+    def wrap(stock: Callable[..., None]) -> Callable[..., None]:
+        def _validate_spec_decode(
+            self: SamplingParams, speculative_config: SpeculativeConfig | None
+        ) -> None:
+            if requested(speculative_config) is None:
+                stock(self, speculative_config)
 
-    @functools.wraps(stock)
-    def _validate_spec_decode(
-        self: SamplingParams, speculative_config: SpeculativeConfig | None
-    ) -> None:
-        if requested(speculative_config) is None:
-            stock(self, speculative_config)
+        return _validate_spec_decode
 
-    setattr(_validate_spec_decode, _MARK, True)
-    SamplingParams._validate_spec_decode = _validate_spec_decode
+    expected = ["self", "speculative_config"]
+    replace_function(
+        SamplingParams, "_validate_spec_decode", wrap, expected=expected, unknown=unknown
+    )
 
 
 def drop_last_block(config: SpeculativeConfig) -> None:
@@ -428,7 +429,8 @@ def override_backend(backend: AttentionBackendEnum, ours: type) -> Iterator[None
     """
     from vllm.v1.attention.backends.registry import register_backend
 
-    _check_signature(register_backend, ["backend", "class_path", "is_mamba"])
+    parameters = ["backend", "class_path", "is_mamba"]
+    check_parameters("register_backend", register_backend, parameters, unknown)
     previous = backend.get_path() if backend.is_overridden() else None
     register_backend(backend, f"{ours.__module__}.{ours.__name__}")
     _forget_selected_backends()
@@ -459,9 +461,3 @@ def _set(owner: Any, **values: Any) -> dict[str, Any]:
     for name, value in values.items():
         setattr(owner, name, value)
     return given
-
-
-def _check_signature(function: Callable[..., Any], parameters: list[str]) -> None:
-    found = list(inspect.signature(function).parameters)
-    if found != parameters:
-        raise unknown(f"{function.__qualname__} takes {found}, expected {parameters}")

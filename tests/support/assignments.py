@@ -10,7 +10,7 @@ from pathlib import Path
 def assignments(
     source: str, setters: Collection[str] = ("setattr",), own: Collection[str] = ()
 ) -> Iterator[str]:
-    """Yield assigned attributes, such as `runner.sampler`, and calls of setters.
+    """Yield assigned attributes, such as `runner.sampler`, replaced functions and calls of setters.
 
     Args:
         source: The source to search.
@@ -37,6 +37,8 @@ def assignments(
 def _set_by_call(call: ast.Call, setters: Collection[str], own: Collection[str]) -> Iterator[str]:
     function = ast.unparse(call.func)
     owner = ast.unparse(call.args[0]) if call.args else function.rpartition(".")[0]
+    if function == "replace_function":
+        yield f"{owner}.{ast.literal_eval(call.args[1])}"
     if function.rpartition(".")[2] not in setters or owner in own:
         return
     named = [each.arg for each in call.keywords if each.arg is not None]

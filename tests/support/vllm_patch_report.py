@@ -126,7 +126,8 @@ def _serve(model: str) -> Any:
 def _idle(config: Any) -> dict[str, Any]:
     from vllm.v1.engine.core import EngineCoreProc
 
-    from drafttree.vllm import patches, priming
+    from drafttree.patches import is_replaced
+    from drafttree.vllm import priming
 
     name = "_notify_idle_state_callbacks"
     called: list[str] = []
@@ -135,9 +136,9 @@ def _idle(config: Any) -> dict[str, Any]:
         called.append("stock")
 
     with mock.patch.object(EngineCoreProc, name, stock):
-        received = [hasattr(getattr(EngineCoreProc, name), patches._MARK)]
+        received = [is_replaced(getattr(EngineCoreProc, name))]
         sent = pickle.loads(pickle.dumps(config))
-        received.append(hasattr(getattr(EngineCoreProc, name), patches._MARK))
+        received.append(is_replaced(getattr(EngineCoreProc, name)))
         primed = {}
         for kind, speculative in (("plain", None), ("ours", sent)):
             core: Any = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative))

@@ -173,8 +173,11 @@ class _Template:
 
 
 def _environment(engine: str) -> dict[str, str]:
-    """Environment variables that must be set when the engine is imported."""
-    common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Environment variables that must be set when the engine is imported.
+
+    With one thread, PyTorch starts none on import, which a fork would lack.
+    """
+    common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     if engine == "vllm":
         return common | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return common | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    return common | {"SGLANG_USE_CPU_ENGINE": "1"}
