@@ -114,7 +114,7 @@ class Tables:
     def begin(self, slot: int) -> None:
         """Register a request; without hot start, the first after an idle time resets the tables."""
         if not self._private and not self._hot_start and not self._running:
-            self.reset()
+            self._clear()
         if self.own is not self._no_table:
             self.own[slot] = EMPTY
         self._running.add(slot)
@@ -130,10 +130,16 @@ class Tables:
         self._forgotten.difference_update(slots)
 
     def reset(self) -> None:
-        """Forget what was learned; primed rows stay.
+        """Forget what was learned, as the target's weights may have changed.
 
-        Requests that are running stay registered, but are not remembered when they end.
+        Requests that are running stay registered, but are not remembered when they end. Primed rows
+        stay, but no further ones are written to the cache.
         """
+        self._clear()
+        if self.priming is not None:
+            self.priming.stop_saving()
+
+    def _clear(self) -> None:
         self._forgotten.update(self._running)
         self.matrix.fill_(EMPTY)
         self.fill_unknown()

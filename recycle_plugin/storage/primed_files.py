@@ -122,7 +122,11 @@ class PrimedFile:
                 "cache cannot be written (%s): set DRAFTTREE_CACHE to a writable folder",
                 error,
             )
-            self.path = None
+            self.close()
+
+    def close(self) -> None:
+        """Write no more rows."""
+        self.path = None
 
     def _merged(self, matrix: torch.Tensor) -> torch.Tensor:
         assert self.path is not None

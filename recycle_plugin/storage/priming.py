@@ -126,6 +126,10 @@ class Priming:
             self._unlogged = 0.0
         return left[: len(left) - len(self._left)]
 
+    def stop_saving(self) -> None:
+        """Keep further rows in memory only, as the target's weights may have changed."""
+        self._file.close()
+
     def _compute(self, forward: PrimeForward, size: int) -> float:
         """Compute the next rows in one forward of `size` tokens; returns the seconds it took."""
         started = perf_counter()

@@ -280,6 +280,20 @@ def test_primed_rows_are_drafted_and_learned_rows_stay(
     assert torch.equal(matrix, target.best())
 
 
+def test_rows_of_other_weights_are_not_saved(target: RandomTarget, folder: Path) -> None:
+    """An engine resets its drafter when its weights are replaced; the file is of the old ones."""
+    drafter = make(folder)
+    target.seconds = lambda tokens: 20.0  # every second forward is followed by saving
+    for _ in range(2):
+        drafter.prime(target, 64, idle=True)
+    saved = load(folder)
+    drafter.reset()
+    finish(drafter, target)
+    assert torch.equal(drafter.tables.matrix, target.best())
+    assert torch.equal(load(folder), saved)
+    assert (saved[:, 0] < 0).any()
+
+
 def prepare(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["prepare", *arguments])
     return result.exit_code, result.stderr
