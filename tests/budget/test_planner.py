@@ -169,7 +169,7 @@ def test_on_an_idle_machine_it_takes_many_nodes() -> None:
 def test_where_each_token_costs_it_settles_at_plain() -> None:
     machine = Machine(compute_bound, wasted=0.2)
     score = play(machine, Planner(CPU, machine.forwards()), 3000, batch=8)
-    assert score.over_plain >= 0.98
+    assert score.over_plain >= 0.99
     assert score.share(0, 500, 3000) > 0.99
 
 
@@ -183,7 +183,7 @@ def test_overestimated_acceptance_costs_little(cost: Cost) -> None:
     machine = Machine(cost, optimism=2.0, quality=0.25, draft=0.1)
     score = play(machine, Planner(CPU, machine.forwards()), 3000, batch=4)
     assert machine.rate(4, 0) == max(machine.rate(4, n) for n in CPU)
-    assert score.over_plain >= 0.98
+    assert score.over_plain >= 0.99
     assert score.mostly() == 0
 
 
