@@ -121,9 +121,12 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
-def test_the_number_in_the_readme_is_measured() -> None:
-    run = json.loads((ROOT / "results/vllm-cpu/bfloat16-auto-batch-1.json").read_text())
-    assert f"**{run['speedup']:.2f} times" in (ROOT / "README.md").read_text().replace("\n", " ")
+def test_the_numbers_in_the_readme_are_measured() -> None:
+    """The speedup of the first wave and of the second, which asks the same."""
+    run = json.loads((ROOT / "results/vllm-cpu/bfloat16-waves-batch-1.json").read_text())
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    for wave in run["waves"]:
+        assert f"**{wave['speedup']:.2f} times" in readme
 
 
 def test_every_subcommand_is_documented() -> None:
