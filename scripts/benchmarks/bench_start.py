@@ -27,36 +27,41 @@ from scripts.experiments.common import heading, row
 
 MIB = 1 << 20
 
-app = typer.Typer(add_completion=False)
+RUN_ONCE = "import sys; from scripts.benchmarks.bench_start import once; once(*sys.argv[1:])"
 
 
-@app.command(hidden=True)
-def once(model: Path, dtype: str, started: float, speculative: str) -> None:
-    """Start one engine, and print when its first token came and its memory."""
+def once(model: str, dtype: str, started: str, speculative: str, output: str) -> None:
+    """Start one engine in this process, and write when its first token came and its memory."""
     import psutil
     from vllm import LLM, SamplingParams
 
     config = json.loads(speculative)
-    engine = LLM(str(model), dtype=dtype, max_model_len=2048, speculative_config=config)
+    engine = LLM(model, dtype=dtype, max_model_len=2048, speculative_config=config)
     engine.generate("The", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-    seconds = time() - started
+    seconds = time() - float(started)
     process = psutil.Process()
     everything = [process, *process.children(recursive=True)]
     memory = sum(each.memory_full_info().pss for each in everything)
-    print(json.dumps({"seconds": seconds, "mib": memory / MIB}))
+    Path(output).write_text(json.dumps({"seconds": seconds, "mib": memory / MIB}))
 
 
-def run(model: Path, dtype: str, config: dict[str, Any] | None, cache: str | None) -> Any:
+def run(model: Path, dtype: str, config: dict[str, Any] | None, empty_cache: bool) -> Any:
     """The figures of a run in a new process."""
-    environment = os.environ | ({"DRAFTTREE_CACHE": cache} if cache else {})
-    command = [sys.executable, "-m", __spec__.name, "once", str(model), dtype]
-    arguments = [*command, str(time()), json.dumps(config)]
-    done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | ({"DRAFTTREE_CACHE": folder} if empty_cache else {})
+        output = Path(folder) / "figures.json"
+        arguments = [str(model), dtype, str(time()), json.dumps(config), str(output)]
+        # The engine's own output goes to standard error.
+        subprocess.run(
+            [sys.executable, "-c", RUN_ONCE, *arguments],
+            env=environment,
+            stdout=sys.stderr,
+            check=True,
+        )
+        return json.loads(output.read_text())
 
 
-@app.command()
-def measure(
+def main(
     model: Path,
     output: Annotated[Path, typer.Option(help="The JSON file to write.")],
     dtype: Annotated[str, typer.Option(help="The number format.")] = "bfloat16",
@@ -69,8 +74,7 @@ def measure(
     found: dict[str, list[Any]] = {name: [] for name in sides}
     for _ in range(repeat):
         for name, config in sides.items():
-            with tempfile.TemporaryDirectory() as folder:
-                found[name].append(run(model, dtype, config, folder if empty_cache else None))
+            found[name].append(run(model, dtype, config, empty_cache))
     report = {
         "model": model.resolve().name,
         "dtype": dtype,
@@ -87,4 +91,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)
