@@ -91,7 +91,7 @@ class Tables:
         self.saver: TableSaver | None = None
         self._hot_start = hot_start
         self._running: set[int] = set()
-        self._forgotten: set[int] = set()
+        self._remembered: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -118,36 +118,37 @@ class Tables:
         if self.own is not self._no_table:
             self.own[slot] = EMPTY
         self._running.add(slot)
-        self._forgotten.discard(slot)
+        self._remembered.add(slot)
 
     def is_remembered(self, slot: int) -> bool:
         """Whether a request is registered in a slot and no reset has come since it began."""
-        return slot in self._running and slot not in self._forgotten
+        return slot in self._remembered
 
     def end(self, slots: Sequence[int]) -> None:
         """Unregister finished requests."""
         self._running.difference_update(slots)
-        self._forgotten.difference_update(slots)
+        self._remembered.difference_update(slots)
 
     def reset(self) -> None:
-        """Forget what was learned, as the target's weights may have changed.
+        """Forget what was learned; the target's weights may have changed.
 
         Requests that are running stay registered, but are not remembered when they end. Primed rows
         stay, but no further ones are written to the cache.
         """
         self._clear()
-        if self.priming is not None:
-            self.priming.stop_saving()
-
-    def _clear(self) -> None:
-        self._forgotten.update(self._running)
-        self.matrix.fill_(EMPTY)
-        self.fill_unknown()
-        self.bigrams.fill_(EMPTY)
+        self._remembered.clear()
         if self.own is not self._no_table:
             # The tables of other slots are cleared when requests begin there.
             for slot in self._running:
                 self.own[slot] = EMPTY
+        if self.priming is not None:
+            self.priming.stop_saving()
+
+    def _clear(self) -> None:
+        """Empty all that requests share, except for primed rows."""
+        self.matrix.fill_(EMPTY)
+        self.fill_unknown()
+        self.bigrams.fill_(EMPTY)
         self.memory.clear()
         self.source_stats.reset()
 

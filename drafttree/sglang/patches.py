@@ -7,6 +7,7 @@ engines may share one process.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -105,9 +106,8 @@ def route_attention() -> None:
     stock = ATTENTION_BACKENDS.get(CPU_BACKEND)
     if is_replaced(stock):
         return
-    if stock is None:
-        raise unknown(f"it has no attention backend {CPU_BACKEND}")
-    check_parameters(CPU_BACKEND, stock, ["runner"], unknown)
+    if stock is None or len(inspect.signature(stock).parameters) != 1:
+        raise unknown(f"no attention backend {CPU_BACKEND} is made from a model runner alone")
 
     def backend_for(runner: Any) -> Any:
         from drafttree.sglang.algorithm import TreeAlgorithm
@@ -314,5 +314,6 @@ def install_acceptance_sampler(runner: Any) -> None:
     if type(runner.sampler) is not Sampler:
         raise unknown(f"the model runner's sampler is a {type(runner.sampler).__name__}")
     parameters = ["self", "probs", "sampling_info", "positions", "simple_sampling_case"]
-    check_parameters("_sample_from_probs", Sampler._sample_from_probs, parameters, unknown)
+    name = "Sampler._sample_from_probs"
+    check_parameters(name, Sampler._sample_from_probs, parameters, unknown)
     runner.sampler = AcceptanceSampler()

@@ -252,7 +252,8 @@ def wrap_create_speculative_config(
             if method is None:
                 return cast("SpeculativeConfig | None", stock(self, *args, **kwargs))
             expected = ["self", "target_model_config", "target_parallel_config"]
-            check_parameters("create_speculative_config", stock, expected, unknown)
+            name = "EngineArgs.create_speculative_config"
+            check_parameters(name, stock, expected, unknown)
             return create(method, functools.partial(stock, self), self, *args, **kwargs)
 
         return create_speculative_config
@@ -314,8 +315,8 @@ def replace_capture_sizes(
         tree_size: Number of nodes of a whole tree.
     """
     parameters = ["cudagraph_mode", "uniform_decode_query_len"]
-    keys = dispatcher.initialize_cudagraph_keys
-    check_parameters("initialize_cudagraph_keys", keys, parameters, unknown)
+    name = "CudagraphDispatcher.initialize_cudagraph_keys"
+    check_parameters(name, dispatcher.initialize_cudagraph_keys, parameters, unknown)
     _set(config, cudagraph_capture_sizes=sizes)
     dispatcher.initialize_cudagraph_keys(dispatcher.cudagraph_mode, tree_size)
 

@@ -5,7 +5,7 @@
 Each run is a process of its own: seconds from its start to the first token, and the memory of all
 its processes then (proportional set size, which counts shared pages once). Both sides take turns.
 Whether a cache is warm matters: vLLM keeps compiled code, and Token Recycling its primed rows.
-`--empty-cache` gives each run of the method an empty cache of drafttree's own.
+`--empty-cache` gives each run an empty cache of drafttree's own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="The number format.")] = "bfloat16",
     method: Annotated[str, typer.Option(help="The method's name in vLLM.")] = "token_recycling",
     repeat: Annotated[int, typer.Option(help="Runs of each side, in turns.")] = 3,
-    empty_cache: Annotated[bool, typer.Option("--empty-cache")] = False,
+    empty_cache: Annotated[
+        bool, typer.Option("--empty-cache", help="Start without primed rows and compiled kernels.")
+    ] = False,
 ) -> None:
     """Measure both sides."""
     sides: dict[str, dict[str, Any] | None] = {"plain": None, method: {"method": method}}

@@ -180,8 +180,8 @@ del kv_cache_configurator.get_req_to_token_extra_context_len
 refused("get_req_to_token_extra_context_len", patches.widen_request_rows)
 del attention_registry.ATTENTION_BACKENDS["torch_native"]
 refused("torch_native", patches.route_attention)
-other = SimpleNamespace(sample=lambda logits: None, sampler=object())
-refused("sample", lambda: patches.observe_prefill(other, None))
+other = type("ModelRunner", (SimpleNamespace,), {})(sample=lambda logits: None, sampler=object())
+refused("ModelRunner.sample", lambda: patches.observe_prefill(other, None))
 refused("sampler", lambda: patches.install_acceptance_sampler(other))
 print("REPORT", json.dumps(report))
 """

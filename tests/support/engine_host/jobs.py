@@ -175,7 +175,8 @@ class _Template:
 def _environment(engine: str) -> dict[str, str]:
     """Environment variables that must be set when the engine is imported.
 
-    With one thread, PyTorch starts none on import, which a fork would lack.
+    PyTorch is limited to one thread. Otherwise it may start more on import, and a forked process
+    would not have them.
     """
     common = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     if engine == "vllm":
