@@ -64,7 +64,10 @@ def check_engine(
         ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
         ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),
-        ("kv_cache_dtype", engine.kv_cache_dtype, "auto", "leave it at auto"),
+        ("kv_offloading_size", engine.kv_offloading_size, None, "leave KV offloading out"),
+        ("kv_cache_dtype", _kv_cache_dtype(engine, model), "auto", "leave it at auto"),
+        ("enable_dbo", parallel.enable_dbo, False, "leave dual batch overlap out"),
+        ("ubatch_size", parallel.ubatch_size, 0, "leave micro-batches out"),
         ("enable_prompt_embeds", model.enable_prompt_embeds, False, "leave it out"),
         ("quantization", model.quantization, None, "use a model that is not quantised"),
     ):
@@ -78,6 +81,12 @@ def check_engine(
         )
     _check_model(model)
     return WORKERS[device]
+
+
+def _kv_cache_dtype(engine: EngineArgs, model: ModelConfig) -> str:
+    """The data type of the KV cache; "auto" for the model's own, however it is asked for."""
+    asked = str(engine.kv_cache_dtype)
+    return "auto" if asked == str(model.dtype).removeprefix("torch.") else asked
 
 
 def _check_version() -> None:

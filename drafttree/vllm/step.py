@@ -33,8 +33,13 @@ class StoredTree:
     parents: IntArray
     depths: IntArray
 
+    @classmethod
+    def chain(cls, size: int) -> StoredTree:
+        """A chain of `size` nodes, the root counted."""
+        return cls(np.arange(-1, size - 1, dtype=np.int32), np.arange(size, dtype=np.int32))
 
-ROOT_ONLY = StoredTree(np.full(1, -1, np.int32), np.zeros(1, np.int32))
+
+ROOT_ONLY = StoredTree.chain(1)
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,11 @@ class StepTrees:
         ends = np.cumsum(num_scheduled_tokens)
         max_depth = 0
         for row, (name, size) in enumerate(zip(request_ids, sizes, strict=True)):
-            tree = stored[name] if size > 1 else ROOT_ONLY
+            tree = ROOT_ONLY
+            if size > 1:
+                # The scheduler pads the drafts of a request that joins, unless it has a schedule of
+                # draft tokens by batch size. A chain of any tokens can be verified.
+                tree = stored.get(name) or StoredTree.chain(int(size))
             parents[row, :size] = tree.parents[:size]
             if size > 1:
                 offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)

@@ -62,6 +62,19 @@ def test_masks_where_all_requests_have_trees() -> None:
     assert trees.masks().masks.int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 
+def test_padding_of_a_request_without_a_tree_is_a_chain() -> None:
+    trees = StepTrees.of_batch(
+        ["joins", "runs"],
+        {"joins": [-1, -1], "runs": [5, 6, 7]},
+        {"runs": TREE},
+        np.array([3, 4]),
+        np.array([False, True]),
+        torch.arange(7),
+    )
+    assert trees.tensors.parents.tolist() == [[-1, 0, 1, -1], [-1, 0, 0, 1]]
+    assert trees.tensors.position_offsets.tolist() == [0, 0, 0, 0, 0, -1, -1]
+
+
 def test_without_drafts_a_row_is_a_request() -> None:
     trees = StepTrees.of_batch(
         ["a", "b"], {}, {}, np.array([1, 4]), np.array([True, True]), torch.tensor([0, 4])

@@ -24,11 +24,8 @@ def configure(model: Path, speculative: dict[str, Any] | None = None, **engine: 
 
     arguments = EngineArgs(
         model=str(model),
-        dtype="float32",
-        max_model_len=512,
-        skip_tokenizer_init=True,
         speculative_config={"method": "token_recycling"} | (speculative or {}),
-        **engine,
+        **{"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True, **engine},
     )
     return arguments.create_engine_config()
 
@@ -105,6 +102,10 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
+        ({"enable_dbo": True}, "enable_dbo=True"),
+        ({"ubatch_size": 2}, "ubatch_size=2"),
         ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1"),
         ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
     ],
@@ -112,6 +113,11 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
 def test_engine_settings(tiny_llama: Path, engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tiny_llama, **engine)
+
+
+def test_the_models_own_kv_cache_dtype(tiny_llama: Path) -> None:
+    config = configure(tiny_llama, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert "drafttree" in config.parallel_config.worker_cls
 
 
 def test_tensor_parallelism_with_a_draft_model(tiny_llama: Path) -> None:
