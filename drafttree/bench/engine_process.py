@@ -46,6 +46,8 @@ class EngineProcess:
         environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
         if engine == "sglang":
             environment |= _sglang_environment()
+        if spec.runner is not None:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if spec.runner == "v2" else "0"
         self._log: TextIO = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._pipe, child = Pipe()
         self._process = subprocess.Popen(

@@ -21,6 +21,7 @@ class EngineSpec:
         eager: Whether to skip compilation and CUDA graphs.
         speculative_config: The engine's speculative configuration; None for plain decoding.
         tokenizer: Whether vLLM loads the tokenizer, without which requests do not end at the EOS.
+        runner: vLLM's model runner, `v1` or `v2`; None for the one that it takes by itself.
     """
 
     model: str
@@ -30,6 +31,7 @@ class EngineSpec:
     eager: bool = False
     speculative_config: dict[str, Any] | None = None
     tokenizer: bool = True
+    runner: str | None = None
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -39,10 +41,19 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Version and device type of a started engine."""
+    """What is known of a started engine.
+
+    Attributes:
+        version: Its version.
+        device: Type of its device.
+        runner: vLLM's model runner, `v1` or `v2`; None in SGLang.
+        timed: Whether its times mean anything: not where kernels run in Triton's interpreter.
+    """
 
     version: str
     device: str
+    runner: str | None = None
+    timed: bool = True
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,20 @@ def report(
     }
 
 
+def without_times(figures: Any) -> Any:
+    """A report whose figures of time are None, those within its lists and tables too."""
+    if isinstance(figures, list):
+        return [without_times(each) for each in figures]
+    if not isinstance(figures, dict):
+        return figures
+    return {
+        name: None
+        if name.endswith(("tokens_per_second", "speedup", "seconds", "time_share"))
+        else without_times(each)
+        for name, each in figures.items()
+    }
+
+
 def check_counters(repetition: Repetition, counters: dict[str, int]) -> None:
     """Check the method's counters against the engine's outputs.
 

@@ -18,7 +18,14 @@ from drafttree.bench.machine import model_name, processor_name
 from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
-from drafttree.bench.report import Repetition, Verdict, check_counters, first_difference, report
+from drafttree.bench.report import (
+    Repetition,
+    Verdict,
+    check_counters,
+    first_difference,
+    report,
+    without_times,
+)
 from drafttree.bench.waves import wave_figures
 
 _TIE = 1e-4
@@ -47,6 +54,7 @@ class BenchSettings:
             for the next.
         eager: Whether the engines skip compilation and CUDA graphs.
         verbose: Whether to show the engines' output.
+        runner: vLLM's model runner, `v1` or `v2`; None for the one that it takes by itself.
         prime: Whether the method's drafter first computes all that it can beforehand.
     """
 
@@ -62,6 +70,7 @@ class BenchSettings:
     waves: int = 1
     eager: bool = False
     verbose: bool = False
+    runner: str | None = None
     prime: bool = False
 
 
@@ -101,6 +110,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         batch_size=settings.batch_size,
         max_model_len=context,
         eager=settings.eager,
+        runner=settings.runner,
     )
     method_spec = replace(plain_spec, speculative_config=settings.method.speculative_config)
     drafts_trees = settings.method.drafts_trees
@@ -149,6 +159,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         explained: list[dict[str, Any]] = []
         if drafts_trees:
             explained = pair.method.explain()
+        if drafts_trees and info.timed and info.runner != "v2":
             observer.status("timing forwards")
             drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
             costs = verification_cost(
@@ -158,9 +169,15 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
                 tokens=1 + max(round(drafted), 1),
                 context=mean_context(repetitions[0].plain),
             )
+    figures = {
+        **drafting,
+        "waves": wave_figures(repetitions, verdicts, settings.waves, counters),
+        **report(prompts, repetitions, verdicts, costs),
+    }
     return {
         "engine": settings.engine,
         "engine_version": info.version,
+        **({} if info.runner is None else {"runner": info.runner}),
         "method": settings.method.name,
         "model": model_name(settings.model),
         "dtype": settings.dtype,
@@ -176,9 +193,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         "counters": counters[-1] if counters else {},
         "explained": explained,
         "acceptance": acceptance,
-        **drafting,
-        "waves": wave_figures(repetitions, verdicts, settings.waves, counters),
-        **report(prompts, repetitions, verdicts, costs),
+        **(figures if info.timed else without_times(figures)),
     }
 
 

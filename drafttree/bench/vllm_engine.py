@@ -6,6 +6,7 @@ the engine's own outputs, in the same way for plain decoding and for every metho
 
 from __future__ import annotations
 
+import os
 from dataclasses import astuple
 from time import perf_counter
 from typing import Any
@@ -39,7 +40,13 @@ class VllmEngine:
         self._suffix = (spec.speculative_config or {}).get("method") == "suffix"
         self._detokenize = spec.tokenizer
         self._next_id = 0
-        self.info = EngineInfo(version=str(vllm.__version__), device=device)
+        config = self._llm.llm_engine.vllm_config
+        self.info = EngineInfo(
+            version=str(vllm.__version__),
+            device=device,
+            runner="v2" if getattr(config, "use_v2_model_runner", False) else "v1",
+            timed=os.environ.get("TRITON_INTERPRET") != "1",
+        )
 
     def generate(self, requests: list[Request]) -> list[Generation]:
         """Answer all requests together and time each engine step."""

@@ -34,6 +34,13 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Runner(StrEnum):
+    """vLLM's model runners."""
+
+    v1 = "v1"
+    v2 = "v2"
+
+
 class ProgressObserver:
     """Shows the progress of a run as a bar."""
 
@@ -94,6 +101,10 @@ def bench(
     eager: Annotated[
         bool, typer.Option("--eager/--compiled", help="Faster start, or faster run.")
     ] = False,
+    runner: Annotated[
+        Runner | None,
+        typer.Option(help="vLLM's model runner; if not given, the one that it takes by itself."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engines' output.")] = False,
 ) -> None:
     """Measure a method, or several settings of it, against plain decoding."""
@@ -104,6 +115,8 @@ def bench(
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
         if not output.resolve().parent.is_dir():
             raise InputError(f"the folder of {output} does not exist")
+        if runner is not None and engine != "vllm":
+            raise InputError(f"--runner {runner.value} is vLLM's own: use --engine vllm")
         variants = resolve_variants(method, option or [], vary or [])
         check_engine(engine, variants[0])
         settings = BenchSettings(
@@ -119,6 +132,7 @@ def bench(
             waves=waves,
             eager=eager,
             verbose=verbose,
+            runner=runner.value if runner else None,
             prime=True,
         )
         with progress_bar(errors) as progress:

@@ -15,7 +15,13 @@ from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import check_engine, parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
-from drafttree.bench.report import Repetition, check_counters, first_difference, report
+from drafttree.bench.report import (
+    Repetition,
+    check_counters,
+    first_difference,
+    report,
+    without_times,
+)
 from drafttree.bench.table import category_table, comparison_table, figures_table
 
 
@@ -170,6 +176,22 @@ def test_figures_without_decode_steps() -> None:
     assert result["decode_speedup"] is None
     assert result["speedup"] == 1.0
     assert figures_table({"method": "none", **result}).row_count == 7
+
+
+def test_times_that_mean_nothing_are_left_out() -> None:
+    plain, method = [[answer([1, 2, 3, 4], 3, 6.0)]], [[answer([1, 2, 3, 4], 2, 3.0)]]
+    timed = report([Prompt(1, "qa", ("a",))], [Repetition(plain, method)], ["identical"], {})
+    assert timed["speedup"] == 2
+    counted = without_times(timed)
+    assert counted.keys() == timed.keys()
+    for figures in (counted, counted["per_category"]["qa"], counted["repetitions"][0]):
+        assert figures["speedup"] is figures["baseline_tokens_per_second"] is None
+        assert figures["steps"] == 2
+    assert counted["mean_accepted_tokens"] == timed["mean_accepted_tokens"] == 1.5
+    table = figures_table(counted | {"method": "token-recycling"})
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(table)
+    assert "1.50" in console.export_text()
 
 
 def test_runs_are_compared_by_what_was_varied() -> None:

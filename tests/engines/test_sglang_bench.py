@@ -78,6 +78,7 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
     [
         (["--method", "ngram"], "cannot verify drafts"),
         (["--method", "suffix"], "use --engine vllm"),
+        (["--method", "token-recycling", "--runner", "v2"], "--runner v2 is vLLM's own"),
         (["--method", "token-recycling", "--option", "nodes=0"], "nodes"),
         (["--method", "oracle"], "unknown method"),
     ],

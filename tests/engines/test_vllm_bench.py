@@ -68,6 +68,7 @@ def report_of(model: Path, prompts: Path, *arguments: str, waves: int = 1) -> di
     assert len(report["waves"]) == waves
     assert report["engine"] == "vllm"
     assert report["device"]
+    assert report["runner"] == "v1"  # vLLM for CPUs has no other
     assert set(report["per_category"]) == {"qa", "math"}
     return report
 
@@ -215,6 +216,13 @@ def test_wrong_input(tmp_path: Path, model: Path, arguments: list[str], complain
     result = bench(model, tmp_path / "report.json", *arguments)
     assert result.exit_code == 2
     assert complaint in result.output
+
+
+def test_a_runner_that_vllm_does_not_have(model: Path, tmp_path: Path) -> None:
+    result = bench(model, tmp_path / "v2.json", "--method", "none", "--runner", "v2")
+    assert result.exit_code == 1
+    assert "the plain engine failed" in result.output
+    assert "Model Runner V2 requires Triton" in " ".join(result.output.split())
 
 
 def test_wrong_model(tmp_path: Path) -> None:
