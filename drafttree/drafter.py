@@ -57,6 +57,9 @@ class Target:
         bos: The token that texts begin with; None if there is none.
         folder: Folder of the target's files on this machine; None if it is not known.
         pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
+        sizes_trees: Whether the host chooses the number of draft tokens of each step, and announces
+            it by `Drafter.limit_draft_tokens`. Trees should then hold their most probable nodes
+            first.
     """
 
     model: str
@@ -68,6 +71,7 @@ class Target:
     bos: int | None = None
     folder: Path | None = None
     pads_trees: bool = False
+    sizes_trees: bool = False
 
 
 class Drafter:
@@ -96,6 +100,13 @@ class Drafter:
             measure_forward: `measure_forward(n)` runs one target forward over n tokens and returns
                 its latency in seconds.
             max_tokens: Greatest n that there is memory for.
+        """
+
+    def limit_draft_tokens(self, num_draft_tokens: int) -> None:
+        """Called before `propose` by hosts that choose the number of draft tokens themselves.
+
+        Args:
+            num_draft_tokens: The host drops columns beyond that many draft tokens.
         """
 
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:

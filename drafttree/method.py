@@ -46,6 +46,11 @@ class MethodOptions(BaseModel):
         """Greatest depth of a draft token."""
         raise NotImplementedError
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the number of draft tokens may change from step to step."""
+        return False
+
     @classmethod
     def apply_num_draft_tokens(cls, given: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
         """Combine the options with the host's own setting of the number of draft tokens.
@@ -64,6 +69,8 @@ class HostSupport:
     Attributes:
         runs: `module:Class` of the vLLM model runner or SGLang worker that serves the kind. It is
             given as a path, so that no engine is imported before it is needed.
+        runs_v2: `module:Class` of the runner for vLLM's V2 model runner; None if it does not serve
+            the kind. Unused in SGLang.
         algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM. The
             default suits every kind without a draft model.
         devices: Types of devices on which the kind is served.
@@ -73,6 +80,7 @@ class HostSupport:
     """
 
     runs: str
+    runs_v2: str | None = None
     algorithm: str = "drafttree.sglang.algorithm:TreeAlgorithm"
     devices: tuple[str, ...] = ("cpu",)
     tensor_parallel: bool = False
@@ -116,6 +124,7 @@ MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
     drafter=ModelFreeDrafter,
     vllm=HostSupport(
         runs="drafttree.vllm.drafters.model_free:ModelFreeRunner",
+        runs_v2="drafttree.vllm.v2.runner:TreeRunnerV2",
         devices=("cpu", "cuda"),
         tensor_parallel=True,
     ),

@@ -193,6 +193,7 @@ class StaticTree:
 class DraftTree:
     """The draft trees of a batch of B requests, nodes in breadth-first order.
 
+    Hosts that choose the number of draft tokens get them from the most to the least probable one.
     Every parent comes before its children, so any prefix of the columns is a valid tree too. A
     column whose token is -1 contains no node; its parent is -1.
 

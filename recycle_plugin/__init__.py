@@ -81,9 +81,10 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
         return DynamicTreeDrafter(
             tables,
             options.num_draft_tokens,
-            auto=options.nodes == "auto",
+            auto=options.is_adaptive and not target.sizes_trees,
             private=options.sharing == "request",
             pads_trees=target.pads_trees,
+            by_score=target.sizes_trees,
         )
     return StaticTreeDrafter(tables, options.topology)
 

@@ -182,6 +182,11 @@ class RecycleOptions(MethodOptions):
         return self.max_nodes if self.nodes == "auto" else self.nodes
 
     @property
+    def is_adaptive(self) -> bool:
+        """Whether the number of draft tokens may change from step to step."""
+        return self.is_dynamic and self.nodes == "auto"
+
+    @property
     def depth(self) -> int:
         """Maximum depth of a draft token."""
         return tree_depth(self.num_draft_tokens) if self.is_dynamic else self.topology.depth

@@ -55,6 +55,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             `num_draft_tokens`.
         private: Whether each request has its own tables.
         pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
+        by_score: Whether trees hold their most probable nodes first.
     """
 
     def __init__(
@@ -65,11 +66,14 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         auto: bool,
         private: bool,
         pads_trees: bool = False,
+        by_score: bool = False,
     ) -> None:
         self.tables = tables
+        self._by_score = by_score
         self._pads_trees = pads_trees
         self._private = private
         self._num_draft_tokens = num_draft_tokens
+        self._limit = num_draft_tokens
         self._auto = auto
         self._width = level_width(num_draft_tokens)
         self.max_depth = tree_depth(num_draft_tokens)
@@ -92,7 +96,9 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         slots = torch.zeros(1, dtype=torch.int64, device=self._sources.device)
         none = torch.full((1, 1), -1, dtype=torch.int32, device=self._sources.device)
         self.extend(slots, none)
-        tokens, parents, sources, _ = best_nodes(self._expand(slots, none[0]), 0)
+        tokens, parents, sources, _ = best_nodes(
+            self._expand(slots, none[0]), 0, by_score=self._by_score
+        )
         count(self.tables.source_stats, tokens, parents, sources, none)
         self._remember([0])
 
@@ -161,9 +167,13 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """The token before the last token of each text, `int32 [B]`; -1 if there is none."""
         return previous_tokens(self._ngrams, slots)
 
+    def limit_draft_tokens(self, num_draft_tokens: int) -> None:
+        """Build trees of at most that many draft tokens from now on."""
+        self._limit = min(num_draft_tokens, self._num_draft_tokens)
+
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Build a tree under each root (`int32 [B]`): the request's last token, -1 for no tree."""
-        budget, num_draft_tokens = self._budget, self._num_draft_tokens
+        budget, num_draft_tokens = self._budget, self._limit
         if self._auto and budget is None and roots.device.type == "cpu":
             num_draft_tokens = min(num_draft_tokens, _UNPROFILED_DRAFT_TOKENS)
         if budget is not None and budget.should_skip_drafting(slots):
@@ -175,7 +185,11 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             if not choice.drafts:
                 return DraftTree.of_roots(roots)
         tokens, parents, sources, tree_size = best_nodes(
-            expanded, choice.num_draft_tokens, choice.spine, choice.min_score
+            expanded,
+            choice.num_draft_tokens,
+            choice.spine,
+            choice.min_score,
+            by_score=self._by_score,
         )
         self._sources[slots, : tokens.shape[1]] = sources
         return DraftTree(tokens, parents, tree_size)

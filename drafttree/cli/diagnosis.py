@@ -166,8 +166,9 @@ def traps() -> Iterator[Finding]:
             section="traps",
             name="VLLM_USE_V2_MODEL_RUNNER",
             value=os.environ["VLLM_USE_V2_MODEL_RUNNER"],
-            status="problem",
-            advice="draft trees need vLLM's V1 model runner: unset it",
+            status="note" if _has_cuda() else "problem",
+            advice="on the V2 model runner only Token Recycling is served, and vLLM's CPU build "
+            "cannot run it: unset it for other methods, and on a CPU",
         )
     if not _has_cuda() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         yield Finding(

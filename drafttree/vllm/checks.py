@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
+from drafttree.vllm.runner_choice import VARIABLE, check_v2, is_v2_requested
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 if TYPE_CHECKING:
@@ -25,13 +25,36 @@ WORKERS = {
 }
 """Worker classes by type of device."""
 
+WORKERS_V2 = {
+    "cpu": "drafttree.vllm.v2.cpu_worker.TreeCPUWorkerV2",
+    "cuda": "drafttree.vllm.v2.gpu_worker.TreeGPUWorkerV2",
+}
+"""Worker classes for the V2 model runner by type of device."""
+
 TRITON = "TRITON_ATTN"
 """The attention backend on CUDA that draft trees replace."""
 
 
+class Serving(NamedTuple):
+    """How an engine is going to serve a method.
+
+    Attributes:
+        device: Type of the device.
+        uses_v2: Whether it runs vLLM's V2 model runner.
+    """
+
+    device: str
+    uses_v2: bool
+
+    @property
+    def worker(self) -> str:
+        """The path of the worker class."""
+        return (WORKERS_V2 if self.uses_v2 else WORKERS)[self.device]
+
+
 def check_engine(
     method: Method[Any], engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig
-) -> str:
+) -> Serving:
     """Refuse an engine that cannot serve a method.
 
     Args:
@@ -41,13 +64,17 @@ def check_engine(
         parallel: The engine's parallelism.
 
     Returns:
-        The path of the worker class that serves it.
+        How the method is served.
 
     Raises:
         ValueError: The message names the option, its value and the fix.
     """
     _check_version()
     device = _check_platform(method, engine)
+    uses_v2 = is_v2_requested()
+    if uses_v2:
+        check_v2(method)
+        _check_v2_settings(engine, parallel)
     ranks = parallel.tensor_parallel_size
     if ranks != 1 and not method.kind.vllm.tensor_parallel:
         raise ValueError(
@@ -80,7 +107,22 @@ def check_engine(
             "than the number of draft tokens of a tree"
         )
     _check_model(model)
-    return WORKERS[device]
+    return Serving(device, uses_v2)
+
+
+def _check_v2_settings(engine: EngineArgs, parallel: ParallelConfig) -> None:
+    for option, value, served in (
+        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
+        ("watermark_config", engine.watermark_config, None),
+        ("enable_trace_replay", engine.enable_trace_replay, False),
+        ("return_sampling_mask", engine.return_sampling_mask, False),
+    ):
+        if value != served:
+            raise ValueError(
+                f"draft trees do not work with {option}={value!r} on the V2 model runner: leave it "
+                f"out, or unset {VARIABLE}"
+            )
 
 
 def _kv_cache_dtype(engine: EngineArgs, model: ModelConfig) -> str:
@@ -121,11 +163,6 @@ def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
         )
     if device == "cuda":
         _check_cuda(engine)
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        raise ValueError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 forces a model runner without hooks for draft trees: "
-            "unset it"
-        )
     return device
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tree_kernels.mask import tree_mask
 
-from drafttree.vllm.step import StepMasks
+from drafttree.vllm.step_masks import StepMasks
 
 
 def forward_seconds(

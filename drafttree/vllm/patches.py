@@ -44,8 +44,9 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             target=f"vllm.engine.arg_utils:EngineArgs.{name}",
             when="While vLLM makes the speculative configuration; restored afterwards.",
-            reason="vLLM knows no tree methods. It makes the configuration of a custom proposer, "
-            "with which it reserves KV slots and schedules draft tokens.",
+            reason="vLLM knows no tree methods. It makes the configuration of a custom proposer "
+            "instead, or of GPU n-grams for its V2 model runner, with which it reserves KV slots "
+            "and schedules draft tokens.",
         )
         for name in ("speculative_config", "spec_method", "spec_tokens", "spec_model")
     ),
@@ -135,6 +136,17 @@ PATCHES: tuple[Patch, ...] = (
         when="The class of a worker's model runner, before the model is loaded.",
         reason="vLLM offers no hook for a model runner. The runner keeps all that its class has "
         "set up, and gains the steps that verify trees.",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        when="The class of a worker's V2 model runner, before the model is loaded.",
+        reason="The same for the V2 model runner, if the user asks for it.",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator",
+        when="On an adopted V2 model runner, before the model is loaded.",
+        reason="The V2 model runner makes a speculator for each method that it knows. drafttree "
+        "requests its GPU n-grams, which need no model, and drafts trees in their place.",
     ),
     Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs",
@@ -387,11 +399,21 @@ def adopt(runner: Any, stock: type, ours: type[R]) -> R:
         return runner
     if type(runner) is not stock:
         raise RuntimeError(
-            f"draft trees need vLLM's {stock.__name__}, not {type(runner).__name__}: unset "
-            "VLLM_USE_V2_MODEL_RUNNER"
+            f"draft trees need vLLM's {_path(stock)}, not {_path(type(runner))}: set "
+            "VLLM_USE_V2_MODEL_RUNNER=1 before the engine is configured for its V2 model runner, "
+            "or unset it for V1"
         )
     runner.__class__ = type(ours.__name__, (ours, stock), {})
     return cast(R, runner)
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def replace_speculator(runner: Any, speculator: Any) -> None:
+    """Let a V2 model runner draft with `speculator`."""
+    _set(runner, speculator=speculator)
 
 
 def replace_logits_processors(batch: Any, processors: Any, custom: bool) -> None:

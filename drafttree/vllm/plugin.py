@@ -49,7 +49,7 @@ def _create(
     target_parallel_config: ParallelConfig,
 ) -> SpeculativeConfig:
     """Check that the engine can serve a drafttree method, and make its configuration."""
-    from drafttree.vllm.checks import TRITON, WORKERS, check_engine
+    from drafttree.vllm.checks import TRITON, check_engine
 
     named = _named(engine)
     if len(named) > 1:
@@ -57,7 +57,7 @@ def _create(
             f"--spec-method={named[0]!r} and --speculative-config['method']={named[1]!r} are "
             "mutually exclusive: leave one of them out"
         )
-    worker = check_engine(method, engine, target_model_config, target_parallel_config)
+    serving = check_engine(method, engine, target_model_config, target_parallel_config)
     given = dict(engine.speculative_config or {})
     given.pop("method", None)
     _take_model(method, given, engine.spec_model)
@@ -65,32 +65,34 @@ def _create(
     _check_model(method, target_model_config.model, options)
     patches.allow_sampling_parameters()
     patches.prime_when_idle()
-    config = _as_custom_class(
-        original, engine, target_model_config, target_parallel_config, num_draft_tokens
-    )
+    if serving.uses_v2:
+        from drafttree.vllm.v2.tiers import plan
+
+        adaptive = method.parse(options).is_adaptive
+        tiers = plan(engine, target_model_config.max_model_len, num_draft_tokens, adaptive=adaptive)
+        request = _as_ngram_gpu(tiers)
+    else:
+        request = _as_custom_class(num_draft_tokens)
+    with patches.replace_speculative_arguments(engine, request):
+        config = original(target_model_config, target_parallel_config)
     if method.kind.needs_hidden_states:
         patches.drop_last_block(config)
     patches.mark_requested(config, method.name, options)
-    patches.use_worker(target_parallel_config, worker)
-    if worker == WORKERS["cuda"]:
-        from drafttree.vllm.graphs import capture_whole_trees
+    patches.use_worker(target_parallel_config, serving.worker)
+    if serving.device == "cuda":
+        if not serving.uses_v2:
+            from drafttree.vllm.graphs import capture_whole_trees
 
-        patches.hide_draft_schedule(config)
-        capture_whole_trees(engine, config, num_draft_tokens)
+            patches.hide_draft_schedule(config)
+            capture_whole_trees(engine, config, num_draft_tokens)
         if engine.attention_config.backend is None:
             patches.use_attention_backend(engine, TRITON)
     return config
 
 
-def _as_custom_class(
-    original: Callable[..., SpeculativeConfig],
-    engine: EngineArgs,
-    target_model_config: ModelConfig,
-    target_parallel_config: ParallelConfig,
-    num_draft_tokens: int,
-) -> SpeculativeConfig:
-    """The engine's own configuration for a custom proposer; the arguments stay as given."""
-    config = {
+def _as_custom_class(num_draft_tokens: int) -> dict[str, Any]:
+    """What the V1 model runner is told: a custom proposer."""
+    return {
         "method": "custom_class",
         "model": "drafttree.vllm.proposer.HostProposer",
         "num_speculative_tokens": num_draft_tokens,
@@ -98,8 +100,21 @@ def _as_custom_class(
         # It would verify the padding, and wait for a step with room for it.
         "num_speculative_tokens_per_batch_size": [[1, 1, num_draft_tokens]],
     }
-    with patches.replace_speculative_arguments(engine, config):
-        return original(target_model_config, target_parallel_config)
+
+
+def _as_ngram_gpu(tiers: list[list[int]]) -> dict[str, Any]:
+    """What the V2 model runner is told: the one method of its own that needs no model.
+
+    Args:
+        tiers: Draft tokens by number of requests.
+    """
+    return {
+        "method": "ngram_gpu",
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 1,
+        "num_speculative_tokens": max(num_draft_tokens for _, _, num_draft_tokens in tiers),
+        "num_speculative_tokens_per_batch_size": tiers,
+    }
 
 
 def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | None) -> None:

@@ -19,6 +19,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
+from drafttree.vllm.parameters import has_opted_out, is_grammar_bound
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.step import NO_TOKEN, BoolArray, IntArray, StepState, StepTrees, StoredTree
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
-
-OPT_OUT = "drafttree"
-"""The key of `SamplingParams.extra_args` that turns drafting off for a request when false."""
 
 S = TypeVar("S", bound=StepState)
 
@@ -120,12 +118,10 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
             parameters = self.requests[request_id].sampling_params
-            bound = parameters is not None and parameters.structured_outputs is not None
-            if bound:
-                logger.warning_once("Requests with structured output are served without drafts")
-            extra = parameters.extra_args if parameters is not None else None
-            wanted = parameters is not None and (extra or {}).get(OPT_OUT) is not False
-            for names, member in ((self._grammar_bound, bound), (self._drafts_off, not wanted)):
+            for names, member in (
+                (self._grammar_bound, is_grammar_bound(parameters)),
+                (self._drafts_off, has_opted_out(parameters)),
+            ):
                 (names.add if member else names.discard)(request_id)
         return deferred
 

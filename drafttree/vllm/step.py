@@ -13,6 +13,7 @@ from tree_kernels.mask import tree_mask
 
 from drafttree.transfer import all_on_device
 from drafttree.tree import DraftTree
+from drafttree.vllm.step_masks import StepMasks
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -40,22 +41,6 @@ class StoredTree:
 
 
 ROOT_ONLY = StoredTree.chain(1)
-
-
-@dataclass(frozen=True)
-class StepMasks:
-    """Attention masks of a step's T trees with drafts, on the device.
-
-    Attributes:
-        requests: Rows of the trees' requests in the batch, `int64 [T]`.
-        tree_sizes: Number of nodes of each tree, the root counted, `int64 [T]`. A tree's nodes are
-            the last tokens of its request in the step.
-        masks: `bool [T, N, N]`, whether node i attends to node j.
-    """
-
-    requests: torch.Tensor
-    tree_sizes: torch.Tensor
-    masks: torch.Tensor
 
 
 class StepTensors(NamedTuple):

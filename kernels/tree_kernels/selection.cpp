@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <vector>
 
-// Keeps the root and the `num_draft_tokens` other nodes of highest score of each tree, in their
-// order, and up to `spine` further ones of at least `min_score`.
+// Keeps the root and the `num_draft_tokens` other nodes of highest score of each tree, and up to
+// `spine` further ones of at least `min_score`: in their order, or with `by_score` from the highest
+// score to the lowest.
 extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const int32_t* sources,
                            const float* scores, int64_t requests, int64_t columns,
                            int64_t num_draft_tokens, int64_t spine, float min_score,
-                           int32_t* out_tokens, int32_t* out_parents, int32_t* out_sources,
-                           int32_t* out_tree_size) {
+                           int64_t by_score, int32_t* out_tokens, int32_t* out_parents,
+                           int32_t* out_sources, int32_t* out_tree_size) {
   const int64_t most = num_draft_tokens + spine + 1;
   std::vector<int64_t> order(columns);
   std::vector<int32_t> places(columns);
@@ -19,15 +20,15 @@ extern "C" void best_nodes(const int32_t* tokens, const int32_t* parents, const 
     int64_t found = 0;
     for (int64_t column = 0; column < columns; ++column)
       if (column == 0 || scores[line + column] > 0.0f) order[found++] = column;
-    if (found > num_draft_tokens + 1) {
+    if (by_score || found > num_draft_tokens + 1) {
       // The root is always kept.
       std::stable_sort(order.begin() + 1, order.begin() + found, [&](int64_t a, int64_t b) {
         return scores[line + a] > scores[line + b];
       });
-      int64_t kept = num_draft_tokens + 1;
+      int64_t kept = std::min(found, num_draft_tokens + 1);
       while (kept < std::min(found, most) && scores[line + order[kept]] >= min_score) ++kept;
       found = kept;
-      std::sort(order.begin() + 1, order.begin() + found);
+      if (!by_score) std::sort(order.begin() + 1, order.begin() + found);
     }
     for (int64_t place = 0; place < most; ++place) {
       const bool node = place < found;

@@ -11,7 +11,7 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels.expansion import ExpandedTrees
 
-_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiiifpppp")
+_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiiifipppp")
 _BLOCK = 32
 
 
@@ -33,6 +33,7 @@ def _best_kernel(
     kept: tl.tensor,
     most: tl.tensor,
     min_score: tl.tensor,
+    BY_SCORE: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -51,14 +52,15 @@ def _best_kernel(
         equal = (rival == score[:, None]) & (other[None, :] < node[:, None])
         ahead += tl.sum(((rival > score[:, None]) | equal).to(tl.int32), 1)
     chosen = (score > 0.0) & ((ahead < kept) | ((ahead < most) & (score >= min_score)))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     count = tl.sum(chosen.to(tl.int32), 0)
+    place = ahead if BY_SCORE else tl.cumsum(chosen.to(tl.int32), 0) - 1
     token = tl.load(tokens + line + node, mask=chosen, other=-1)
     parent = tl.load(parents + line + node, mask=chosen, other=-1)
     parent = tl.where(parent < 0, -1, tl.gather(place, tl.maximum(parent, 0), 0))
     source = tl.load(sources + line + node, mask=chosen, other=0)
     # The other nodes fill the cells after the chosen ones, so every cell is written exactly once.
-    place = tl.where(chosen, place, count + node - place - 1)
+    if not BY_SCORE:
+        place = tl.where(chosen, place, count + node - place - 1)
     here = request * most + place
     inside = inside & (place < most)
     tl.store(out_tokens + here, token, mask=inside)
@@ -68,7 +70,11 @@ def _best_kernel(
 
 
 def _best_triton(
-    expanded: ExpandedTrees, num_draft_tokens: int, spine: int, min_score: float
+    expanded: ExpandedTrees,
+    num_draft_tokens: int,
+    spine: int,
+    min_score: float,
+    by_score: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
     device = expanded.tokens.device
@@ -89,6 +95,7 @@ def _best_triton(
             num_draft_tokens + 1,
             num_draft_tokens + spine + 1,
             min_score,
+            BY_SCORE=by_score,
             PAD=next_power_of_2(columns),
             BLOCK=_BLOCK,
             num_warps=4 if columns <= 256 else 8,
@@ -97,7 +104,11 @@ def _best_triton(
 
 
 def _best_reference(
-    expanded: ExpandedTrees, num_draft_tokens: int, spine: int, min_score: float
+    expanded: ExpandedTrees,
+    num_draft_tokens: int,
+    spine: int,
+    min_score: float,
+    by_score: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = expanded.scores.clone()
     scores[:, 0] = torch.inf  # the root is always kept
@@ -107,7 +118,8 @@ def _best_reference(
     # Scores that are left out sort last, as scores of 0 do.
     kept = (rank <= num_draft_tokens) | (scores.gather(1, best) >= min_score)
     scores.scatter_(1, best, scores.gather(1, best).masked_fill(~kept, 0))
-    best = best.sort(1).values
+    if not by_score:
+        best = best.sort(1).values
     gone = scores.gather(1, best) <= 0
     best = best.gather(1, gone.int().sort(dim=1, stable=True).indices)
     gone = gone.sort(dim=1, stable=True).values
@@ -121,7 +133,11 @@ def _best_reference(
 
 
 def _best_cpp(
-    expanded: ExpandedTrees, num_draft_tokens: int, spine: int, min_score: float
+    expanded: ExpandedTrees,
+    num_draft_tokens: int,
+    spine: int,
+    min_score: float,
+    by_score: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
     tokens, parents, sources = torch.empty(
@@ -131,7 +147,7 @@ def _best_cpp(
     _BEST.call(
         *(expanded.tokens.data_ptr(), expanded.parents.data_ptr(), expanded.sources.data_ptr()),
         *(expanded.scores.data_ptr(), batch, columns, num_draft_tokens, spine),
-        *(min_score,),
+        *(min_score, int(by_score)),
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), tree_size.data_ptr()),
     )
     return tokens, parents, sources, tree_size
@@ -143,9 +159,14 @@ _BEST_NODES = Op(
 
 
 def best_nodes(
-    expanded: ExpandedTrees, num_draft_tokens: int, spine: int = 0, min_score: float = 0.0
+    expanded: ExpandedTrees,
+    num_draft_tokens: int,
+    spine: int = 0,
+    min_score: float = 0.0,
+    *,
+    by_score: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The draft tokens of highest score of each tree, in breadth-first order.
+    """The draft tokens of highest score of each tree.
 
     A child never scores above its parent, so the selected nodes form a tree. On ties the earlier
     nodes are kept.
@@ -155,6 +176,9 @@ def best_nodes(
         num_draft_tokens: Number N of nodes to select, excluding the root.
         spine: Number S of further nodes to select if their score is at least `min_score`.
         min_score: Least score of the nodes beyond N.
+        by_score: Whether the nodes are returned from the highest score to the lowest, so that a
+            tree that is cut keeps its best nodes, and not in the order of the expanded trees. A
+            parent comes before its children either way.
 
     Returns:
         Tokens, parents and sources, int32 `[B, N + S + 1]`, which are -1, -1 and 0 where there is
@@ -170,4 +194,4 @@ def best_nodes(
             f"{columns - 1} at most together"
         )
     run = _BEST_NODES.on(expanded.tokens)
-    return run(expanded, num_draft_tokens, spine, min_score)
+    return run(expanded, num_draft_tokens, spine, min_score, by_score)

@@ -26,6 +26,8 @@ NO_PATCHES = {
     "drafters/draft_model.py: config.quant_config": "a copy, for the draft model",
     "forward.py: builder.step_masks": "drafttree's own metadata builder",
     "runner.py: builder.step_masks": "drafttree's own metadata builder",
+    "v2/runner.py: builder.step_masks": "drafttree's own metadata builder",
+    "v2/runner.py: self._trees.drafter": "drafttree's own speculator",
     "sampling.py: metadata.generators": "a copy, for one level of the trees",
     "sampling.py: plain.speculative_config": "a copy, from which logits processors are built",
 }

@@ -136,8 +136,70 @@ def test_kv_connectors(tiny_llama: Path) -> None:
 
 def test_a_forced_v2_runner(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+    with pytest.raises(ValueError, match=r"VLLM_USE_V2_MODEL_RUNNER=1: .* needs Triton.*unset it"):
         configure(tiny_llama)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert configure(tiny_llama).speculative_config.method == "custom_class"
+
+
+@pytest.fixture
+def v2_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of vLLM that has Triton, whose user asks for the V2 model runner."""
+    from vllm import triton_utils
+    from vllm.config import vllm as configuration
+
+    for module in (triton_utils, configuration):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+
+def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
+    config = configure(tiny_llama, {"nodes": 15}, max_num_seqs=8, max_num_batched_tokens=64)
+    assert config.parallel_config.worker_cls == "drafttree.vllm.v2.cpu_worker.TreeCPUWorkerV2"
+    speculative = config.speculative_config
+    assert speculative.method == "ngram_gpu"
+    assert [*map(list, speculative.num_speculative_tokens_per_batch_size)] == [
+        *([1, 3, 15], [4, 6, 7], [7, 7, 3], [8, 8, 7]),
+    ]
+    assert configure(tiny_llama).speculative_config.num_speculative_tokens == 31
+
+
+@pytest.mark.parametrize(
+    ("speculative", "engine", "message"),
+    [
+        ({"method": "rsd"}, {}, "RSD is served by the V1 model runner only: unset it"),
+        ({"method": "lyanna"}, {}, "Lyanna is served by the V1 model runner only: unset it"),
+        ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 on the V2 model runner"),
+        ({}, {"return_sampling_mask": True}, "return_sampling_mask=True on the V2 model runner"),
+    ],
+)
+def test_what_the_v2_runner_does_not_serve(
+    tiny_llama: Path,
+    v2_runner: None,
+    speculative: dict[str, Any],
+    engine: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(tiny_llama, speculative, **engine)
+
+
+def test_the_v2_runner_of_an_older_version(
+    tiny_llama: Path, v2_runner: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "__version__", "0.29.0")
+    with pytest.raises(ValueError, match=r"of vLLM 0\.32 to 0\.33, not with that of 0\.29\.0"):
+        configure(tiny_llama)
+
+
+def test_another_runner_than_the_configuration_asks_for() -> None:
+    from drafttree.vllm import patches
+
+    class Runner:
+        pass
+
+    with pytest.raises(RuntimeError, match=r"need vLLM's .*\.Path, not .*Runner: set VLLM_USE_V2"):
+        patches.adopt(Runner(), Path, Runner.__class__)
 
 
 def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def random_trees(seed, batch, width, depth):
     return ExpandedTrees(tokens.int(), parents.int(), sources.int(), scores.float()), lines
 
 
-def expected(lines, num_draft_tokens, spine=0, min_score=0.0):
-    best = [plain_best(line, num_draft_tokens, spine, min_score) for line in lines]
+def expected(lines, num_draft_tokens, spine=0, min_score=0.0, by_score=False):
+    best = [plain_best(line, num_draft_tokens, spine, min_score, by_score) for line in lines]
     columns = num_draft_tokens + spine + 1
     padded = [line + [(-1, -1, 0)] * (columns - len(line)) for line in best]
     return [
@@ -69,6 +69,8 @@ def test_the_nodes_of_highest_score_are_selected(cpu_path, case):
     found = best_nodes(expanded, *size)
     assert {part.dtype for part in found} == {torch.int32}
     assert lists(found) == expected(lines, *size)
+    found = best_nodes(expanded, *size, by_score=True)
+    assert lists(found) == expected(lines, *size, by_score=True)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 2), (5, 3), (16, 4)])
@@ -78,7 +80,9 @@ def test_kernel_keeps_the_same_nodes(interpreter, width, depth):
         more = columns_of(width, depth) - 1 - num_draft_tokens
         for spine, min_score in ((0, 0.0), (more, 0.375), (more // 2, 0.1)):
             size = num_draft_tokens, spine, min_score
-            assert lists(selection._best_triton(expanded, *size)) == expected(lines, *size)
+            for by_score in (False, True):
+                found = selection._best_triton(expanded, *size, by_score)
+                assert lists(found) == expected(lines, *size, by_score)
 
 
 @CASES
@@ -113,6 +117,15 @@ def test_a_larger_selection_contains_a_smaller_one(cpu_path):
                 found.append((*found[parents[line, node]], tokens[line, node].item()))
             paths.append(set(found))
         assert paths[0] <= paths[1]
+
+
+def test_a_tree_by_score_that_is_cut_keeps_its_best_nodes(cpu_path):
+    expanded = expand_trees(*world(6).tensors(), 16, 4)
+    many = best_nodes(expanded, 20, by_score=True)
+    for num_draft_tokens in range(20):
+        few = best_nodes(expanded, num_draft_tokens, by_score=True)
+        for cut, chosen in zip(many[:3], few[:3], strict=True):
+            assert cut[:, : num_draft_tokens + 1].tolist() == chosen.tolist()
 
 
 def test_an_empty_batch_gives_no_nodes(cpu_path, interpreter):

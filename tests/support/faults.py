@@ -9,9 +9,13 @@ VARIABLE = "TESTS_PLANTED_FAULT"
 
 
 def plant(fault: str, engine: str) -> None:
-    """Plant a fault in this process; `fault` is "most likely" or "residual"."""
+    """Plant a fault in this process: "most likely", "residual", "no chains" or "root's mask"."""
     if fault == "residual":
         keep_rejected_mass()
+    elif fault == "no chains":
+        _draft_trees_for_all()
+    elif fault == "root's mask":
+        _hide_ancestors()
     elif engine == "vllm":
         _take_most_likely_in_vllm()
     else:
@@ -33,6 +37,29 @@ def _take_most_likely_in_vllm() -> None:
         return most_likely
 
     sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
+
+
+def _draft_trees_for_all() -> None:
+    """On the V2 model runner, draft trees even where logits depend on the text."""
+    import numpy as np
+
+    from drafttree.vllm.v2 import runner
+
+    runner.in_chains = lambda sampler, rows: np.zeros(len(rows), np.bool_)
+
+
+def _hide_ancestors() -> None:
+    """On the V2 model runner, let each node attend to the root and itself alone."""
+    import torch
+
+    from drafttree.vllm.v2 import step
+
+    def mask(parents: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        seen = torch.eye(parents.shape[1], dtype=torch.bool).repeat(len(parents), 1, 1)
+        seen[:, :, 0] = True
+        return seen
+
+    step.tree_mask = mask  # type: ignore[attr-defined]
 
 
 def _take_most_likely_in_sglang() -> None:

@@ -8,8 +8,10 @@ import drafter_calls
 import draw_ahead_on_cpu
 import faults
 import forbid_device_sync
+import forbid_waiting
 import lyanna_states
 import triton_on_cpu
+import v2_on_cpu
 
 ESTIMATE = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 
@@ -23,12 +25,16 @@ def install() -> None:
         return
     _installed = True
     engine = os.environ.get("TESTS_ENGINE_PROCESS", "")
+    if os.environ.get(v2_on_cpu.VARIABLE):
+        v2_on_cpu.enable()
     if file := os.environ.get(lyanna_states.VARIABLE):
         lyanna_states.record_logits(file)
     if file := os.environ.get(drafter_calls.VARIABLE):
         drafter_calls.record(file)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
+    if os.environ.get(forbid_waiting.VARIABLE):
+        forbid_waiting.enable()
     if os.environ.get(forbid_device_sync.VARIABLE):
         forbid_device_sync.enable()
     if os.environ.get(draw_ahead_on_cpu.VARIABLE):

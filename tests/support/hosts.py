@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Host:
         length: int = 1024,
         chunk: int | None = None,
         environment: dict[str, str] | None = None,
-        planted_fault: Literal["most likely", "residual"] | None = None,
+        planted_fault: str | None = None,
         vllm: dict[str, Any] | None = None,
         sglang: dict[str, Any] | None = None,
     ) -> tuple[list[Answer], str]:

@@ -250,10 +250,11 @@ def chain(tables, text, memory, priors, path, at, columns, match, spine):
     return nodes
 
 
-def best_nodes(columns, num_draft_tokens, spine=0, min_score=0.0):
+def best_nodes(columns, num_draft_tokens, spine=0, min_score=0.0, by_score=False):
     """The selected nodes in order, each as (token, parent, source)."""
     there = [i for i in range(1, len(columns)) if columns[i][3] > 0]
     ranked = sorted(there, key=lambda i: (-columns[i][3], i))
     more = [i for i in ranked[num_draft_tokens:] if columns[i][3] >= min_score][:spine]
-    best = [0, *sorted([*ranked[:num_draft_tokens], *more])]
+    best = [*ranked[:num_draft_tokens], *more]
+    best = [0, *(best if by_score else sorted(best))]
     return [(columns[i][0], best.index(columns[i][1]) if i else -1, columns[i][2]) for i in best]

@@ -82,3 +82,21 @@ def make_tiny_llama(
         model.lm_head.weight *= sharpness
     model.save_pretrained(folder)
     return folder
+
+
+def add_byte_tokenizer(folder: Path, vocab_size: int = 512) -> Path:
+    """Give a tiny model a tokenizer: beginning, end, one token for each byte, and unused tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<unused{number}>" for number in range(len(names), vocab_size)]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    fast.save_pretrained(folder)
+    return folder

@@ -5,9 +5,11 @@ On a CPU the engine has no Triton kernels, so the one that writes the KV cache i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import v2_on_cpu
 
 VARIABLE = "TESTS_TRITON_ON_CPU"
 
@@ -26,6 +28,10 @@ def enable() -> None:
     from drafttree.vllm.cpu_worker import TreeCPUWorker
 
     TreeCPUWorker.tree_backend = TritonTreeBackend
+    if os.environ.get(v2_on_cpu.VARIABLE):
+        from drafttree.vllm.v2.cpu_worker import TreeCPUWorkerV2
+
+        TreeCPUWorkerV2.tree_backend = TritonTreeBackend
     triton_attn.triton_reshape_and_cache_flash = _write
     for op in (kv_move._KV_MOVE, mask_rows._MASK_ROWS, tree_attention._TREE_ATTENTION):
         op.on_cpu = op.triton

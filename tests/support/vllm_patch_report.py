@@ -204,10 +204,13 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     parallel = copy.copy(config.parallel_config)
     parallel.worker_cls = "auto"
     processors: Any = object()
+    # The class of the V2 model runner needs Triton.
+    runner_v2 = type("GPUModelRunner", (SimpleNamespace,), {})(speculator=None)
+    speculator = SimpleNamespace()
     states: dict[int, Any] = {0: {}}
     objects = [
         *(engine, speculative, model_config, parallel, compilation),
-        *(dispatcher, batch, holders[0], overrides),
+        *(dispatcher, batch, holders[0], overrides, runner_v2),
     ]
 
     def apply() -> None:
@@ -219,6 +222,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         graphs.capture_whole_trees(engine, speculative, 8)
         graphs.capture_small_batches(speculative, compilation, dispatcher)
         assert patches.adopt(runner, CPUModelRunner, ModelFreeRunner) is runner
+        patches.replace_speculator(runner_v2, speculator)
         patches.replace_logits_processors(batch, processors, True)
         patches.replace_thinking_budgets(batch, holders[0])
         patches.replace_budget_states(holders[0], states)
@@ -315,6 +319,7 @@ def _refused() -> dict[str, str]:
             "thinking_budget_state_holder",
             lambda unlike: patches.replace_thinking_budgets(unlike, None),
         ),
+        ("speculator", lambda unlike: patches.replace_speculator(unlike, None)),
         ("_state", lambda unlike: patches.replace_budget_states(unlike, {})),
     ):
         attempt(name, functools.partial(apply, unlike))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import faults
 from awaited import wait_for
@@ -51,6 +51,7 @@ class Answer:
         cached: Prompt tokens of each request that were found in the cache.
         counters: The tree worker's counts over the case; empty without a method.
         preemptions: How often the scheduler has preempted a request so far.
+        iterations: How many steps the engine has run so far.
     """
 
     tokens: list[list[list[int]]]
@@ -60,6 +61,7 @@ class Answer:
     cached: list[int | None]
     counters: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
+    iterations: int = 0
 
 
 ENVIRONMENT = {
@@ -86,12 +88,12 @@ def run_vllm(
     speculative: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     timeout: float = 400,
-    planted_fault: Literal["most likely", "residual"] | None = None,
+    planted_fault: str | None = None,
     **engine: Any,
 ) -> tuple[list[Answer], str]:
     """Serve the cases one after another with one engine.
 
-    A `planted_fault` is one from `faults`.
+    A `planted_fault` is one of `faults`.
 
     Returns:
         The answers, and the engine's log.
@@ -161,14 +163,16 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                 cached=[one.num_cached_tokens for one in outputs],
                 reasons=[[each.finish_reason for each in one.outputs] for one in outputs],
                 counters={name: after[name] - before[name] for name in after},
-                preemptions=next(
-                    metric.value
-                    for metric in llm.get_metrics()
-                    if metric.name == "vllm:num_preemptions"
-                ),
+                preemptions=metric(llm, "vllm:num_preemptions").value,
+                iterations=metric(llm, "vllm:iteration_tokens_total").count,
             )
         )
     return answers
+
+
+def metric(llm: Any, name: str) -> Any:
+    """One of the engine's metrics."""
+    return next(each for each in llm.get_metrics() if each.name == name)
 
 
 def _groups(case: Case) -> list[slice]:

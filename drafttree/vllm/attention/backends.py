@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 
-from drafttree.vllm.step import StepMasks
+from drafttree.vllm.step_masks import StepMasks
 
 
 class TreeBackend(AttentionBackend):

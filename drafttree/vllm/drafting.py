@@ -1,0 +1,170 @@
+"""What the runners of both of vLLM's model runners share: the drafter, outside of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from tree_kernels.kv_move import KvMover, movers_of
+from vllm.logger import init_logger
+
+from drafttree.drafter import Drafter, Target
+from drafttree.metrics import Counters
+from drafttree.model_files import bos_token, local_folder
+from drafttree.vllm.attention.backends import TreeBackend
+from drafttree.vllm.priming import blocks_for_priming
+
+# A child of vLLM's logger: other loggers are not printed.
+logger = init_logger(f"vllm.{__name__}")
+
+
+class DraftingRunner:
+    """Mixin listed before a stock model runner.
+
+    Attributes:
+        counters: Counts of drafted and accepted tokens.
+        draft_seconds: The host's time spent drafting with a model, in seconds.
+    """
+
+    counters: Counters
+    draft_seconds: float = 0.0
+    _drafter: Drafter
+    _state_bytes: int = 0
+
+    compilation_config: Any
+    device: torch.device
+    kv_cache_config: Any
+    load_config: Any
+    model_config: Any
+    model_memory_usage: int
+    scheduler_config: Any
+
+    def _target(
+        self,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        sizes_trees: bool = False,
+    ) -> Target:
+        """Describe the target to the method that makes the drafter."""
+        model, vocab_size = self.model_config, self.model_config.get_vocab_size()
+        return Target(
+            model=model.model,
+            vocab_size=vocab_size,
+            device=self.device,
+            dtype=model.dtype,
+            logger=logger,
+            embed=embed,
+            bos=bos_token(model.hf_text_config, vocab_size),
+            folder=local_folder(model.model, model.revision, self.load_config.download_dir),
+            sizes_trees=sizes_trees,
+        )
+
+    def _step_budget(self) -> int:
+        """Greatest number of tokens of a step."""
+        scheduler = self.scheduler_config
+        budget: int = min(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens,
+        )
+        return budget
+
+    @property
+    def _max_step_rows(self) -> int:
+        """Greatest number of rows of a step that have logits."""
+        raise NotImplementedError
+
+    @property
+    def _max_copied_rows(self) -> int:
+        """Greatest number of rows of logits that are also copied in float32 at a time."""
+        return 0
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        """Let the engine measure the memory of a step before it sizes its KV cache.
+
+        The engine computes one row of logits per request here, but trees have one for each node.
+        """
+        stock: Any = super()
+        stock.profile_run(*args, **kwargs)
+        rows, vocab = self._max_step_rows, self.model_config.get_vocab_size()
+        logits = torch.empty(rows, vocab, dtype=self.model_config.dtype, device=self.device)
+        torch.empty(self._max_copied_rows, vocab, dtype=torch.float32, device=self.device)
+        logger.info(
+            "Logits of %d nodes, the most that max_num_batched_tokens and max_num_seqs allow in a "
+            "step, take %.1f MiB",
+            rows,
+            logits.nbytes / 2**20,
+        )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and add the memory of the drafter's state to that of the weights.
+
+        The engine sizes its KV cache by the memory of the weights and of a step. It does not count
+        what was allocated before the weights.
+        """
+        stock: Any = super()
+        stock.load_model(*args, **kwargs)
+        if self.device.type == "cuda":
+            self.model_memory_usage += self._state_bytes
+            logger.info("The drafter's state takes %.1f MiB", self._state_bytes / 2**20)
+
+    def _make_movers(self) -> list[list[KvMover]]:
+        """The movers that compact the KV caches after a step, by group of caches."""
+        layers = self.compilation_config.static_forward_context
+        movers = []
+        for group in self.kv_cache_config.kv_cache_groups:
+            rows = []
+            for name in group.layer_names:
+                backend = layers[name].get_attn_backend()
+                assert issubclass(backend, TreeBackend)
+                rows.append(backend.kv_rows(layers[name].kv_cache))
+            movers.append(movers_of(chain.from_iterable(rows)))
+        return movers
+
+    def warmed_up(self) -> None:
+        """The engine has run all its forwards that serve no request."""
+
+    def profile_forwards(self) -> None:
+        """Let the drafter measure forwards of the model, while the KV cache is still empty."""
+
+    def prime_at_start(self) -> None:
+        """Let the drafter prime, while the KV cache is still empty."""
+        size = min(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
+        # The engine keeps one block for itself.
+        last = min(blocks_for_priming(size), self.kv_cache_config.num_blocks - 1)
+        self.prime(range(1, last + 1), idle=False)
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Let the drafter compute something beforehand, if it can.
+
+        Args:
+            blocks: Blocks of the KV cache that nothing else uses.
+            idle: See `ModelFreeDrafter.prime`.
+
+        Returns:
+            How much is computed, and how much there is in all.
+        """
+        return 0, 0
+
+    def reset_drafting(self) -> None:
+        """Forget everything learned, and all counts."""
+        self.forget()
+        self.counters = Counters(self.device)
+
+    def forget(self) -> None:
+        """Forget everything learned, for instance because the weights have changed."""
+        self._drafter.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen; see `Drafter.explain`."""
+        return self._drafter.explain()
+
+    def acceptance(self) -> dict[str, Any]:
+        """How often drafts were accepted; see `Drafter.acceptance`."""
+        return self._drafter.acceptance()
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes allocated on a CUDA device; 0 on others."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,88 @@
+"""What the workers of both of vLLM's model runners share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from drafttree.method import Method, find_method
+from drafttree.vllm import patches
+from drafttree.vllm.attention.backends import TreeBackend
+
+
+class DraftingWorker:
+    """Mixin listed before a stock worker class; installed through `parallel_config.worker_cls`.
+
+    A subclass turns the stock model runner into one that verifies trees, in `init_device`.
+
+    Attributes:
+        stock_runner: Class of the model runner that the stock worker must have made.
+        stock_backend: Attention backend that the engine chooses for every layer.
+        tree_backend: Attention backend that replaces it.
+    """
+
+    stock_runner: ClassVar[type]
+    stock_backend: ClassVar[AttentionBackendEnum]
+    tree_backend: ClassVar[type[TreeBackend]]
+
+    model_config: Any
+    model_runner: Any
+    vllm_config: Any
+
+    def _requested(self) -> tuple[Method[Any], dict[str, Any]]:
+        """The requested method and its options."""
+        request = patches.requested(self.vllm_config.speculative_config)
+        assert request is not None
+        name, options = request
+        return find_method(name), options
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model with attention layers that apply tree masks."""
+        stock: Any = super()
+        with patches.override_backend(self.stock_backend, self.tree_backend):
+            stock.load_model(load_dummy_weights=load_dummy_weights)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up, and then let the drafter measure the target, and prime."""
+        stock: Any = super()
+        times = stock.compile_or_warm_up_model()
+        self.model_runner.warmed_up()
+        self.model_runner.profile_forwards()
+        self.model_runner.prime_at_start()
+        return times
+
+    def drafttree_prime(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """Let the drafter prime in one short forward, with KV in these blocks of the cache."""
+        progress: tuple[int, int] = self.model_runner.prime(blocks, idle=True)
+        return progress
+
+    def drafttree_explain(self) -> list[dict[str, Any]]:
+        """How the sizes of trees were chosen; see `Drafter.explain`."""
+        explained: list[dict[str, Any]] = self.model_runner.explain()
+        return explained
+
+    def drafttree_acceptance(self) -> dict[str, Any]:
+        """How often drafts were accepted since the last reset; see `Drafter.acceptance`."""
+        accepted: dict[str, Any] = self.model_runner.acceptance()
+        return accepted
+
+    def drafttree_counters(self) -> dict[str, int]:
+        """Counts of draft tokens and steps since the last reset; see `Counters`."""
+        counted: dict[str, int] = self.model_runner.counters.as_dict()
+        return counted
+
+    def drafttree_draft_seconds(self) -> float:
+        """The host's time spent drafting with a model, in seconds; 0 without one."""
+        return float(self.model_runner.draft_seconds)
+
+    def drafttree_reset(self) -> None:
+        """Forget everything learned, and all counts."""
+        self.model_runner.reset_drafting()
+
+    def reload_weights(self, *args: object, **kwargs: object) -> None:
+        """Reload the weights, and forget what was learned from the old ones."""
+        stock: Any = super()
+        stock.reload_weights(*args, **kwargs)
+        self.model_runner.forget()

@@ -1,0 +1,2 @@
+"""Draft trees on vLLM's V2 model runner: trees stay on the device, and scheduling may be
+asynchronous."""

@@ -1,0 +1,81 @@
+"""The functions of vLLM's V2 model runner that drafttree overrides or calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drafttree.vllm.versions import unknown
+
+
+def check_hooks() -> None:
+    """Check that the V2 model runner is the one that drafttree was written for.
+
+    Raises:
+        RuntimeError: A function is missing or takes other parameters.
+    """
+    from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    for owner, name, parameters in (
+        (GPUModelRunner, "_remove_request", "self req_id"),
+        (GPUModelRunner, "add_requests", "self scheduler_output"),
+        (GPUModelRunner, "prepare_attn", "self input_batch"),
+        (GPUModelRunner, "prepare_dummy_attn", "self input_batch"),
+        (GPUModelRunner, "sample", "self hidden_states input_batch grammar_output"),
+        (GPUModelRunner, "initialize_kv_cache", "self kv_cache_config"),
+        (
+            BaseSpeculator,
+            "propose",
+            "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "
+            "num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds",
+        ),
+        (
+            Sampler,
+            "sample",
+            "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids "
+            "expanded_local_pos seq_lens_upper_bound_np return_logprobs",
+        ),
+        (Sampler, "get_logprobs_dims", "self idx_mapping_np"),
+        (
+            StructuredOutputsWorker,
+            "apply_grammar_bitmask",
+            "self logits input_batch grammar_req_ids grammar_bitmask",
+        ),
+    ):
+        check(f"{owner.__name__}.{name}", getattr(owner, name, None), parameters.split())
+    for function, parameters in (
+        (
+            get_num_sampled_and_rejected,
+            "num_sampled seq_lens cu_num_logits idx_mapping prefill_len",
+        ),
+        (
+            compute_topk_scores,
+            "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state "
+            "expanded_idx_mapping max_per_req_token_ids logits_mode",
+        ),
+    ):
+        check(function.__name__, function, parameters.split())
+
+
+def check(name: str, function: Callable[..., Any] | None, expected: Sequence[str]) -> None:
+    """Check that a function begins with the parameters `expected`, and needs no others.
+
+    Raises:
+        RuntimeError: It is missing or takes others.
+    """
+    if function is None:
+        raise unknown(f"there is no {name}")
+    found = inspect.signature(function).parameters
+    further = [*found.values()][len(expected) :]
+    if [*found][: len(expected)] != [*expected] or any(
+        each.default is inspect.Parameter.empty
+        and each.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        for each in further
+    ):
+        raise unknown(f"{name} takes {[*found]}, expected {[*expected]}")

@@ -1,0 +1,257 @@
+"""vLLM's V2 model runner with draft trees: the order of a step.
+
+The scheduler schedules a chain of draft tokens for each request, before the last step's outcome
+is known. The draft tokens are a tree whose shape never leaves the device. The host waits for no
+part of a step: positions by depth, masks, acceptance, KV compaction and the next draft follow one
+another in the order of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.method import Method
+from drafttree.metrics import Counters
+from drafttree.tree import DraftTree, Verified
+from drafttree.vllm import patches
+from drafttree.vllm.attention.backends import TreeMetadataBuilder
+from drafttree.vllm.drafting import DraftingRunner, allocated
+from drafttree.vllm.priming import prime
+from drafttree.vllm.step_masks import StepMasks
+from drafttree.vllm.tensor_parallel import NonDraftingRank
+from drafttree.vllm.v2.hooks import check_hooks
+from drafttree.vllm.v2.kept_trees import KeptTrees
+from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains
+from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
+from drafttree.vllm.v2.speculator import TreeSpeculator
+from drafttree.vllm.v2.step import NO_TOKEN, Step
+from drafttree.vllm.v2.tiers import max_rows
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+# A child of vLLM's logger: other loggers are not printed.
+logger = init_logger(f"vllm.{__name__}")
+
+
+class TreeRunnerV2(DraftingRunner, GPUModelRunner):
+    """The runner for model-free drafters, made from a stock V2 model runner by `patches.adopt`.
+
+    The drafter's slots are the rows of the engine's own state, which stay the same from a request's
+    start to its end.
+    """
+
+    _drafter: ModelFreeDrafter
+    _step: Step | None = None
+
+    def set_up(self, method: Method[Any], options: dict[str, Any]) -> None:
+        """Prepare an adopted runner, before its model is loaded.
+
+        Args:
+            method: The method that drafts.
+            options: The method's options, as the user gave them.
+        """
+        check_hooks()
+        before = allocated(self.device)
+        parsed = method.parse(options)
+        self.counters = Counters(self.device)
+        self._drafter = method.drafter(parsed, self._target(sizes_trees=True))
+        self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+        self._rules = RequestRules(self.max_num_reqs)
+        self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
+        self._trees = TreeSpeculator(
+            # The engine's warm-up runs requests that must teach the drafter nothing.
+            NonDraftingRank(parsed.depth),
+            self._kept,
+            self.num_speculative_steps,
+            self._rules.undrafted,
+            self._follow_text,
+        )
+        patches.replace_speculator(self, self._trees)
+        self._state_bytes = allocated(self.device) - before
+        self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        """Check that the running requests' trees fit in a step, and say how large they are."""
+        budget, most = self._step_budget(), self._max_step_rows
+        if most > budget:
+            raise RuntimeError(
+                f"draft trees of {most} nodes do not fit in a step of {budget} tokens: set "
+                f"max_num_batched_tokens={most} or more"
+            )
+        logger.info(
+            "Draft tokens for each request, by the number of requests: %s",
+            ", ".join(f"{size} for {first} to {last}" for first, last, size in self._tiers),
+        )
+
+    def _follow_text(self, rows: Rows) -> Flags:
+        """Whether the logits of the requests in some rows depend on their texts."""
+        return in_chains(self.sampler, rows)
+
+    @property
+    def _max_step_rows(self) -> int:
+        """Greatest number of rows of a step that have logits."""
+        return max_rows(
+            [
+                [first, min(last, self.max_num_reqs), size]
+                for first, last, size in self._tiers
+                if first <= self.max_num_reqs
+            ]
+        )
+
+    @property
+    def _max_copied_rows(self) -> int:
+        """Greatest number of rows of logits that are also copied in float32 at a time."""
+        return min(self._max_step_rows, max_copied_rows(self.vocab_size))
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, and the movers that compact them after each step."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self._movers = self._make_movers()
+
+    def warmed_up(self) -> None:
+        """The engine has run all its forwards that serve no request: now the drafter takes part."""
+        self._trees.drafter = self._drafter
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Let the drafter compute something beforehand, if it can."""
+        return prime(self, self._drafter, blocks, idle=idle)
+
+    # Requests.
+
+    def _remove_request(self, req_id: str) -> bool:
+        # A request ends, is preempted, or goes on as a streaming session with more of a prompt.
+        row = self.req_states.req_id_to_index.get(req_id)
+        if row is not None:
+            self._trees.drafter.release([row])
+        removed: bool = super()._remove_request(req_id)
+        return removed
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add the requests that start, or start again after preemption."""
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            row = self.req_states.req_id_to_index[request.req_id]
+            self._rules.start(row, request.sampling_params)
+            self._trees.drafter.start(row, request.prefill_token_ids)
+
+    # One step, in the order of the engine's callbacks.
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        """Lay out the step: KV slots along a chain, then positions and masks of the trees."""
+        prepared = super().prepare_attn(input_batch)
+        step = Step.of(input_batch, self._kept, self.req_states.prefill_len.gpu)
+        self._step, masks = step, None
+        if input_batch.num_draft_tokens:
+            step.move_positions(input_batch)
+            masks = step.masks()
+        self._tell_builders(masks)
+        return prepared
+
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+        """Lay out a step without requests."""
+        self._tell_builders(None)
+        return super().prepare_dummy_attn(*args, **kwargs)
+
+    def _tell_builders(self, masks: StepMasks | None) -> None:
+        for groups in self.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                assert isinstance(builder, TreeMetadataBuilder)
+                builder.step_masks = masks
+
+    def sample(
+        self,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_output: GrammarOutput | None,
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Sample, verify, and compact the KV caches."""
+        step, self._step = self._step, None
+        assert step is not None
+        # Graphs may be captured next.
+        self._tell_builders(None)
+        batch = input_batch
+        logits = self.model.compute_logits(hidden_states[batch.logits_indices])
+        tokens = batch.input_ids[batch.logits_indices]
+        trees = step.trees(tokens)
+        self._learn(batch, step, trees, tokens, logits)
+        if grammar_output is not None:
+            # The masks of the rows behind a root may be those of placeholders: such a request has
+            # no tree, so its path ends at the root.
+            self.structured_outputs_worker.apply_grammar_bitmask(
+                logits,
+                batch,
+                grammar_output.structured_output_request_ids,
+                grammar_output.grammar_bitmask,
+            )
+        num_nans = None
+        if self.sampler.compute_nans:
+            num_nans = get_num_nans(logits)[batch.cu_num_logits[:-1].long()]
+        verified, logprobs = sample_trees(
+            *(self.sampler, batch, step, trees, logits, tokens),
+            self._trees.drafter.max_depth,
+            max_copied_rows(self.vocab_size),
+        )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            verified.num_emitted.clone(),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        self._move_kv(batch, step, verified)
+        # After a chunk of a prompt the engine drops the token.
+        emitted = verified.emitted.masked_fill(num_sampled[:, None] == 0, NO_TOKEN)
+        kept = replace(verified, emitted=emitted)
+        self._trees.drafter.on_verified(batch.idx_mapping, trees, kept)
+        self.counters.add_step(step.begun, trees, verified)
+        output = SamplerOutput(
+            sampled_token_ids=verified.emitted,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+        return output, num_sampled, num_rejected
+
+    def _learn(
+        self,
+        batch: InputBatch,
+        step: Step,
+        trees: DraftTree,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> None:
+        """Let the drafter observe the logits after all nodes."""
+        drafter, rows = self._trees.drafter, batch.idx_mapping
+        # The drafter's text of a prompt that is read in part goes beyond the root.
+        whole = batch.seq_lens[: batch.num_reqs] >= self.req_states.prefill_len.gpu[rows]
+        before_roots = drafter.previous_tokens(rows).masked_fill(~whole, NO_TOKEN)
+        columns = batch.expanded_local_pos
+        drafter.observe(
+            batch.expanded_idx_mapping,
+            tokens.int().masked_fill(~step.by_row(step.real, columns), NO_TOKEN),
+            step.by_row(trees.previous_tokens(before_roots), columns),
+            logits,
+        )
+
+    def _move_kv(self, batch: InputBatch, step: Step, verified: Verified) -> None:
+        """Move the KV of the accepted path to the slots right after the root's."""
+        if step.width == 1:
+            return
+        for slots, movers in zip(self.block_tables.slot_mappings, self._movers, strict=True):
+            of_nodes = slots[batch.logits_indices][step.row_of_node]
+            for move in movers:
+                move(of_nodes, verified.path)

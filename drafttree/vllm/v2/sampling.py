@@ -1,0 +1,150 @@
+"""Verification on the V2 model runner: the engine samples a token for every node at once.
+
+Its noise is drawn from a request's seed and a token's position. So a node's token is the one that
+plain decoding would sample there, and the path along these tokens is plain decoding's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+
+from drafttree.tree import DraftTree, Verified
+from drafttree.verify import verify_target
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from drafttree.vllm.v2.step import Step
+
+MAX_COPY_BYTES = 1 << 30
+"""Greatest size of the copy of logits in float32 that the engine's sampler processes."""
+
+
+def max_copied_rows(vocab_size: int) -> int:
+    """Greatest number of rows of logits that are sampled at a time, unless one request has more."""
+    return max(1, MAX_COPY_BYTES // (4 * vocab_size))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Requests of a batch that are sampled together.
+
+    Attributes:
+        requests: Their places in the batch.
+        rows: The rows that have logits.
+    """
+
+    requests: slice
+    rows: slice
+
+
+def _chunks(ends: np.ndarray[Any, Any], max_rows: int) -> Iterator[_Chunk]:
+    """Divide a batch between requests, whose rows begin and end at `ends [B + 1]`.
+
+    Processors that read a request's text look for its draft tokens in the rows before.
+    """
+    first, last = 0, len(ends) - 1
+    while first < last:
+        fit = int(np.searchsorted(ends, ends[first] + max_rows, side="right")) - 1
+        end = min(max(fit, first + 1), last)
+        yield _Chunk(slice(first, end), slice(int(ends[first]), int(ends[end])))
+        first = end
+
+
+def sample_trees(
+    sampler: Any,
+    batch: InputBatch,
+    step: Step,
+    trees: DraftTree,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    max_depth: int,
+    max_rows: int,
+) -> tuple[Verified, LogprobsTensors | None]:
+    """Sample a token after each node, and follow each request's path.
+
+    Args:
+        sampler: The engine's sampler.
+        batch: The engine's batch, in which positions are those of the trees.
+        step: The step.
+        trees: The step's trees.
+        logits: The target's logits, masked by grammars, `[R, V]`.
+        tokens: The input token of each row, `[R]`.
+        max_depth: Greatest depth of a node.
+        max_rows: Greatest number of rows to sample at a time.
+
+    Returns:
+        The outcome, of D + 1 columns, D the greatest depth of a node in this step; and the logprobs
+        of the emitted tokens if any request asks for them, in D + 1 rows for each request.
+    """
+    dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
+    depth = min(max_depth, step.width - 1)
+    positions = batch.positions[batch.logits_indices]
+    lengths = batch.seq_lens_cpu_upper_bound.numpy()
+    outcomes: list[Verified] = []
+    scores: list[LogprobsTensors] = []
+    for chunk in _chunks(batch.cu_num_logits_np, max_rows):
+        drawn, processed = sampler.sample(
+            logits[chunk.rows],
+            batch.expanded_idx_mapping[chunk.rows],
+            batch.idx_mapping[chunk.requests],
+            batch.idx_mapping_np[chunk.requests],
+            positions[chunk.rows],
+            tokens[chunk.rows],
+            batch.expanded_local_pos[chunk.rows],
+            lengths[chunk.requests],
+            return_logprobs=dims is not None,
+        )
+        nodes = step.row_of_node[chunk.requests] - chunk.rows.start
+        whole = trees if len(batch.req_ids) == len(nodes) else _of_requests(trees, chunk.requests)
+        verified = verify_target(whole, drawn[nodes].int(), depth)
+        outcomes.append(verified)
+        if dims is not None:
+            is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+            path = nodes.gather(1, verified.path.clamp(min=0).long()).flatten()
+            scores.append(
+                compute_topk_scores(
+                    (processed if is_processed else logits[chunk.rows])[path],
+                    dims[0],
+                    verified.emitted.clamp(min=0).flatten().long(),
+                    None,
+                    sampler.logprob_token_ids_state,
+                    batch.idx_mapping[chunk.requests].repeat_interleave(
+                        depth + 1, output_size=len(path)
+                    ),
+                    dims[1],
+                    sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+                )
+            )
+    return _joined(outcomes), _joined_scores(scores, batch.num_reqs, depth + 1)
+
+
+def _of_requests(trees: DraftTree, requests: slice) -> DraftTree:
+    return DraftTree(trees.tokens[requests], trees.parents[requests], trees.tree_size[requests])
+
+
+def _joined(outcomes: list[Verified]) -> Verified:
+    if len(outcomes) == 1:
+        return outcomes[0]
+    return Verified(
+        torch.cat([each.path for each in outcomes]),
+        torch.cat([each.emitted for each in outcomes]),
+        torch.cat([each.num_emitted for each in outcomes]),
+    )
+
+
+def _joined_scores(
+    scores: list[LogprobsTensors], requests: int, width: int
+) -> LogprobsTensors | None:
+    """The logprobs of all requests, each of which has `width` rows."""
+    if not scores:
+        return None
+    return LogprobsTensors.cat(scores, [width * request for request in range(requests + 1)])

@@ -1,0 +1,104 @@
+"""Drafts trees where vLLM's V2 model runner asks for chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.transfer import on_device
+from drafttree.tree import DraftTree
+from drafttree.vllm.v2.chains import first_paths
+from drafttree.vllm.v2.kept_trees import KeptTrees
+from drafttree.vllm.v2.requests import Flags, Rows
+
+NO_TOKEN = -1
+
+
+class TreeSpeculator(BaseSpeculator):
+    """Takes the place of the engine's own speculator.
+
+    The engine keeps the draft tokens of each request, and `KeptTrees` the shape of its tree.
+
+    Args:
+        drafter: Drafts the trees; may be replaced.
+        kept: Where the trees' shapes are kept.
+        nodes: Greatest number of draft tokens of a tree.
+        undrafted: Whether the requests in some rows must not be drafted for.
+        in_chains: Whether they get a chain and no tree.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(
+        self,
+        drafter: ModelFreeDrafter,
+        kept: KeptTrees,
+        nodes: int,
+        undrafted: Callable[[Rows], Flags],
+        in_chains: Callable[[Rows], Flags],
+    ) -> None:
+        self.drafter = drafter
+        self._kept = kept
+        self._nodes = nodes
+        self._undrafted = undrafted
+        self._in_chains = in_chains
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """There is no draft model to capture."""
+
+    def capture(self) -> None:
+        """There is no draft model to capture."""
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        num_speculative_tokens: int | None = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft the next step's trees; the engine ignores those of prompts that are read in part.
+
+        Returns:
+            `int64 [B, K]`, the draft tokens; a token of the vocabulary where there is no node.
+        """
+        limit = self._nodes if num_speculative_tokens is None else num_speculative_tokens
+        rows = input_batch.idx_mapping
+        if dummy_run or not limit:
+            return last_sampled.new_zeros(input_batch.num_reqs, self._nodes)
+        last = last_sampled[rows, 0].int()
+        roots = last.masked_fill(num_sampled == 0, NO_TOKEN)
+        undrafted = self._undrafted(input_batch.idx_mapping_np)
+        if undrafted.all():
+            trees = DraftTree.of_roots(torch.full_like(roots, NO_TOKEN))
+        else:
+            if undrafted.any():
+                roots = roots.masked_fill(on_device(undrafted, roots.device), NO_TOKEN)
+            trees = self._draft(input_batch, roots, limit)
+        self._kept.keep(rows, trees)
+        tokens = pad(trees.tokens[:, 1:], (0, 1 + self._nodes - trees.tokens.shape[1]), value=-1)
+        # The target embeds all of them, so they must be tokens.
+        return torch.where(tokens < 0, last[:, None], tokens).long()
+
+    def _draft(self, batch: InputBatch, roots: torch.Tensor, limit: int) -> DraftTree:
+        self.drafter.limit_draft_tokens(limit)
+        trees = self.drafter.propose(batch.idx_mapping, roots).truncated(limit)
+        chained = self._in_chains(batch.idx_mapping_np)
+        if chained.any():
+            which = on_device(chained, roots.device)
+            trees = first_paths(trees, which, self.drafter.max_depth)
+        return trees

@@ -1,0 +1,94 @@
+"""How many draft tokens each request has, by the number of requests.
+
+The scheduler schedules a step before the outcome of the last one is known, so the number is the
+same for all requests and depends on nothing but how many there are. It never exceeds a request's
+share of a step's tokens: the scheduler serves running requests in order, and the last ones would
+wait.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+Tiers = list[list[int]]
+"""Ranges of batch sizes: first, last, and the draft tokens of each request there."""
+
+ADAPTIVE = ((4, 31), (16, 15), (64, 3))
+"""With `nodes=auto`: up to so many requests, so many draft tokens; with more, none."""
+
+MANY = 1 << 16
+"""More requests than any engine runs."""
+
+
+def share(budget: int, requests: int, max_requests: int) -> int:
+    """Tokens of a step for each of `requests` running requests.
+
+    While more requests may join, a quarter of the step is left for their prompts.
+    """
+    if requests < max_requests:
+        budget -= budget // 4
+    return budget // requests
+
+
+def make_tiers(
+    num_draft_tokens: int, budget: int, max_requests: int, *, adaptive: bool = False
+) -> Tiers:
+    """Choose the draft tokens of a request for each number of requests.
+
+    Args:
+        num_draft_tokens: Greatest number.
+        budget: Greatest number of tokens of a step.
+        max_requests: Greatest number of requests.
+        adaptive: Whether more requests have fewer draft tokens even where the budget allows more.
+    """
+
+    def wanted(requests: int) -> int:
+        if not adaptive:
+            return num_draft_tokens
+        fits = (most for last, most in ADAPTIVE if requests <= last)
+        return min(num_draft_tokens, next(fits, 0))
+
+    sizes = []
+    for requests in range(1, max_requests + 1):
+        most = share(budget, requests, max_requests) - 1
+        sizes.append(wanted(requests) if wanted(requests) <= most else _one_of_few(most))
+        if not sizes[-1]:
+            break  # the engine takes the last tier for more requests too
+    tiers, first = [], 1
+    for size, same in groupby(sizes):
+        last = first + len([*same]) - 1
+        tiers.append([first, last, size])
+        first = last + 1
+    return tiers
+
+
+def _one_of_few(most: int) -> int:
+    """A size of at most `most`, of which there are few: the engine captures graphs for each."""
+    return (1 << (max(most, 0) + 1).bit_length() - 1) - 1
+
+
+def max_rows(tiers: Tiers) -> int:
+    """Greatest number of nodes of a step, the roots counted."""
+    return max(last * (1 + size) for _, last, size in tiers)
+
+
+def plan(engine: EngineArgs, max_model_len: int, num_draft_tokens: int, *, adaptive: bool) -> Tiers:
+    """The tiers of an engine whose limits may not be known yet.
+
+    vLLM chooses limits that the user has left out after it has made the speculative configuration.
+    Those assumed here are the smallest that it can choose.
+    """
+    from vllm.config import SchedulerConfig
+
+    budget, requests = engine.max_num_batched_tokens, engine.max_num_seqs
+    if budget is None:
+        budget = SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS
+        if requests is not None:
+            budget = min(budget, requests * max_model_len)
+    if engine.max_num_scheduled_tokens is not None:
+        budget = min(budget, engine.max_num_scheduled_tokens)
+    return make_tiers(num_draft_tokens, budget, requests or MANY, adaptive=adaptive)

@@ -1,0 +1,24 @@
+"""Mixin that gives vLLM's workers a V2 model runner that verifies draft trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drafttree.method import load
+from drafttree.vllm import patches
+from drafttree.vllm.drafting_worker import DraftingWorker
+from drafttree.vllm.v2.runner import TreeRunnerV2
+
+
+class TreeWorkerV2(DraftingWorker):
+    """The worker with the V2 model runner."""
+
+    def init_device(self) -> None:
+        """Build the stock runner, and turn it into one that verifies trees."""
+        stock: Any = super()
+        stock.init_device()
+        method, options = self._requested()
+        path = method.kind.vllm.runs_v2
+        assert path is not None
+        ours: type[TreeRunnerV2] = load(path)
+        patches.adopt(self.model_runner, self.stock_runner, ours).set_up(method, options)

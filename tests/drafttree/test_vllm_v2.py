@@ -1,0 +1,93 @@
+"""The parts of vLLM's V2 host that need no engine: tiers, kept trees, chains, and its checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from property_settings import CASES
+
+from drafttree.tree import DraftTree
+from drafttree.vllm.v2.chains import first_paths
+from drafttree.vllm.v2.hooks import check
+from drafttree.vllm.v2.kept_trees import KeptTrees
+from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows
+
+TREES = DraftTree(
+    torch.tensor([[5, 6, 7, 8, 9], [5, 6, -1, -1, -1], [-1] * 5], dtype=torch.int32),
+    torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, -1, -1, -1], [-1] * 5], dtype=torch.int32),
+    torch.tensor([5, 2, 1], dtype=torch.int32),
+)
+"""A tree in which column 4 is below column 1, a chain of one draft token, and nothing."""
+
+
+def size_of(tiers: Tiers, requests: int) -> int:
+    """What the engine's scheduler looks up; the last tier goes on."""
+    fits = [size for first, _, size in tiers if first <= requests]
+    return fits[-1]
+
+
+def test_adaptive_tiers() -> None:
+    tiers = make_tiers(80, 8192, 256, adaptive=True)
+    assert tiers == [[1, 4, 31], [5, 16, 15], [17, 64, 3], [65, 65, 0]]
+    assert size_of(make_tiers(10, 8192, 256, adaptive=True), 2) == 10
+    assert max_rows(tiers) == 16 * 16
+
+
+def test_a_fixed_number_of_nodes_is_limited_by_the_budget_alone() -> None:
+    tiers = make_tiers(15, 1024, 64)
+    assert [size_of(tiers, requests) for requests in (1, 48, 63, 64)] == [15, 15, 7, 15]
+    assert max_rows(tiers) == 1024
+
+
+@CASES
+@given(st.integers(1, 255), st.integers(2, 4096), st.integers(1, 200), st.booleans())
+def test_no_running_request_waits_and_prompts_get_room(
+    nodes: int, budget: int, max_requests: int, adaptive: bool
+) -> None:
+    tiers = make_tiers(nodes, budget, max_requests, adaptive=adaptive)
+    assert size_of(tiers, 1) >= 1
+    for requests in range(1, max_requests + 1):
+        size = size_of(tiers, requests)
+        assert 0 <= size <= nodes
+        if size:
+            most = budget if requests == max_requests else budget - budget // 4
+            assert requests * (1 + size) <= most
+
+
+def test_kept_trees_are_cut_to_what_is_verified() -> None:
+    kept = KeptTrees(8, 6, torch.device("cpu"))
+    rows = torch.tensor([3, 0, 7])
+    kept.keep(rows, TREES)
+    assert kept.of(rows, torch.tensor([4, 2, 1]), 4).tolist() == [
+        [-1, 0, 0, 2],
+        [-1, 0, -1, -1],
+        [-1, -1, -1, -1],
+    ]
+    kept.keep(rows[:1], DraftTree.of_roots(torch.tensor([5], dtype=torch.int32)))
+    assert kept.of(rows[:1], torch.tensor([7]), 7).tolist() == [[-1] * 7]
+
+
+def test_chains_follow_first_children() -> None:
+    chains = first_paths(TREES, torch.tensor([True, True, True]), 4)
+    assert chains.tokens.tolist() == [[5, 6, 9, -1, -1], [5, 6, -1, -1, -1], [-1] * 5]
+    assert chains.parents.tolist() == [[-1, 0, 1, -1, -1], [-1, 0, -1, -1, -1], [-1] * 5]
+
+
+def test_other_trees_stay_as_they_are() -> None:
+    some = first_paths(TREES, torch.tensor([False, True, False]), 4)
+    assert some.tokens.tolist() == TREES.tokens.tolist()
+    assert some.parents.tolist() == TREES.parents.tolist()
+
+
+def test_hooks_with_other_parameters_are_refused() -> None:
+    def hook(first: int, second: int, third: int = 0) -> None:
+        pass
+
+    check("hook", hook, ["first", "second"])
+    for expected in (["first"], ["second", "first"], ["first", "second", "third", "fourth"]):
+        with pytest.raises(RuntimeError, match="hook takes"):
+            check("hook", hook, expected)
+    with pytest.raises(RuntimeError, match="there is no hook"):
+        check("hook", None, [])

@@ -1,0 +1,256 @@
+"""The V2 model runner in the real vLLM, on a CPU with its kernels in Triton's interpreter.
+
+Plain decoding there and draft trees there give the same tokens, whatever is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forbid_waiting
+import pytest
+import triton_on_cpu
+import v2_on_cpu
+from random_prompts import some_prompts
+from tiny_models import add_byte_tokenizer, make_tiny_llama
+from vllm_runs import Answer, Case, run_vllm
+
+NODES = 15
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
+LIMITS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 256,
+    "block_size": 32,
+    "num_gpu_blocks_override": 24,
+}
+PROMPTS = some_prompts(4)
+LONG = some_prompts(4, seed=8, longest=100, shortest=90)
+
+CASES: dict[str, Case] = {
+    "greedy": Case(PROMPTS, GREEDY, reset=True, rounds=2),
+    "seeded": Case(PROMPTS, SAMPLED, reset=True, rounds=2),
+    "a mixed batch": Case(
+        PROMPTS,
+        [
+            SAMPLED | {"top_p": 0.9},
+            GREEDY,
+            SAMPLED | {"top_k": 20, "temperature": 1.0},
+            SAMPLED | {"min_p": 0.05, "logit_bias": {7: 2.0}, "min_tokens": 4},
+        ],
+        reset=True,
+        rounds=2,
+    ),
+    "logprobs": Case(
+        PROMPTS, SAMPLED | {"logprobs": 3, "prompt_logprobs": 1}, reset=True, rounds=2
+    ),
+    "chunked prompts of more requests than seats": Case(
+        some_prompts(7, seed=4, longest=140), GREEDY, reset=True, rounds=2
+    ),
+    "preemption": Case(LONG, GREEDY | {"max_tokens": 110}, reset=True),
+}
+"""What the engine with trees must answer as the engine without."""
+
+CHAINED = {
+    "penalties": Case(PROMPTS, GREEDY | {"repetition_penalty": 1.3}, reset=True, rounds=2),
+    "penalties beside trees": Case(
+        PROMPTS,
+        [GREEDY, SAMPLED | {"frequency_penalty": 0.4, "presence_penalty": 0.3}] * 2,
+        reset=True,
+        rounds=2,
+    ),
+}
+"""The same, for requests that are drafted for in chains."""
+
+EVERYTHING = CASES | CHAINED
+
+
+def run(
+    model: Path,
+    cases: list[Case],
+    options: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **engine: Any,
+) -> tuple[list[Answer], str]:
+    """Serve cases on the V2 model runner; without options plainly."""
+    speculative = options if options is None else {"method": "token_recycling", **options}
+    answers, log = run_vllm(
+        model,
+        cases,
+        speculative=speculative,
+        environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
+        **{**LIMITS, **engine},
+    )
+    assert "Using V2 Model Runner" in log
+    return answers, log
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama: Path) -> dict[str, Answer]:
+    answers, _ = run(tiny_llama, [*EVERYTHING.values()])
+    return dict(zip(EVERYTHING, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def served(tiny_llama: Path) -> tuple[dict[str, Answer], str]:
+    # Copies of the first answers would take the place of branches.
+    answers, log = run(
+        tiny_llama,
+        [*EVERYTHING.values()],
+        {"nodes": NODES, "memory": 0},
+        forbid_waiting.ENVIRONMENT,
+    )
+    return dict(zip(EVERYTHING, answers, strict=True)), log
+
+
+@pytest.fixture(scope="module")
+def drafted(served: tuple[dict[str, Answer], str]) -> dict[str, Answer]:
+    return served[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_plain_decoding(
+    name: str,
+    plain: dict[str, Answer],
+    drafted: dict[str, Answer],
+    proves_drafting: Callable[[Answer], None],
+) -> None:
+    assert drafted[name].tokens == plain[name].tokens
+    assert drafted[name].reasons == plain[name].reasons
+    proves_drafting(drafted[name])
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_logits_that_depend_on_the_text_are_drafted_for_in_chains(
+    name: str, plain: dict[str, Answer], drafted: dict[str, Answer]
+) -> None:
+    assert drafted[name].tokens == plain[name].tokens
+    assert drafted[name].counters["accepted_tokens"] > 0
+    if name == "penalties":
+        assert drafted[name].counters["kv_rows_moved"] == 0
+
+
+def test_logprobs_are_those_of_plain_decoding(
+    plain: dict[str, Answer], drafted: dict[str, Answer]
+) -> None:
+    mine, theirs = drafted["logprobs"], plain["logprobs"]
+    for ours, others in ((mine.logprobs, theirs.logprobs),):
+        for request, other in zip(ours, others, strict=True):
+            for position, expected in zip(request[0], other[0], strict=True):
+                assert position == pytest.approx(expected, abs=1e-3)
+    for prompt, expected_prompt in zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True):
+        for position, expected in zip(prompt[1:], expected_prompt[1:], strict=True):
+            assert position == pytest.approx(expected, abs=1e-3)
+
+
+def test_requests_are_preempted(plain: dict[str, Answer], drafted: dict[str, Answer]) -> None:
+    assert drafted["preemption"].preemptions > plain["preemption"].preemptions - 1
+    assert drafted["preemption"].preemptions > 0
+
+
+def test_the_host_never_waits(served: tuple[dict[str, Answer], str]) -> None:
+    for name in ("prepare_attn", "sample", "propose"):
+        assert f"{forbid_waiting.CHECKED} {name}" in served[1]
+
+
+def test_greedy_tokens_equal_those_of_v1(tiny_llama: Path, plain: dict[str, Answer]) -> None:
+    (answer,), log = run_vllm(tiny_llama, [CASES["greedy"]], **LIMITS)
+    assert "Using V2 Model Runner" not in log
+    assert answer.tokens == plain["greedy"].tokens
+
+
+def test_synchronous_scheduling_and_a_static_tree(
+    tiny_llama: Path,
+    plain: dict[str, Answer],
+    proves_drafting: Callable[[Answer], None],
+) -> None:
+    names = "greedy", "seeded"
+    answers, _ = run(
+        tiny_llama,
+        [EVERYTHING[name] for name in names],
+        {"nodes": NODES, "tree": "static"},
+        async_scheduling=False,
+    )
+    for name, answer in zip(names, answers, strict=True):
+        assert answer.tokens == plain[name].tokens
+        proves_drafting(answer)
+
+
+@pytest.mark.parametrize(("fault", "name"), [("no chains", "penalties"), ("root's mask", "greedy")])
+def test_a_planted_fault_is_found(
+    fault: str, name: str, tiny_llama: Path, plain: dict[str, Answer]
+) -> None:
+    (answer,), _ = run(
+        tiny_llama, [EVERYTHING[name]], {"nodes": NODES, "memory": 0}, planted_fault=fault
+    )
+    assert answer.tokens != plain[name].tokens
+
+
+def test_the_kernels_of_gpus(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    case = Case(PROMPTS[:3], GREEDY | {"max_tokens": 16}, rounds=2)
+    (plainly,), _ = run(tiny_llama, [case])
+    (answer,), log = run(
+        tiny_llama, [case], {"nodes": NODES, "memory": 0}, triton_on_cpu.ENVIRONMENT
+    )
+    assert triton_on_cpu.SERVED in log
+    assert answer.tokens == plainly.tokens
+    proves_drafting(answer)
+
+
+def test_prefix_hits_and_a_memory_of_answers(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """Cached prefixes hold KV rows that were moved; a second wave copies the first's answers."""
+    first = Case(PROMPTS, GREEDY | {"max_tokens": 60})
+    (answer,), _ = run_vllm(tiny_llama, [first], **LIMITS)
+    longer = [
+        prompt + tokens[0][:-1] for prompt, tokens in zip(PROMPTS, answer.tokens, strict=True)
+    ]
+    cases = [first, Case(PROMPTS, first.sampling), Case(longer, GREEDY)]
+    plainly, _ = run(tiny_llama, cases)
+    answers, log = run(tiny_llama, cases, {"prime": True})
+    assert "31 for 1 to 4" in log
+    assert "primed" in log.lower()
+    for without, with_trees in zip(plainly, answers, strict=True):
+        assert with_trees.tokens == without.tokens
+    proves_drafting(answers[0])
+    waves = [each.counters["emitted"] / each.counters["steps"] for each in answers[:2]]
+    assert waves[1] > 2 * waves[0]
+    assert max(each or 0 for each in answers[2].cached) >= 32
+
+
+def test_no_running_request_waits_because_others_draft(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """With 64 requests and a budget of 1,024 tokens, every decode step schedules all requests."""
+    case = Case(some_prompts(64, 4, 13), GREEDY | {"max_tokens": 12})
+    engine = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 400}
+    (plainly,), _ = run(tiny_llama, [case], **engine)
+    (answer,), log = run(tiny_llama, [case], {"nodes": NODES, "memory": 0}, **engine)
+    assert "15 for 64 to 64" in log
+    assert answer.tokens == plainly.tokens
+    proves_drafting(answer)
+    assert answer.iterations <= plainly.iterations
+
+
+def test_structured_output_and_opting_out(tmp_path: Path) -> None:
+    """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
+    model = add_byte_tokenizer(make_tiny_llama(tmp_path))
+    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    off = GREEDY | {"extra_args": {"drafttree": False}}
+    cases = [
+        Case(PROMPTS, [chosen, GREEDY, chosen, off]),
+        Case(PROMPTS[:2], chosen),
+        Case(PROMPTS[:2], off),
+    ]
+    plainly, _ = run(model, cases, skip_tokenizer_init=False)
+    answers, log = run(model, cases, {"nodes": 7}, skip_tokenizer_init=False)
+    for without, with_trees in zip(plainly, answers, strict=True):
+        assert with_trees.tokens == without.tokens
+    assert answers[0].counters["accepted_tokens"] > 0
+    assert answers[1].counters["draft_tokens"] == answers[2].counters["draft_tokens"] == 0
+    assert answers[2].counters["steps"] > 0
+    assert log.count("Requests with structured output are served without drafts") == 1
