@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -91,3 +94,26 @@ def test_hooks_with_other_parameters_are_refused() -> None:
             check("hook", hook, expected)
     with pytest.raises(RuntimeError, match="there is no hook"):
         check("hook", None, [])
+
+
+def test_requests_whose_logits_depend_on_their_text_get_chains() -> None:
+    pytest.importorskip("vllm")
+    from drafttree.vllm.v2.requests import in_chains
+
+    def flags(*rows: int) -> np.ndarray:
+        return np.isin(np.arange(8), rows)
+
+    sampler = SimpleNamespace(
+        logits_processors=[
+            SimpleNamespace(),
+            SimpleNamespace(use_penalty=flags(1)),
+            SimpleNamespace(num_bad_words=SimpleNamespace(np=2 * flags(2))),
+        ],
+        thinking_budget_state=SimpleNamespace(enabled=True, use_thinking_budget=flags(3)),
+    )
+    rows = np.array([3, 0, 2, 1])
+    assert in_chains(sampler, rows).tolist() == [True, False, True, True]
+    sampler.thinking_budget_state.enabled = False
+    assert in_chains(sampler, rows).tolist() == [False, False, True, True]
+    sampler.logits_processors.append(SimpleNamespace())
+    assert in_chains(sampler, rows).all()

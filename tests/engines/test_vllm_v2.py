@@ -236,7 +236,7 @@ def test_no_running_request_waits_because_others_draft(
     assert answer.iterations <= plainly.iterations
 
 
-def test_structured_output_and_opting_out(tmp_path: Path) -> None:
+def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
     """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path))
     chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
@@ -245,6 +245,7 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
         Case(PROMPTS, [chosen, GREEDY, chosen, off]),
         Case(PROMPTS[:2], chosen),
         Case(PROMPTS[:2], off),
+        Case(PROMPTS, GREEDY | {"bad_words": ["a", "bc", "e", "o"]}, rounds=2),
     ]
     plainly, _ = run(model, cases, skip_tokenizer_init=False)
     answers, log = run(model, cases, {"nodes": 7}, skip_tokenizer_init=False)
@@ -253,4 +254,21 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     assert answers[0].counters["accepted_tokens"] > 0
     assert answers[1].counters["draft_tokens"] == answers[2].counters["draft_tokens"] == 0
     assert answers[2].counters["steps"] > 0
+    # Bad words depend on the text, so those requests have chains.
+    assert answers[3].counters["accepted_tokens"] > 0
+    assert answers[3].counters["non_first_child_accepted"] == 0
     assert log.count("Requests with structured output are served without drafts") == 1
+
+
+def test_custom_logits_processors_get_chains(tiny_llama: Path) -> None:
+    processors = ["vllm_processors_v2:NoneOfTheLastFour"]
+    cases = [Case(PROMPTS, GREEDY, rounds=2)]
+    (plainly,), _ = run(tiny_llama, cases, logits_processors=processors)
+    (answer,), _ = run(
+        tiny_llama, cases, {"nodes": NODES, "memory": 0}, logits_processors=processors
+    )
+    assert answer.tokens == plainly.tokens
+    assert answer.counters["accepted_tokens"] > 0
+    assert answer.counters["kv_rows_moved"] == 0
+    for tokens in answer.tokens:
+        assert all(len({*tokens[0][at : at + 5]}) == 5 for at in range(len(tokens[0]) - 4))
