@@ -18,14 +18,14 @@ from tiny_models import add_byte_tokenizer, make_tiny_llama
 from vllm_runs import Answer, Case, run_vllm
 
 NODES = 15
-GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
 LIMITS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 128,
     "max_model_len": 256,
     "block_size": 32,
-    "num_gpu_blocks_override": 24,
+    "num_gpu_blocks_override": 20,
 }
 PROMPTS = some_prompts(4)
 LONG = some_prompts(4, seed=8, longest=100, shortest=90)
@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
     "chunked prompts of more requests than seats": Case(
         some_prompts(7, seed=4, longest=140), GREEDY, reset=True, rounds=2
     ),
-    "preemption": Case(LONG, GREEDY | {"max_tokens": 110}, reset=True),
+    "preemption": Case(LONG, GREEDY | {"max_tokens": 64}, reset=True),
 }
 """What the engine with trees must answer as the engine without."""
 

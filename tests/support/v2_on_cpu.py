@@ -34,6 +34,10 @@ def enable() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     topk_topp_sampler.HAS_TRITON = False
+    # On a CPU top-k alone waits for values of its input.
+    topk_topp_sampler.apply_top_k_only = lambda logits, k: (
+        topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, None)
+    )
 
 
 def _accept_integer_masks() -> None:
