@@ -204,16 +204,17 @@ def test_prefix_hits_and_a_memory_of_answers(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """Cached prefixes hold KV rows that were moved; a second wave copies the first's answers."""
-    first = Case(PROMPTS, GREEDY | {"max_tokens": 60})
+    first = Case(PROMPTS[:3], GREEDY | {"max_tokens": 48})
     (answer,), _ = run_vllm(tiny_llama, [first], **LIMITS)
     longer = [
-        prompt + tokens[0][:-1] for prompt, tokens in zip(PROMPTS, answer.tokens, strict=True)
+        prompt + tokens[0][:-1] for prompt, tokens in zip(first.prompts, answer.tokens, strict=True)
     ]
-    cases = [first, Case(PROMPTS, first.sampling), Case(longer, GREEDY)]
+    cases = [first, Case(first.prompts, first.sampling), Case(longer, GREEDY)]
     plainly, _ = run(tiny_llama, cases)
-    answers, log = run(tiny_llama, cases, {"prime": True})
-    assert "31 for 1 to 4" in log
-    assert "primed" in log.lower()
+    answers, log = run(tiny_llama, cases, {"nodes": "auto", "max_nodes": 23, "prime": True})
+    assert "23 for 1 to 4" in log
+    assert "Token Recycling is primed f" in log  # for some tokens, or from a file
+    assert "primed no further" not in log
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(answers[0])
