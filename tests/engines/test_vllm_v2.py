@@ -55,7 +55,9 @@ CASES: dict[str, Case] = {
 """What the engine with trees must answer as the engine without."""
 
 CHAINED = {
-    "penalties": Case(PROMPTS, GREEDY | {"repetition_penalty": 1.3}, reset=True, rounds=2),
+    "penalties": Case(
+        PROMPTS, GREEDY | {"max_tokens": 32, "repetition_penalty": 1.6}, reset=True, rounds=2
+    ),
     "penalties beside trees": Case(
         PROMPTS,
         [GREEDY, SAMPLED | {"frequency_penalty": 0.4, "presence_penalty": 0.3}] * 2,
