@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
 from drafttree.budget.allowance import Allowance
 from drafttree.budget.calibration import AcceptanceCalibration
+from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, FloatArray, batch_bucket
 from drafttree.budget.planner_state import BucketState, StepPlan
@@ -65,11 +65,7 @@ class Planner:
             ValueError: The sizes do not start at 0 or do not ascend, or `forward_seconds` is
                 empty or not positive.
         """
-        if list(candidate_sizes[:1]) != [0] or any(a >= b for a, b in pairwise(candidate_sizes)):
-            raise ValueError(
-                f"candidate_sizes={list(candidate_sizes)}: sizes must start at 0 and ascend"
-            )
-        self.candidate_sizes = tuple(candidate_sizes)
+        self.candidate_sizes = checked_sizes(candidate_sizes)
         self.constants = constants or BudgetConstants()
         self.costs = CostModel(candidate_sizes, forward_seconds, self.constants)
         self.trials = Trials(self.costs, self.constants)
@@ -242,12 +238,7 @@ class Planner:
         expected, mean = expected_tokens.mean(0), calibrated.mean(0)
         gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
         seconds = self._step_seconds(state, batch_size)
-        rates = gains / seconds
-        # A size that adds no drafts is never chosen, whatever its predicted cost.
-        rates[1:][np.diff(expected) <= 0] = 0.0
-        best = int(rates.argmax())
-        if rates[best] <= self.constants.margin * rates[0]:
-            best = 0
+        best, rates = best_size(gains, expected, seconds, self.constants.margin)
         index, is_trial = best, False
         if (trial := self.trials.size(batch_size, best, gains, lowest, rates)) is not None:
             index, is_trial = trial, True

@@ -50,6 +50,7 @@ class Step:
         seconds: Duration.
         draft_seconds: Part of it that was spent looking up drafts.
         emitted: Tokens of the whole batch.
+        emitted_by_request: `[B]`, tokens of each request.
         truncated: Whether trees were cut, as a request was nearly finished.
     """
 
@@ -59,6 +60,7 @@ class Step:
     seconds: float
     draft_seconds: float
     emitted: int
+    emitted_by_request: FloatArray = field(compare=False)
     truncated: bool
 
 
@@ -111,6 +113,7 @@ class Scenario:
 
 @dataclass
 class _Request:
+    number: int
     left: int
     length: int
     copies: bool
@@ -155,7 +158,13 @@ class Decoder:
         # Answers are the same whatever the policy.
         self._answers = np.random.default_rng(seed + 1000)
         self._requests: list[_Request] = []
+        self._started = 0
         self.time = 0.0
+
+    @property
+    def requests(self) -> list[int]:
+        """Numbers of the requests in the batch; each request has its own."""
+        return [request.number for request in self._requests]
 
     def run(self, policy: Policy, steps: int) -> Run:
         """Run steps; each answer that ends is followed by another."""
@@ -173,7 +182,10 @@ class Decoder:
     def _new(self) -> _Request:
         # Answers end at different times.
         answer = int(self._answers.integers(1, 2 * self._scenario.answer))
-        return _Request(answer, 0, bool(self._answers.random() < self._scenario.copies))
+        self._started += 1
+        return _Request(
+            self._started, answer, 0, bool(self._answers.random() < self._scenario.copies)
+        )
 
     def _step(self, policy: Policy, step: int) -> Step:
         scenario = self._scenario
@@ -187,7 +199,7 @@ class Decoder:
         )
         scores = np.minimum(1.0, chances * scenario.optimism).astype(np.float32)
         choice = policy.choose(scores)
-        rows = emitted = 0
+        rows, emitted = 0, []
         truncated = False
         for request, chance, score in zip(self._requests, chances, scores, strict=True):
             nodes = _num_nodes(choice, score)
@@ -199,12 +211,21 @@ class Decoder:
             request.left -= tokens
             request.length += tokens
             rows += 1 + verified
-            emitted += tokens
+            emitted.append(tokens)
         lookup = scenario.lookup * len(self._requests) * bool(choice.looked_up)
         drafted = rows > len(self._requests)
         seconds = self._seconds(rows, drafted) + lookup
         self.time += seconds
-        return Step(choice, len(self._requests), rows, seconds, lookup, emitted, truncated)
+        return Step(
+            choice,
+            len(self._requests),
+            rows,
+            seconds,
+            lookup,
+            sum(emitted),
+            np.array(emitted),
+            truncated,
+        )
 
     def _seconds(self, rows: int, drafted: bool) -> float:
         scenario, rng = self._scenario, self._rng

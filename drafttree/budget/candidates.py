@@ -1,0 +1,42 @@
+"""The sizes to choose from, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from drafttree.budget.costs import FloatArray
+
+
+def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The candidate sizes.
+
+    Raises:
+        ValueError: They do not start at 0 or do not ascend.
+    """
+    if list(sizes[:1]) != [0] or any(a >= b for a, b in pairwise(sizes)):
+        raise ValueError(f"candidate_sizes={list(sizes)}: sizes must start at 0 and ascend")
+    return tuple(sizes)
+
+
+def best_size(
+    gains: FloatArray, expected: FloatArray, seconds: FloatArray, margin: float
+) -> tuple[int, FloatArray]:
+    """The index of the size with the lowest mean time per token.
+
+    Args:
+        gains: `[S]`, harmonic mean over the requests of the tokens that each emits.
+        expected: `[S]`, mean tokens that the drafter expects.
+        seconds: `[S]`, predicted mean seconds of a step.
+        margin: Factor by which a size with drafts has to exceed plain decoding.
+
+    Returns:
+        The index, and `[S]`, the tokens per second of a request; 0 for sizes that add no drafts,
+        which are never chosen, whatever their predicted cost.
+    """
+    rates = gains / seconds
+    rates[1:][np.diff(expected) <= 0] = 0.0
+    best = int(rates.argmax())
+    return (best if rates[best] > margin * rates[0] else 0), rates

@@ -1,0 +1,117 @@
+"""The steps between the scheduler's decisions and their outcomes.
+
+The scheduler decides on the trees of the step after the one that it schedules, and outputs arrive
+when one or two more steps have been scheduled. `TierSteps` keeps the decisions in that order,
+measures the steps from one arrival to the next, and tells the controller what came of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
+from drafttree.vllm.v2.tier_report import TierReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+
+class TierSteps:
+    """Chooses the tier of each step, in the place of vLLM's table from batch sizes to tiers.
+
+    Args:
+        table: vLLM's table, indexed by the number of requests: the most draft tokens of each, so
+            that all running requests fit in a step.
+        running: The requests that the next step may have.
+        clock: Time in seconds.
+    """
+
+    def __init__(
+        self,
+        table: Sequence[int],
+        running: Callable[[], Sequence[str]],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._table = table
+        self._running = running
+        self._clock = clock
+        self._controller: TierController | None = None
+        self._chosen = TierPlan(0)
+        self._coming = TierPlan(0)
+        self._sent: deque[TierPlan] = deque()
+        self._began = clock()
+
+    def __getitem__(self, num_requests: int) -> int:
+        """The draft tokens of each request of the step after this one; the scheduler asks once."""
+        if self._controller is None:
+            return 0
+        requests = self._running()
+        most = self._table[max(num_requests, min(len(requests), len(self._table) - 1))]
+        self._chosen = self._controller.choose(requests, most)
+        return self._chosen.size
+
+    def before_schedule(self) -> None:
+        """Start the clock anew if the engine had nothing to do until now."""
+        if not self._sent and not self._running():
+            self._began = self._clock()
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """Note that a step was scheduled."""
+        self._sent.append(self._coming)
+        if output.total_num_scheduled_tokens:
+            self._coming = self._chosen
+
+    def arrived(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Tell the controller what came of a step whose output has arrived."""
+        plan = self._sent.popleft()
+        if not scheduled.total_num_scheduled_tokens:
+            return
+        began, self._began = self._began, self._clock()
+        report = TierReport.of(output)
+        if self._controller is None:
+            if report is not None:
+                self._controller = TierController(report.sizes, report.forward_seconds)
+            return
+        expected = None if report is None else report.expected
+        self._controller.record(_outcome(plan, scheduled, output, expected, self._began - began))
+
+    def explain(self) -> list[dict[str, float]]:
+        """Predictions and measurements by batch bucket and tier; see `StepReport.rows`."""
+        return [] if self._controller is None else self._controller.explain()
+
+
+def _outcome(
+    plan: TierPlan,
+    scheduled: SchedulerOutput,
+    output: ModelRunnerOutput,
+    expected: np.ndarray[tuple[int, int], np.dtype[np.float32]] | None,
+    seconds: float,
+) -> TierOutcome:
+    """What a step says of decoding: of its requests that emitted tokens, prompts left out."""
+    drafts = scheduled.scheduled_spec_decode_tokens
+    requests, places, rows, emitted = [], [], 0, []
+    for request, tokens in scheduled.num_scheduled_tokens.items():
+        place = output.req_id_to_index[request]
+        num_drafts = len(drafts.get(request, ()))
+        num_emitted = len(output.sampled_token_ids[place]) if output.sampled_token_ids else 0
+        if tokens != 1 + num_drafts or num_drafts != plan.size or not num_emitted:
+            continue
+        requests.append(request)
+        places.append(place)
+        rows += tokens
+        emitted.append(num_emitted)
+    is_alone = len(requests) == len(scheduled.num_scheduled_tokens)
+    return TierOutcome(
+        plan,
+        requests,
+        rows,
+        np.array(emitted),
+        None if expected is None else expected[places],
+        seconds if is_alone else None,
+    )
