@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,19 +11,34 @@ from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import FloatArray
 
 
+@dataclass
+class _Average:
+    """An average that forgets.
+
+    Attributes:
+        values: `[S]`, NaN where nothing is known.
+        count: Samples that it is worth, at most as many as are remembered.
+        seen_at: Step of the last sample.
+    """
+
+    values: FloatArray
+    count: float
+    seen_at: int
+
+
 class ExpectedGains:
     """Tokens that each request is expected to emit at each size, by its latest steps.
 
     An average forgets by the steps that have passed, so that after a rest the first drafts count
-    most. A request of which nothing is known yet is taken for one like the others.
+    most. A request of which nothing is known yet is taken for one like the others, until its first
+    step is known.
     """
 
     def __init__(self, num_sizes: int, constants: BudgetConstants) -> None:
-        self._constants = constants
+        self._smoothing = constants.smoothing
         self._clock = 0
-        self._usual = np.full(num_sizes, np.nan)
-        self._usual_at = 0
-        self._known: dict[Hashable, tuple[FloatArray, int]] = {}
+        self._usual = _Average(np.full(num_sizes, np.nan), 0.0, 0)
+        self._known: dict[Hashable, _Average] = {}
 
     def advance(self) -> None:
         """Note that a step has passed."""
@@ -35,27 +51,32 @@ class ExpectedGains:
         """
         known = self._known
         self._known = {request: known[request] for request in requests if request in known}
-        usual = np.where(np.isnan(self._usual), 1.0, self._usual)
-        nothing = (usual, 0)
-        return np.stack([self._known.get(request, nothing)[0] for request in requests])
+        averages = [self._known.get(request, self._usual).values for request in requests]
+        return np.nan_to_num(np.stack(averages), nan=1.0)
 
     def learn(self, requests: Sequence[Hashable], expected: FloatArray) -> None:
         """Learn from a step's drafts, `[B, S]`; NaN where nothing was looked up."""
-        drafted = ~np.isnan(expected).all(1)
-        if not drafted.any():
+        is_known = ~np.isnan(expected)
+        counts = is_known.sum(0)
+        if not counts.any():
             return
-        counts = (~np.isnan(expected)).sum(0)
-        means = np.where(counts > 0, np.nansum(expected, 0) / np.maximum(counts, 1), np.nan)
-        usual = self._mixed(self._usual, means, self._usual_at)
-        for request, values, is_drafted in zip(requests, expected, drafted, strict=True):
-            if is_drafted:
-                before, seen_at = self._known.get(request, (self._usual, self._clock - 1))
-                self._known[request] = self._mixed(before, values, seen_at), self._clock
-        self._usual, self._usual_at = usual, self._clock
+        for request, values, known in zip(requests, expected, is_known, strict=True):
+            if known.any():
+                average = self._known.get(request)
+                if average is None:
+                    usual = self._usual.values
+                    average = self._known[request] = _Average(usual, 1.0, self._clock - 1)
+                self._add(average, values)
+        means = np.nansum(expected, 0) / np.maximum(counts, 1)
+        self._add(self._usual, np.where(counts > 0, means, np.nan))
 
-    def _mixed(self, before: FloatArray, values: FloatArray, seen_at: int) -> FloatArray:
-        """The average that `values` join, one step or more after it was last seen."""
-        kept = (1 - self._constants.smoothing) ** (self._clock - seen_at)
-        kept = max(kept, 0.5)
-        mixed = kept * before + (1 - kept) * values
-        return np.where(np.isnan(values), before, np.where(np.isnan(before), values, mixed))
+    def _add(self, average: _Average, values: FloatArray) -> None:
+        """Add a step's values to an average that was last seen a step ago, or earlier."""
+        forgotten = (1 - self._smoothing) ** (self._clock - average.seen_at - 1)
+        average.count = 1 + max(1.0, average.count * forgotten)
+        average.count = min(average.count, 1 / self._smoothing)
+        before = average.values
+        mixed = before + (values - before) / average.count
+        known = np.where(np.isnan(before), values, mixed)
+        average.values = np.where(np.isnan(values), before, known)
+        average.seen_at = self._clock

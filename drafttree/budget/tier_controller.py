@@ -146,14 +146,19 @@ class TierController:
         expected = emitted
         if outcome.expected is not None:
             self._gains.learn(outcome.requests, outcome.expected)
-            known = ~np.isnan(outcome.expected[:, index])
-            drafted = outcome.expected[known, index]
-            if plan.size and known.any():
-                accepted = float((outcome.emitted[known] - 1).sum())
+            drafts = outcome.expected[:, index] - 1
+            if plan.size and (known := ~np.isnan(drafts)).any():
+                drafts, accepted = drafts[known], outcome.emitted[known] - 1
                 ratio = self._ratios(batch_size)[index]
-                expected = batch_size + ratio * float((drafted - 1).sum())
+                expected = batch_size + ratio * float(drafts.sum())
+                # A long copy is accepted as a whole or breaks off: that counts as one token.
+                weights = 1 / np.maximum(drafts, 1.0)
                 self._calibration.add(
-                    bucket, plan.size, float((drafted - 1).sum()), accepted, self.costs.clock
+                    bucket,
+                    plan.size,
+                    float((weights * drafts).sum()),
+                    float((weights * accepted).sum()),
+                    self.costs.clock,
                 )
         if outcome.seconds is None:
             return

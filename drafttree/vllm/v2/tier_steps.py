@@ -113,5 +113,5 @@ def _outcome(
         rows,
         np.array(emitted),
         None if expected is None else expected[places],
-        seconds if is_alone else None,
+        seconds if is_alone and seconds > 0 else None,
     )

@@ -1,0 +1,227 @@
+"""Tiers that are chosen some steps ahead come near the best one, and hardly lose to plain decoding.
+
+Closed loops on the simulated machine of `simulated_decoding`: the outcome of a step arrives when
+the sizes of the two or three steps after it are settled already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from budget_scenarios import SCENARIOS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_decoding import Decoder, Fixed, Run, Scenario
+from tier_policy import TIERS, run_tiers
+
+from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
+
+STEPS = 2000
+SEEDS = range(3)
+
+
+def on_device(batch: int, **changes: object) -> Scenario:
+    """A machine whose rows are nearly free until there are many, like a GPU."""
+    scenario = Scenario(
+        fixed=0.01, by_row=0.00003, lookup=0.0003 / batch, noise=0.02, batch=lambda step: batch
+    )
+    return replace(scenario, **changes)
+
+
+STATIONARY = {
+    "quiet": SCENARIOS["quiet"],
+    "wrong start": SCENARIOS["start"],
+    "growing contexts": SCENARIOS["growing contexts"],
+    "dear rows": Scenario(by_row=0.004),
+    "device, batch 1": on_device(1),
+    "device, batch 8": on_device(8),
+    "device, batch 64": on_device(64),
+    "device, some copies": on_device(8, copies=0.3, answer=300),
+    "all copies": Scenario(copies=1.0, answer=600),
+    "nothing accepted": Scenario(quality=lambda step: 0.0),
+    "too dear": Scenario(by_row=0.006, quality=lambda step: 0.3),
+    "too many": on_device(64, by_row=0.0006, quality=lambda step: 0.4),
+    "optimistic scores": Scenario(by_row=0.004, quality=lambda step: 0.3, optimism=3.0),
+}
+
+
+def total_speed(runs: list[Run], first: int = 0, last: int | None = None) -> float:
+    """Tokens per second of all runs."""
+    steps = [step for run in runs for step in run.steps[first:last]]
+    return sum(step.emitted for step in steps) / sum(step.seconds for step in steps)
+
+
+def fixed(scenario: Scenario, size: int, steps: int = STEPS) -> list[Run]:
+    return [Decoder(scenario, seed).run(Fixed(size), steps) for seed in SEEDS]
+
+
+def tiered(scenario: Scenario, late: int, steps: int = STEPS) -> list[Run]:
+    return [run_tiers(scenario, steps, seed=seed, late=late)[0] for seed in SEEDS]
+
+
+@pytest.mark.parametrize("late", [2, 3])
+@pytest.mark.parametrize("name", STATIONARY)
+def test_it_comes_near_the_best_tier_and_hardly_loses_to_plain(name: str, late: int) -> None:
+    scenario = STATIONARY[name]
+    speeds = {size: total_speed(fixed(scenario, size)) for size in TIERS}
+    speed = total_speed(tiered(scenario, late))
+    assert speed >= 0.98 * speeds[0]
+    assert speed >= 0.97 * max(speeds.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("drafts begin to hit", {"quality": lambda step: float(step >= 800)}, 15),
+        ("drafts hit no longer", {"quality": lambda step: float(step < 800)}, 0),
+    ],
+)
+def test_it_is_back_within_100_steps_after_the_texts_change(
+    name: str, before: dict[str, Callable[[int], float]], after: int
+) -> None:
+    scenario = replace(SCENARIOS["quiet"], **before)
+    best = total_speed(fixed(scenario, after, 1200), 900)
+    assert total_speed(tiered(scenario, 3, 1200), 900) >= 0.97 * best
+
+
+def test_a_copy_is_followed_within_some_steps() -> None:
+    """Every answer that copies is drafted with the largest tier soon after it began."""
+    scenario = on_device(1, copies=0.5, answer=400)
+    run, _ = run_tiers(scenario, 3000)
+    large = Decoder(scenario).run(Fixed(63), 3000).tokens_per_second()
+    small = Decoder(scenario).run(Fixed(15), 3000).tokens_per_second()
+    assert run.tokens_per_second() > 0.97 * max(large, small)
+
+
+def test_drafts_that_became_dear_are_left_and_taken_again() -> None:
+    """Steps with drafts take four times as long for a while."""
+
+    def slow(time: float, drafted: bool) -> float:
+        return 4.0 if drafted and 30 <= time < 90 else 1.0
+
+    scenario = replace(SCENARIOS["quiet"], slow=slow)
+    run, _ = run_tiers(scenario, 5000)
+    ends = np.cumsum([step.seconds for step in run.steps])
+    became, ended = int(np.searchsorted(ends, 30)), int(np.searchsorted(ends, 90))
+    assert run.rest(0, became) < 0.05
+    assert run.rest(became + 100, ended) > 0.95
+    assert run.rest(ended + 100, ended + 600) < 0.1
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_batches_that_fill_and_drain(late: int) -> None:
+    """From 1 to 32 requests and back in 400 steps: each batch size has its own best tier."""
+    scenario = replace(SCENARIOS["batches"], stalls=0.0)
+    runs = tiered(scenario, late, 3000)
+    assert total_speed(runs) >= 0.98 * total_speed(fixed(scenario, 0, 3000))
+    for run in runs:
+        few = [step for step in run.steps[400:] if step.batch_size <= 4]
+        many = [step for step in run.steps[400:] if step.batch_size >= 24]
+        assert sum(step.rows > step.batch_size for step in few) > 0.9 * len(few)
+        assert sum(step.rows > step.batch_size for step in many) < 0.1 * len(many)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    by_row=st.floats(0.00001, 0.02),
+    quality=st.floats(0.0, 1.2),
+    optimism=st.floats(0.5, 3.0),
+    batch=st.sampled_from([1, 3, 8, 32]),
+    late=st.sampled_from([2, 3, 4]),
+    seed=st.integers(0, 1000),
+)
+def test_it_never_loses_much_to_plain_decoding(
+    by_row: float, quality: float, optimism: float, batch: int, late: int, seed: int
+) -> None:
+    scenario = Scenario(
+        by_row=by_row,
+        quality=lambda step: quality,
+        optimism=optimism,
+        batch=lambda step: batch,
+        lookup=0.0005 / batch,
+    )
+    plain = Decoder(scenario, seed).run(Fixed(0), 1500).tokens_per_second()
+    run, _ = run_tiers(scenario, 1500, seed=seed, late=late)
+    assert run.tokens_per_second() >= 0.98 * plain
+
+
+def test_trees_never_take_more_than_the_room_that_there_is() -> None:
+    scenario = on_device(1, batch=lambda step: 1 + step // 10 % 64)
+    run, _ = run_tiers(scenario, 1300, room=256)
+    for before, step in zip(run.steps, run.steps[1:], strict=False):
+        # The size is chosen a step before, by the requests that there are then.
+        assert step.choice.nodes + 1 <= 256 / before.batch_size
+    assert {step.choice.nodes for step in run.steps} >= {0, 3, 7, 15}
+
+
+def outcome(plan: TierPlan, requests: list[str], **changes: object) -> TierOutcome:
+    size = TIERS.index(plan.size)
+    batch = len(requests)
+    expected = np.tile(1 + np.minimum(np.arange(len(TIERS)), 3.0), (batch, 1))
+    known = TierOutcome(
+        plan,
+        requests,
+        batch * (1 + plan.size),
+        np.full(batch, expected[0, size] if batch else 1.0),
+        expected if plan.size else None,
+        0.01,
+    )
+    return replace(known, **changes)
+
+
+def test_one_trial_at_a_time_is_under_way() -> None:
+    controller = TierController(TIERS, {1: 0.01, 64: 0.011})
+    plans = [controller.choose(["a"], 63) for _ in range(30)]
+    assert [plan.is_trial for plan in plans].count(True) == 1
+    for plan in plans:
+        controller.record(outcome(plan, ["a"]))
+    assert any(controller.choose(["a"], 63).size for _ in range(3))
+
+
+def test_a_trial_whose_step_was_delayed_does_not_block_others() -> None:
+    controller = TierController(TIERS, {1: 0.01, 64: 0.011})
+    trials = 0
+    for _ in range(1000):
+        plan = controller.choose(["a"], 63)
+        trials += plan.is_trial
+        # A prompt was in the way: the step says nothing of times and has no request of ours.
+        controller.record(outcome(plan, [], seconds=None, expected=None))
+    assert trials > 20
+
+
+def test_requests_that_are_gone_are_forgotten_and_new_ones_are_like_the_others() -> None:
+    controller = TierController(TIERS, {1: 0.01, 64: 0.011})
+    for request in range(200):
+        for _ in range(5):
+            plan = controller.choose([str(request)], 63)
+            controller.record(outcome(plan, [str(request)]))
+    assert plan.size == 15
+    assert controller.choose(["another"], 63).size == 15
+    assert len(controller._gains._known) <= 1
+
+
+def test_without_room_nothing_is_drafted_or_tried() -> None:
+    controller = TierController(TIERS, {1: 0.01, 64: 0.011})
+    for _ in range(500):
+        plan = controller.choose(["a", "b"], 2)
+        assert plan.size == 0
+        controller.record(outcome(plan, ["a", "b"]))
+
+
+def test_what_was_measured_is_explained() -> None:
+    controller = TierController(TIERS, {1: 0.01, 64: 0.011})
+    for _ in range(300):
+        controller.record(outcome(controller.choose(["a"], 63), ["a"]))
+    rows = {int(row["num_draft_tokens"]): row for row in controller.explain()}
+    assert sum(row["steps"] for row in rows.values()) == 300
+    assert rows[15]["steps"] > 200
+    assert rows[15]["realised_tokens"] == pytest.approx(4.0)
+    assert rows[15]["observed_ms"] == pytest.approx(10.0)
+
+
+def test_sizes_start_at_zero_and_ascend() -> None:
+    with pytest.raises(ValueError, match="start at 0 and ascend"):
+        TierController((3, 7), {1: 0.01})

@@ -1,0 +1,156 @@
+"""The scheduler's decisions on tiers meet their outcomes, in order and with the right times."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drafttree.vllm.v2.tier_report import TierReport, expected_tokens
+from drafttree.vllm.v2.tier_steps import TierSteps
+
+SIZES = (0, 3, 7)
+COSTS = {1: 0.01, 64: 0.011}
+
+
+class Engine:
+    """Schedules steps and delivers their outputs `ahead` steps later, as the engine does.
+
+    Attributes:
+        running: The requests.
+        sizes: Draft tokens of each request in each step that was scheduled.
+    """
+
+    def __init__(self, ahead: int, table: list[int] | None = None) -> None:
+        self.running = ["a", "b"]
+        self.now = 100.0
+        self.steps = TierSteps(table or [0, 7, 7, 3, 0], lambda: self.running, lambda: self.now)
+        self.sizes: list[int] = []
+        self._ahead = ahead
+        self._drafts = 0
+        self._in_flight: list[Any] = []
+
+    def step(self, prompts: int = 0, seconds: float = 0.01) -> None:
+        self.steps.before_schedule()
+        drafts = {request: [-1] * self._drafts for request in self.running if self._drafts}
+        tokens = dict.fromkeys(self.running, 1 + self._drafts)
+        tokens |= {f"prompt {number}": 20 for number in range(prompts)}
+        self.sizes.append(self._drafts)
+        size = self.steps[len(tokens)] if tokens else 7
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens=tokens,
+            total_num_scheduled_tokens=sum(tokens.values()),
+            scheduled_spec_decode_tokens=drafts,
+        )
+        self.steps.scheduled(scheduled)
+        if tokens:
+            self._drafts = size
+        self._in_flight.append(scheduled)
+        if len(self._in_flight) > self._ahead:
+            self.now += seconds
+            self.deliver()
+
+    def deliver(self) -> None:
+        scheduled = self._in_flight.pop(0)
+        requests = list(scheduled.num_scheduled_tokens)
+        output = SimpleNamespace(
+            req_ids=requests,
+            req_id_to_index={request: place for place, request in enumerate(requests)},
+            sampled_token_ids=[
+                [7] * (1 + bool(scheduled.scheduled_spec_decode_tokens)) for _ in requests
+            ],
+        )
+        expected = np.full((len(requests), len(SIZES)), np.nan, np.float32)
+        for place, request in enumerate(requests):
+            if request in scheduled.scheduled_spec_decode_tokens:
+                expected[place] = (1, 2, 2)
+        TierReport(SIZES, COSTS, expected).attach_to(output)
+        self.steps.arrived(scheduled, output)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_each_decision_meets_its_outcome(ahead: int) -> None:
+    engine = Engine(ahead)
+    for _ in range(300):
+        engine.step()
+    rows = {row["num_draft_tokens"]: row for row in engine.steps.explain()}
+    assert rows[3]["steps"] > 200
+    assert rows[3]["expected_tokens"] == pytest.approx(2.0, rel=0.05)
+    assert rows[3]["realised_tokens"] == pytest.approx(2.0)
+    assert rows[0]["realised_tokens"] == pytest.approx(1.0)
+    for size, row in rows.items():
+        assert row["rows"] == 1 + size
+        assert row["observed_ms"] == pytest.approx(10.0)
+    # The first output only brings the costs.
+    assert sum(row["steps"] for row in rows.values()) == 300 - ahead - 1
+
+
+def test_steps_with_prompts_say_nothing_of_times() -> None:
+    engine = Engine(1)
+    for step in range(300):
+        engine.step(prompts=step % 2, seconds=0.03 if step % 2 else 0.01)
+    rows = engine.steps.explain()
+    assert sum(row["steps"] for row in rows) == pytest.approx(150, abs=2)
+    # Outputs of a step with prompts arrive a step after it was scheduled.
+    assert {round(row["observed_ms"]) for row in rows} == {30}
+
+
+def test_a_pause_is_no_step() -> None:
+    engine = Engine(1)
+    for _ in range(100):
+        engine.step()
+    engine.deliver()
+    running, engine.running = engine.running, []
+    engine.now += 1000
+    engine.step()
+    engine.deliver()
+    engine.running = running
+    for _ in range(100):
+        engine.step()
+    assert max(row["observed_ms"] for row in engine.steps.explain()) < 11
+
+
+def test_the_table_of_the_engine_is_an_upper_bound() -> None:
+    engine = Engine(1, [0, 7, 7, 3, 0])
+    engine.running = ["a", "b", "c"]
+    for _ in range(100):
+        engine.step()
+    assert set(engine.sizes) == {0, 3}
+    engine.running = ["a", "b", "c", "d"]
+    engine.sizes.clear()
+    for _ in range(100):
+        engine.step()
+    assert set(engine.sizes[1:]) == {0}
+
+
+def test_nothing_is_drafted_before_the_costs_have_arrived() -> None:
+    engine = Engine(2)
+    for _ in range(3):
+        engine.step()
+    assert engine.sizes == [0, 0, 0]
+
+
+def test_the_report_travels_between_processes() -> None:
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    assert TierReport.of(output) is None
+    TierReport(SIZES, COSTS, np.ones((1, 3), np.float32)).attach_to(output)
+    report = TierReport.of(pickle.loads(pickle.dumps(output)))
+    assert report is not None
+    assert report.sizes == SIZES
+    assert report.forward_seconds == COSTS
+    assert report.expected is not None
+    assert report.expected.tolist() == [[1, 1, 1]]
+
+
+def test_expected_tokens_are_sums_of_the_best_scores() -> None:
+    scores = torch.tensor([[0.5, 0.25, 0.25, 0.125, 0, 0, 0, 0], [0.9] * 8])
+    expected = expected_tokens(scores, torch.tensor([True, False]), SIZES)
+    assert expected.dtype == torch.float32
+    assert expected[0].tolist() == [1.0, 2.0, 2.125]
+    assert expected[1].isnan().all()
