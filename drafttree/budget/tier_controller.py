@@ -8,8 +8,8 @@ outputs of earlier steps. The costs, the acceptance calibration, the margin and 
 the planner's.
 
 Two things differ. What requests are expected to gain is averaged over their last steps, as the next
-step's drafts are unknown. And whatever is spent on learning is charged when it is decided, one
-trial at a time, as its outcome is late.
+step's drafts are unknown. And what is spent on learning is charged when it is decided, one trial at
+a time, as its outcome is late.
 """
 
 from __future__ import annotations
@@ -29,16 +29,25 @@ from drafttree.budget.step_report import StepReport
 from drafttree.budget.trials import Trials
 
 
+_FIRST_LOOKUP = 0.05
+"""Time of looking up drafts until it is known, as a share of a plain step."""
+_LEAST_LOOKUP = 0.01
+"""The least that it is taken for."""
+
+
 @dataclass(frozen=True)
 class TierPlan:
     """The decision for the trees of one step.
 
     Attributes:
         size: Draft tokens of each request.
-        is_trial: Whether they are drafted, or left out, only to learn from it.
+        looks_up: Whether drafts are looked up; without any to verify, only to see whether they
+            would help.
+        is_trial: Whether the step is taken only to measure its size.
     """
 
     size: int
+    looks_up: bool = False
     is_trial: bool = False
 
 
@@ -75,7 +84,7 @@ class TierController:
         sizes: The tiers: numbers of draft tokens, ascending from 0.
         costs: The cost model. The time of drafting is part of a step's.
         trials: Decides on steps that are taken only to measure a size.
-        probes: Allowance for drafts while plain decoding is in use, to see whether they would help.
+        probes: Allowance for looking up drafts that are not verified.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class TierController:
         self._calibration = AcceptanceCalibration(self.constants)
         self._gains = ExpectedGains(len(self.sizes), self.constants)
         self._report = StepReport()
+        self._lookups: dict[int, float] = {}
         self._trial_in_flight = False
 
     def choose(self, requests: Sequence[Hashable], most: int) -> TierPlan:
@@ -126,12 +136,12 @@ class TierController:
         index = None
         if not self._trial_in_flight:
             index = self._trial(batch_size, best, gains, lowest, rates, seconds)
-            if index is None and best == 0 and fits[1:2].any():
-                index = self._probe(lowest, seconds)
-        if index is None:
-            return TierPlan(self.sizes[best])
-        self._trial_in_flight = True
-        return TierPlan(self.sizes[index], is_trial=True)
+        if index is not None:
+            self._trial_in_flight = True
+            return TierPlan(self.sizes[index], index > 0, is_trial=True)
+        if best > 0:
+            return TierPlan(self.sizes[best], True)
+        return TierPlan(0, bool(fits[1:2].any()) and self._probe(batch_size, float(seconds[0])))
 
     def record(self, outcome: TierOutcome) -> None:
         """Learn from a step whose outputs have arrived."""
@@ -141,41 +151,26 @@ class TierController:
         self._gains.advance()
         if not batch_size:
             return
-        bucket, index = batch_bucket(batch_size), self.sizes.index(plan.size)
-        emitted = float(outcome.emitted.sum())
-        expected = emitted
-        if outcome.expected is not None:
-            self._gains.learn(outcome.requests, outcome.expected)
-            drafts = outcome.expected[:, index] - 1
-            if plan.size and (known := ~np.isnan(drafts)).any():
-                drafts, accepted = drafts[known], outcome.emitted[known] - 1
-                ratio = self._ratios(batch_size)[index]
-                expected = batch_size + ratio * float(drafts.sum())
-                # A long copy is accepted as a whole or breaks off: that counts as one token.
-                weights = 1 / np.maximum(drafts, 1.0)
-                self._calibration.add(
-                    bucket,
-                    plan.size,
-                    float((weights * drafts).sum()),
-                    float((weights * accepted).sum()),
-                    self.costs.clock,
-                )
+        expected = self._learn_tokens(outcome)
         if outcome.seconds is None:
             return
         predicted = self.costs.seconds(batch_size, outcome.rows)
-        if self.costs.observe(batch_size, outcome.rows, outcome.seconds):
+        if plan.looks_up and not plan.size:
+            predicted += self._lookup_seconds(batch_size, predicted)
+            self._learn_lookup(batch_size, outcome.seconds)
+        elif self.costs.observe(batch_size, outcome.rows, outcome.seconds):
             self.trials.allowance.renew()
         self._report.add(
-            bucket,
+            batch_bucket(batch_size),
             plan.size,
             batch_size,
             rows=outcome.rows,
             predicted_seconds=predicted,
             seconds=outcome.seconds,
             expected_tokens=expected,
-            emitted_tokens=emitted,
+            emitted_tokens=float(outcome.emitted.sum()),
             is_trial=plan.is_trial,
-            is_wasted=False,
+            is_wasted=plan.looks_up and not plan.size,
         )
 
     def explain(self) -> list[dict[str, float]]:
@@ -204,13 +199,51 @@ class TierController:
         )
         return index
 
-    def _probe(self, lowest: FloatArray, seconds: FloatArray) -> int | None:
-        """The index of the smallest size, to see what drafts would gain, if that is due."""
-        loss = max(float(seconds[1] / seconds[0] - lowest[1]), self.constants.margin - 1)
-        if not self.probes.covers(loss):
-            return None
-        self.probes.charge(loss)
-        return 1
+    def _probe(self, batch_size: int, plain_seconds: float) -> bool:
+        """Whether drafts are due to be looked up while plain decoding is in use."""
+        cost = self._lookup_seconds(batch_size, plain_seconds) / plain_seconds
+        if not self.probes.covers(cost):
+            return False
+        self.probes.charge(cost)
+        return True
+
+    def _lookup_seconds(self, batch_size: int, plain_seconds: float) -> float:
+        """Usual time of looking up drafts, which is never taken for nothing."""
+        known = self._lookups.get(batch_bucket(batch_size), _FIRST_LOOKUP * plain_seconds)
+        return max(known, _LEAST_LOOKUP * plain_seconds)
+
+    def _learn_lookup(self, batch_size: int, seconds: float) -> None:
+        """Learn from the time of a plain step for which drafts were looked up."""
+        plain_seconds = self.costs.seconds(batch_size, batch_size)
+        usual = self._lookup_seconds(batch_size, plain_seconds)
+        sample = min(seconds - plain_seconds, self.constants.max_draft_ratio * usual)
+        self._lookups[batch_bucket(batch_size)] = usual + self.constants.smoothing * (
+            max(sample, -usual) - usual
+        )
+
+    def _learn_tokens(self, outcome: TierOutcome) -> float:
+        """Learn from the tokens of a step, and return how many were expected of it."""
+        size, batch_size = outcome.plan.size, len(outcome.requests)
+        expected, index = outcome.expected, self.sizes.index(size)
+        if expected is None:
+            return float(outcome.emitted.sum())
+        self._gains.learn(outcome.requests, expected)
+        drafts = expected[:, index] - 1
+        known = ~np.isnan(drafts)
+        if not size or not known.any():
+            return float(outcome.emitted.sum())
+        ratio = float(self._ratios(batch_size)[index])
+        drafts, accepted = drafts[known], outcome.emitted[known] - 1
+        # A long copy is accepted as a whole or breaks off: that counts as one token.
+        weights = 1 / np.maximum(drafts, 1.0)
+        self._calibration.add(
+            batch_bucket(batch_size),
+            size,
+            float((weights * drafts).sum()),
+            float((weights * accepted).sum()),
+            self.costs.clock,
+        )
+        return batch_size + ratio * float(drafts.sum())
 
     def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
         calibrated: FloatArray = 1 + self._ratios(batch_size) * (expected - 1)

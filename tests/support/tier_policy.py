@@ -40,12 +40,12 @@ class Tiered:
             self.controller.record(self._in_flight.popleft())
         most = self._room // len(scores) - 1
         self._next = self.controller.choose(self._decoded, most)
-        return Choice(self._plan.size, looked_up=self._plan.size > 0)
+        return Choice(self._plan.size, looked_up=self._plan.looks_up)
 
     def learn(self, step: Step) -> None:
         """Let the outcome of a step wait until it arrives."""
         expected = None
-        if self._plan.size:
+        if self._plan.looks_up:
             sums = np.cumsum(self._scores, 1)
             expected = np.ones((len(sums), len(TIERS)))
             expected[:, 1:] += sums[:, [size - 1 for size in TIERS[1:]]]
