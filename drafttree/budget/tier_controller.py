@@ -28,7 +28,6 @@ from drafttree.budget.expected_gains import ExpectedGains
 from drafttree.budget.step_report import StepReport
 from drafttree.budget.trials import Trials
 
-
 _FIRST_LOOKUP = 0.05
 """Time of looking up drafts until it is known, as a share of a plain step."""
 _LEAST_LOOKUP = 0.01

@@ -32,6 +32,7 @@ class Engine:
         self.sizes: list[int] = []
         self._ahead = ahead
         self._drafts = 0
+        self._looked_up = False
         self._in_flight: list[Any] = []
 
     def step(self, prompts: int = 0, seconds: float = 0.01) -> None:
@@ -45,10 +46,12 @@ class Engine:
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
             scheduled_spec_decode_tokens=drafts,
+            looked_up=self._looked_up,
         )
         self.steps.scheduled(scheduled)
         if tokens:
-            self._drafts = size
+            self._drafts, self._looked_up = size, self.steps.looks_up
+            assert self._looked_up or not size
         self._in_flight.append(scheduled)
         if len(self._in_flight) > self._ahead:
             self.now += seconds
@@ -65,9 +68,8 @@ class Engine:
             ],
         )
         expected = np.full((len(requests), len(SIZES)), np.nan, np.float32)
-        for place, request in enumerate(requests):
-            if request in scheduled.scheduled_spec_decode_tokens:
-                expected[place] = (1, 2, 2)
+        if scheduled.looked_up:
+            expected[:] = (1, 2, 2)
         TierReport(SIZES, COSTS, expected).attach_to(output)
         self.steps.arrived(scheduled, output)
 

@@ -56,6 +56,14 @@ class TierSteps:
         self._chosen = self._controller.choose(requests, most)
         return self._chosen.size
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up after the step that was scheduled last.
+
+        They may be looked up without any being verified, to see whether they would help.
+        """
+        return self._coming.looks_up
+
     def before_schedule(self) -> None:
         """Start the clock anew if the engine had nothing to do until now."""
         if not self._sent and not self._running():
