@@ -109,6 +109,20 @@ class Drafter:
             num_draft_tokens: The host drops columns beyond that many draft tokens.
         """
 
+    def expected_tokens(self, sizes: Sequence[int]) -> torch.Tensor | None:
+        """What the trees proposed last are worth if they were cut to other sizes.
+
+        Called after `propose` by hosts that choose the number of draft tokens themselves.
+
+        Args:
+            sizes: Numbers of draft tokens, ascending from 0.
+
+        Returns:
+            `float32 [B, S]`, the tokens that each request is expected to emit at each size, bonus
+            token included; None if the drafter cannot tell.
+        """
+        return None
+
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Called after each verification.
 

@@ -20,6 +20,7 @@ from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
 
 from drafttree.budget import NodeBudget, TreeChoice, candidate_sizes, measure_forwards
+from drafttree.budget.scores import expected_tokens
 from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
@@ -79,6 +80,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.max_depth = tree_depth(num_draft_tokens)
         self._spine = self.max_depth - DEPTH
         self._budget: NodeBudget | None = None
+        self._scores: torch.Tensor | None = None
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate the requests' texts and their n-gram indices."""
@@ -179,6 +181,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         if budget is not None and budget.should_skip_drafting(slots):
             return DraftTree.of_roots(roots)
         expanded = self._expand(slots, roots)
+        self._scores = expanded.scores if self._by_score else None
         choice = TreeChoice(num_draft_tokens)
         if budget is not None:
             choice = budget.choose_best_first(slots, expanded.scores)
@@ -193,6 +196,12 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         )
         self._sources[slots, : tokens.shape[1]] = sources
         return DraftTree(tokens, parents, tree_size)
+
+    def expected_tokens(self, sizes: Sequence[int]) -> torch.Tensor | None:
+        """The sums of the best scores of the trees that were expanded last, `float32 [B, S]`."""
+        if self._scores is None:
+            return None
+        return expected_tokens(self._scores[:, 1:], sizes)
 
     def observe(
         self,

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.outputs import ModelRunnerOutput
 
 ON_CONFIGURATION = "On the configuration of an engine with a drafttree method."
 ON_CUDA = "On the configuration of an engine with a drafttree method on CUDA."
@@ -94,6 +96,29 @@ PATCHES: tuple[Patch, ...] = (
         when="On CUDA, unless the user has set attention_config.backend.",
         reason="vLLM's setting for the attention backend. The tree backend replaces the Triton "
         "backend, which vLLM does not choose by itself on every GPU.",
+    ),
+    Patch(
+        target="vllm.engine.arg_utils:EngineArgs.scheduler_cls",
+        when="With nodes=auto on the V2 model runner, unless the user has set scheduler_cls.",
+        reason="vLLM's setting for a scheduler class. The scheduler is a subclass of vLLM's own, "
+        "which chooses the number of draft tokens by what it measures.",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
+        when="On a scheduler made for nodes=auto on the V2 model runner.",
+        reason="vLLM's scheduler reads the number of draft tokens from a table by batch size, "
+        "which is replaced by what chooses it.",
+    ),
+    Patch(
+        target="vllm.v1.core.sched.output:SchedulerOutput.drafttree_looks_up",
+        when="On each step that such a scheduler schedules.",
+        reason="An additional attribute: whether drafts are looked up even if none is verified.",
+    ),
+    Patch(
+        target="vllm.v1.outputs:ModelRunnerOutput.drafttree_report",
+        when="On the output of each step that such a scheduler has scheduled.",
+        reason="An additional attribute: what the drafts were worth at each number of draft "
+        "tokens, which reaches the scheduler with the output.",
     ),
     Patch(
         target="vllm.engine.arg_utils:EngineArgs.cudagraph_capture_sizes",
@@ -183,6 +208,9 @@ PATCHES: tuple[Patch, ...] = (
 
 _REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttree method
 _ENGINE_CORE = "vllm.v1.engine.core"
+_SCHEDULER = "drafttree.vllm.v2.scheduler.make_scheduler"
+_LOOKS_UP = "drafttree_looks_up"  # attribute of a scheduled step
+_REPORT = "drafttree_report"  # attribute of a step's output
 _GRAPHS = "drafttree_graphs"  # attribute of settings whose capture sizes drafttree has chosen
 
 R = TypeVar("R")
@@ -300,6 +328,45 @@ def use_attention_backend(engine: EngineArgs, backend: str) -> None:
     """Let engine arguments request an attention backend, by its name."""
     # The engine reads this later, also for further configurations of these arguments.
     _set(engine, attention_backend=backend)
+
+
+def use_scheduler(engine: EngineArgs) -> None:
+    """Let engine arguments request the scheduler that chooses tiers, unless the user has one."""
+    if engine.scheduler_cls is None:
+        # The engine reads this later, also for further configurations of these arguments.
+        _set(engine, scheduler_cls=_SCHEDULER)
+
+
+def chooses_tiers(runner: Any) -> bool:
+    """Whether the scheduler of a model runner's engine chooses tiers."""
+    return bool(runner.scheduler_config.scheduler_cls == _SCHEDULER)
+
+
+def replace_table(scheduler: Any, choice: object) -> None:
+    """Let a scheduler ask `choice` for the number of draft tokens, by the number of requests."""
+    if not hasattr(scheduler, "dynamic_sd_lookup"):
+        raise unknown("Scheduler has no dynamic_sd_lookup")
+    _set(scheduler, dynamic_sd_lookup=choice)
+
+
+def request_lookup(output: SchedulerOutput, looks_up: bool) -> None:
+    """Let a scheduled step say whether drafts are looked up after it, even if none is verified."""
+    setattr(output, _LOOKS_UP, looks_up)
+
+
+def wants_lookup(output: SchedulerOutput) -> bool:
+    """Whether a scheduled step says so."""
+    return getattr(output, _LOOKS_UP, False)
+
+
+def attach_report(output: ModelRunnerOutput, report: object) -> None:
+    """Let a report for the scheduler travel with a step's output."""
+    setattr(output, _REPORT, report)
+
+
+def report_of(output: ModelRunnerOutput) -> Any:
+    """The report that came with a step's output; None without one."""
+    return getattr(output, _REPORT, None)
 
 
 def choose_capture_sizes(engine: EngineArgs, config: SpeculativeConfig, sizes: list[int]) -> None:

@@ -71,6 +71,8 @@ def _create(
         adaptive = method.parse(options).is_adaptive
         tiers = plan(engine, target_model_config.max_model_len, num_draft_tokens, adaptive=adaptive)
         request = _as_ngram_gpu(tiers)
+        if adaptive:
+            patches.use_scheduler(engine)
     else:
         request = _as_custom_class(num_draft_tokens)
     with patches.replace_speculative_arguments(engine, request):

@@ -28,6 +28,8 @@ NO_PATCHES = {
     "runner.py: builder.step_masks": "drafttree's own metadata builder",
     "v2/runner.py: builder.step_masks": "drafttree's own metadata builder",
     "v2/runner.py: self._trees.drafter": "drafttree's own speculator",
+    "v2/runner.py: self._reports.forward_seconds": "drafttree's own reports",
+    "v2/runner.py: self._trees.looks_up": "drafttree's own speculator",
     "sampling.py: metadata.generators": "a copy, for one level of the trees",
     "sampling.py: plain.speculative_config": "a copy, from which logits processors are built",
 }
@@ -42,6 +44,8 @@ APPLIED_BY = {
     "_bs_to_padded_graph_size": READ_AGAIN,
     "drafttree": "object.__setattr__(config, _REQUEST, Request((name, options)))",
     "drafttree_graphs": "object.__setattr__(settings, _GRAPHS, sizes)",
+    "drafttree_looks_up": "setattr(output, _LOOKS_UP, looks_up)",
+    "drafttree_report": "setattr(output, _REPORT, report)",
 }
 """Assignments and calls in `patches.py` that do not contain the name of what they replace."""
 

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from drafttree.vllm.v2.tier_report import TierReport, expected_tokens
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import ModelRunnerOutput
+
+from drafttree.budget.scores import expected_tokens
+from drafttree.vllm import patches
+from drafttree.vllm.v2.tier_report import TierReport, TierReports
 from drafttree.vllm.v2.tier_steps import TierSteps
 
 SIZES = (0, 3, 7)
@@ -70,7 +76,7 @@ class Engine:
         expected = np.full((len(requests), len(SIZES)), np.nan, np.float32)
         if scheduled.looked_up:
             expected[:] = (1, 2, 2)
-        TierReport(SIZES, COSTS, expected).attach_to(output)
+        patches.attach_report(output, TierReport(SIZES, COSTS, expected))
         self.steps.arrived(scheduled, output)
 
 
@@ -137,22 +143,21 @@ def test_nothing_is_drafted_before_the_costs_have_arrived() -> None:
 
 
 def test_the_report_travels_between_processes() -> None:
-    from vllm.v1.outputs import ModelRunnerOutput
-
     output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
-    assert TierReport.of(output) is None
-    TierReport(SIZES, COSTS, np.ones((1, 3), np.float32)).attach_to(output)
-    report = TierReport.of(pickle.loads(pickle.dumps(output)))
-    assert report is not None
+    assert patches.report_of(output) is None
+    reports = TierReports(SIZES)
+    expected = torch.tensor([[0, 0, 0], [1, 2, 3]], dtype=torch.float32)
+    reports.begin(expected, torch.tensor([1]))
+    assert patches.report_of(reports.attach(output)) is None  # nothing was measured yet
+    reports.forward_seconds = COSTS
+    reports.begin(expected, torch.tensor([1]))
+    report = patches.report_of(pickle.loads(pickle.dumps(reports.attach(output))))
     assert report.sizes == SIZES
     assert report.forward_seconds == COSTS
-    assert report.expected is not None
-    assert report.expected.tolist() == [[1, 1, 1]]
+    assert report.expected.tolist() == [[1, 2, 3]]
 
 
 def test_expected_tokens_are_sums_of_the_best_scores() -> None:
-    scores = torch.tensor([[0.5, 0.25, 0.25, 0.125, 0, 0, 0, 0], [0.9] * 8])
-    expected = expected_tokens(scores, torch.tensor([True, False]), SIZES)
-    assert expected.dtype == torch.float32
-    assert expected[0].tolist() == [1.0, 2.0, 2.125]
-    assert expected[1].isnan().all()
+    scores = torch.tensor([[0.25, 0.5, 0, 0.125, 0.25, 0, 0, 0], [0.5] * 8])
+    assert expected_tokens(scores, SIZES).tolist() == [[1, 2, 2.125], [1, 2.5, 4.5]]
+    assert expected_tokens(scores[:, :5], (0, 3, 80)).tolist() == [[1, 2, 2.125], [1, 2.5, 3.5]]

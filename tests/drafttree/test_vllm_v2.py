@@ -15,7 +15,7 @@ from drafttree.tree import DraftTree
 from drafttree.vllm.v2.chains import first_paths
 from drafttree.vllm.v2.hooks import check
 from drafttree.vllm.v2.kept_trees import KeptTrees
-from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows
+from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_up_to
 
 TREES = DraftTree(
     torch.tensor([[5, 6, 7, 8, 9], [5, 6, -1, -1, -1], [-1] * 5], dtype=torch.int32),
@@ -33,9 +33,19 @@ def size_of(tiers: Tiers, requests: int) -> int:
 
 def test_adaptive_tiers() -> None:
     tiers = make_tiers(80, 8192, 256, adaptive=True)
-    assert tiers == [[1, 4, 31], [5, 16, 15], [17, 64, 3], [65, 65, 0]]
+    assert tiers == [
+        [1, 8, 63],
+        [9, 16, 31],
+        [17, 32, 15],
+        [33, 64, 7],
+        [65, 128, 3],
+        [129, 129, 0],
+    ]
     assert size_of(make_tiers(10, 8192, 256, adaptive=True), 2) == 10
-    assert max_rows(tiers) == 16 * 16
+    assert max_rows(tiers) == 512
+    assert sizes_up_to(80) == (0, 3, 7, 15, 31, 63)
+    assert sizes_up_to(10) == (0, 3, 7, 10)
+    assert sizes_up_to(7) == (0, 3, 7)
 
 
 def test_a_fixed_number_of_nodes_is_limited_by_the_budget_alone() -> None:

@@ -10,6 +10,7 @@ import faults
 import forbid_device_sync
 import forbid_waiting
 import lyanna_states
+import steady_steps
 import triton_on_cpu
 import v2_on_cpu
 
@@ -33,6 +34,8 @@ def install() -> None:
         drafter_calls.record(file)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
+    if os.environ.get(steady_steps.VARIABLE):
+        steady_steps.enable()
     if os.environ.get(forbid_waiting.VARIABLE):
         forbid_waiting.enable()
     if os.environ.get(forbid_device_sync.VARIABLE):

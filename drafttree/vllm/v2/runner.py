@@ -35,7 +35,9 @@ from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains
 from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
 from drafttree.vllm.v2.step import NO_TOKEN, Step
-from drafttree.vllm.v2.tiers import max_rows
+from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
+from drafttree.vllm.v2.tier_report import TierReports
+from drafttree.vllm.v2.tiers import max_rows, sizes_up_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -69,6 +71,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._rules = RequestRules(self.max_num_reqs)
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
+        self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
+        sizes = sizes_up_to(self.num_speculative_steps) if patches.chooses_tiers(self) else ()
         self._trees = TreeSpeculator(
             # The engine's warm-up runs requests that must teach the drafter nothing.
             NonDraftingRank(parsed.depth),
@@ -76,10 +80,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             self.num_speculative_steps,
             self._rules.undrafted,
             self._follow_text,
+            sizes,
         )
+        self._reports = TierReports(sizes)
         patches.replace_speculator(self, self._trees)
         self._state_bytes = allocated(self.device) - before
-        self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
         self._check_tiers()
 
     def _check_tiers(self) -> None:
@@ -124,6 +129,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """The engine has run all its forwards that serve no request: now the drafter takes part."""
         self._trees.drafter = self._drafter
 
+    def profile_forwards(self) -> None:
+        """Measure forwards, if the scheduler chooses tiers."""
+        if self._reports.sizes:
+            self._reports.forward_seconds = forward_seconds_by_rows(self, self._step_budget())
+
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter compute something beforehand, if it can."""
         return prime(self, self._drafter, blocks, idle=idle)
@@ -147,6 +157,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             self._trees.drafter.start(row, request.prefill_token_ids)
 
     # One step, in the order of the engine's callbacks.
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run the target; the scheduler may want drafts looked up after it only for its report."""
+        self._trees.looks_up = patches.wants_lookup(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """Lay out the step: KV slots along a chain, then positions and masks of the trees."""
@@ -183,6 +198,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         # Graphs may be captured next.
         self._tell_builders(None)
         batch = input_batch
+        # What the trees of this step are worth, before the next ones take their places.
+        self._reports.begin(self._trees.expected, batch.idx_mapping)
         logits = self.model.compute_logits(hidden_states[batch.logits_indices])
         tokens = batch.input_ids[batch.logits_indices]
         trees = step.trees(tokens)
@@ -225,6 +242,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Sample, verify and draft; let the report for the scheduler travel with the tokens."""
+        return self._reports.attach(super().sample_tokens(grammar_output))
 
     def _learn(
         self,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from drafttree.vllm import patches
 from drafttree.vllm.v2.tier_steps import TierSteps
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Tiers:
                 self.dynamic_sd_lookup,
                 lambda: [request.request_id for request in self.running],
             )
-            self.dynamic_sd_lookup = self.tiers
+            patches.replace_table(self, self.tiers)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, and decide on the trees of the next."""
@@ -48,6 +49,7 @@ class _Tiers:
         output: SchedulerOutput = stock.schedule(*args, **kwargs)
         if self.tiers is not None:
             self.tiers.scheduled(output)
+            patches.request_lookup(output, self.tiers.looks_up)
         return output
 
     def update_from_output(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ class TreeSpeculator(BaseSpeculator):
         nodes: Greatest number of draft tokens of a tree.
         undrafted: Whether the requests in some rows must not be drafted for.
         in_chains: Whether they get a chain and no tree.
+        sizes: Numbers of draft tokens that the scheduler chooses from; none if it does not choose.
+
+    Attributes:
+        expected: `float32 [requests, S]`, what each request's tree is worth at each of the sizes,
+            see `Drafter.expected_tokens`; NaN without a tree.
+        looks_up: Whether drafts are looked up even if none is verified next.
     """
 
     supports_mm_inputs = False
@@ -43,12 +49,18 @@ class TreeSpeculator(BaseSpeculator):
         nodes: int,
         undrafted: Callable[[Rows], Flags],
         in_chains: Callable[[Rows], Flags],
+        sizes: Sequence[int] = (),
     ) -> None:
         self.drafter = drafter
         self._kept = kept
         self._nodes = nodes
         self._undrafted = undrafted
         self._in_chains = in_chains
+        self._sizes = tuple(sizes)
+        self.expected = kept.parents.new_full(
+            (len(kept.parents), len(self._sizes)), float("nan"), dtype=torch.float32
+        )
+        self.looks_up = False
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """There is no draft model to capture."""
@@ -78,7 +90,9 @@ class TreeSpeculator(BaseSpeculator):
         """
         limit = self._nodes if num_speculative_tokens is None else num_speculative_tokens
         rows = input_batch.idx_mapping
-        if dummy_run or not limit:
+        if self._sizes and not dummy_run:
+            self.expected[rows] = float("nan")
+        if dummy_run or not (limit or self.looks_up):
             return last_sampled.new_zeros(input_batch.num_reqs, self._nodes)
         last = last_sampled[rows, 0].int()
         roots = last.masked_fill(num_sampled == 0, NO_TOKEN)
@@ -97,6 +111,10 @@ class TreeSpeculator(BaseSpeculator):
     def _draft(self, batch: InputBatch, roots: torch.Tensor, limit: int) -> DraftTree:
         self.drafter.limit_draft_tokens(limit)
         trees = self.drafter.propose(batch.idx_mapping, roots).truncated(limit)
+        if self._sizes and (expected := self.drafter.expected_tokens(self._sizes)) is not None:
+            self.expected[batch.idx_mapping] = expected.masked_fill(
+                (roots == NO_TOKEN)[:, None], float("nan")
+            )
         chained = self._in_chains(batch.idx_mapping_np)
         if chained.any():
             which = on_device(chained, roots.device)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
-
-_ATTRIBUTE = "drafttree_tiers"
-"""Attribute of the engine's output with the report; it travels with it between processes."""
+from drafttree.transfer import AsyncHostCopy
+from drafttree.vllm import patches
 
 
 @dataclass(frozen=True)
@@ -29,40 +27,67 @@ class TierReport:
     Attributes:
         sizes: The tiers: numbers of draft tokens, ascending from 0.
         forward_seconds: Seconds of a forward by its number of tokens, measured at the start.
-        expected: `float32 [B, S]`, see `expected_tokens`, of the trees that the step verified, for
-            the requests in the order of the output's `req_ids`; None if it verified none.
+        expected: `float32 [B, S]`, see `Drafter.expected_tokens`, of the trees that the step
+            verified, for the requests in the order of the output; NaN without a tree.
     """
 
     sizes: tuple[int, ...]
     forward_seconds: Mapping[int, float]
-    expected: np.ndarray[Any, Any] | None = None
-
-    def attach_to(self, output: ModelRunnerOutput) -> None:
-        """Let the report travel with a step's output."""
-        setattr(output, _ATTRIBUTE, self)
-
-    @staticmethod
-    def of(output: ModelRunnerOutput) -> TierReport | None:
-        """The report that came with a step's output."""
-        report: TierReport | None = getattr(output, _ATTRIBUTE, None)
-        return report
+    expected: np.ndarray[Any, Any]
 
 
-def expected_tokens(
-    scores: torch.Tensor, drafted: torch.Tensor, sizes: Sequence[int]
-) -> torch.Tensor:
-    """Tokens that each tree is expected to emit at each tier; the host waits for nothing.
+class TierReports:
+    """Makes the reports of a model runner.
 
     Args:
-        scores: `float [B, F]`, the probability that each of F nodes is accepted, the best first and
-            without the root; 0 where there is no node. F is the largest tier at least.
-        drafted: `bool [B]`, requests whose drafts were looked up.
-        sizes: The tiers, ascending from 0.
+        sizes: The tiers; none if the scheduler chooses none, and then there are no reports.
 
-    Returns:
-        `float32 [B, S]`, the bonus token included; NaN for requests that are not drafted.
+    Attributes:
+        forward_seconds: Seconds of a forward by its number of tokens; until they are known there
+            are no reports either.
     """
-    sums = scores.float().cumsum(1)
-    picked = torch.stack([sums[:, size - 1] for size in sizes if size], 1)
-    expected = torch.nn.functional.pad(1 + picked, (1, 0), value=1.0)
-    return expected.masked_fill(~drafted[:, None], float("nan"))
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self.forward_seconds: Mapping[int, float] = {}
+        self._expected: AsyncHostCopy | None = None
+
+    def begin(self, expected: torch.Tensor, rows: torch.Tensor) -> None:
+        """Start to copy what the trees of a step are worth; the host does not wait.
+
+        Args:
+            expected: `float32 [requests, S]`.
+            rows: `int64 [B]`, the rows of the step's requests.
+        """
+        if self.sizes and self.forward_seconds:
+            self._expected = AsyncHostCopy.of(expected[rows])
+
+    def attach(self, output: Any) -> Any:
+        """The output of the step, with the report once it has arrived."""
+        copy, self._expected = self._expected, None
+        if copy is None or output is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _Reporting(output, self, copy)
+        return self.attached(output, copy)
+
+    def attached(self, output: ModelRunnerOutput, copy: AsyncHostCopy) -> ModelRunnerOutput:
+        """Attach the report to an output that has arrived."""
+        report = TierReport(self.sizes, self.forward_seconds, copy.wait().numpy())
+        patches.attach_report(output, report)
+        return output
+
+
+class _Reporting(AsyncModelRunnerOutput):
+    """An output that arrives later, and then has a report."""
+
+    def __init__(
+        self, output: AsyncModelRunnerOutput, reports: TierReports, copy: AsyncHostCopy
+    ) -> None:
+        self._output = output
+        self._reports = reports
+        self._copy = copy
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for the output and its report."""
+        return self._reports.attached(self._output.get_output(), self._copy)

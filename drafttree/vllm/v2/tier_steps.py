@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
-from drafttree.vllm.v2.tier_report import TierReport
+from drafttree.vllm import patches
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from drafttree.vllm.v2.tier_report import TierReport
 
 
 class TierSteps:
@@ -81,7 +83,7 @@ class TierSteps:
         if not scheduled.total_num_scheduled_tokens:
             return
         began, self._began = self._began, self._clock()
-        report = TierReport.of(output)
+        report: TierReport | None = patches.report_of(output)
         if self._controller is None:
             if report is not None:
                 self._controller = TierController(report.sizes, report.forward_seconds)

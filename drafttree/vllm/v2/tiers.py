@@ -1,9 +1,9 @@
 """How many draft tokens each request has, by the number of requests.
 
 The scheduler schedules a step before the outcome of the last one is known, so the number is the
-same for all requests and depends on nothing but how many there are. It never exceeds a request's
-share of a step's tokens: the scheduler serves running requests in order, and the last ones would
-wait.
+same for all requests, and depends on how many there are. With `nodes=auto` it is an upper bound, as
+drafttree's own scheduler chooses among a few smaller ones too. It never exceeds a request's share
+of a step's tokens: the scheduler serves running requests in order, and the last ones would wait.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 Tiers = list[list[int]]
 """Ranges of batch sizes: first, last, and the draft tokens of each request there."""
 
-ADAPTIVE = ((4, 31), (16, 15), (64, 3))
-"""With `nodes=auto`: up to so many requests, so many draft tokens; with more, none."""
+SIZES = (0, 3, 7, 15, 31, 63)
+"""With `nodes=auto`, the numbers of draft tokens to choose from."""
+
+ROWS = 512
+"""With `nodes=auto`, the most nodes of a step: beyond them each costs time on any GPU."""
 
 MANY = 1 << 16
 """More requests than any engine runs."""
@@ -34,6 +37,12 @@ def share(budget: int, requests: int, max_requests: int) -> int:
     return budget // requests
 
 
+def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:
+    """The numbers of draft tokens to choose from, with the greatest one given."""
+    most = min(num_draft_tokens, SIZES[-1])
+    return (*(size for size in SIZES if size < most), most)
+
+
 def make_tiers(
     num_draft_tokens: int, budget: int, max_requests: int, *, adaptive: bool = False
 ) -> Tiers:
@@ -43,14 +52,15 @@ def make_tiers(
         num_draft_tokens: Greatest number.
         budget: Greatest number of tokens of a step.
         max_requests: Greatest number of requests.
-        adaptive: Whether more requests have fewer draft tokens even where the budget allows more.
+        adaptive: Whether the scheduler chooses among a few sizes, of which the tiers are the
+            greatest.
     """
 
     def wanted(requests: int) -> int:
         if not adaptive:
             return num_draft_tokens
-        fits = (most for last, most in ADAPTIVE if requests <= last)
-        return min(num_draft_tokens, next(fits, 0))
+        most = ROWS // requests - 1
+        return max((size for size in sizes_up_to(num_draft_tokens) if size <= most), default=0)
 
     sizes = []
     for requests in range(1, max_requests + 1):

@@ -1,0 +1,46 @@
+"""Measures the target's forwards at the start, for the scheduler that chooses tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from drafttree.budget import measure_forwards
+
+# A child of vLLM's logger: other loggers are not printed.
+logger = init_logger(f"vllm.{__name__}")
+
+
+def forward_seconds_by_rows(runner: Any, budget: int) -> Mapping[int, float]:
+    """Seconds of a forward, logits included, by the number of its tokens.
+
+    Each token is a request of its own, so that any number up to `budget` can be measured while the
+    KV cache is empty; what trees cost beyond that is learned from the first steps.
+
+    Args:
+        runner: The worker's V2 model runner.
+        budget: Greatest number of tokens of a step.
+
+    Returns:
+        The measurements; a guess that all forwards take equally long if there are none.
+    """
+
+    def measure(tokens: int) -> float:
+        with torch.inference_mode():
+            torch.accelerator.synchronize(runner.device)
+            started = perf_counter()
+            hidden, _ = runner._dummy_run(tokens)
+            runner.model.compute_logits(hidden[:tokens])
+            torch.accelerator.synchronize(runner.device)
+            return perf_counter() - started
+
+    try:
+        return measure_forwards(measure, budget)
+    except Exception as error:
+        # Models differ, and an engine must not fail to start because a measurement failed.
+        logger.warning("The model's forwards cannot be timed: %s", error)
+        return {1: 0.01}
