@@ -52,7 +52,8 @@ class ExpectedGains:
         known = self._known
         self._known = {request: known[request] for request in requests if request in known}
         averages = [self._known.get(request, self._usual).values for request in requests]
-        return np.nan_to_num(np.stack(averages), nan=1.0)
+        expected: FloatArray = np.nan_to_num(np.stack(averages), nan=1.0)
+        return expected
 
     def learn(self, requests: Sequence[Hashable], expected: FloatArray) -> None:
         """Learn from a step's drafts, `[B, S]`; NaN where nothing was looked up."""

@@ -332,7 +332,7 @@ def use_attention_backend(engine: EngineArgs, backend: str) -> None:
 
 def use_scheduler(engine: EngineArgs) -> None:
     """Let engine arguments request the scheduler that chooses tiers, unless the user has one."""
-    if engine.scheduler_cls is None:
+    if getattr(engine, "scheduler_cls", None) is None:
         # The engine reads this later, also for further configurations of these arguments.
         _set(engine, scheduler_cls=_SCHEDULER)
 
@@ -344,8 +344,6 @@ def chooses_tiers(runner: Any) -> bool:
 
 def replace_table(scheduler: Any, choice: object) -> None:
     """Let a scheduler ask `choice` for the number of draft tokens, by the number of requests."""
-    if not hasattr(scheduler, "dynamic_sd_lookup"):
-        raise unknown("Scheduler has no dynamic_sd_lookup")
     _set(scheduler, dynamic_sd_lookup=choice)
 
 

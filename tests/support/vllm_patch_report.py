@@ -179,7 +179,9 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.attention.backends import registry
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -207,10 +209,13 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     # The class of the V2 model runner needs Triton.
     runner_v2 = type("GPUModelRunner", (SimpleNamespace,), {})(speculator=None)
     speculator = SimpleNamespace()
+    scheduler = type("Scheduler", (SimpleNamespace,), {})(dynamic_sd_lookup=[0])
+    step, output = SchedulerOutput.make_empty(), ModelRunnerOutput([], {})
     states: dict[int, Any] = {0: {}}
     objects = [
         *(engine, speculative, model_config, parallel, compilation),
         *(dispatcher, batch, holders[0], overrides, runner_v2),
+        *(scheduler, step, output),
     ]
 
     def apply() -> None:
@@ -223,6 +228,10 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         graphs.capture_small_batches(speculative, compilation, dispatcher)
         assert patches.adopt(runner, CPUModelRunner, ModelFreeRunner) is runner
         patches.replace_speculator(runner_v2, speculator)
+        patches.use_scheduler(engine)
+        patches.replace_table(scheduler, (0, 3))
+        patches.request_lookup(step, True)
+        patches.attach_report(output, "a report")
         patches.replace_logits_processors(batch, processors, True)
         patches.replace_thinking_budgets(batch, holders[0])
         patches.replace_budget_states(holders[0], states)
@@ -320,6 +329,8 @@ def _refused() -> dict[str, str]:
             lambda unlike: patches.replace_thinking_budgets(unlike, None),
         ),
         ("speculator", lambda unlike: patches.replace_speculator(unlike, None)),
+        ("scheduler_cls", patches.use_scheduler),
+        ("dynamic_sd_lookup", lambda unlike: patches.replace_table(unlike, None)),
         ("_state", lambda unlike: patches.replace_budget_states(unlike, {})),
     ):
         attempt(name, functools.partial(apply, unlike))
