@@ -21,6 +21,8 @@ LIMITS = {
     "max_model_len": 256,
     "block_size": 32,
 }
+# Copies of the first answers would take the place of branches.
+AUTO = {"nodes": "auto", "memory": 0}
 CASES = [
     Case(some_prompts(2), GREEDY, rounds=2),
     Case(some_prompts(4, seed=4, longest=60), GREEDY | {"temperature": 0.8, "seed": 3}),
@@ -56,7 +58,7 @@ def test_trees_are_large_where_rows_are_cheap(
     plain: list[Answer],
     proves_drafting: Callable[[Answer], None],
 ) -> None:
-    answers, log = run(tiny_llama, {"nodes": "auto"}, 1e-6, async_scheduling=asynchronous)
+    answers, log = run(tiny_llama, AUTO, 1e-6, async_scheduling=asynchronous)
     name = "AsyncTierScheduler" if asynchronous else "TierScheduler"
     assert f"{steady_steps.SCHEDULER} {name}" in log
     for answer, expected in zip(answers, plain, strict=True):
@@ -73,7 +75,7 @@ def test_nothing_is_drafted_for_long_where_rows_are_dear(
     tiny_llama: Path, plain: list[Answer]
 ) -> None:
     """Each row takes as long as a plain step, so drafts cannot pay."""
-    answers, log = run(tiny_llama, {"nodes": "auto"}, 0.05)
+    answers, log = run(tiny_llama, AUTO, 0.05)
     for answer, expected in zip(answers, plain, strict=True):
         assert answer.tokens == expected.tokens
     sizes = [size for size, _, _ in chosen(log)]
