@@ -11,6 +11,7 @@ from typing import Any
 
 import forbid_waiting
 import pytest
+import steady_steps
 import triton_on_cpu
 import v2_on_cpu
 from random_prompts import some_prompts
@@ -230,7 +231,12 @@ def test_prefix_hits_and_a_memory_of_answers(
     ]
     cases = [first, Case(first.prompts, first.sampling), Case(longer, GREEDY)]
     plainly, _ = run(tiny_llama, cases)
-    answers, log = run(tiny_llama, cases, {"nodes": "auto", "max_nodes": 23, "prime": True})
+    answers, log = run(
+        tiny_llama,
+        cases,
+        {"nodes": "auto", "max_nodes": 23, "prime": True},
+        steady_steps.environment(1e-6),
+    )
     assert "23 for 1 to 4" in log
     assert "Token Recycling is primed f" in log  # for some tokens, or from a file
     assert "primed no further" not in log
