@@ -6,7 +6,7 @@ branch for verification, so verification is computed here and everything else by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ class VerifyMasks:
     rows: int
     slots: list[torch.Tensor]
     biases: list[torch.Tensor]
+    _repeated: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def biases_of(self, group: int) -> list[torch.Tensor]:
+        """Biases of `group` query heads one after another, `[group * rows, length]` each."""
+        if group not in self._repeated:
+            self._repeated[group] = [bias.repeat(group, 1) for bias in self.biases]
+        return self._repeated[group]
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):
@@ -84,18 +91,21 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         per_request, heads, size = verify.rows, layer.tp_k_head_num, layer.qk_head_dim
         group = layer.tp_q_head_num // heads
+        # The query heads of a group become rows of their KV head, so that its keys and values are
+        # read once and not once for each of them.
         queries = q.view(-1, per_request, heads, group, size).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(-1, heads, group * per_request, size)
         output = torch.empty_like(q)
         rows = output.view(-1, per_request, heads, group, layer.v_head_dim).permute(0, 2, 3, 1, 4)
-        for query, out, slots, bias in zip(queries, rows, verify.slots, verify.biases, strict=True):
-            # One batch entry per KV head; the query heads of its group share keys and values.
-            shape = (heads, group, len(slots), -1)
+        biases = verify.biases_of(group)
+        for query, out, slots, bias in zip(queries, rows, verify.slots, biases, strict=True):
+            # The batch dimension selects the fused kernel. `index_select` copies whole rows.
             attended = F.scaled_dot_product_attention(
-                query,
-                keys[slots].to(q.dtype).transpose(0, 1)[:, None].expand(shape),
-                values[slots].to(q.dtype).transpose(0, 1)[:, None].expand(shape),
+                query[None],
+                keys.index_select(0, slots).to(q.dtype).transpose(0, 1)[None],
+                values.index_select(0, slots).to(q.dtype).transpose(0, 1)[None],
                 bias,
                 scale=layer.scaling,
             )
-            out.copy_(attended)
+            out.copy_(attended[0].reshape(heads, group, per_request, -1))
         return output
