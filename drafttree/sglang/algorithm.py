@@ -61,6 +61,9 @@ class TreeAlgorithm(CustomSpecAlgo):
         _check_kv_slots(server_args.max_total_tokens, tree_size)
         if server_args.device == "cpu":
             server_args.attention_backend = CPU_BACKEND
+            # There a forward ends before its call returns, so nothing overlaps: tokens would only
+            # be sent a step late, and requests that have ended would be verified once more.
+            server_args.disable_overlap_schedule = True
         else:
             _choose_cuda_backend(server_args)
         if server_args.max_running_requests is None:

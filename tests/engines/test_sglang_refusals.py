@@ -100,7 +100,7 @@ def test_arguments_that_are_not_given_are_set(outcomes: dict[str, Any]) -> None:
         "speculative_num_draft_tokens": 81,
         "attention_backend": "torch_native",
         "max_running_requests": 48,
-        "disable_overlap_schedule": False,
+        "disable_overlap_schedule": True,
         "enable_mixed_chunk": False,
     }
 
@@ -108,6 +108,7 @@ def test_arguments_that_are_not_given_are_set(outcomes: dict[str, Any]) -> None:
 def test_a_server_without_a_drafttree_method_is_left_alone(outcomes: dict[str, Any]) -> None:
     assert outcomes["plain"]["speculative_num_draft_tokens"] is None
     assert outcomes["plain"]["max_running_requests"] is None
+    assert outcomes["plain"]["disable_overlap_schedule"] is False
 
 
 @pytest.mark.parametrize("name", REFUSED)

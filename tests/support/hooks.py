@@ -10,6 +10,7 @@ import faults
 import forbid_device_sync
 import forbid_waiting
 import lyanna_states
+import overlap_on_cpu
 import steady_steps
 import triton_on_cpu
 import v2_on_cpu
@@ -42,6 +43,8 @@ def install() -> None:
         forbid_device_sync.enable()
     if os.environ.get(draw_ahead_on_cpu.VARIABLE):
         draw_ahead_on_cpu.enable(engine)
+    if os.environ.get(overlap_on_cpu.VARIABLE):
+        overlap_on_cpu.enable()
     if estimate := os.environ.get(ESTIMATE):
         # SGLang reads the variable when it is imported, which was before the fork.
         from sglang.srt.managers import schedule_policy

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import faults
+import overlap_on_cpu
 from awaited import wait_for
 from engine_host.jobs import RunFailed, run_job
 
@@ -118,7 +119,8 @@ def run_sglang(
         timeout: Seconds after which the run is stopped.
         planted_fault: A fault from `faults`.
         variables: Further environment variables of the engine.
-        engine: Further server arguments.
+        engine: Further server arguments. Overlapping scheduling, which methods turn off on a CPU,
+            is kept on if `disable_overlap_schedule` is False.
 
     Returns:
         The answers, and the engine's log.
@@ -136,13 +138,16 @@ def run_sglang(
         arguments["speculative_algorithm"] = method
         if draft_model is not None:
             arguments["speculative_draft_model_path"] = str(draft_model)
+    overlap = (
+        {overlap_on_cpu.VARIABLE: "1"} if engine.get("disable_overlap_schedule") is False else {}
+    )
     fault = {faults.VARIABLE: planted_fault} if planted_fault else {}
     answers: list[Answer]
     answers, log = run_job(
         "sglang",
         _serve,
         (arguments, options or {}, cases),
-        environment() | fault | (variables or {}),
+        environment() | fault | overlap | (variables or {}),
         timeout,
     )
     return answers, log
