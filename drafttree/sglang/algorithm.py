@@ -38,7 +38,10 @@ class TreeAlgorithm(CustomSpecAlgo):
         return True
 
     def has_draft_kv(self) -> bool:
-        """Only the target writes KV."""
+        """Whether SGLang reserves whole pages for each branch of a tree: no.
+
+        A draft model writes to the slots of the tree's nodes, one for each as the target does.
+        """
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
@@ -119,10 +122,6 @@ class DraftModelAlgorithm(TreeAlgorithm):
 
     def supports_target_verify_for_draft(self) -> bool:
         """The draft model computes the nodes of a tree as the target does."""
-        return True
-
-    def has_draft_kv(self) -> bool:
-        """The draft model writes KV too."""
         return True
 
     def handle_server_args(self, server_args: Any) -> None:
