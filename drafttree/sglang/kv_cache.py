@@ -16,7 +16,8 @@ def kv_movers(cache: Any) -> list[KvMover]:
     Raises:
         RuntimeError: This kind of cache is not supported.
     """
-    if not isinstance(cache, MHATokenToKVPool):
+    # Subclasses keep something else in these buffers, such as scales, or find rows by other ids.
+    if type(cache) is not MHATokenToKVPool:
         raise RuntimeError(
             f"draft trees do not work with this model's KV cache in SGLang, a "
             f"{type(cache).__name__}: leave --speculative-algorithm out"

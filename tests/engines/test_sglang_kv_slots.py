@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from random_prompts import some_prompts
 from sglang_runs import Case, run_sglang
 
@@ -28,3 +30,21 @@ def test_a_draft_model_reserves_two_trees_a_request_whatever_the_page_size(
     assert drafted.tokens == plain.tokens
     assert drafted.counters["accepted_tokens"] > 0
     assert drafted.retractions == [0] * 4
+
+
+def test_rows_of_a_pool_with_other_semantics_are_not_moved() -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from drafttree.sglang.kv_cache import kv_movers
+
+    class OtherPool(MHATokenToKVPool):  # type: ignore[misc]
+        """Buffers of the same names, in which a token has other rows."""
+
+    for kind in (MHATokenToKVPool, OtherPool):
+        pool = kind.__new__(kind)
+        pool.k_buffer = pool.v_buffer = [torch.zeros(8, 2, 16)]
+        if kind is MHATokenToKVPool:
+            assert kv_movers(pool)
+        else:
+            with pytest.raises(RuntimeError, match="OtherPool"):
+                kv_movers(pool)
