@@ -245,7 +245,10 @@ class TreeWorker(BaseSpecWorker):
         self._release([*finished, *(request.rid for request in batch.reqs)])
         for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True):
             for name in [name for name, held in self._slots.items() if held == slot]:
-                del self._slots[name]  # retracted, and may never come back
+                # Retracted, and may never come back: SGLang does not mark as finished what is
+                # aborted while it waits.
+                del self._slots[name], self._running[name]
+                self._penalties.pop(name, None)
             self._slots[request.rid] = slot
             self._running[request.rid] = request
             self._penalties.pop(request.rid, None)

@@ -1,0 +1,75 @@
+"""What a worker in SGLang keeps of requests, and what it tells its drafter of their prompts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+
+def request(name: str, tokens: int) -> Any:
+    return SimpleNamespace(
+        rid=name,
+        finished=lambda: False,
+        origin_input_ids=list(range(tokens)),
+        output_ids=[],
+        grammar=None,
+        custom_logit_processor=None,
+        sampling_params=SimpleNamespace(max_new_tokens=8, custom_params=None),
+    )
+
+
+def prefill(*read: tuple[Any, int, int]) -> Any:
+    """A batch of `(request, slot, length read so far)`."""
+    return SimpleNamespace(
+        reqs=[each for each, _, _ in read],
+        req_pool_indices=torch.tensor([slot for _, slot, _ in read]),
+        seq_lens=torch.tensor([length for _, _, length in read]),
+        seq_lens_cpu=torch.tensor([length for _, _, length in read]),
+    )
+
+
+class Drafter:
+    """Records what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def release(self, slots: list[int]) -> None:
+        if slots:
+            self.calls.append(("release", slots))
+
+    def start(self, slot: int, text: list[int]) -> None:
+        self.calls.append(("start", (slot, len(text))))
+
+    def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.calls.append(("extend", (slots.tolist(), tokens.flatten().tolist())))
+
+
+@pytest.fixture
+def worker() -> Any:
+    """A worker without an engine, whose target samples token 7 after each prompt."""
+    from drafttree.sglang.drafters.model_free import ModelFreeWorker
+    from drafttree.sglang.state import RequestStates
+
+    made = ModelFreeWorker.__new__(ModelFreeWorker)
+    made.drafter = Drafter()
+    made._running, made._slots, made._penalties = {}, {}, {}
+    made._states = RequestStates(4, torch.device("cpu"))
+    made._target_worker = SimpleNamespace(
+        forward_batch_generation=lambda batch: SimpleNamespace(
+            next_token_ids=torch.full((len(batch.reqs),), 7)
+        )
+    )
+    return made
+
+
+def test_a_request_that_lost_its_slot_is_forgotten(worker: Any) -> None:
+    """It was retracted, and aborted while it waited: SGLang never marks it as finished."""
+    worker._prefill(prefill((request("first", 5), 1, 5)), None)
+    worker._penalties["first"] = object()
+    worker._prefill(prefill((request("second", 5), 1, 5)), None)
+    assert list(worker._running) == list(worker._slots) == ["second"]
+    assert not worker._penalties
