@@ -93,6 +93,8 @@ class TreeWorker(BaseSpecWorker):
         self._running: dict[str, Any] = {}
         self._slots: dict[str, int] = {}
         self._penalties: dict[str, RequestPenalties] = {}
+        # Requests of whose prompts only a part has been read.
+        self._unread: set[str] = set()
         self._corpora: dict[str, int] = {}
         self._loading: list[list[int]] = []
         widen_request_rows()
@@ -216,20 +218,13 @@ class TreeWorker(BaseSpecWorker):
 
         Args:
             batch: SGLang's batch, once its prompts are read.
-            next_tokens: `int [B]`, the token that was sampled after each of them. SGLang drops it
-                after a part of a prompt.
+            next_tokens: `int [B]`, the token that was sampled after each of them.
         """
-        emitted = next_tokens.to(torch.int32, copy=True)
-        for row, (request, length) in enumerate(
-            zip(batch.reqs, batch.seq_lens.tolist(), strict=True)
-        ):
-            if length < len(request.origin_input_ids) + len(request.output_ids):
-                emitted[row] = -1
         ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
         trees = DraftTree.of_roots(batch.input_ids[ends].int())
         verified = Verified(
             path=torch.zeros_like(trees.tokens),
-            emitted=emitted[:, None],
+            emitted=sampled_tokens(batch, next_tokens)[:, None],
             num_emitted=torch.ones_like(trees.tree_size),
         )
         self.drafter.on_verified(batch.req_pool_indices, trees, verified)
@@ -241,9 +236,14 @@ class TreeWorker(BaseSpecWorker):
             del self._running[name]
             self._penalties.pop(name, None)
         arrived = [request for request in batch.reqs if request.rid not in self._running]
-        # Further chunks of a prompt, and requests that were retracted, start again.
-        self._release([*finished, *(request.rid for request in batch.reqs)])
-        for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True):
+        # Requests that were retracted start again; those whose prompts are being read go on.
+        starting = [
+            (request, slot)
+            for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True)
+            if request.rid not in self._unread or self._slots.get(request.rid) != slot
+        ]
+        self._release([*finished, *(request.rid for request, _ in starting)])
+        for request, slot in starting:
             for name in [name for name, held in self._slots.items() if held == slot]:
                 # Retracted, and may never come back: SGLang does not mark as finished what is
                 # aborted while it waits.
@@ -252,9 +252,15 @@ class TreeWorker(BaseSpecWorker):
             self._slots[request.rid] = slot
             self._running[request.rid] = request
             self._penalties.pop(request.rid, None)
+            self._start_request(request, slot)
+        are_parts = zip(batch.reqs, _are_parts(batch), strict=True)
+        self._unread = {request.rid for request, is_part in are_parts if is_part}
         if any(map(advances_once_a_step, arrived)):
             _warn_of_undrafted()
         self._states.start(batch.req_pool_indices, batch.reqs)
+
+    def _start_request(self, request: Any, slot: int) -> None:
+        """A request starts or restarts in a slot, before the first part of its prompt is read."""
 
     def _release(self, names: Iterable[str]) -> None:
         self.drafter.release([self._slots.pop(name) for name in names if name in self._slots])
@@ -341,6 +347,26 @@ class TreeWorker(BaseSpecWorker):
         """The target's embeddings `[N, d]` of `tokens [N]`."""
         embeddings, _ = self._runner.model.get_embed_and_head()
         return F.embedding(tokens, embeddings)
+
+
+def _are_parts(batch: Any) -> list[bool]:
+    """Whether more of each request's prompt follows in later batches."""
+    return [
+        length < len(request.origin_input_ids) + len(request.output_ids)
+        for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
+    ]
+
+
+def sampled_tokens(batch: Any, next_tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens that a prefill sampled, `int32 [B]`; -1 after a part of a prompt.
+
+    SGLang drops what is sampled after a part of a prompt.
+    """
+    sampled = next_tokens.to(torch.int32, copy=True)
+    for row, is_part in enumerate(_are_parts(batch)):
+        if is_part:
+            sampled[row] = -1
+    return sampled
 
 
 @functools.cache

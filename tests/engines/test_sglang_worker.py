@@ -56,7 +56,7 @@ def worker() -> Any:
 
     made = ModelFreeWorker.__new__(ModelFreeWorker)
     made.drafter = Drafter()
-    made._running, made._slots, made._penalties = {}, {}, {}
+    made._running, made._slots, made._penalties, made._unread = {}, {}, {}, set()
     made._states = RequestStates(4, torch.device("cpu"))
     made._target_worker = SimpleNamespace(
         forward_batch_generation=lambda batch: SimpleNamespace(
@@ -73,3 +73,35 @@ def test_a_request_that_lost_its_slot_is_forgotten(worker: Any) -> None:
     worker._prefill(prefill((request("second", 5), 1, 5)), None)
     assert list(worker._running) == list(worker._slots) == ["second"]
     assert not worker._penalties
+
+
+def test_a_prompt_that_is_read_in_parts_starts_once(worker: Any) -> None:
+    """What SGLang samples after a part is dropped, so it is no part of the request's text."""
+    long, short = request("long", 9), request("short", 3)
+    for batch in (
+        prefill((long, 2, 4)),
+        prefill((long, 2, 8), (short, 0, 3)),
+        prefill((long, 2, 9)),
+    ):
+        worker._prefill(batch, None)
+    assert worker.drafter.calls == [
+        ("start", (2, 9)),
+        ("extend", ([2], [-1])),
+        ("start", (0, 3)),
+        ("extend", ([2, 0], [-1, 7])),
+        ("extend", ([2], [7])),
+    ]
+
+
+def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
+    again = request("again", 4)
+    worker._prefill(prefill((again, 3, 4)), None)
+    again.output_ids = [7, 7]
+    worker._prefill(prefill((again, 3, 6)), None)
+    assert worker.drafter.calls == [
+        ("start", (3, 4)),
+        ("extend", ([3], [7])),
+        ("release", [3]),
+        ("start", (3, 6)),
+        ("extend", ([3], [7])),
+    ]

@@ -12,7 +12,7 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Step
-from drafttree.sglang.worker import Penalties, TreeWorker
+from drafttree.sglang.worker import Penalties, TreeWorker, sampled_tokens
 from drafttree.tree import DraftTree, Verified
 
 
@@ -74,12 +74,13 @@ class ModelFreeWorker(TreeWorker):
         self.drafter.observe(batch.req_pool_indices, tokens[last], previous, logits)
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
-        for request in batch.reqs:
-            text = [*request.origin_input_ids, *request.output_ids]
-            self.drafter.start(self._slots[request.rid], text)
         result = super()._forward_prompt(batch)
-        self.drafter.extend(batch.req_pool_indices, result.next_token_ids[:, None].int())
+        sampled = sampled_tokens(batch, result.next_token_ids)
+        self.drafter.extend(batch.req_pool_indices, sampled[:, None])
         return result
+
+    def _start_request(self, request: Any, slot: int) -> None:
+        self.drafter.start(slot, [*request.origin_input_ids, *request.output_ids])
 
     def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
         slots = batch.req_pool_indices
