@@ -40,6 +40,12 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         ("enable_watermark", False, "leave it out"),
         ("enable_pdmux", False, "leave it out"),
         ("enable_lora", False, "leave it out"),
+        # SGLang turns LoRA on for these, but only after this check.
+        ("lora_paths", [], "leave it out"),
+        # SGLang does not load its plugins in these processes, so there is no such algorithm there.
+        ("tokenizer_worker_num", 1, "set it to 1"),
+        # SGLang records experts by slot, and the rows of a tree move to other slots.
+        ("enable_return_routed_experts", False, "leave it out"),
         ("kv_cache_dtype", "auto", "leave it at auto"),
         ("quantization", None, "use a model that is not quantised"),
     ):

@@ -67,6 +67,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "nodes=999": {"speculative_num_draft_tokens": 1000},
     "quantization": {"quantization": "fp8"},
     "attention-backend=triton": {"attention_backend": "triton"},
+    "lora-paths=['adapter']": {"lora_paths": ["adapter"]},
+    "tokenizer-worker-num=2: set it to 1": {"tokenizer_worker_num": 2},
+    "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},
     "sliding window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
     "recurrent layers": {
