@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import AcceptanceRule, Drafter, Target
@@ -273,6 +274,8 @@ class TreeWorker(BaseSpecWorker):
         prepare_verify(batch, step.trees, step.depths, slot_table)
         result = self._forward_verify(batch)
         output = result.logits_output
+        # As before SGLang's own sampling: if asked to, it replaces NaN, which would be the argmax.
+        sanitize_nan_logits(output.next_token_logits, "logits of draft trees")
         verified = self._verify(step, output)
         self.drafter.on_verified(batch.req_pool_indices, step.trees, verified)
         lengths = batch.seq_lens + verified.num_emitted
