@@ -140,9 +140,10 @@ def _choose_cuda_backend(server_args: Any) -> None:
     logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
     if server_args.attention_backend not in CUDA_BACKENDS:
         logger.warning(
-            "--attention-backend=%s accepts no tree mask; %s is used instead",
+            "Draft trees are not verified with --attention-backend=%s yet; %s is used instead, for "
+            "prompts too. --attention-backend=%s is the other choice",
             server_args.attention_backend,
-            CUDA_BACKENDS[0],
+            *CUDA_BACKENDS,
         )
         server_args.attention_backend = CUDA_BACKENDS[0]
 

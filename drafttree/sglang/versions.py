@@ -16,7 +16,8 @@ CPU_BACKEND = "torch_native"
 tree attention is registered under it and not under a name of its own."""
 
 CUDA_BACKENDS = ("triton", "flashinfer")
-"""SGLang's own attention backends that accept a tree mask; the first is the default."""
+"""SGLang's own attention backends with which draft trees are verified; the first is the default.
+FlashAttention 3 (`fa3`) accepts tree masks too, but takes pages of one token then."""
 
 
 def is_tested(version: str) -> bool:
