@@ -105,7 +105,12 @@ def _check_model(server_args: Any) -> None:
     model = _model_config(server_args)
     attention = model.attention_arch.name
     window = getattr(model.hf_text_config, "sliding_window", None)
-    uses_window = getattr(model.hf_text_config, "use_sliding_window", window is not None)
+    # A window that no text outgrows leaves nothing out.
+    uses_window = (
+        window
+        and getattr(model.hf_text_config, "use_sliding_window", True)
+        and window < model.context_len
+    )
     for found, trait in (
         (not model.is_generation, "does not generate text"),
         (model.is_multimodal, "is multimodal"),
@@ -113,7 +118,7 @@ def _check_model(server_args: Any) -> None:
         (attention == "MLA", "uses latent attention (MLA)"),
         (attention == "SSM", "has recurrent layers instead of attention"),
         (_has_recurrent_layers(model), "is a hybrid with recurrent layers"),
-        (model.is_hybrid_swa or (window and uses_window), f"has a sliding window of {window}"),
+        (model.is_hybrid_swa or uses_window, f"has a sliding window of {window}"),
         (model.quantization is not None, "is quantised"),
     ):
         if found:

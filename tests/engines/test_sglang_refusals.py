@@ -77,13 +77,19 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
 }
 
+SERVED: dict[str, dict[str, Any]] = {
+    "a window that is as long as the context": {
+        "model": {"architectures": ["MistralForCausalLM"], "sliding_window": 2048}
+    },
+}
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     plain = make_tiny_llama(tmp_path_factory.mktemp("plain"))
     common = {"model_path": str(plain), "skip_tokenizer_init": True}
     cases = {"plain": common, "ours": common | {"speculative_algorithm": "token-recycling"}}
-    for name, arguments in REFUSED.items():
+    for name, arguments in (REFUSED | SERVED).items():
         arguments = dict(arguments)
         changed = arguments.pop("model", None)
         if changed is not None:
@@ -119,6 +125,11 @@ def test_the_refusal_names_what_is_wrong(outcomes: dict[str, Any], name: str) ->
     said = outcomes[name]
     assert isinstance(said, str), said
     assert name in said
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_needs_no_refusal_is_served(outcomes: dict[str, Any], name: str) -> None:
+    assert outcomes[name] == outcomes["ours"]
 
 
 def test_options_that_do_not_fit_are_named(tiny_llama: Path) -> None:
