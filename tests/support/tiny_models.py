@@ -100,3 +100,36 @@ def add_byte_tokenizer(folder: Path, vocab_size: int = 512) -> Path:
     )
     fast.save_pretrained(folder)
     return folder
+
+
+def make_tiny_mixture(folder: Path, *, sharpness: float = 12.0, seed: int = 11) -> Path:
+    """Save a random two-layer Qwen3-MoE of four experts, of which two serve a token."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=512,
+            hidden_size=128,
+            intermediate_size=256,
+            moe_intermediate_size=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=2048,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+            tie_word_embeddings=False,
+        )
+    )
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 3
+        model.lm_head.weight *= sharpness
+    model.save_pretrained(folder)
+    return folder
