@@ -86,3 +86,9 @@ class DraftingWorker:
         stock: Any = super()
         stock.reload_weights(*args, **kwargs)
         self.model_runner.forget()
+
+    def finish_weight_update(self, *args: object, **kwargs: object) -> None:
+        """End a transfer of new weights, and forget what was learned from the old ones."""
+        stock: Any = super()
+        stock.finish_weight_update(*args, **kwargs)
+        self.model_runner.forget()
