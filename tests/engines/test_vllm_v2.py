@@ -191,6 +191,7 @@ def test_a_wrong_mask_is_found(tiny_llama: Path, plain: dict[str, Answer]) -> No
     assert answer.tokens != plain["greedy"].tokens
 
 
+@pytest.mark.full
 def test_penalised_trees_would_differ(
     tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
@@ -286,6 +287,7 @@ def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
     assert log.count("Requests with structured output are served without drafts") == 1
 
 
+@pytest.mark.full
 def test_custom_logits_processors_get_chains(tiny_llama: Path) -> None:
     processors = ["vllm_processors_v2:NoneOfTheLastFour"]
     cases = [Case(PROMPTS, GREEDY, rounds=2)]
