@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tree_kernels.kv_move import KvMover
 from vllm.logger import init_logger
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -86,7 +85,7 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
         )
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Build the KV caches, and the movers that compact them after each step."""
+        """Build the KV caches, and what else depends on the batch."""
         super().initialize_kv_cache(*args, **kwargs)
         # The stock holder counts the logits rows of a chain. This one expects one row per request,
         # as trees are sampled level by level.
@@ -96,7 +95,6 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
                 self.vllm_config.reasoning_config, self.max_num_reqs, 0, self.device, False
             ),
         )
-        self._movers: list[list[KvMover]] = self._make_movers()
 
     def profile_forwards(self) -> None:
         """Let the drafter measure forwards of the model, while the KV cache is still empty."""

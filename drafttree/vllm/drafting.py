@@ -31,6 +31,7 @@ class DraftingRunner:
     counters: Counters
     draft_seconds: float = 0.0
     _drafter: Drafter
+    _movers: list[list[KvMover]]
     _state_bytes: int = 0
 
     compilation_config: Any
@@ -108,6 +109,16 @@ class DraftingRunner:
         if self.device.type == "cuda":
             self.model_memory_usage += self._state_bytes
             logger.info("The drafter's state takes %.1f MiB", self._state_bytes / 2**20)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, and the movers that compact them after each step."""
+        # The caches with which the engine measures its graphs are dropped again, and so must be
+        # whatever else refers to them.
+        self._movers = []
+        stock: Any = super()
+        stock.initialize_kv_cache(*args, **kwargs)
+        if not kwargs.get("is_profiling"):
+            self._movers = self._make_movers()
 
     def _make_movers(self) -> list[list[KvMover]]:
         """The movers that compact the KV caches after a step, by group of caches."""

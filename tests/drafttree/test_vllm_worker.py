@@ -1,11 +1,15 @@
-"""What vLLM's worker does besides serving requests."""
+"""What vLLM's worker and its model runner do besides serving requests."""
 
 from __future__ import annotations
+
+import weakref
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
+from drafttree.vllm.drafting import DraftingRunner
 from drafttree.vllm.drafting_worker import DraftingWorker
 
 
@@ -45,3 +49,35 @@ def test_what_was_learned_from_old_weights_is_forgotten(name: str) -> None:
     worker = Worker()
     getattr(worker, name)()
     assert worker.calls == ["new weights", "forget"]
+
+
+class Cache:
+    """Stands for a KV cache."""
+
+
+class StockRunner:
+    """Builds KV caches, as vLLM's model runners do: once more to measure graphs."""
+
+    cache: Cache | None = None
+
+    def initialize_kv_cache(self, config: object, is_profiling: bool = False) -> None:
+        assert self.cache is None, "the cache of the measurement is still there"
+        self.cache = Cache()
+
+
+class Adopted(DraftingRunner, StockRunner):
+    """As the runners are made."""
+
+    def _make_movers(self) -> Any:
+        return [[self.cache]]
+
+
+def test_nothing_keeps_the_kv_cache_with_which_graphs_are_measured() -> None:
+    runner = Adopted()
+    runner.initialize_kv_cache(None, is_profiling=True)
+    assert runner.cache is not None
+    measured = weakref.ref(runner.cache)
+    runner.cache = None
+    assert measured() is None
+    runner.initialize_kv_cache(None)
+    assert runner._movers == [[runner.cache]]

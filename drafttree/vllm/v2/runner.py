@@ -120,11 +120,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Greatest number of rows of logits that are also copied in float32 at a time."""
         return min(self._max_step_rows, max_copied_rows(self.vocab_size))
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Build the KV caches, and the movers that compact them after each step."""
-        super().initialize_kv_cache(*args, **kwargs)
-        self._movers = self._make_movers()
-
     def warmed_up(self) -> None:
         """The engine has run all its forwards that serve no request: now the drafter takes part."""
         self._trees.drafter = self._drafter
