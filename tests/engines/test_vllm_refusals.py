@@ -161,7 +161,7 @@ def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
     assert [*map(list, speculative.num_speculative_tokens_per_batch_size)] == [
         *([1, 3, 15], [4, 6, 7], [7, 7, 3], [8, 8, 7]),
     ]
-    assert configure(tiny_llama).speculative_config.num_speculative_tokens == 31
+    assert configure(tiny_llama).speculative_config.num_speculative_tokens == 63
 
 
 @pytest.mark.parametrize(
