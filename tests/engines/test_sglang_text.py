@@ -44,6 +44,8 @@ def answers(model: Path, drafted: bool) -> tuple[dict[str, Answer], str]:
     served, log = run_sglang(
         model,
         [Case(prompts, setting, rounds=2) for setting in SETTINGS.values()],
+        # Copies of the answers to another case would take the place of branches.
+        {"memory": 0},
         drafted=drafted,
         skip_tokenizer_init=False,
         grammar_backend="xgrammar",
