@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.costs import FloatArray
 from drafttree.budget.decaying_ratio import DecayingRatio
 
 
@@ -38,6 +41,15 @@ class AcceptanceCalibration:
         )
         for ratio in (self._overall, of_bucket, of_size):
             ratio.add(expected, accepted, clock)
+
+    def calibrate(
+        self, expected_tokens: FloatArray, bucket: int, sizes: tuple[int, ...], clock: int
+    ) -> FloatArray:
+        """Correct expected tokens, `[R, S]`, by the ratios; a plain step emits one token."""
+        ratios = np.array(self.ratios(bucket, sizes, clock))
+        calibrated: FloatArray = 1 + ratios * (expected_tokens - 1)
+        calibrated[:, 0] = 1.0
+        return calibrated
 
     def ratios(self, bucket: int, sizes: tuple[int, ...], clock: int) -> list[float]:
         """The ratio of accepted to expected draft tokens at each of `sizes`."""

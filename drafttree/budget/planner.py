@@ -182,9 +182,9 @@ class Planner:
 
     def calibrate(self, batch_size: int, expected_tokens: FloatArray) -> FloatArray:
         """Correct expected tokens, `[R, S]`, by the ratio of accepted to expected drafts."""
-        calibrated: FloatArray = 1 + self._ratios(batch_size) * (expected_tokens - 1)
-        calibrated[:, 0] = 1.0
-        return calibrated
+        return self._calibration.calibrate(
+            expected_tokens, batch_bucket(batch_size), self.candidate_sizes, self.costs.clock
+        )
 
     def ratio(self, batch_size: int, num_draft_tokens: int) -> float:
         """The ratio of accepted to expected draft tokens at a candidate size."""

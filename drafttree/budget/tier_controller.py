@@ -123,7 +123,9 @@ class TierController:
         """
         batch_size = len(requests)
         expected = self._gains.of(requests)
-        calibrated = self._calibrated(batch_size, expected)
+        calibrated = self._calibration.calibrate(
+            expected, batch_bucket(batch_size), self.sizes, self.costs.clock
+        )
         gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
         seconds = self.costs.of_sizes(batch_size)
         fits = np.array(self.sizes) <= most
@@ -231,25 +233,16 @@ class TierController:
         known = ~np.isnan(drafts)
         if not size or not known.any():
             return float(outcome.emitted.sum())
-        ratio = float(self._ratios(batch_size)[index])
+        bucket = batch_bucket(batch_size)
+        ratio = self._calibration.ratios(bucket, self.sizes, self.costs.clock)[index]
         drafts, accepted = drafts[known], outcome.emitted[known] - 1
         # A long copy is accepted as a whole or breaks off: that counts as one token.
         weights = 1 / np.maximum(drafts, 1.0)
         self._calibration.add(
-            batch_bucket(batch_size),
+            bucket,
             size,
             float((weights * drafts).sum()),
             float((weights * accepted).sum()),
             self.costs.clock,
         )
         return batch_size + ratio * float(drafts.sum())
-
-    def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
-        calibrated: FloatArray = 1 + self._ratios(batch_size) * (expected - 1)
-        calibrated[:, 0] = 1.0
-        return calibrated
-
-    def _ratios(self, batch_size: int) -> FloatArray:
-        return np.array(
-            self._calibration.ratios(batch_bucket(batch_size), self.sizes, self.costs.clock)
-        )
