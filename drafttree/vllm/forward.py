@@ -63,14 +63,26 @@ def step_seconds(runner: Any, tokens: int) -> float:
     The engine runs it from a captured graph if it has one of that size. A multiple of a tree's size
     counts as a step of whole trees.
     """
+    return dummy_run_seconds(
+        runner,
+        tokens,
+        force_attention=True,
+        uniform_decode=tokens % runner.uniform_decode_query_len == 0,
+    )
+
+
+def dummy_run_seconds(runner: Any, tokens: int, **settings: bool) -> float:
+    """Measure the engine's own dummy run over `tokens` tokens, logits included, in seconds.
+
+    Args:
+        runner: The worker's model runner, V1 or V2.
+        tokens: Number of tokens.
+        settings: Further arguments of the dummy run.
+    """
     with torch.inference_mode():
         torch.accelerator.synchronize(runner.device)
         started = perf_counter()
-        hidden, _ = runner._dummy_run(
-            tokens,
-            force_attention=True,
-            uniform_decode=tokens % runner.uniform_decode_query_len == 0,
-        )
+        hidden, _ = runner._dummy_run(tokens, **settings)
         runner.model.compute_logits(hidden[:tokens])
         torch.accelerator.synchronize(runner.device)
         return perf_counter() - started

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from time import perf_counter
 from typing import Any
 
-import torch
 from vllm.logger import init_logger
 
 from drafttree.budget import measure_forwards
+from drafttree.vllm.forward import dummy_run_seconds
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -28,18 +27,8 @@ def forward_seconds_by_rows(runner: Any, budget: int) -> Mapping[int, float]:
     Returns:
         The measurements; a guess that all forwards take equally long if there are none.
     """
-
-    def measure(tokens: int) -> float:
-        with torch.inference_mode():
-            torch.accelerator.synchronize(runner.device)
-            started = perf_counter()
-            hidden, _ = runner._dummy_run(tokens)
-            runner.model.compute_logits(hidden[:tokens])
-            torch.accelerator.synchronize(runner.device)
-            return perf_counter() - started
-
     try:
-        return measure_forwards(measure, budget)
+        return measure_forwards(lambda tokens: dummy_run_seconds(runner, tokens), budget)
     except Exception as error:
         # Models differ, and an engine must not fail to start because a measurement failed.
         logger.warning("The model's forwards cannot be timed: %s", error)
