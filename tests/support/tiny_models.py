@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def make_tiny_adapter(folder: Path) -> Path:
@@ -46,6 +47,21 @@ def make_first_layers(model: Path, folder: Path, layers: int) -> Path:
     return folder
 
 
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+    "tie_word_embeddings": False,
+}
+"""What the configurations of tiny models share."""
+
+
 def make_tiny_llama(
     folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0, heads: int = 4, seed: int = 11
 ) -> Path:
@@ -61,17 +77,8 @@ def make_tiny_llama(
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
             num_attention_heads=heads,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=2048,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-            tie_word_embeddings=False,
+            **SHAPE,
         )
     )
     with torch.no_grad():
@@ -111,21 +118,12 @@ def make_tiny_mixture(folder: Path, *, sharpness: float = 12.0, seed: int = 11) 
     model = Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
             moe_intermediate_size=64,
             num_experts=4,
             num_experts_per_tok=2,
             norm_topk_prob=True,
-            num_hidden_layers=2,
             num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=2048,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=1,
-            tie_word_embeddings=False,
+            **SHAPE,
         )
     )
     with torch.no_grad():
