@@ -53,6 +53,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         self._grammar_bound: set[str] = set()
         self._slots = RequestSlots(self.max_num_reqs)
         self._slots_of_batch: tuple[list[str], torch.Tensor] | None = None
+        # The engine would run its own for seconds when it measures a step, and reserve its memory.
+        self.rejection_sampler = verifies_no_tree
 
     def _new_step(self, trees: StepTrees) -> S:
         """The state of a step that begins."""
@@ -285,3 +287,7 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         room = self.max_model_len - state.num_tokens
         limit = state.sampling_params.max_tokens if state.sampling_params else None
         return room if limit is None else min(room, limit - len(state.output_token_ids))
+
+
+def verifies_no_tree(*args: Any) -> None:
+    """Stands in for the engine's rejection sampler, which verifies chains and no tree."""

@@ -5,7 +5,8 @@
 Each run is a process of its own: seconds from its start to the first token, and the memory of all
 its processes then (proportional set size, which counts shared pages once). Both sides take turns.
 Whether a cache is warm matters: vLLM keeps compiled code, and Token Recycling its primed rows.
-`--empty-cache` gives each run an empty cache of drafttree's own.
+`--empty-cache` gives each run an empty cache of drafttree's own. `--eager` starts without
+compilation, whose time differs between starts by more than a method takes.
 """
 
 from __future__ import annotations
@@ -30,13 +31,18 @@ MIB = 1 << 20
 RUN_ONCE = "import sys; from scripts.benchmarks.bench_start import once; once(*sys.argv[1:])"
 
 
-def once(model: str, dtype: str, started: str, speculative: str, output: str) -> None:
+def once(model: str, dtype: str, started: str, speculative: str, eager: str, output: str) -> None:
     """Start one engine in this process, and write when its first token came and its memory."""
     import psutil
     from vllm import LLM, SamplingParams
 
-    config = json.loads(speculative)
-    engine = LLM(model, dtype=dtype, max_model_len=2048, speculative_config=config)
+    engine = LLM(
+        model,
+        dtype=dtype,
+        max_model_len=2048,
+        speculative_config=json.loads(speculative),
+        enforce_eager=json.loads(eager),
+    )
     engine.generate("The", SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     seconds = time() - float(started)
     process = psutil.Process()
@@ -45,12 +51,17 @@ def once(model: str, dtype: str, started: str, speculative: str, output: str) ->
     Path(output).write_text(json.dumps({"seconds": seconds, "mib": memory / MIB}))
 
 
-def run(model: Path, dtype: str, config: dict[str, Any] | None, empty_cache: bool) -> Any:
+def run(
+    model: Path, dtype: str, config: dict[str, Any] | None, eager: bool, empty_cache: bool
+) -> Any:
     """The figures of a run in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | ({"DRAFTTREE_CACHE": folder} if empty_cache else {})
         output = Path(folder) / "figures.json"
-        arguments = [str(model), dtype, str(time()), json.dumps(config), str(output)]
+        arguments = [
+            *(str(model), dtype, str(time())),
+            *(json.dumps(config), json.dumps(eager), str(output)),
+        ]
         # The engine's own output goes to standard error.
         subprocess.run(
             [sys.executable, "-c", RUN_ONCE, *arguments],
@@ -67,6 +78,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="The number format.")] = "bfloat16",
     method: Annotated[str, typer.Option(help="The method's name in vLLM.")] = "token_recycling",
     repeat: Annotated[int, typer.Option(help="Runs of each side, in turns.")] = 3,
+    eager: Annotated[bool, typer.Option("--eager", help="Start without compilation.")] = False,
     empty_cache: Annotated[
         bool, typer.Option("--empty-cache", help="Start without primed rows and compiled kernels.")
     ] = False,
@@ -76,11 +88,12 @@ def main(
     found: dict[str, list[Any]] = {name: [] for name in sides}
     for _ in range(repeat):
         for name, config in sides.items():
-            found[name].append(run(model, dtype, config, empty_cache))
+            found[name].append(run(model, dtype, config, eager, empty_cache))
     report = {
         "model": model.resolve().name,
         "dtype": dtype,
         "processor": processor_name(),
+        "eager": eager,
         "empty_cache": empty_cache,
         "runs": found,
     }
