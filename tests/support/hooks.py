@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import device_operations
 import drafter_calls
 import draw_ahead_on_cpu
 import faults
@@ -37,6 +38,8 @@ def install() -> None:
         triton_on_cpu.enable()
     if os.environ.get(steady_steps.VARIABLE):
         steady_steps.enable()
+    if os.environ.get(device_operations.VARIABLE):
+        device_operations.enable()
     if os.environ.get(forbid_waiting.VARIABLE):
         forbid_waiting.enable()
     if os.environ.get(forbid_device_sync.VARIABLE):

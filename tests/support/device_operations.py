@@ -1,0 +1,134 @@
+"""Counts the device operations that draft trees add to a step of the V2 model runner, on a CPU.
+
+All kernels take their way for GPUs, in Triton's interpreter, so the operations are those of a GPU:
+launches of kernels, and PyTorch's operations that are more than views. What the engine does itself,
+such as the target's forward and the sampler, is not counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VARIABLE = "TESTS_DEVICE_OPERATIONS"
+"""Environment variable: file to which a line is appended for each part of a step."""
+
+NO_WORK = {
+    *("view", "_unsafe_view", "_reshape_alias", "slice", "select", "expand", "unsqueeze", "alias"),
+    *("squeeze", "detach", "permute", "transpose", "t", "as_strided", "reshape", "expand_as"),
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "unbind", "split"),
+    *("flatten", "unflatten", "view_as", "contiguous", "to", "type_as", "int", "long", "narrow"),
+}
+"""Operations that launch nothing: views, and allocations. `to` and the like arrive again as
+`_to_copy` if they copy."""
+
+
+class _Counted(TorchDispatchMode):
+    """Appends the names of operations to a list."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in NO_WORK:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+_counting: list[_Counted] = []
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    """What happens here is not counted."""
+    mode = _counting[-1] if _counting else None
+    if mode is None:
+        yield
+        return
+    names, mode.names = mode.names, []
+    try:
+        yield
+    finally:
+        mode.names = names
+
+
+def _pausing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _paused():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def enable() -> None:
+    """Count the operations of this process's steps."""
+    import tree_kernels
+    from tree_kernels._dispatch import Op
+    from triton.runtime import interpreter
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from drafttree.vllm.v2 import runner
+    from drafttree.vllm.v2.speculator import TreeSpeculator
+
+    for module in pkgutil.iter_modules(tree_kernels.__path__):
+        importlib.import_module(f"tree_kernels.{module.name}")
+    for op in (each for each in gc.get_objects() if isinstance(each, Op)):
+        if op.triton is not None:
+            op.on_cpu = op.triton
+    launch = interpreter.GridExecutor.__call__
+
+    def counted_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _counting:
+            _counting[-1].names.append(self.fn.__name__)
+        with _paused():
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = counted_launch
+    stock = model_runner.GPUModelRunner
+    stock.prepare_attn = _pausing(stock.prepare_attn)
+    stock.load_model = _with_paused_logits(stock.load_model)
+    Sampler.sample = _pausing(Sampler.sample)
+    runner.get_num_sampled_and_rejected = _pausing(runner.get_num_sampled_and_rejected)
+    for holder, name in (
+        (runner.TreeRunnerV2, "prepare_attn"),
+        (runner.TreeRunnerV2, "sample"),
+        (TreeSpeculator, "propose"),
+    ):
+        setattr(holder, name, _counting_in(name, getattr(holder, name)))
+
+
+def _with_paused_logits(load_model: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_model(self, *args, **kwargs)
+        self.model.compute_logits = _pausing(self.model.compute_logits)
+
+    return load
+
+
+def _counting_in(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Counted([]) as mode:
+            _counting.append(mode)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _counting.pop()
+                with Path(os.environ[VARIABLE]).open("a") as file:
+                    file.write(json.dumps([name, mode.names]) + "\n")
+
+    return run
