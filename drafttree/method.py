@@ -152,7 +152,10 @@ HIDDEN_STATE: DrafterKind[HiddenStateDrafter] = DrafterKind(
     drafter=HiddenStateDrafter,
     needs_model=True,
     needs_hidden_states=True,
-    vllm=HostSupport(runs="drafttree.vllm.drafters.hidden_state:HiddenStateRunner"),
+    vllm=HostSupport(
+        runs="drafttree.vllm.drafters.hidden_state:HiddenStateRunner",
+        runs_v2="drafttree.vllm.v2.hidden_state:HiddenStateRunnerV2",
+    ),
     sglang=HostSupport(runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker"),
 )
 

@@ -15,18 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from tree_kernels.mask import depths
-from vllm.config import set_current_vllm_config
 from vllm.forward_context import get_forward_context, override_forward_context
-from vllm.model_executor.layers.attention import Attention
 
-from drafttree.drafter import Attend, HiddenStateDrafter
+from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.drafters.draft_layer import DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState, without_nodes
 from drafttree.vllm.step import IntArray, StepTrees
-
-LAYER = "draft_layer.0.attn"
-"""Name of the layer in the engine's registry of layers."""
 
 
 @dataclass
@@ -57,23 +53,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         target = self._target(self.get_model().embed_input_ids)
         self._drafter = self._method.drafter(self._options, target)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
-        heads, kv_heads, size = self._drafter.heads
-        with set_current_vllm_config(self.vllm_config):
-            self._attention = Attention(
-                heads,
-                size,
-                size**-0.5,
-                num_kv_heads=kv_heads,
-                cache_config=self.cache_config,
-                prefix=LAYER,
-            )
-        # The layer's output after each request's last token, by slot.
-        self._states = torch.zeros(
-            self.max_num_reqs,
-            self.model_config.get_hidden_size(),
-            dtype=self.model_config.dtype,
-            device=self.device,
-        )
+        self._layer = DraftLayer(self._drafter, self.vllm_config, self.max_num_reqs, self.device)
 
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
@@ -102,22 +82,14 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         rows = step.trees.by_node(step.trees.rows)
         sizes = torch.from_numpy(step.trees.tree_sizes)
         slots = self._batch_slots()
-        num_steps = self._drafter.max_depth
         self._show_chains(step)
-        state = self._states[slots]
-        states, cache = [state], list[torch.Tensor]()
-        for ahead in range(min(num_steps - 1, rows.shape[1])):
-            state = self._drafter.layer(
-                self._drafter.between(state),
-                step.root_positions + ahead,
-                self._attend_at(rows[:, ahead], cache, len(step.input_ids)),
-            )
-            states.append(state)
-        states += states[-1:] * (num_steps - len(states))
-        logits = self.get_model().compute_logits(torch.stack(states, 1).flatten(0, 1))
-        valid_steps = (1 + sizes.clamp(max=num_steps - 1)).masked_fill(sizes == 1, 0)
+        states = self._layer.unroll(slots, step.root_positions, rows, len(step.input_ids))
+        logits = self.get_model().compute_logits(states.flatten(0, 1))
         trees = self._drafter.propose(
-            slots, roots, logits.view(len(rows), num_steps, -1), valid_steps
+            slots,
+            roots,
+            logits.view(len(rows), states.shape[1], -1),
+            self._layer.valid_steps(sizes),
         )
         return self._write_drafts(step, self._as_scheduled(step, trees), rows)
 
@@ -179,40 +151,19 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         needed[places[accepted]] = True
         read = needed.nonzero()[:, 0]
         x = self._drafter.fuse(step.hidden[source[read]], tokens[read])
-        attend = self._attend_at(read, [], len(tokens)) if step.trees.drafted else self._attend
+        attend = (
+            self._layer.attend_at(read, [], len(tokens))
+            if step.trees.drafted
+            else self._layer.attend
+        )
         with override_forward_context(step.context), torch.inference_mode():
             states = self._drafter.layer(x, positions[read], attend)
         last = rows[:, 0] + accepted.sum(1) - 1
-        self._states[slots] = states[needed.cumsum(0)[last] - 1].to(self._states.dtype)
+        stored = self._layer.states
+        stored[slots] = states[needed.cumsum(0)[last] - 1].to(stored.dtype)
 
     def _show_chains(self, step: HiddenStateStep) -> None:
         """Let attention treat the rows of every tree as a chain."""
         assert step.masks is not None
         width = step.masks.masks.shape[1]
         step.masks.masks.copy_(torch.ones(width, width, dtype=torch.bool).tril())
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The engine's attention for all rows of a step."""
-        return self._attention(q.flatten(1), k.flatten(1), v.flatten(1)).view_as(q)
-
-    def _attend_at(self, rows: torch.Tensor, cache: list[torch.Tensor], count: int) -> Attend:
-        """The engine's attention for some rows of a step.
-
-        The other rows write meaningless KV into slots that are written again before they are read.
-
-        Args:
-            rows: The rows, `int [n]`.
-            cache: Keys and values of all rows, which keeps those of earlier calls; empty in the
-                first.
-            count: Number of rows of the step.
-        """
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if not cache:
-                cache.extend(each.new_zeros(count, *each.shape[1:]) for each in (k, v))
-            cache[0][rows], cache[1][rows] = k, v
-            queries = q.new_zeros(count, *q.shape[1:])
-            queries[rows] = q
-            return self._attend(queries, *cache)[rows]
-
-        return attend

@@ -67,8 +67,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         before = allocated(self.device)
         parsed = method.parse(options)
         self.counters = Counters(self.device)
-        self._drafter = method.drafter(parsed, self._target(sizes_trees=True))
-        self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+        self._set_up_drafter(method, parsed)
         self._rules = RequestRules(self.max_num_reqs)
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
         self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
@@ -86,6 +85,16 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         patches.replace_speculator(self, self._trees)
         self._state_bytes = allocated(self.device) - before
         self._check_tiers()
+
+    def _set_up_drafter(self, method: Method[Any], options: Any) -> None:
+        """Make the drafter.
+
+        Args:
+            method: The method that drafts.
+            options: The method's options, validated.
+        """
+        self._drafter = method.drafter(options, self._target(sizes_trees=True))
+        self._drafter.allocate(self.max_num_reqs, self.max_model_len)
 
     def _check_tiers(self) -> None:
         """Check that the running requests' trees fit in a step, and say how large they are."""
@@ -139,7 +148,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         # A request ends, is preempted, or goes on as a streaming session with more of a prompt.
         row = self.req_states.req_id_to_index.get(req_id)
         if row is not None:
-            self._trees.drafter.release([row])
+            self._stop(row)
         removed: bool = super()._remove_request(req_id)
         return removed
 
@@ -149,7 +158,15 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         for request in scheduler_output.scheduled_new_reqs:
             row = self.req_states.req_id_to_index[request.req_id]
             self._rules.start(row, request.sampling_params)
-            self._trees.drafter.start(row, request.prefill_token_ids)
+            self._start(row, request.prefill_token_ids)
+
+    def _start(self, row: int, tokens: Sequence[int]) -> None:
+        """Tell the drafter that a request starts in a row, with these tokens to read."""
+        self._trees.drafter.start(row, tokens)
+
+    def _stop(self, row: int) -> None:
+        """Tell the drafter that the request in a row ends."""
+        self._trees.drafter.release([row])
 
     # One step, in the order of the engine's callbacks.
 
@@ -227,7 +244,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         # After a chunk of a prompt the engine drops the token.
         emitted = verified.emitted.masked_fill(num_sampled[:, None] == 0, NO_TOKEN)
         kept = replace(verified, emitted=emitted)
-        self._trees.drafter.on_verified(batch.idx_mapping, trees, kept)
+        self._on_verified(batch, step, trees, kept)
         self.counters.add_step(step.begun, trees, verified)
         output = SamplerOutput(
             sampled_token_ids=verified.emitted,
@@ -262,6 +279,12 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             step.by_row(trees.previous_tokens(before_roots), columns),
             logits,
         )
+
+    def _on_verified(
+        self, batch: InputBatch, step: Step, trees: DraftTree, verified: Verified
+    ) -> None:
+        """Tell the drafter what came of the step's trees, when the KV has been moved."""
+        self._trees.drafter.on_verified(batch.idx_mapping, trees, verified)
 
     def _move_kv(self, batch: InputBatch, step: Step, verified: Verified) -> None:
         """Move the KV of the accepted path to the slots right after the root's."""

@@ -1,0 +1,111 @@
+"""A drafter's layer among the engine's own: its KV is one more layer of the cache groups.
+
+Both of vLLM's model runners run it so, within the forward context of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+
+from drafttree.drafter import Attend, HiddenStateDrafter
+
+LAYER = "draft_layer.0.attn"
+"""Name of the layer in the engine's registry of layers."""
+
+
+class DraftLayer:
+    """The attention of a hidden-state drafter's layer, and the layer's states.
+
+    Args:
+        drafter: The drafter.
+        config: The engine's configuration, in which the layer is registered.
+        requests: Number of slots.
+        device: Where the states are.
+
+    Attributes:
+        states: `[requests, d]`, the layer's output after each request's last token, by slot.
+    """
+
+    def __init__(
+        self, drafter: HiddenStateDrafter, config: Any, requests: int, device: torch.device
+    ) -> None:
+        self._drafter = drafter
+        heads, kv_heads, size = drafter.heads
+        with set_current_vllm_config(config):
+            self._attention = Attention(
+                heads,
+                size,
+                size**-0.5,
+                num_kv_heads=kv_heads,
+                cache_config=config.cache_config,
+                prefix=LAYER,
+            )
+        model = config.model_config
+        self.states = torch.zeros(
+            requests, model.get_hidden_size(), dtype=model.dtype, device=device
+        )
+
+    def unroll(
+        self, slots: torch.Tensor, root_positions: torch.Tensor, rows: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """Run the layer on its own outputs, with the masks of chains.
+
+        Args:
+            slots: The requests' slots, `int64 [B]`.
+            root_positions: Positions of the roots, `int64 [B]`.
+            rows: Places of each request's nodes among the step's tokens, `int64 [B, N]`.
+            count: Number of the step's tokens.
+
+        Returns:
+            `[B, L, d]`, the states of all steps; beyond N + 1 they repeat the last.
+        """
+        num_steps = self._drafter.max_depth
+        state = self.states[slots]
+        states, cache = [state], list[torch.Tensor]()
+        for ahead in range(min(num_steps - 1, rows.shape[1])):
+            state = self._drafter.layer(
+                self._drafter.between(state),
+                root_positions + ahead,
+                self.attend_at(rows[:, ahead], cache, count),
+            )
+            states.append(state)
+        states += states[-1:] * (num_steps - len(states))
+        return torch.stack(states, 1)
+
+    def valid_steps(self, sizes: torch.Tensor) -> torch.Tensor:
+        """How many of the states follow from a request's own rows, `int [B]`; 0 without drafts.
+
+        Args:
+            sizes: Number of each request's rows, `int [B]`.
+        """
+        return (1 + sizes.clamp(max=self._drafter.max_depth - 1)).masked_fill(sizes == 1, 0)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The engine's attention for all rows of a step."""
+        return self._attention(q.flatten(1), k.flatten(1), v.flatten(1)).view_as(q)
+
+    def attend_at(self, rows: torch.Tensor, cache: list[torch.Tensor], count: int) -> Attend:
+        """The engine's attention for some rows of a step.
+
+        The other rows write meaningless KV into slots that are written again before they are read.
+
+        Args:
+            rows: The rows, `int [n]`.
+            cache: Keys and values of all rows, which keeps those of earlier calls; empty in the
+                first.
+            count: Number of rows of the step.
+        """
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if not cache:
+                cache.extend(each.new_zeros(count, *each.shape[1:]) for each in (k, v))
+            cache[0][rows], cache[1][rows] = k, v
+            queries = q.new_zeros(count, *q.shape[1:])
+            queries[rows] = q
+            return self.attend(queries, *cache)[rows]
+
+        return attend

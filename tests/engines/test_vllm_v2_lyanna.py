@@ -1,0 +1,162 @@
+"""Lyanna on the V2 model runner in the real vLLM, on a CPU with its kernels in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forbid_waiting
+import pytest
+import v2_on_cpu
+from lyanna_parts import drafter_for
+from lyanna_states import VARIABLE, check_states
+from overfitted_drafter import LENGTH, make_overfitted
+from overfitted_drafter import PROMPTS as LEARNED
+from random_prompts import diverging_prompts, some_prompts
+from vllm_runs import Answer, Case, run_vllm
+
+from lyanna_plugin.checkpoint import save
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
+LIMITS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 256,
+    "block_size": 32,
+    "num_gpu_blocks_override": 20,
+}
+PROMPTS = some_prompts(4)
+LONG = some_prompts(4, seed=8, longest=100, shortest=90)
+CASES: dict[str, Case] = {
+    "greedy": Case(PROMPTS, GREEDY, reset=True),
+    "seeded": Case(
+        PROMPTS,
+        [SAMPLED, SAMPLED | {"top_p": 0.9}, GREEDY, SAMPLED | {"min_p": 0.05, "min_tokens": 4}],
+        reset=True,
+    ),
+    "penalties beside trees": Case(
+        PROMPTS, [GREEDY, GREEDY | {"repetition_penalty": 1.3}] * 2, reset=True
+    ),
+    "chunked prompts of more requests than seats": Case(
+        some_prompts(7, seed=4, longest=140), GREEDY, reset=True
+    ),
+    "prefix hits": Case(
+        [
+            prompt + more
+            for prompt, more in zip(
+                some_prompts(7, seed=4, longest=140)[:4], some_prompts(4, seed=5), strict=True
+            )
+        ],
+        GREEDY,
+    ),
+    "preemption": Case(LONG, GREEDY | {"max_tokens": 64}, reset=True),
+}
+"""What the engine with trees must answer as the engine without."""
+
+
+def run(
+    model: Path,
+    cases: list[Case],
+    drafter: Path | None = None,
+    environment: dict[str, str] | None = None,
+    planted_fault: str | None = None,
+    blocks: int = LIMITS["num_gpu_blocks_override"],
+    **options: Any,
+) -> tuple[list[Answer], str]:
+    """Serve cases on the V2 model runner; without a drafter plainly."""
+    answers, log = run_vllm(
+        model,
+        cases,
+        speculative=None
+        if drafter is None
+        else {"method": "lyanna", "model": str(drafter), **options},
+        environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
+        planted_fault=planted_fault,
+        **{**LIMITS, "num_gpu_blocks_override": blocks},
+    )
+    assert "Using V2 Model Runner" in log
+    return answers, log
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama: Path) -> dict[str, Answer]:
+    answers, _ = run(tiny_llama, [*CASES.values()])
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random drafter, which affects speed alone."""
+    folder = tmp_path_factory.mktemp("drafter")
+    save(drafter_for(tiny_llama), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny_llama: Path, drafter: Path) -> dict[str, Answer]:
+    answers, _ = run(tiny_llama, [*CASES.values()], drafter)
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_equal_plain_decoding(
+    name: str, plain: dict[str, Answer], drafted: dict[str, Answer]
+) -> None:
+    assert drafted[name].tokens == plain[name].tokens
+    assert drafted[name].reasons == plain[name].reasons
+    assert drafted[name].counters["draft_tokens"] > 0
+    # A random drafter's tokens are seldom the next ones.
+    assert drafted[name].counters["accepted_tokens"] > 0 or name == "prefix hits"
+
+
+def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:
+    assert drafted["preemption"].preemptions > 0
+    assert max(each or 0 for each in drafted["prefix hits"].cached) >= 32
+
+
+@pytest.fixture(scope="module")
+def overfitted(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("overfitted") / "drafter"
+    assert make_overfitted(tiny_llama, folder).mean_accepted_tokens > 3.8
+    return folder
+
+
+def test_a_drafter_that_has_memorised_the_answers_is_accepted(
+    tiny_llama: Path, overfitted: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """That proves the layer's KV correct, for single requests and batches; no part waits."""
+    settings = GREEDY | {"max_tokens": LENGTH}
+    cases = [Case(LEARNED[:4], settings), Case(LEARNED[:2], settings, together=False)]
+    plainly, _ = run(tiny_llama, cases)
+    answers, log = run(tiny_llama, cases, overfitted, forbid_waiting.ENVIRONMENT, resample=False)
+    for without, with_trees in zip(plainly, answers, strict=True):
+        assert with_trees.tokens == without.tokens
+        assert with_trees.counters["emitted"] / with_trees.counters["steps"] > 3.3
+    assert f"{forbid_waiting.CHECKED} draft" in log
+
+
+def test_the_layers_states_are_those_of_pytorch(
+    tiny_llama: Path, drafter: Path, tmp_path: Path
+) -> None:
+    """Prompts are read in chunks, and prefix hits end before and after a block's end."""
+    prompts = diverging_prompts(180, [63, 64, 65, 179])
+    case = Case(prompts, GREEDY | {"max_tokens": 20}, together=False)
+    recorded = {VARIABLE: str(tmp_path / "states")}
+    (answer,), _ = run(tiny_llama, [case], drafter, recorded, blocks=60)
+    # The last block of a hit is computed again, because the token after it may differ.
+    assert answer.cached == [0, 0, 32, 32, 128]
+    check_states(
+        tiny_llama, drafter, prompts, [each[0] for each in answer.tokens], tmp_path / "states"
+    )
+
+
+@pytest.mark.full
+def test_a_wrong_mask_is_found(tiny_llama: Path, overfitted: Path) -> None:
+    """Negative control: nodes that see the root and themselves alone give other tokens."""
+    case = Case(LEARNED[:4], GREEDY | {"max_tokens": LENGTH})
+    (plainly,), _ = run(tiny_llama, [case])
+    (answer,), _ = run(tiny_llama, [case], overfitted, planted_fault="root's mask")
+    assert answer.counters["accepted_tokens"] > 0
+    assert answer.tokens != plainly.tokens
