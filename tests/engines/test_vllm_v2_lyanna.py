@@ -14,6 +14,7 @@ from lyanna_states import VARIABLE, check_states
 from overfitted_drafter import LENGTH, make_overfitted
 from overfitted_drafter import PROMPTS as LEARNED
 from random_prompts import diverging_prompts, some_prompts
+from tiny_models import add_byte_tokenizer, make_tiny_llama
 from vllm_runs import Answer, Case, run_vllm
 
 from lyanna_plugin.checkpoint import save
@@ -52,6 +53,9 @@ CASES: dict[str, Case] = {
         GREEDY,
     ),
     "preemption": Case(LONG, GREEDY | {"max_tokens": 64}, reset=True),
+    "the context's end": Case(
+        some_prompts(2, seed=9, longest=230, shortest=225), GREEDY | {"max_tokens": 64}, reset=True
+    ),
 }
 """What the engine with trees must answer as the engine without."""
 
@@ -63,6 +67,7 @@ def run(
     environment: dict[str, str] | None = None,
     planted_fault: str | None = None,
     blocks: int = LIMITS["num_gpu_blocks_override"],
+    tokenizer: bool = False,
     **options: Any,
 ) -> tuple[list[Answer], str]:
     """Serve cases on the V2 model runner; without a drafter plainly."""
@@ -75,6 +80,7 @@ def run(
         environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
         planted_fault=planted_fault,
         **{**LIMITS, "num_gpu_blocks_override": blocks},
+        skip_tokenizer_init=not tokenizer,
     )
     assert "Using V2 Model Runner" in log
     return answers, log
@@ -96,8 +102,13 @@ def drafter(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafted(tiny_llama: Path, drafter: Path) -> dict[str, Answer]:
-    answers, _ = run(tiny_llama, [*CASES.values()], drafter)
+    answers, log = run(tiny_llama, [*CASES.values()], drafter, forbid_waiting.ENVIRONMENT)
+    assert f"{forbid_waiting.CHECKED} draft" in log
     return dict(zip(CASES, answers, strict=True))
+
+
+FEW_DRAFTS = ("prefix hits", "the context's end")
+"""Cases in which a random drafter's tokens may never be the next ones."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,8 +118,7 @@ def test_tokens_equal_plain_decoding(
     assert drafted[name].tokens == plain[name].tokens
     assert drafted[name].reasons == plain[name].reasons
     assert drafted[name].counters["draft_tokens"] > 0
-    # A random drafter's tokens are seldom the next ones.
-    assert drafted[name].counters["accepted_tokens"] > 0 or name == "prefix hits"
+    assert drafted[name].counters["accepted_tokens"] > 0 or name in FEW_DRAFTS
 
 
 def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:
@@ -135,6 +145,34 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
         assert with_trees.tokens == without.tokens
         assert with_trees.counters["emitted"] / with_trees.counters["steps"] > 3.3
     assert f"{forbid_waiting.CHECKED} draft" in log
+
+
+@pytest.mark.full
+def test_a_second_tree_is_verified_alone(tiny_llama: Path, overfitted: Path) -> None:
+    settings = [SAMPLED, GREEDY, SAMPLED | {"seed": 3, "temperature": 1.2}, GREEDY]
+    case = Case(LEARNED[:4], [each | {"max_tokens": 32} for each in settings])
+    (plainly,), _ = run(tiny_llama, [case])
+    (answer,), _ = run(
+        tiny_llama, [case], overfitted, forbid_waiting.ENVIRONMENT, fusion=False, table="float8"
+    )
+    assert answer.tokens == plainly.tokens
+    assert answer.counters["accepted_tokens"] > 0
+
+
+def test_structured_output_and_opting_out(tmp_path: Path) -> None:
+    """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
+    model = add_byte_tokenizer(make_tiny_llama(tmp_path))
+    save(drafter_for(model), tmp_path / "drafter")
+    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    off = GREEDY | {"extra_args": {"drafttree": False}}
+    cases = [Case(PROMPTS, [chosen, GREEDY, chosen, off]), Case(PROMPTS[:2], off)]
+    plainly, _ = run(model, cases, tokenizer=True)
+    answers, log = run(model, cases, tmp_path / "drafter", tokenizer=True)
+    for without, with_trees in zip(plainly, answers, strict=True):
+        assert with_trees.tokens == without.tokens
+    assert answers[0].counters["draft_tokens"] > 0
+    assert answers[1].counters["draft_tokens"] == 0
+    assert log.count("Requests with structured output are served without drafts") == 1
 
 
 def test_the_layers_states_are_those_of_pytorch(
