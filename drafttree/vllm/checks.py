@@ -187,18 +187,17 @@ def _check_model(model: ModelConfig) -> None:
         (model.is_attention_free, "has no attention"),
         (model.is_multimodal_model, "is multimodal"),
         (model.use_mla, "uses latent attention (MLA)"),
-        (model.is_moe, "is a mixture of experts"),
         (model.uses_mrope, "uses M-RoPE positions"),
         (window is not None, f"has a sliding window of {window} tokens"),
     ):
         if found:
             raise ValueError(
-                f"draft trees do not work with model={name!r}, which {kind}: use a dense "
+                f"draft trees do not work with model={name!r}, which {kind}: use a "
                 "decoder with full attention, or leave the speculative method out"
             )
-    if model.get_head_size() % 32:
+    if model.get_head_size() % 16:
         raise ValueError(
             f"draft trees do not work with model={name!r}: its head size "
-            f"{model.get_head_size()} is not a multiple of 32: use another model, or leave the "
+            f"{model.get_head_size()} is not a multiple of 16: use another model, or leave the "
             "speculative method out"
         )

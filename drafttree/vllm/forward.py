@@ -1,7 +1,8 @@
 """Forwards of vLLM's target model without scheduling, sampling or drafting.
 
 Their batches are synthetic. Those that are timed have requests of equal length, of which the last
-tokens are computed: neither the tokens nor the contents of the KV cache change the work.
+tokens are computed: the contents of the KV cache do not change the work. The tokens are random, as
+a mixture of experts would send copies of one token to the same experts, and read no others.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def forward_seconds(
     total = requests * tokens
     device = runner.device
     positions = torch.arange(context, context + tokens, device=device).repeat(requests)
-    ids = torch.zeros(total, dtype=torch.int32, device=device)
+    ids = random_ids(total, runner.model_config.get_vocab_size(), device)
     masks = None
     if tree:
         # The topology does not change the work: any tree of this size will do.
@@ -63,12 +64,24 @@ def step_seconds(runner: Any, tokens: int) -> float:
     The engine runs it from a captured graph if it has one of that size. A multiple of a tree's size
     counts as a step of whole trees.
     """
-    return dummy_run_seconds(
+    # The dummy run reads this buffer as it is, and by default it holds zeros.
+    ids = runner.input_ids.gpu
+    ids.copy_(random_ids(len(ids), runner.model_config.get_vocab_size(), ids.device))
+    seconds = dummy_run_seconds(
         runner,
         tokens,
         force_attention=True,
         uniform_decode=tokens % runner.uniform_decode_query_len == 0,
     )
+    ids.zero_()
+    return seconds
+
+
+def random_ids(count: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Random tokens, `int32 [count]`, the same ones in each call."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (count,), dtype=torch.int32, generator=generator)
+    return ids.to(device)
 
 
 def dummy_run_seconds(runner: Any, tokens: int, **settings: bool) -> float:

@@ -216,7 +216,7 @@ def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:
 def test_unsupported_head_sizes(tiny_llama: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 24}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="head size 24 is not a multiple of 32: use another"):
+    with pytest.raises(ValueError, match="head size 24 is not a multiple of 16: use another"):
         configure(tmp_path)
 
 

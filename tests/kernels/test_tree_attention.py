@@ -201,7 +201,7 @@ def test_a_tree_of_three_words_around_the_end_of_a_tile(interpreter, context):
     assert_near(by_reference(batch), expected)
 
 
-@pytest.mark.parametrize("head_size", [80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [80, 96, 112, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_sizes(interpreter, head_size, dtype):
     requests = [Request(33, parents=bush(7)), Request(20, chunk=1)]

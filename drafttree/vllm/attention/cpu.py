@@ -27,9 +27,14 @@ from drafttree.vllm.attention.backends import (
 )
 from drafttree.vllm.versions import unknown
 
-ISA = "vec"
-"""The KV layout that `kv_views` reads. The engine may prefer AMX tiles, whose layout it does not
-publish; the builder then falls back to this one."""
+
+def isa_of(head_size: int) -> str:
+    """The engine's kernels for a head size whose KV layout `kv_views` reads.
+
+    The engine may prefer AMX tiles, whose layout it does not publish; the builder then falls back
+    to these.
+    """
+    return "vec16" if head_size % 32 else "vec"
 
 
 @dataclass
@@ -74,8 +79,9 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.isa != ISA:
-            self.isa = ISA
+        isa = isa_of(self.head_dim)
+        if self.isa != isa:
+            self.isa = isa
             self._set_isa_to_layers(self.layer_names)
         check_kv_layout(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
         self._attend = TreeAttention(
@@ -179,7 +185,7 @@ def check_kv_layout(heads: int, block_size: int, head_size: int, dtype: torch.dt
     )
     cache = torch.zeros(2, heads, block_size, 2 * head_size, dtype=dtype)
     halves = cache.view(2, heads, 2 * block_size, head_size).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, ISA)
+    ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa_of(head_size))
     keys, values = kv_views(cache)
     block, offset = slots // block_size, slots % block_size
     if not (

@@ -28,7 +28,9 @@ def forward_seconds_by_rows(runner: Any, budget: int) -> Mapping[int, float]:
         The measurements; a guess that all forwards take equally long if there are none.
     """
     try:
-        return measure_forwards(lambda tokens: dummy_run_seconds(runner, tokens), budget)
+        return measure_forwards(
+            lambda tokens: dummy_run_seconds(runner, tokens, randomize_inputs=True), budget
+        )
     except Exception as error:
         # Models differ, and an engine must not fail to start because a measurement failed.
         logger.warning("The model's forwards cannot be timed: %s", error)

@@ -1,0 +1,52 @@
+"""Measured forwards compute random tokens, which a mixture of experts spreads over its experts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from drafttree.vllm import forward
+
+
+class Runner:
+    """A model runner that keeps the tokens which its dummy run reads."""
+
+    device = torch.device("cpu")
+    uniform_decode_query_len = 3
+    lora_config = None
+    model_config = SimpleNamespace(get_vocab_size=lambda: 512)
+    model = SimpleNamespace(compute_logits=lambda hidden: hidden)
+
+    def __init__(self) -> None:
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(64, dtype=torch.int32))
+
+    def _dummy_run(self, tokens: int, **_: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        self.read = self.input_ids.gpu[:tokens].clone()
+        return torch.zeros(tokens, 2), torch.zeros(tokens, 2)
+
+
+def are_random(ids: torch.Tensor) -> bool:
+    return len(ids.unique()) > len(ids) // 2 and bool((ids < 512).all()) and bool((ids >= 0).all())
+
+
+def test_a_dummy_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    runner = Runner()
+    assert forward.step_seconds(runner, 40) > 0
+    assert are_random(runner.read)
+    assert not runner.input_ids.gpu.any()
+
+
+def test_a_forward_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+
+    def logits(runner: Any, ids: torch.Tensor, *_: Any) -> None:
+        seen.append(ids)
+
+    monkeypatch.setattr(forward, "_logits", logits)
+    monkeypatch.setattr(forward, "_attention_metadata", lambda *_: (None, None))
+    assert len(forward.forward_seconds(Runner(), 2, 16, 8, True, 3)) == 3
+    assert all(are_random(ids) for ids in seen)

@@ -1,0 +1,33 @@
+"""Families of models beside Llama: tokens in vLLM with draft trees equal those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from random_prompts import some_prompts
+from tiny_families import FAMILIES, make_tiny_family
+from vllm_runs import Answer, Case, run_vllm
+
+GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+SEEDED = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True}
+
+TREES = {"method": "token_recycling"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_plain_decoding(
+    family: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    model = make_tiny_family(family, tmp_path)
+    cases = [
+        Case(some_prompts(8), GREEDY),
+        Case(some_prompts(4, seed=4), GREEDY, together=False),
+        Case(some_prompts(8, seed=5), [SEEDED | {"seed": seed} for seed in range(8)]),
+    ]
+    plain, _ = run_vllm(model, cases)
+    drafted, _ = run_vllm(model, cases, TREES)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)
