@@ -179,7 +179,6 @@ def _check_cuda(engine: EngineArgs) -> None:
 
 def _check_model(model: ModelConfig) -> None:
     name = model.model
-    window = model.get_sliding_window()
     for found, kind in (
         (model.runner_type != "generate", "does not generate text"),
         (model.is_encoder_decoder, "is an encoder-decoder"),
@@ -188,7 +187,6 @@ def _check_model(model: ModelConfig) -> None:
         (model.is_multimodal_model, "is multimodal"),
         (model.use_mla, "uses latent attention (MLA)"),
         (model.uses_mrope, "uses M-RoPE positions"),
-        (window is not None, f"has a sliding window of {window} tokens"),
     ):
         if found:
             raise ValueError(

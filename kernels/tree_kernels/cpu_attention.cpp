@@ -50,6 +50,17 @@ static Vector exp2(Vector x) {
   return x < kLeast ? Vector{} : p * power;
 }
 
+// The hyperbolic tangent; relative error 3e-7. Near 0, where 1 - e would cancel, it is a polynomial.
+static Vector tanh(Vector x) {
+  const Vector size = x < 0 ? -x : x;
+  const Vector e = exp2(size * -2.885390082f);
+  const Vector far = (1.0f - e) / (1.0f + e);
+  const Vector x2 = x * x;
+  const Vector near =
+      x + x * x2 * (-3.333333333e-01f + x2 * (1.333333333e-01f + x2 * -5.396825397e-02f));
+  return size < 0.25f ? near : (x < 0 ? -far : far);
+}
+
 static float exp2(float x) { return exp2(Vector{} + x)[0]; }
 
 // c [kRows, N * kWidth] = a [kRows, depth] times b [depth, N * kWidth], added to c if kAdd.
@@ -106,8 +117,19 @@ struct Layer {
   const T* keys;    // each head of a block is [head_size, block_size]
   const T* values;  // each head of a block is [block_size, head_size]
   int64_t block_stride, head_stride, kv_heads, group, head_size, block_size;
-  float scale;  // times log2(e)
+  int64_t window;      // number of positions that a node attends to; 0 for all
+  const float* sinks;  // [heads] times log2(e), or null
+  float scale;         // of the tangent's argument with a soft cap, else times log2(e)
+  float soft_cap;      // times log2(e), or 0
 };
+
+// The depth of a node is the number of its ancestors.
+static int64_t depth_of(const Trees& trees, int64_t tree, int64_t node) {
+  const uint8_t* sees = trees.masks + (tree * trees.max_tree_size + node) * trees.max_tree_size;
+  int64_t seen = 0;
+  for (int64_t j = 0; j < trees.tree_sizes[tree]; ++j) seen += sees[j];
+  return seen - 1;
+}
 
 struct Item {
   int64_t tree, kv_head, first_node, last_node, first_block, last_block;
@@ -155,6 +177,18 @@ static void soften(float* scores, int64_t span, int64_t columns, const Item& ite
   }
 }
 
+// Hides what lies before a node's window from its scores of the `count` tokens of a block, of which
+// those from `tree_start` on are nodes.
+static void hide_before(const Trees& trees, const Item& item, int64_t node, int64_t window,
+                        int64_t tree_start, int64_t count, float* row) {
+  const int64_t beyond = depth_of(trees, item.tree, node) - window;  // the deepest hidden depth
+  std::fill_n(row, std::clamp<int64_t>(tree_start + beyond + 1, 0, std::max<int64_t>(std::min(count, tree_start), 0)),
+              kHidden);
+  if (beyond < 0) return;
+  for (int64_t t = std::max<int64_t>(tree_start, 0); t < count; ++t)
+    if (depth_of(trees, item.tree, t - tree_start) <= beyond) row[t] = kHidden;
+}
+
 template <typename T>
 static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& item,
                        std::vector<float>& scratch) {
@@ -189,6 +223,10 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
         multiply<false>(query + r * size, size, wide, kTile, scores + r * span + t, span, size,
                         width);
     }
+    if (layer.soft_cap > 0)
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t t = 0; t < columns; t += kWidth)
+          store(scores + r * span + t, layer.soft_cap * tanh(load(scores + r * span + t)));
     const int64_t tree_start = length - trees.tree_sizes[item.tree] - b * span;
     for (int64_t r = 0; r < rows; ++r) {
       float* row = scores + r * span;
@@ -196,6 +234,9 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
         const uint8_t* sees = mask + r / layer.group * trees.max_tree_size;
         for (int64_t t = std::max<int64_t>(tree_start, 0); t < count; ++t)
           row[t] = sees[t - tree_start] ? row[t] : kHidden;
+        if (layer.window > 0)
+          hide_before(trees, item, item.first_node + r / layer.group, layer.window, tree_start,
+                      count, row);
       }
       std::fill(row + count, row + columns, kHidden);
     }
@@ -219,9 +260,12 @@ static void merge_runs(const Layer<T>& layer, const Trees& trees, const Item* ru
   scratch.resize(size);
   float* row = scratch.data();
   for (int64_t r = 0; r < used; ++r) {
-    float maximum = kHidden, weight = 0.0f;
+    const float* sink = layer.sinks ? layer.sinks + runs->kv_head * layer.group + r % layer.group
+                                    : nullptr;
+    float maximum = sink ? *sink : kHidden;
     for (const Item* run = runs; run < end; ++run)
       maximum = std::max(maximum, run->sums[rows * size + r]);
+    float weight = sink ? exp2(*sink - maximum) : 0.0f;
     std::fill(row, row + size, 0.0f);
     for (const Item* run = runs; run < end; ++run) {
       const float factor = exp2(run->sums[rows * size + r] - maximum);
@@ -248,7 +292,11 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
   int64_t room = 0;
   for (int64_t tree = 0; tree < trees.count; ++tree) {
     const int64_t tree_size = trees.tree_sizes[tree];
-    const int64_t blocks = (trees.lengths[tree] + layer.block_size - 1) / layer.block_size;
+    // Blocks before the root's window belong to the request no more.
+    const int64_t root = trees.lengths[tree] - tree_size;
+    const int64_t oldest = layer.window > 0 ? std::max<int64_t>(root - layer.window + 1, 0) : 0;
+    const int64_t first = oldest / layer.block_size;
+    const int64_t blocks = (trees.lengths[tree] + layer.block_size - 1) / layer.block_size - first;
     const int64_t runs = std::min(blocks, wanted);
     for (int64_t head = 0; head < layer.kv_heads; ++head)
       for (int64_t node = 0; node < tree_size; node += most) {
@@ -256,8 +304,8 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
         const int64_t rows = ((last - node) * layer.group + kRows - 1) / kRows * kRows;
         groups.push_back(items.size());
         for (int64_t run = 0; run < runs; ++run) {
-          items.push_back({tree, head, node, last, run * blocks / runs, (run + 1) * blocks / runs,
-                           rows, nullptr});
+          items.push_back({tree, head, node, last, first + run * blocks / runs,
+                           first + (run + 1) * blocks / runs, rows, nullptr});
           room += rows * (layer.head_size + 2);
         }
       }
@@ -285,8 +333,9 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
 }
 
 struct Shape {
-  int64_t block_stride, head_stride, kv_heads, group, head_size, block_size;
-  float scale;
+  int64_t block_stride, head_stride, kv_heads, group, head_size, block_size, window;
+  const float* sinks;
+  float scale, soft_cap;
 };
 
 template <typename T>
@@ -305,7 +354,10 @@ static void attend(const Trees* trees, const Shape* shape, const void* query, in
                        shape->group,
                        shape->head_size,
                        shape->block_size,
-                       shape->scale};
+                       shape->window,
+                       shape->sinks,
+                       shape->scale,
+                       shape->soft_cap};
   attend(layer, *trees, threads);
 }
 

@@ -1,6 +1,7 @@
 """Tree attention over a paged KV cache on a CPU (Token Recycling, arXiv 2408.08696, section 3.3).
 
-Each node attends to the context before the tree, its ancestors and itself.
+Each node attends to the context before the tree, its ancestors and itself, or to those of them that
+lie in its window.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels.attention_variant import PLAIN, AttentionVariant
 
 _ATTEND = {
     dtype: CppFunction("cpu_attention.cpp", f"attend_{name}", "pppipippi")
@@ -86,7 +88,10 @@ class _Shape(ctypes.Structure):
         ("group", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("sinks", ctypes.c_void_p),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )
 
 
@@ -138,6 +143,7 @@ class TreeAttention:
         values: Tensor,
         output: Tensor,
         scale: float,
+        variant: AttentionVariant = PLAIN,
     ) -> None:
         """Attend for the rows of the trees.
 
@@ -149,8 +155,9 @@ class TreeAttention:
                 with the strides of the keys between blocks and between heads.
             output: `[tokens, heads, head_size]`, written in the rows of the trees only.
             scale: Factor of the attention scores.
+            variant: How the layer's attention differs from softmax attention to all tokens.
         """
-        self._attend(self, trees, query, keys, values, output, scale)
+        self._attend(self, trees, query, keys, values, output, scale, variant)
 
 
 def _pointers(trees: PagedTrees) -> _Trees:
@@ -174,6 +181,7 @@ def _attend_reference(
     values: Tensor,
     output: Tensor,
     scale: float,
+    variant: AttentionVariant = PLAIN,
 ) -> None:
     heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
     group = layer.shape.group
@@ -191,7 +199,20 @@ def _attend_reference(
         k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
         v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]
         sees = torch.ones(tree_size, length, dtype=torch.bool, device=query.device)
-        sees[:, length - tree_size :] = mask[:tree_size, :tree_size]
+        among = mask[:tree_size, :tree_size]
+        sees[:, length - tree_size :] = among
+        if variant.window:
+            depth = among.sum(1) - 1
+            before = torch.arange(length - tree_size, device=depth.device) - (length - tree_size)
+            sees &= torch.cat((before, depth)) > depth[:, None] - variant.window
+        rows = output[start : start + tree_size].view(tree_size, heads, group, size)
+        if not variant.is_plain:
+            q = q.permute(0, 2, 1, 3).flatten(0, 1).float()
+            k, v = (each[0].repeat_interleave(group, 0).float() for each in (k, v))
+            weights = variant.weights(q @ k.transpose(1, 2) * scale, ~sees)
+            attended = (weights @ v).to(output.dtype).view(heads, group, tree_size, size)
+            rows.copy_(attended.permute(2, 0, 1, 3))
+            continue
         attended = F.scaled_dot_product_attention(
             q.reshape(1, heads, tree_size * group, size),
             k,
@@ -199,7 +220,6 @@ def _attend_reference(
             sees.repeat_interleave(group, 0),
             scale=scale,
         )
-        rows = output[start : start + tree_size].view(tree_size, heads, group, size)
         rows.copy_(attended.view(heads, tree_size, group, size).transpose(0, 1))
 
 
@@ -211,12 +231,19 @@ def _attend_cpp(
     values: Tensor,
     output: Tensor,
     scale: float,
+    variant: AttentionVariant = PLAIN,
 ) -> None:
     if layer.step is None or layer.step[0] is not trees:
         layer.step = trees, _pointers(trees)
     shape = layer.shape
     shape.block_stride, shape.head_stride = keys.stride(0), keys.stride(1)
-    shape.scale = scale * math.log2(math.e)
+    in_octaves = math.log2(math.e)
+    # The tangent's argument is the score relative to the cap.
+    shape.scale = scale / variant.soft_cap if variant.soft_cap else scale * in_octaves
+    shape.soft_cap = variant.soft_cap * in_octaves
+    shape.window = variant.window
+    sinks = None if variant.sinks is None else variant.sinks.float() * in_octaves
+    shape.sinks = None if sinks is None else sinks.data_ptr()
     _ATTEND[layer.dtype].call(
         ctypes.addressof(layer.step[1]),
         ctypes.addressof(shape),

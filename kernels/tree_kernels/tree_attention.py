@@ -17,6 +17,7 @@ from torch import Tensor
 from tree_kernels._dispatch import Op
 from tree_kernels._kv_shares import merge_shares, shares_of
 from tree_kernels._triton import jit, next_power_of_2, tl
+from tree_kernels.attention_variant import PLAIN, AttentionVariant
 
 _BITS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +42,27 @@ def _request_of(
     return low
 
 
+@jit
+def _ones(word: tl.tensor) -> tl.tensor:
+    """The number of bits that are set in each word."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word = word + (word >> 8)
+    return (word + (word >> 16)) & 0x3F
+
+
+@jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    """The hyperbolic tangent; near 0, where 1 - e would cancel, a polynomial."""
+    size = tl.abs(x)
+    e = tl.exp2(size * -2.885390082)
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    near = x + x * x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * -0.05396825397))
+    return tl.where(size < 0.25, near, tl.where(x < 0, -far, far))
+
+
 @jit(do_not_specialize=["requests", "request_blocks", "log_sums_share_stride"])
 def _attend_kernel(
     query: tl.tensor,
@@ -51,12 +73,14 @@ def _attend_kernel(
     lengths: tl.tensor,
     tree_starts: tl.tensor,
     masks: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     log_sums: tl.tensor,
     requests: tl.tensor,
     request_blocks: tl.tensor,
     words: tl.tensor,
     scale: tl.tensor,
+    soft_cap: tl.tensor,
     query_stride: tl.tensor,
     query_head_stride: tl.tensor,
     key_page_stride: tl.tensor,
@@ -81,6 +105,9 @@ def _attend_kernel(
     TILE: tl.constexpr,
     SHARES: tl.constexpr,
     SEARCH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """Attend; one program per block of rows, KV head and share of the KV.
 
@@ -120,18 +147,34 @@ def _attend_kernel(
     last = tl.minimum(block * BLOCK_ROWS + BLOCK_ROWS, rows) - 1
     end = tl.where(last >= tree, length, context + last + 1)
     clear = tl.maximum(tl.minimum(context + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
-    size = tl.cdiv(tl.cdiv(end, TILE), SHARES) * TILE
-    begin = share * size
+    tree_lines = masks + line * mask_stride
+    oldest = 0
+    if WINDOW > 0:
+        # Pages before the window of the block's first row belong to the request no more.
+        oldest = tl.maximum(tl.minimum(context + block * BLOCK_ROWS, root) - WINDOW + 1, 0)
+        # A node's position follows from its depth, the number of its ancestors.
+        depth = tl.zeros([LANES], tl.int32) - 1
+        for word_at in range(words):
+            depth += _ones(tl.load(tree_lines + word_at, mask=in_tree, other=0))
+        hidden_to = tl.where(in_tree, root + depth, position) - WINDOW
+    size = tl.cdiv(tl.cdiv(end - oldest, TILE), SHARES) * TILE
+    begin = oldest + share * size
     end = tl.minimum(begin + size, end)
     clear = tl.minimum(tl.maximum(clear, begin), end)
+    if WINDOW > 0:
+        clear = begin
 
     highest = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
+    if SINKS:
+        # A sink counts as a token of the first share.
+        sink = tl.load(sinks + head, mask=there, other=0.0).to(tl.float32) * 1.4426950409
+        highest = tl.where(share == 0, sink, highest)
+        total = tl.where(share == 0, total + 1.0, total)
     weighted = tl.zeros([LANES, HEAD_PAD], tl.float32)
     pages = table + request.to(tl.int64) * table_stride
     key_head = keys + kv_head * key_head_stride
     value_head = values + kv_head * value_head_stride
-    tree_lines = masks + line * mask_stride
     for masked in tl.static_range(2):
         for first in range(clear if masked else begin, end if masked else clear, TILE):
             tokens = first + tl.arange(0, TILE)
@@ -143,6 +186,8 @@ def _attend_kernel(
             at = key_head + page * key_page_stride + slot * key_slot_stride
             key = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+            if SOFT_CAP:
+                scores = soft_cap * _tanh(scores)
             if masked:
                 node = tl.maximum(tokens - root, 0)
                 is_node = (tokens >= root) & inside & (node // 32 < words)
@@ -157,6 +202,16 @@ def _attend_kernel(
                     (tokens < root)[None, :] | (in_mask != 0),
                     tokens[None, :] <= position[:, None],
                 )
+                if WINDOW > 0:
+                    place = tokens
+                    if words * 32 > WINDOW:
+                        # A tree may be deeper than the window.
+                        depth_of = tl.zeros([TILE], tl.int32) - 1
+                        node_lines = masks + (start + tree + node).to(tl.int64) * mask_stride
+                        for word_at in range(words):
+                            depth_of += _ones(tl.load(node_lines + word_at, mask=is_node, other=0))
+                        place = tl.where(is_node, root + depth_of, tokens)
+                    seen = seen & (place[None, :] > hidden_to[:, None])
                 scores = tl.where(seen & inside[None, :], scores, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1))
             # While a row has no visible token, -inf - -inf would be NaN.
@@ -193,6 +248,7 @@ def _tree_attention_triton(
     scale: float,
     max_query: int,
     out: Tensor,
+    variant: AttentionVariant = PLAIN,
     shares: int | None = None,
 ) -> None:
     """`shares`: number of shares of the KV, a power of two; None to choose it."""
@@ -217,14 +273,21 @@ def _tree_attention_triton(
     search = requests * request_blocks > most_blocks
     blocks = most_blocks if search else requests * request_blocks
     if shares is None:
-        shares = shares_of(blocks * kv_heads, pages * page)
+        reach = pages * page
+        if variant.window:
+            reach = min(reach, variant.window + max_query)
+        shares = shares_of(blocks * kv_heads, reach)
     parts = log_sums = out[None]
     if shares > 1:
         parts = query.new_empty(shares, *query.shape, dtype=torch.float32)
         log_sums = query.new_empty(shares, tokens, heads, dtype=torch.float32)
+    in_octaves, cap = math.log2(math.e), variant.soft_cap
+    sinks = out if variant.sinks is None else variant.sinks
     _attend_kernel[(blocks, kv_heads, shares)](
         *(query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks),
-        *(parts, log_sums, requests, request_blocks, masks.shape[1], scale * math.log2(math.e)),
+        *(sinks, parts, log_sums, requests, request_blocks, masks.shape[1]),
+        # The tangent's argument is the score relative to the cap.
+        *(scale / cap if cap else scale * in_octaves, cap * in_octaves),
         *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
         *(block_table.stride(0), masks.stride(0)),
         *(*parts.stride()[:3], *log_sums.stride()[:2]),
@@ -237,13 +300,16 @@ def _tree_attention_triton(
         TILE=max(_MIN_LANES, min(_MAX_LANES, _TILE_BYTES // line_bytes)),
         SHARES=shares,
         SEARCH=search,
+        WINDOW=variant.window,
+        SOFT_CAP=cap > 0,
+        SINKS=variant.sinks is not None,
         num_stages=2,
     )
     if shares > 1:
         merge_shares(parts, log_sums, query_starts, out)
 
 
-def _in_view(rows: int, length: int, tree: int, masks: Tensor) -> Tensor:
+def _in_view(rows: int, length: int, tree: int, masks: Tensor, window: int) -> Tensor:
     """The tokens that each row of a request attends to, bool `[rows, length]`."""
     row = torch.arange(rows, device=masks.device)[:, None]
     token = torch.arange(length, device=masks.device)
@@ -252,7 +318,14 @@ def _in_view(rows: int, length: int, tree: int, masks: Tensor) -> Tensor:
     words = F.pad(masks, (0, 1))
     at = node.clamp(0, masks.shape[1] * _BITS)
     in_mask = (words[:, at // _BITS] >> (at % _BITS).int()) & 1
-    return torch.where(row >= tree, (node < 0) | in_mask.bool(), token <= length - rows + row)
+    seen = torch.where(row >= tree, (node < 0) | in_mask.bool(), token <= length - rows + row)
+    if window:
+        root = length - rows + tree
+        depth = (in_mask * (node >= 0)).sum(1, keepdim=True) - 1
+        place = torch.where(row >= tree, root + depth, length - rows + row)
+        token[max(root, 0) :] = place[tree:, 0]
+        seen &= token > place - window
+    return seen
 
 
 def _tree_attention_reference(
@@ -267,6 +340,7 @@ def _tree_attention_reference(
     scale: float,
     max_query: int,
     out: Tensor,
+    variant: AttentionVariant = PLAIN,
 ) -> None:
     page, kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // kv_heads
@@ -283,10 +357,9 @@ def _tree_attention_reference(
             cache[used].flatten(0, 1)[:length].float().repeat_interleave(group, 1)
             for cache in (key_cache, value_cache)
         )
-        hidden = ~_in_view(stop - start, length, tree, masks[start:stop])
+        hidden = ~_in_view(stop - start, length, tree, masks[start:stop], variant.window)
         scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), key) * scale
-        # The result of a row without a visible token is zero.
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(2).masked_fill(hidden, 0.0)
+        weights = variant.weights(scores, hidden)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
 
 
@@ -357,6 +430,7 @@ def tree_attention(
     scale: float,
     max_query: int,
     out: Tensor | None = None,
+    variant: AttentionVariant = PLAIN,
 ) -> Tensor:
     """Attend for the rows of a batch, whose keys and values are already in the cache.
 
@@ -380,6 +454,8 @@ def tree_attention(
         max_query: Upper bound on the number of rows of a request.
         out: `[T, H, D]`, written and returned; None allocates it. Rows after the last request's
             stay unchanged.
+        variant: How the attention differs from softmax attention to all tokens. With a window,
+            the masks must be those of trees: every node attends to all its ancestors.
 
     Returns:
         `[T, H, D]` of the query's type, accumulated in float32; zero for a row that attends to
@@ -388,9 +464,11 @@ def tree_attention(
     Raises:
         ValueError: Shapes, types or strides do not fit, or a cache is in FP8.
     """
+    if variant.sinks is not None and variant.sinks.shape != query.shape[1:2]:
+        raise ValueError(f"{query.shape[1]} heads have sinks of shape {[*variant.sinks.shape]}")
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     paged = (key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks)
     _check(query, *paged, max_query, out)
-    _TREE_ATTENTION.on(query)(query, *paged, scale, max_query, out)
+    _TREE_ATTENTION.on(query)(query, *paged, scale, max_query, out, variant)
     return out

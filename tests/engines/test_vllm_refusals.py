@@ -201,18 +201,6 @@ def test_another_runner_than_the_configuration_asks_for() -> None:
         patches.adopt(Runner(), Path, Runner.__class__)
 
 
-def test_sliding_windows(tiny_llama: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny_llama / "config.json").read_text())
-    config |= {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 64,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="sliding window of 64"):
-        configure(tmp_path)
-
-
 def test_unsupported_head_sizes(tiny_llama: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_llama / "config.json").read_text()) | {"head_dim": 24}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import triton_on_cpu
+from tiny_families import make_tiny_family
 from vllm_runs import Answer, Case, run_vllm
 
 NODES = 15
@@ -21,14 +23,12 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(2, 512) for _ in range(length)] for length in (64, 9, 1, 3)]
 
 
-def test_greedy_tokens_equal_plain_decoding(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
+def serve_both_ways(model: Path, proves_drafting: Callable[[Answer], None]) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     cases = [Case(prompts(), greedy), Case(prompts(), greedy)]
-    plain, _ = run_vllm(tiny_llama, cases, **LIMITS)
+    plain, _ = run_vllm(model, cases, **LIMITS)
     drafted, log = run_vllm(
-        tiny_llama,
+        model,
         cases,
         # Copies of the first answers would take the place of branches.
         speculative={"method": "token_recycling", "nodes": NODES, "memory": 0},
@@ -39,3 +39,16 @@ def test_greedy_tokens_equal_plain_decoding(
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(drafted[-1])
+
+
+def test_greedy_tokens_equal_plain_decoding(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    serve_both_ways(tiny_llama, proves_drafting)
+
+
+@pytest.mark.parametrize("family", ["heads_of_80", "gemma2", "gpt_oss"])
+def test_windows_soft_caps_sinks_and_head_sizes(
+    family: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    serve_both_ways(make_tiny_family(family, tmp_path), proves_drafting)

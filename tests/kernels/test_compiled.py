@@ -4,9 +4,14 @@ for all batch sizes.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import bench_kernels
 import pytest
 import torch
+from tree_kernels import tree_attention
+from tree_kernels.attention_variant import AttentionVariant
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -38,3 +43,21 @@ def test_one_compilation_serves_all_batch_sizes(name: str) -> None:
         for work in works:
             work.ours()
     assert compiled.programs() == len(set(compiled.names))
+
+
+def test_windows_soft_caps_and_sinks_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = AttentionVariant(128, 50.0)
+    plain = tree_attention.tree_attention
+
+    def varied(*given: Any) -> torch.Tensor:
+        return plain(*given, variant=replace(variant, sinks=torch.zeros(given[0].shape[1])))
+
+    monkeypatch.setattr(tree_attention, "tree_attention", varied)
+    case = CASES["tree_attention"]
+    work = case.make(**case.sizes[0])
+    with compile_only() as compiled, torch.inference_mode():
+        work.ours()
+    assert compiled.kernels
+    for kernel in compiled.kernels:
+        assert kernel.metadata.shared <= MOST_SHARED
+        assert kernel.asm["cubin"]

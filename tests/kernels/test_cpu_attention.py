@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
 from tree_kernels import _build, _native
+from tree_kernels.attention_variant import PLAIN, AttentionVariant
 from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from tree_kernels.mask import tree_mask
 
@@ -59,7 +60,7 @@ def views(cache, size, block_size):
     return keys, halves[:, :, 1].unflatten(-1, (block_size, size))
 
 
-def defined(trees, query, keys, values, scale, before):
+def defined(trees, query, keys, values, scale, before, variant=PLAIN):
     """The definition, row by row: the softmax over the tokens that a node attends to."""
     output = before.clone()
     block_size, group = keys.shape[3], query.shape[1] // keys.shape[1]
@@ -74,8 +75,15 @@ def defined(trees, query, keys, values, scale, before):
         for node in range(tree_size):
             sees = torch.ones(length, dtype=torch.bool)
             sees[length - tree_size :] = trees.masks[row, node, :tree_size]
-            scores = torch.einsum("hd,thd->ht", query[start + node].double(), k[sees]) * scale
-            attended = torch.einsum("ht,thd->hd", scores.softmax(1), v[sees])
+            # What a node sees, in order of position, are the context and its ancestors.
+            seen = sees.nonzero()[:, 0][-(variant.window or length) :]
+            scores = torch.einsum("hd,thd->ht", query[start + node].double(), k[seen]) * scale
+            if cap := variant.soft_cap:
+                scores = cap * (scores / cap).tanh()
+            if variant.sinks is not None:
+                scores = torch.cat((scores, variant.sinks.double()[:, None]), 1)
+            weights = scores.softmax(1)[:, : len(seen)]
+            attended = torch.einsum("ht,thd->hd", weights, v[seen])
             output[start + node] = attended.to(output.dtype)
     return output
 
@@ -97,6 +105,34 @@ def test_nodes_attend_to_the_context_and_their_ancestors(cpu_path, step):
     for start, tree_size in zip(trees.starts, trees.tree_sizes, strict=True):
         rows[start : start + tree_size] = True
     assert torch.equal(output[~rows], before[~rows])
+
+
+@CASES
+@given(
+    step=steps(),
+    window=st.sampled_from([0, 3, 17, 100, 1000]),
+    soft_cap=st.sampled_from([0.0, 5.0, 50.0]),
+    has_sinks=st.booleans(),
+)
+def test_windows_soft_caps_and_sinks(cpu_path, step, window, soft_cap, has_sinks):
+    trees, query, cache, kv_heads, size, block_size = step
+    keys, values = views(cache, size, block_size)
+    sinks = 5 * torch.randn(query.shape[1]).to(query.dtype) if has_sinks else None
+    variant = AttentionVariant(window, soft_cap, sinks)
+    attend = TreeAttention(query.shape[1], kv_heads, size, block_size, query.dtype)
+    before = torch.randn_like(query)
+    output = before.clone()
+    expected = defined(trees, query, keys, values, 0.3, before, variant)
+    if window and cpu_path != "reference":
+        # Blocks before the window of the root may be another request's by now.
+        roots = (trees.lengths - trees.tree_sizes).tolist()
+        unused = min({*range(len(keys))} - {*trees.blocks.flatten().tolist()})
+        cache[unused] = torch.nan
+        for row, root in enumerate(roots):
+            trees.blocks[row, : max(root - window + 1, 0) // block_size] = unused
+    attend(trees, query, keys, values, output, 0.3, variant)
+    tolerance = TOLERANCE[query.dtype]
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_scores_may_be_large_and_far_apart():

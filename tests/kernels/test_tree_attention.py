@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_settings import CASES
 from tree_kernels._kv_shares import shares_of
+from tree_kernels.attention_variant import PLAIN, AttentionVariant
 from tree_kernels.mask import tree_mask
 from tree_kernels.mask_rows import mask_rows
 from tree_kernels.tree_attention import _tree_attention_triton, tree_attention
@@ -47,6 +48,7 @@ class Batch:
     arguments: tuple[torch.Tensor, ...]
     max_query: int
     scale: float = 0.3
+    variant: AttentionVariant = PLAIN
 
 
 def make_batch(
@@ -101,13 +103,16 @@ def make_batch(
 
 def by_kernel(batch, shares=None):
     out = torch.full_like(batch.arguments[0], UNTOUCHED)
-    _tree_attention_triton(*batch.arguments, batch.scale, batch.max_query, out, shares)
+    _tree_attention_triton(
+        *batch.arguments, batch.scale, batch.max_query, out, batch.variant, shares
+    )
     return out
 
 
 def by_reference(batch):
     out = torch.full_like(batch.arguments[0], UNTOUCHED)
-    assert tree_attention(*batch.arguments, batch.scale, batch.max_query, out) is out
+    arguments = *batch.arguments, batch.scale, batch.max_query, out, batch.variant
+    assert tree_attention(*arguments) is out
     return out
 
 
@@ -119,7 +124,12 @@ def attended(batch, at, line, view):
     group = query.shape[1] // keys.shape[2]
     key, value = (x[seen].double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("hd,thd->ht", query[line].double(), key) * batch.scale
-    return torch.einsum("ht,thd->hd", scores.softmax(1), value)[None].to(query.dtype)
+    if cap := batch.variant.soft_cap:
+        scores = cap * (scores / cap).tanh()
+    if (sinks := batch.variant.sinks) is not None:
+        scores = torch.cat((scores, sinks.double()[:, None]), 1)
+    weights = scores.softmax(1)[:, : len(view)]
+    return torch.einsum("ht,thd->hd", weights, value)[None].to(query.dtype)
 
 
 def defined(batch):
@@ -128,13 +138,17 @@ def defined(batch):
     line = 0
     for at, request in enumerate(batch.requests):
         root = request.context + request.chunk
-        views = [range(position + 1) for position in range(request.context, root)]
+        window = batch.variant.window or 10**6
+        views = [
+            [*range(max(position + 1 - window, 0), position + 1)]
+            for position in range(request.context, root)
+        ]
         for node in range(len(request.parents)):
-            view = set(range(root))
+            path = []
             while node >= 0:
-                view.add(root + node)
+                path.append(root + node)
                 node = request.parents[node]
-            views.append(sorted(view))
+            views.append([*range(root), *reversed(path)][-window:])
         for view in views:
             out[line] = attended(batch, at, line, view)
             line += 1
@@ -191,6 +205,30 @@ def test_any_batch_in_any_layout(interpreter, batch, shares):
     expected = defined(batch)
     assert_near(by_kernel(batch, shares), expected)
     assert_near(by_reference(batch), expected)
+
+
+VARIANTS = {
+    "window": AttentionVariant(window=24),
+    "window_below_the_depth": AttentionVariant(window=3),
+    "soft_cap": AttentionVariant(soft_cap=5.0),
+    "sinks": AttentionVariant(sinks=torch.tensor([2.0, -1.0, 30.0, 0.0])),
+    "all": AttentionVariant(40, 20.0, torch.tensor([0.5, -9.0, 3.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_windows_soft_caps_and_sinks(interpreter, name, shares):
+    batch = replace(make_batch(MIXED), variant=VARIANTS[name])
+    expected = defined(batch)
+    assert_near(by_reference(batch), expected)
+    _, keys, _, table, starts, lengths, *_ = batch.arguments
+    if window := batch.variant.window:
+        # Pages before the window of a request's first row may be another's by now.
+        contexts = (lengths - starts.diff()).tolist()
+        for pages, context in zip(table, contexts, strict=True):
+            pages[: max(context - window + 1, 0) // keys.shape[1]] = table[0, -1]
+    assert_near(by_kernel(batch, shares), expected)
 
 
 @pytest.mark.parametrize("context", [63, 64, 80])

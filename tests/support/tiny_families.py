@@ -34,11 +34,47 @@ def _llama(head_size: int) -> Any:
     return LlamaConfig(**_shape(head_dim=head_size))
 
 
+def _mistral(window: int) -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**_shape(sliding_window=window))
+
+
+def _gemma2() -> Any:
+    from transformers import Gemma2Config
+
+    changes = {"attn_logit_softcapping": 2.0, "tie_word_embeddings": True}
+    return Gemma2Config(**_shape(sliding_window=32, query_pre_attn_scalar=32, **changes))
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3TextConfig
+
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3TextConfig(
+        **_shape(sliding_window=32, query_pre_attn_scalar=32, layer_types=layers)
+    )
+
+
+def _gpt_oss() -> Any:
+    from transformers import GptOssConfig
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    layers = ["sliding_attention", "full_attention"]
+    return GptOssConfig(**_shape(sliding_window=32, layer_types=layers, **experts))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "heads_of_80": lambda: _llama(80),
     "heads_of_112": lambda: _llama(112),
+    "mistral": lambda: _mistral(24),
+    "window_below_the_depth": lambda: _mistral(4),
+    "wide_window": lambda: _mistral(4096),
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
 }
 """Configurations by name."""
 
@@ -57,7 +93,14 @@ def make_tiny_family(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
     with torch.no_grad():
-        model.get_input_embeddings().weight *= embedding
-        model.get_output_embeddings().weight *= sharpness
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        if head.weight is embeddings.weight:
+            head.weight *= 2  # at more, such a model repeats its last token
+        else:
+            head.weight *= sharpness
+            embeddings.weight *= embedding
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight *= 8
     model.save_pretrained(folder)
     return folder

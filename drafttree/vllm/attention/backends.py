@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tree_kernels.attention_variant import AttentionVariant
 from vllm.v1.attention.backend import AttentionBackend
 
 from drafttree.vllm.step_masks import StepMasks
@@ -43,8 +44,6 @@ def refuse_unsupported(layer: Any, *features: tuple[bool, str]) -> None:
     for found, feature in (
         *features,
         (layer.alibi_slopes is not None, "ALiBi slopes"),
-        (layer.logits_soft_cap != 0, f"logits soft cap ({layer.logits_soft_cap})"),
-        (layer.sinks is not None, "attention sinks"),
         (layer.kv_sharing_target_layer_name is not None, "KV shared between layers"),
     ):
         if found:
@@ -52,3 +51,14 @@ def refuse_unsupported(layer: Any, *features: tuple[bool, str]) -> None:
                 f"draft trees do not work with this model's attention: {feature}. "
                 "Leave the speculative method out."
             )
+
+
+def variant_of(layer: Any, window: int) -> AttentionVariant:
+    """How a layer's attention differs from softmax attention to all tokens.
+
+    Args:
+        layer: The backend's implementation of the layer.
+        window: The number of positions that a token attends to; 0 for all.
+    """
+    # A reload may replace the sinks, so they are read in each step.
+    return AttentionVariant(window, float(layer.logits_soft_cap or 0), layer.sinks)

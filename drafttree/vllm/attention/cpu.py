@@ -24,6 +24,7 @@ from drafttree.vllm.attention.backends import (
     TreeBackend,
     TreeMetadataBuilder,
     refuse_unsupported,
+    variant_of,
 )
 from drafttree.vllm.versions import unknown
 
@@ -118,9 +119,7 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse_unsupported(
-            self, (self.sliding_window != -1, f"sliding window ({self.sliding_window})")
-        )
+        refuse_unsupported(self)
         self._cache: torch.Tensor | None = None
 
     def forward(
@@ -155,7 +154,8 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
             # The cache does not change, and making five views per layer in each step takes time.
             self._cache, self._kv = kv_cache, kv_views(kv_cache)
         keys, values = self._kv
-        attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale)
+        variant = variant_of(self, max(self.sliding_window, 0))
+        attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale, variant)
         return output
 
 

@@ -27,6 +27,7 @@ from drafttree.vllm.attention.backends import (
     TreeBackend,
     TreeMetadataBuilder,
     refuse_unsupported,
+    variant_of,
 )
 
 _WORD = 32
@@ -79,16 +80,6 @@ class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
         return keys, values
 
     # Features that the engine's own kernel computes and `tree_attention` does not.
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Not supported."""
-        return False
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Not supported."""
-        return False
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
@@ -179,7 +170,6 @@ class TritonTreeImpl(TritonAttentionImpl):
         super().__init__(*args, **kwargs)
         refuse_unsupported(
             self,
-            (self.sliding_window != (-1, -1), f"sliding window ({self.sliding_window})"),
             (self.attn_type != AttentionType.DECODER, f"attention type {self.attn_type}"),
         )
 
@@ -217,5 +207,7 @@ class TritonTreeImpl(TritonAttentionImpl):
             self.scale,
             attn_metadata.max_query,
             out=output[rows],
+            # The engine counts the positions before a token's own.
+            variant=variant_of(self, self.sliding_window[0] + 1),
         )
         return output
