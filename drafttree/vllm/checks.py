@@ -92,11 +92,15 @@ def check_engine(
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
         ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),
         ("kv_offloading_size", engine.kv_offloading_size, None, "leave KV offloading out"),
-        ("kv_cache_dtype", _kv_cache_dtype(engine, model), "auto", "leave it at auto"),
+        (
+            "kv_cache_dtype",
+            _kv_cache_dtype(engine, model),
+            "auto",
+            "set it to the model's own data type",
+        ),
         ("enable_dbo", parallel.enable_dbo, False, "leave dual batch overlap out"),
         ("ubatch_size", parallel.ubatch_size, 0, "leave micro-batches out"),
         ("enable_prompt_embeds", model.enable_prompt_embeds, False, "leave it out"),
-        ("quantization", model.quantization, None, "use a model that is not quantised"),
     ):
         if value != served:
             raise ValueError(f"draft trees do not work with {option}={value!r}: {fix}")
@@ -128,7 +132,23 @@ def _check_v2_settings(engine: EngineArgs, parallel: ParallelConfig) -> None:
 def _kv_cache_dtype(engine: EngineArgs, model: ModelConfig) -> str:
     """The data type of the KV cache; "auto" for the model's own, however it is asked for."""
     asked = str(engine.kv_cache_dtype)
+    if asked == "auto" and brings_quantised_kv(model.hf_config):
+        return "auto (quantised by the checkpoint)"
     return "auto" if asked == str(model.dtype).removeprefix("torch.") else asked
+
+
+def brings_quantised_kv(config: Any) -> bool:
+    """Whether a checkpoint asks for a quantised KV cache, in its configuration from Hugging Face.
+
+    `kv_cache_scheme` is what compressed-tensors writes, and `kv_cache_quant_algo` what ModelOpt
+    does.
+    """
+    quantised = getattr(config, "quantization_config", None) or {}
+    if not isinstance(quantised, dict):
+        quantised = quantised.to_dict()
+    within = quantised.get("quantization") or {}
+    keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+    return any(each.get(key) for each in (quantised, within) for key in keys)
 
 
 def _check_version() -> None:

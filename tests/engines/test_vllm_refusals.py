@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quantised_models import quantise
 from tiny_models import make_tiny_llama
 
 vllm = pytest.importorskip("vllm")
@@ -199,6 +201,31 @@ def test_another_runner_than_the_configuration_asks_for() -> None:
 
     with pytest.raises(RuntimeError, match=r"need vLLM's .*\.Path, not .*Runner: set VLLM_USE_V2"):
         patches.adopt(Runner(), Path, Runner.__class__)
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}},
+    ],
+)
+def test_checkpoints_that_bring_a_quantised_kv_cache(brought: dict[str, Any]) -> None:
+    from drafttree.vllm.checks import brings_quantised_kv
+
+    assert brings_quantised_kv(SimpleNamespace(quantization_config=brought))
+    assert not brings_quantised_kv(SimpleNamespace(quantization_config={"kv_cache_scheme": None}))
+    assert not brings_quantised_kv(SimpleNamespace())
+
+
+def test_a_quantised_kv_cache_is_refused_by_name(tiny_llama: Path, tmp_path: Path) -> None:
+    quantise(tiny_llama, tmp_path, 8)
+    assert configure(tmp_path).model_config.quantization == "compressed-tensors"
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='auto .quantised by the checkpoint"):
+        configure(tmp_path)
 
 
 def test_unsupported_head_sizes(tiny_llama: Path, tmp_path: Path) -> None:
