@@ -29,6 +29,17 @@ def test_quantised_weights(
     equals_plain_decoding(quantise(tiny_llama, tmp_path, bits), proves_drafting, dtype=dtype)
 
 
+def test_a_quantised_draft_model(
+    tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    model = quantise(tiny_llama, tmp_path, 8)
+    cases = [Case(some_prompts(8), GREEDY)]
+    plain, _ = run_vllm(model, cases)
+    drafted, _ = run_vllm(model, cases, {"method": "rsd", "model": str(model)})
+    assert drafted[0].tokens == plain[0].tokens
+    assert drafted[0].counters["accepted_tokens"] > drafted[0].counters["steps"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_plain_decoding(
     family: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]

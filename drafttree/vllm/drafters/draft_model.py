@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from vllm.compilation.backends import set_model_tag
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
@@ -62,7 +62,6 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         super().load_model(load_dummy_weights)
         target = self.model_config
         config = copy.copy(self.vllm_config)
-        config.quant_config = None
         config.model_config = ModelConfig(
             model=self._draft_path,
             tokenizer=target.tokenizer,
@@ -72,6 +71,9 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             max_model_len=target.max_model_len,
             enforce_eager=target.enforce_eager,
             skip_tokenizer_init=True,
+        )
+        config.quant_config = VllmConfig.get_quantization_config(
+            config.model_config, self.load_config
         )
         with set_model_tag(PREFIX):
             self._draft_model = get_model(vllm_config=config, prefix=PREFIX)
