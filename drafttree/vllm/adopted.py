@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -17,6 +17,11 @@ from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.forward import forward_seconds, step_seconds
 from drafttree.vllm.graphs import capture_small_batches
 from drafttree.vllm.sampling import build_logits_processors
+from drafttree.vllm.tensor_parallel import (
+    follow_measurements,
+    is_drafting_rank,
+    leading_measurements,
+)
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -98,22 +103,21 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
 
     def profile_forwards(self) -> None:
         """Let the drafter measure forwards of the model, while the KV cache is still empty."""
-        if self.parallel_config.tensor_parallel_size > 1:
-            return  # one rank's forwards would wait for the others
-        if self.device.type != "cpu":
-            profile_drafter(
-                self._drafter,
-                lambda tokens: step_seconds(self, tokens),
-                self._max_step_rows,
-                logger,
-            )
+        measure, most = self._timed_forwards()
+        if not is_drafting_rank():
+            follow_measurements(measure, self.device)
             return
+        with leading_measurements(measure, self.device) as led:
+            profile_drafter(self._drafter, led, most, logger)
+
+    def _timed_forwards(self) -> tuple[Callable[[int], float], int]:
+        """What runs a forward and returns its seconds, and the most tokens that it can compute."""
+        if self.device.type != "cpu":
+            return lambda tokens: step_seconds(self, tokens), self._max_step_rows
         spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         # The engine keeps one block for itself.
         room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
-        profile_drafter(
-            self._drafter,
+        return (
             of_one_request(lambda *shape: forward_seconds(self, *shape), room),
             min(room, self._token_budget, self.num_spec_tokens + 1),
-            logger,
         )

@@ -3,12 +3,12 @@
 All ranks have the same logits, so they accept the same tokens. But a drafter's state may depend on
 its process, for instance on measured times or on files in a cache, so ranks that drafted
 independently could disagree. For the same reason the first rank alone decides which forwards are
-run to prime its drafter.
+run to prime its drafter, and which to time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -88,6 +88,46 @@ def follow_forwards(forward: PrimeForward, max_tokens: int, device: torch.device
         if not count:
             return
         forward(None if root == _NO_ROOT else root, message[2 : 2 + count])
+
+
+@contextmanager
+def leading_measurements(
+    measure: Callable[[int], float], device: torch.device
+) -> Iterator[Callable[[int], float]]:
+    """On the first rank: timed forwards that the other ranks run too.
+
+    The others call `follow_measurements` meanwhile. The first rank's times count.
+
+    Args:
+        measure: Runs one forward over a number of tokens and returns its seconds.
+        device: The ranks' device.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        yield measure
+        return
+    message = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def led(tokens: int) -> float:
+        group.broadcast(message.fill_(tokens))
+        return measure(tokens)
+
+    try:
+        yield led
+    finally:
+        group.broadcast(message.zero_())
+
+
+def follow_measurements(measure: Callable[[int], float], device: torch.device) -> None:
+    """On the other ranks: run the timed forwards of the first rank until it ends."""
+    group = get_tp_group()
+    message = torch.zeros(1, dtype=torch.int32, device=device)
+    while True:
+        group.broadcast(message)
+        tokens = int(message)
+        if not tokens:
+            return
+        measure(tokens)
 
 
 class NonDraftingRank(ModelFreeDrafter):

@@ -12,6 +12,7 @@ import pytest
 from top_tokens import top_tokens
 from vllm_runs import Answer, Case, run_vllm
 
+from drafttree.budget.recording import read_recording
 from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -47,15 +48,33 @@ def test_both_ranks_run_the_forwards_that_prime_the_first(
 def test_tokens_equal_plain_decoding(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    """With `auto`, the first rank chooses the number of draft tokens."""
+    """The first rank drafts."""
     draw = random.Random(3)
     prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 150))] for _ in range(6)]
     cases = [Case(prompts, SETTINGS * 3), Case(prompts, SETTINGS * 3)]
     engine = {"tensor_parallel_size": 2, "max_num_seqs": 4, "environment": TWO_RANKS}
     plain, _ = run_vllm(tiny_llama, cases, **engine)
     # Copies of the first case's answers would take the place of branches.
-    method = {"method": "token_recycling", "nodes": "auto", "memory": 0}
+    method = {"method": "token_recycling", "nodes": 80, "memory": 0}
     drafted, _ = run_vllm(tiny_llama, cases, speculative=method, **engine)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(drafted[-1])
+
+
+def test_the_first_rank_times_forwards_that_both_run(tiny_llama: Path, tmp_path: Path) -> None:
+    """With `auto`, the first rank chooses the number of draft tokens by its own times."""
+    file = tmp_path / "%p.jsonl"
+    environment = TWO_RANKS | {"DRAFTTREE_RECORD_STEPS": str(file)}
+    cases = [Case([[20, 21, 7], [30, 31, 7]], SETTINGS[0])]
+    engine = {"tensor_parallel_size": 2, "environment": environment}
+    plain, _ = run_vllm(tiny_llama, cases, **engine)
+    method = {"method": "token_recycling", "nodes": "auto"}
+    drafted, log = run_vllm(tiny_llama, cases, method, **engine)
+    assert "cannot be timed" not in log
+    assert drafted[0].tokens == plain[0].tokens
+    (recording,) = tmp_path.iterdir()
+    planner, steps = read_recording(recording)
+    # On a busy machine the time for measuring may be over after the first.
+    assert 1 in planner.forward_seconds
+    assert steps
