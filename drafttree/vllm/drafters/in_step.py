@@ -18,9 +18,10 @@ from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepState
+from drafttree.vllm.step import StepState
 
 PLACEHOLDER = 0
 """Token id of each node until it is drafted."""
@@ -91,15 +92,7 @@ class InStepRunner(TreeModelRunner[I]):
             trees: The trees as drafted, with fewer or more columns than were scheduled.
         """
         tensors = step.trees.tensors
-        width = tensors.parents.shape[1]
-        missing = max(width - trees.tokens.shape[1], 0)
-        tokens, parents = (
-            torch.nn.functional.pad(each, (0, missing), value=-1)[:, :width]
-            for each in (trees.tokens, trees.parents)
-        )
-        return without_nodes(
-            DraftTree(tokens, parents, tensors.tree_size), tensors.padding | (tokens < 0)
-        )
+        return as_scheduled(trees, tensors.tree_size, tensors.padding)
 
     def _show_trees(self, step: I, parents: torch.Tensor) -> None:
         """Let attention apply the masks of the trees' first columns.
@@ -122,19 +115,3 @@ class InStepRunner(TreeModelRunner[I]):
         return sample_trees(
             self.input_batch, sampler, step.trees, step.drafts, logits, argmax, rule
         )
-
-
-def without_nodes(trees: DraftTree, dropped: torch.Tensor) -> DraftTree:
-    """Trees without some of their nodes; roots are kept.
-
-    Args:
-        trees: The trees.
-        dropped: Which nodes to drop, all of their descendants included, `bool [B, N]`.
-    """
-    dropped = dropped.clone()
-    dropped[:, 0] = False
-    return DraftTree(
-        tokens=trees.tokens.masked_fill(dropped, NO_TOKEN),
-        parents=trees.parents.masked_fill(dropped, -1),
-        tree_size=trees.tree_size,
-    )

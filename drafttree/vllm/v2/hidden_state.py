@@ -21,12 +21,13 @@ from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.drafters.draft_layer import DraftLayer
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.chains import first_paths
 from drafttree.vllm.v2.requests import in_chains
 from drafttree.vllm.v2.runner import TreeRunnerV2
-from drafttree.vllm.v2.step import NO_TOKEN, Step
+from drafttree.vllm.v2.step import Step
 
 
 class HiddenStateRunnerV2(TreeRunnerV2):
@@ -112,7 +113,8 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         undrafted = on_device(self._rules.undrafted(batch.idx_mapping_np), roots.device)
         steps = self._layer.valid_steps(step.sizes.long()).masked_fill(undrafted | ~step.begun, 0)
         trees = self._drafter.propose(slots, roots, logits.view(*states.shape[:2], -1), steps)
-        trees = self._as_scheduled(trees, step)
+        columns_of_trees = torch.arange(step.width, device=roots.device)
+        trees = as_scheduled(trees, step.sizes, columns_of_trees >= step.sizes[:, None])
         chained = in_chains(self.sampler, batch.idx_mapping_np)
         if chained.any():
             which = on_device(chained, roots.device)
@@ -129,21 +131,6 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         batch.positions.index_add_(0, batch.logits_indices, depth.to(batch.positions.dtype))
         self._shown.copy_(drawn.masks().masks)
         return drawn
-
-    def _as_scheduled(self, trees: DraftTree, step: Step) -> DraftTree:
-        """Cut or pad trees to the columns that the engine scheduled."""
-        width = step.width
-        missing = max(width - trees.tokens.shape[1], 0)
-        tokens, parents = (
-            torch.nn.functional.pad(each, (0, missing), value=-1)[:, :width]
-            for each in (trees.tokens, trees.parents)
-        )
-        columns = torch.arange(width, device=tokens.device)
-        dropped = (columns >= step.sizes[:, None]) | (tokens < 0)
-        dropped[:, 0] = False
-        return DraftTree(
-            tokens.masked_fill(dropped, NO_TOKEN), parents.masked_fill(dropped, -1), step.sizes
-        )
 
     def _show_chains(self) -> None:
         """Let attention treat the rows of every tree as a chain."""
