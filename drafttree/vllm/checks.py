@@ -111,6 +111,8 @@ def check_engine(
             "than the number of draft tokens of a tree"
         )
     _check_model(model)
+    if method.kind.needs_model:
+        check_full_attention(method.title, model)
     return Serving(device, uses_v2)
 
 
@@ -218,4 +220,22 @@ def _check_model(model: ModelConfig) -> None:
             f"draft trees do not work with model={name!r}: its head size "
             f"{model.get_head_size()} is not a multiple of 16: use another model, or leave the "
             "speculative method out"
+        )
+
+
+def check_full_attention(user: str, model: ModelConfig) -> None:
+    """Refuse a model with a sliding window where a second model's layers share its cache groups.
+
+    Args:
+        user: What the model is used by.
+        model: The target or the draft model.
+
+    Raises:
+        ValueError: The window is narrower than the context.
+    """
+    window = model.get_sliding_window()
+    if window is not None and window < model.max_model_len:
+        raise ValueError(
+            f"{user} does not work with model={model.model!r}, whose sliding window is {window}: "
+            f"set max_model_len to {window} at most, or use a model with full attention"
         )

@@ -29,9 +29,7 @@ def test_quantised_weights(
     equals_plain_decoding(quantise(tiny_llama, tmp_path, bits), proves_drafting, dtype=dtype)
 
 
-def test_a_quantised_draft_model(
-    tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
+def test_a_quantised_draft_model(tiny_llama: Path, tmp_path: Path) -> None:
     model = quantise(tiny_llama, tmp_path, 8)
     cases = [Case(some_prompts(8), GREEDY)]
     plain, _ = run_vllm(model, cases)
@@ -40,7 +38,14 @@ def test_a_quantised_draft_model(
     assert drafted[0].counters["accepted_tokens"] > drafted[0].counters["steps"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LONGER = ("mixtral", "heads_of_112", "wide_window", "gemma3")
+"""Families that the full product tests, as others of their kind are tested always."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.full) if name in LONGER else name for name in FAMILIES],
+)
 def test_tokens_are_those_of_plain_decoding(
     family: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:

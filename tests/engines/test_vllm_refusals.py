@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from quantised_models import quantise
+from tiny_families import make_tiny_family
 from tiny_models import make_tiny_llama
 
 vllm = pytest.importorskip("vllm")
@@ -58,6 +59,16 @@ def write_tree(folder: Path, paths: object) -> str:
 def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tiny_llama, speculative)
+
+
+def test_a_window_beside_a_second_model(tmp_path: Path) -> None:
+    """Its layers would share the target's cache groups; a context within the window is fine."""
+    model = make_tiny_family("mistral", tmp_path)
+    rsd = {"method": "rsd", "model": str(model)}
+    with pytest.raises(ValueError, match=r"RSD does not .* sliding window is 24: set max_model_l"):
+        configure(model, rsd)
+    configure(model, rsd, max_model_len=24)
+    configure(model)
 
 
 def test_errors_about_draft_models(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def overfitted(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_a_drafter_that_has_memorised_the_answers_is_accepted(
-    tiny_llama: Path, overfitted: Path, proves_drafting: Callable[[Answer], None]
+    tiny_llama: Path, overfitted: Path
 ) -> None:
     """That proves the layer's KV correct, for single requests and batches; no part waits."""
     settings = GREEDY | {"max_tokens": LENGTH}
@@ -159,6 +158,7 @@ def test_a_second_tree_is_verified_alone(tiny_llama: Path, overfitted: Path) -> 
     assert answer.counters["accepted_tokens"] > 0
 
 
+@pytest.mark.full
 def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path))

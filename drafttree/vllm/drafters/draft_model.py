@@ -26,6 +26,7 @@ from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
+from drafttree.vllm.checks import check_full_attention
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.step import IntArray, StepTrees
 
@@ -72,6 +73,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             enforce_eager=target.enforce_eager,
             skip_tokenizer_init=True,
         )
+        check_full_attention("drafting", config.model_config)
         config.quant_config = VllmConfig.get_quantization_config(
             config.model_config, self.load_config
         )
