@@ -13,8 +13,8 @@ class StepMasks:
 
     Attributes:
         requests: Rows of the trees' requests in the batch, `int64 [T]`.
-        tree_sizes: Number of nodes of each tree, the root counted, `int64 [T]`. A tree's nodes are
-            the last tokens of its request in the step.
+        tree_sizes: Number of nodes of each tree, the root counted, integers `[T]`. A tree's nodes
+            are the last tokens of its request in the step.
         masks: `bool [T, N, N]`, whether node i attends to node j.
     """
 

@@ -28,6 +28,10 @@ with it. It also runs on devices for which the table has no kernel.
 | `ngrams.previous_tokens` | Token Recycling, dynamic trees | - | yes | prompt lookup |
 | `rejection.reject_step` | RSD | yes | yes | RSD, algorithm 3 |
 | `root_matches.root_matches` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |
+| `scheduled_trees.keep_trees` | vLLM's V2 model runner | yes | - | this project |
+| `scheduled_trees.lay_out` | vLLM's V2 model runner | yes | - | this project |
+| `scheduled_trees.next_roots` | vLLM's V2 model runner | yes | - | this project |
+| `scheduled_trees.node_tokens` | vLLM's V2 model runner | yes | - | this project |
 | `selection.best_nodes` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.2 |
 | `source_stats.count` | Token Recycling | yes | yes | this project |
 | `step_counts.count_step` | all methods | yes | yes | this project |

@@ -5,19 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
+from random_parents import random_trees
 from tree_kernels import mask
 from tree_kernels.mask import depths, tree_mask
-
-
-def random_trees(seed, widths, kind):
-    """Trees of different sizes, parents before children, padded with -1."""
-    generator = torch.Generator().manual_seed(seed)
-    parents = torch.full((len(widths), max(widths)), -1, dtype=torch.int32)
-    for request, count in enumerate(widths):
-        for node in range(1, count):
-            chosen = int(torch.randint(0, node, (1,), generator=generator))
-            parents[request, node] = {"chain": node - 1, "star": 0, "any": chosen}[kind]
-    return parents, torch.tensor(widths, dtype=torch.int32)
 
 
 @st.composite

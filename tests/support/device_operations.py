@@ -13,24 +13,19 @@ import importlib
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VARIABLE = "TESTS_DEVICE_OPERATIONS"
 """Environment variable: file to which a line is appended for each part of a step."""
 
-NO_WORK = {
-    *("view", "_unsafe_view", "_reshape_alias", "slice", "select", "expand", "unsqueeze", "alias"),
-    *("squeeze", "detach", "permute", "transpose", "t", "as_strided", "reshape", "expand_as"),
-    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "unbind", "split"),
-    *("flatten", "unflatten", "view_as", "contiguous", "to", "type_as", "int", "long", "narrow"),
-}
-"""Operations that launch nothing: views, and allocations. `to` and the like arrive again as
-`_to_copy` if they copy."""
+ALLOCATIONS = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+"""Operations that launch nothing, beside views of their first argument."""
 
 
 class _Counted(TorchDispatchMode):
@@ -41,10 +36,23 @@ class _Counted(TorchDispatchMode):
         self.names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name not in NO_WORK:
+        if name not in ALLOCATIONS and (name.endswith("_") or not _is_view(result, args)):
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        return result
+
+
+def _is_view(result: Any, args: Sequence[Any]) -> bool:
+    """Whether a result shares the memory of the operation's first argument, or is no tensor."""
+    if isinstance(result, (list, tuple)):
+        return all(_is_view(each, args) for each in result)
+    if not isinstance(result, torch.Tensor):
+        return True
+    given = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    return given is not None and (
+        result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    )
 
 
 _counting: list[_Counted] = []

@@ -99,7 +99,7 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self.step_masks is None:
             return CpuTreeMetadata(**vars(stock))
-        rows, sizes = self.step_masks.requests, self.step_masks.tree_sizes
+        rows, sizes = self.step_masks.requests, self.step_masks.tree_sizes.long()
         return CpuTreeMetadata(
             **vars(stock),
             trees=PagedTrees(

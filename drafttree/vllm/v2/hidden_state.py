@@ -9,11 +9,11 @@ root. The host waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from tree_kernels.mask import depths
+from tree_kernels.scheduled_trees import Layout
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -27,7 +27,7 @@ from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.chains import first_paths
 from drafttree.vllm.v2.requests import in_chains
 from drafttree.vllm.v2.runner import TreeRunnerV2
-from drafttree.vllm.v2.step import Step
+from drafttree.vllm.v2.step import masks_of
 
 
 class HiddenStateRunnerV2(TreeRunnerV2):
@@ -98,13 +98,13 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         if step.width > 1:
             self._step = self.draft(batch, step)
 
-    def draft(self, batch: InputBatch, step: Step) -> Step:
+    def draft(self, batch: InputBatch, step: Layout) -> Layout:
         """Run the layer on its own outputs, and write the trees of its logits into the step.
 
         Returns:
             The step with its trees.
         """
-        slots, places = batch.idx_mapping, batch.logits_indices[step.row_of_node].long()
+        slots, places = batch.idx_mapping, step.place_of_node
         root_positions = batch.positions[places[:, 0]]
         roots = batch.input_ids[places[:, 0]].int()
         self._show_chains()
@@ -119,7 +119,7 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         if chained.any():
             which = on_device(chained, roots.device)
             trees = first_paths(trees, which, self._drafter.max_depth)
-        drawn = replace(step, parents=trees.parents, real=trees.tokens >= 0)
+        drawn = step._replace(parents=trees.parents, real=trees.tokens >= 0)
         # The target embeds all columns, so those without a node hold the root's token.
         columns = batch.expanded_local_pos
         tokens = torch.where(drawn.real, trees.tokens, roots[:, None])
@@ -129,7 +129,7 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         # Without nodes all positions are the root's.
         depth = step.by_row(depths(trees.parents, step.sizes), columns)
         batch.positions.index_add_(0, batch.logits_indices, depth.to(batch.positions.dtype))
-        self._shown.copy_(drawn.masks().masks)
+        self._shown.copy_(masks_of(drawn).masks)
         return drawn
 
     def _show_chains(self) -> None:
@@ -137,12 +137,12 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         self._shown.copy_(torch.ones_like(self._shown).tril())
 
     def _on_verified(
-        self, batch: InputBatch, step: Step, trees: DraftTree, verified: Verified
+        self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified
     ) -> None:
         self._drafter.on_verified(batch.idx_mapping, trees, verified)
         self._read(batch, step, verified)
 
-    def _read(self, batch: InputBatch, step: Step, verified: Verified) -> None:
+    def _read(self, batch: InputBatch, step: Layout, verified: Verified) -> None:
         """Run the layer on the step's tokens, and store its output after each accepted path.
 
         Rows behind an accepted path are read too: their KV is written again before it is read.
@@ -152,7 +152,7 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         column = columns.clamp(max=verified.path.shape[1] - 1)
         path = verified.path[step.request_of_row, column].long()
         accepted = (path >= 0) & (columns == column)
-        places = indices[step.row_of_node]
+        places = step.place_of_node
         # The token after a row is that of the next row, except along the accepted path. A prompt
         # that is read in part goes on with its own next token.
         tokens = batch.input_ids.roll(-1)

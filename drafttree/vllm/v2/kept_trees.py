@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tree_kernels.scheduled_trees import keep_trees
 
 from drafttree.tree import DraftTree
 
@@ -27,19 +28,15 @@ class KeptTrees:
     def __init__(self, requests: int, nodes: int, device: torch.device) -> None:
         self.parents = torch.full((requests, 1 + nodes), NO_NODE, dtype=torch.int32, device=device)
 
-    def keep(self, rows: torch.Tensor, trees: DraftTree) -> None:
-        """Keep the trees of the requests in `rows`, `int64 [B]`."""
-        missing = self.parents.shape[1] - trees.parents.shape[1]
-        self.parents[rows] = torch.nn.functional.pad(trees.parents, (0, missing), value=NO_NODE)
-
-    def of(self, rows: torch.Tensor, sizes: torch.Tensor, width: int) -> torch.Tensor:
-        """The parents of the nodes that a step verifies, `int32 [B, width]`.
+    def keep(self, rows: torch.Tensor, trees: DraftTree, last: torch.Tensor) -> torch.Tensor:
+        """Keep trees.
 
         Args:
-            rows: `int64 [B]`.
-            sizes: Number of each tree's columns that are verified, the root's counted, `int [B]`. A
-                cut tree is one too, as parents come before their children.
-            width: The greatest of the sizes.
+            rows: The requests' rows, integers `[B]`.
+            trees: Their trees.
+            last: `int32 [B]`, the last token of each text.
+
+        Returns:
+            `int64 [B, nodes]`, the draft tokens; the last token of the text where there is no node.
         """
-        columns = torch.arange(width, device=rows.device)
-        return self.parents[rows, :width].masked_fill(columns >= sizes[:, None], NO_NODE)
+        return keep_trees(self.parents, rows, trees.tokens, trees.parents, last)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tree_kernels.scheduled_trees import Layout, NodeTokens, node_tokens
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -34,7 +35,7 @@ from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains
 from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
-from drafttree.vllm.v2.step import NO_TOKEN, Step
+from drafttree.vllm.v2.step import NO_TOKEN, lay_out_step, masks_of
 from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
 from drafttree.vllm.v2.tier_report import TierReports
 from drafttree.vllm.v2.tiers import max_rows, sizes_up_to
@@ -54,7 +55,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     """
 
     _drafter: ModelFreeDrafter
-    _step: Step | None = None
+    _step: Layout | None = None
 
     def set_up(self, method: Method[Any], options: dict[str, Any]) -> None:
         """Prepare an adopted runner, before its model is loaded.
@@ -178,12 +179,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """Lay out the step: KV slots along a chain, then positions and masks of the trees."""
         prepared = super().prepare_attn(input_batch)
-        step = Step.of(input_batch, self._kept, self.req_states.prefill_len.gpu)
-        self._step, masks = step, None
-        if input_batch.num_draft_tokens:
-            step.move_positions(input_batch)
-            masks = step.masks()
-        self._tell_builders(masks)
+        self._step = lay_out_step(input_batch, self._kept, self.req_states.prefill_len.gpu)
+        self._tell_builders(masks_of(self._step) if input_batch.num_draft_tokens else None)
         return prepared
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,9 +210,13 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         # What the trees of this step are worth, before the next ones take their places.
         self._reports.begin(self._trees.expected, batch.idx_mapping)
         logits = self.model.compute_logits(hidden_states[batch.logits_indices])
-        tokens = batch.input_ids[batch.logits_indices]
-        trees = step.trees(tokens)
-        self._learn(batch, step, trees, tokens, logits)
+        # The drafter's text of a prompt that is read in part goes beyond the root.
+        tokens = node_tokens(
+            *(batch.input_ids, batch.cu_num_logits, step, step.parents),
+            self._trees.drafter.previous_tokens(batch.idx_mapping),
+        )
+        trees = DraftTree(tokens.nodes, step.parents, step.sizes)
+        self._learn(batch, tokens, logits)
         if grammar_output is not None:
             # The masks of the rows behind a root may be those of placeholders: such a request has
             # no tree, so its path ends at the root.
@@ -229,20 +230,20 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         if self.sampler.compute_nans:
             num_nans = get_num_nans(logits)[batch.cu_num_logits[:-1].long()]
         verified, logprobs = sample_trees(
-            *(self.sampler, batch, step, trees, logits, tokens),
+            *(self.sampler, batch, step, trees, logits, tokens.rows),
             self._trees.drafter.max_depth,
             max_copied_rows(self.vocab_size),
         )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            verified.num_emitted.clone(),
+            verified.num_emitted,
             batch.seq_lens,
             batch.cu_num_logits,
             batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        self._move_kv(batch, step, verified)
+        self._move_kv(step, verified)
         # After a chunk of a prompt the engine drops the token.
-        emitted = verified.emitted.masked_fill(num_sampled[:, None] == 0, NO_TOKEN)
+        emitted = verified.emitted.masked_fill(step.partial[:, None], NO_TOKEN)
         kept = replace(verified, emitted=emitted)
         self._on_verified(batch, step, trees, kept)
         self.counters.add_step(step.begun, trees, verified)
@@ -259,38 +260,23 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Sample, verify and draft; let the report for the scheduler travel with the tokens."""
         return self._reports.attach(super().sample_tokens(grammar_output))
 
-    def _learn(
-        self,
-        batch: InputBatch,
-        step: Step,
-        trees: DraftTree,
-        tokens: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> None:
+    def _learn(self, batch: InputBatch, tokens: NodeTokens, logits: torch.Tensor) -> None:
         """Let the drafter observe the logits after all nodes."""
-        drafter, rows = self._trees.drafter, batch.idx_mapping
-        # The drafter's text of a prompt that is read in part goes beyond the root.
-        whole = batch.seq_lens[: batch.num_reqs] >= self.req_states.prefill_len.gpu[rows]
-        before_roots = drafter.previous_tokens(rows).masked_fill(~whole, NO_TOKEN)
-        columns = batch.expanded_local_pos
-        drafter.observe(
-            batch.expanded_idx_mapping,
-            tokens.int().masked_fill(~step.by_row(step.real, columns), NO_TOKEN),
-            step.by_row(trees.previous_tokens(before_roots), columns),
-            logits,
+        self._trees.drafter.observe(
+            batch.expanded_idx_mapping, tokens.observed, tokens.previous, logits
         )
 
     def _on_verified(
-        self, batch: InputBatch, step: Step, trees: DraftTree, verified: Verified
+        self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified
     ) -> None:
         """Tell the drafter what came of the step's trees, when the KV has been moved."""
         self._trees.drafter.on_verified(batch.idx_mapping, trees, verified)
 
-    def _move_kv(self, batch: InputBatch, step: Step, verified: Verified) -> None:
+    def _move_kv(self, step: Layout, verified: Verified) -> None:
         """Move the KV of the accepted path to the slots right after the root's."""
         if step.width == 1:
             return
         for slots, movers in zip(self.block_tables.slot_mappings, self._movers, strict=True):
-            of_nodes = slots[batch.logits_indices][step.row_of_node]
+            of_nodes = slots[step.place_of_node]
             for move in movers:
                 move(of_nodes, verified.path)

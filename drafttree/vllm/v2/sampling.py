@@ -20,9 +20,8 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_target
 
 if TYPE_CHECKING:
+    from tree_kernels.scheduled_trees import Layout
     from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from drafttree.vllm.v2.step import Step
 
 MAX_COPY_BYTES = 1 << 30
 """Greatest size of the copy of logits in float32 that the engine's sampler processes."""
@@ -62,7 +61,7 @@ def _chunks(ends: np.ndarray[Any, Any], max_rows: int) -> Iterator[_Chunk]:
 def sample_trees(
     sampler: Any,
     batch: InputBatch,
-    step: Step,
+    step: Layout,
     trees: DraftTree,
     logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -103,7 +102,9 @@ def sample_trees(
             lengths[chunk.requests],
             return_logprobs=dims is not None,
         )
-        nodes = step.row_of_node[chunk.requests] - chunk.rows.start
+        nodes = step.row_of_node[chunk.requests]
+        if chunk.rows.start:
+            nodes = nodes - chunk.rows.start
         whole = trees if len(batch.req_ids) == len(nodes) else _of_requests(trees, chunk.requests)
         verified = verify_target(whole, drawn[nodes].int(), depth)
         outcomes.append(verified)

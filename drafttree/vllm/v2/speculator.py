@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
+from tree_kernels.scheduled_trees import next_roots
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -94,8 +94,7 @@ class TreeSpeculator(BaseSpeculator):
             self.expected[rows] = float("nan")
         if dummy_run or not (limit or self.looks_up):
             return last_sampled.new_zeros(input_batch.num_reqs, self._nodes)
-        last = last_sampled[rows, 0].int()
-        roots = last.masked_fill(num_sampled == 0, NO_TOKEN)
+        last, roots = next_roots(last_sampled, rows, num_sampled)
         undrafted = self._undrafted(input_batch.idx_mapping_np)
         if undrafted.all():
             trees = DraftTree.of_roots(torch.full_like(roots, NO_TOKEN))
@@ -103,10 +102,8 @@ class TreeSpeculator(BaseSpeculator):
             if undrafted.any():
                 roots = roots.masked_fill(on_device(undrafted, roots.device), NO_TOKEN)
             trees = self._draft(input_batch, roots, limit)
-        self._kept.keep(rows, trees)
-        tokens = pad(trees.tokens[:, 1:], (0, 1 + self._nodes - trees.tokens.shape[1]), value=-1)
         # The target embeds all of them, so they must be tokens.
-        return torch.where(tokens < 0, last[:, None], tokens).long()
+        return self._kept.keep(rows, trees, last)
 
     def _draft(self, batch: InputBatch, roots: torch.Tensor, limit: int) -> DraftTree:
         self.drafter.limit_draft_tokens(limit)

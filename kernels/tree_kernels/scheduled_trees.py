@@ -1,0 +1,434 @@
+"""Trees of a batch that a host has laid out as chains, before it knew the trees.
+
+The host schedules a number of rows for each request: the root's and one for each column of its
+tree. Which columns are nodes, and under which parents, is known on the device alone, where the
+trees are kept by the request's row in the host's state. One launch lays a step out, one reads its
+tokens, one finds the roots of the next trees and one keeps these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tree_kernels._dispatch import Op
+from tree_kernels._triton import jit, next_power_of_2, tl
+from tree_kernels.mask import depths
+
+_NONE = -1
+
+
+class Layout(NamedTuple):
+    """The trees of a step: B requests of up to N columns, and R rows that have logits.
+
+    Attributes:
+        requests: Int64 `[B]`, 0 to B - 1.
+        sizes: Int32 `[B]`, the number of each request's rows.
+        begun: Bool `[B]`, whether the root is a token that was sampled. If it belongs to a prompt,
+            the columns behind it are placeholders, and there is no tree.
+        partial: Bool `[B]`, whether the prompt goes on after the step.
+        parents: Int32 `[B, N]`, the column of each node's parent; -1 where there is no node.
+        real: Bool `[B, N]`, whether a column is a node.
+        row_of_node: Int64 `[B, N]`, places among the R rows; padding repeats a request's last.
+        place_of_node: Int64 `[B, N]`, the same among the step's tokens.
+        request_of_row: Int64 `[R]`.
+    """
+
+    requests: Tensor
+    sizes: Tensor
+    begun: Tensor
+    partial: Tensor
+    parents: Tensor
+    real: Tensor
+    row_of_node: Tensor
+    place_of_node: Tensor
+    request_of_row: Tensor
+
+    @property
+    def width(self) -> int:
+        """Number of columns N."""
+        return self.parents.shape[1]
+
+    def by_row(self, nodes: Tensor, columns: Tensor) -> Tensor:
+        """Gather values of nodes, `[B, N]`, into `[R]`; `columns [R]` are the rows' columns."""
+        return nodes[self.request_of_row, columns.long()]
+
+
+class NodeTokens(NamedTuple):
+    """The input tokens of a step's trees.
+
+    Attributes:
+        nodes: Int32 `[B, N]`; -1 where there is no node.
+        rows: `[R]`, the input token of each row that has logits, in the type of the input.
+        observed: Int32 `[R]`, the same with -1 where there is no node.
+        previous: Int32 `[R]`, the token before that of each node; -1 where it is not known.
+    """
+
+    nodes: Tensor
+    rows: Tensor
+    observed: Tensor
+    previous: Tensor
+
+
+@jit(do_not_specialize=["width", "kept_width"])
+def _lay_out_kernel(
+    rows: tl.tensor,
+    ends: tl.tensor,
+    lengths: tl.tensor,
+    prompts: tl.tensor,
+    kept: tl.tensor,
+    indices: tl.tensor,
+    positions: tl.tensor,
+    requests: tl.tensor,
+    sizes: tl.tensor,
+    begun: tl.tensor,
+    partial: tl.tensor,
+    parents: tl.tensor,
+    real: tl.tensor,
+    row_of_node: tl.tensor,
+    place_of_node: tl.tensor,
+    request_of_row: tl.tensor,
+    width: tl.tensor,
+    kept_width: tl.tensor,
+    ROUNDS: tl.constexpr,
+    PAD: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request).to(tl.int64)
+    first = tl.load(ends + request).to(tl.int64)
+    size = (tl.load(ends + request + 1) - first).to(tl.int32)
+    length = tl.load(lengths + request)
+    prompt = tl.load(prompts + row)
+    is_begun = length - size >= prompt
+    tl.store(requests + request, request)
+    tl.store(sizes + request, size)
+    tl.store(begun + request, is_begun.to(tl.int8))
+    tl.store(partial + request, (length < prompt).to(tl.int8))
+    column = tl.arange(0, PAD)
+    inside = column < width
+    verified = inside & (column < tl.where(is_begun, size, 1))
+    parent = tl.load(kept + row * kept_width + column, mask=verified, other=-1)
+    out = request * width + column
+    tl.store(parents + out, parent, mask=inside)
+    tl.store(real + out, ((column == 0) | (parent >= 0)).to(tl.int8), mask=inside)
+    node_row = first + tl.minimum(column, size - 1)
+    place = tl.load(indices + node_row, mask=inside, other=0).to(tl.int64)
+    tl.store(row_of_node + out, node_row, mask=inside)
+    tl.store(place_of_node + out, place, mask=inside)
+    scheduled = column < size
+    tl.store(request_of_row + first + column, tl.zeros([PAD], tl.int64) + request, mask=scheduled)
+    depth = (parent >= 0).to(tl.int32)
+    jump = tl.where(parent >= 0, parent, column)
+    for _ in range(ROUNDS):
+        depth += tl.gather(depth, jump, 0)
+        jump = tl.gather(jump, jump, 0)
+    position = tl.load(positions + place, mask=scheduled & inside, other=0)
+    tl.store(positions + place, position + (depth - column), mask=scheduled & inside)
+
+
+def _lay_out_triton(
+    rows: Tensor,
+    ends: Tensor,
+    lengths: Tensor,
+    prompts: Tensor,
+    kept: Tensor,
+    indices: Tensor,
+    positions: Tensor,
+    width: int,
+) -> Layout:
+    count, device = len(rows), rows.device
+    single = torch.empty(2, count, dtype=torch.int8, device=device)
+    sizes = torch.empty(count, dtype=torch.int32, device=device)
+    parents = torch.empty(count, width, dtype=torch.int32, device=device)
+    real = torch.empty(count, width, dtype=torch.int8, device=device)
+    nodes = torch.empty(2, count, width, dtype=torch.int64, device=device)
+    requests = torch.empty(count, dtype=torch.int64, device=device)
+    request_of_row = torch.empty(len(indices), dtype=torch.int64, device=device)
+    if count:
+        _lay_out_kernel[(count,)](
+            *(rows, ends, lengths, prompts, kept, indices, positions),
+            *(requests, sizes, *single, parents, real, *nodes, request_of_row),
+            *(width, kept.stride(0)),
+            ROUNDS=max(width - 1, 0).bit_length(),
+            PAD=next_power_of_2(width),
+        )
+    begun, partial = single.view(torch.bool)
+    return Layout(
+        *(requests, sizes, begun, partial, parents, real.view(torch.bool), *nodes, request_of_row)
+    )
+
+
+def _lay_out_reference(
+    rows: Tensor,
+    ends: Tensor,
+    lengths: Tensor,
+    prompts: Tensor,
+    kept: Tensor,
+    indices: Tensor,
+    positions: Tensor,
+    width: int,
+) -> Layout:
+    sizes = (ends[1:] - ends[:-1]).int()
+    begun = lengths - sizes >= prompts[rows]
+    column = torch.arange(width, device=rows.device)
+    verified = torch.where(begun, sizes, 1)
+    parents = kept[rows, :width].masked_fill(column >= verified[:, None], _NONE)
+    row_of_node = ends[:-1, None].long() + torch.minimum(column, sizes[:, None].long() - 1)
+    requests = torch.arange(len(rows), device=rows.device)
+    request_of_row = torch.repeat_interleave(requests, sizes.long(), output_size=len(indices))
+    place_of_node = indices[row_of_node].long()
+    column_of_row = torch.arange(len(indices), device=rows.device) - ends[request_of_row]
+    depth = depths(parents, sizes)[request_of_row, column_of_row]
+    positions.index_add_(0, indices.long(), (depth - column_of_row).to(positions.dtype))
+    return Layout(
+        requests=requests,
+        sizes=sizes,
+        begun=begun,
+        partial=lengths < prompts[rows],
+        parents=parents,
+        real=(column == 0) | (parents >= 0),
+        row_of_node=row_of_node,
+        place_of_node=place_of_node,
+        request_of_row=request_of_row,
+    )
+
+
+@jit(do_not_specialize=["width"])
+def _tokens_kernel(
+    inputs: tl.tensor,
+    places: tl.tensor,
+    ends: tl.tensor,
+    parents: tl.tensor,
+    before_roots: tl.tensor,
+    partial: tl.tensor,
+    nodes: tl.tensor,
+    rows: tl.tensor,
+    observed: tl.tensor,
+    previous: tl.tensor,
+    width: tl.tensor,
+    PAD: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PAD)
+    inside = column < width
+    first = tl.load(ends + request).to(tl.int64)
+    size = (tl.load(ends + request + 1) - first).to(tl.int32)
+    line = request * width + column
+    parent = tl.load(parents + line, mask=inside, other=-1)
+    token = tl.load(inputs + tl.load(places + line, mask=inside, other=0), mask=inside, other=-1)
+    node = tl.where((column == 0) | (parent >= 0), token.to(tl.int32), -1)
+    tl.store(nodes + line, node, mask=inside)
+    above = tl.gather(node, tl.maximum(parent, 0), 0)
+    is_known = tl.load(partial + request) == 0
+    before = tl.where(is_known, tl.load(before_roots + request), -1)
+    above = tl.where(column == 0, before, tl.where(parent >= 0, above, -1))
+    row = first + column
+    scheduled = inside & (column < size)
+    tl.store(rows + row, token, mask=scheduled)
+    tl.store(observed + row, node, mask=scheduled)
+    tl.store(previous + row, above, mask=scheduled)
+
+
+def _tokens_triton(
+    inputs: Tensor, ends: Tensor, layout: Layout, parents: Tensor, before_roots: Tensor
+) -> NodeTokens:
+    count, width = parents.shape
+    nodes = torch.empty(count, width, dtype=torch.int32, device=inputs.device)
+    rows = inputs.new_empty(len(layout.request_of_row))
+    observed, previous = torch.empty(2, len(rows), dtype=torch.int32, device=inputs.device)
+    if count:
+        _tokens_kernel[(count,)](
+            *(inputs, layout.place_of_node, ends, parents, before_roots.contiguous()),
+            *(layout.partial.view(torch.int8), nodes, rows, observed, previous, width),
+            PAD=next_power_of_2(width),
+        )
+    return NodeTokens(nodes, rows, observed, previous)
+
+
+def _tokens_reference(
+    inputs: Tensor, ends: Tensor, layout: Layout, parents: Tensor, before_roots: Tensor
+) -> NodeTokens:
+    of_nodes = inputs[layout.place_of_node]
+    real = (parents >= 0).index_fill(1, torch.zeros_like(ends[:1]).long(), True)
+    nodes = of_nodes.int().masked_fill(~real, _NONE)
+    above = nodes.gather(1, parents.clamp(min=0).long()).masked_fill(parents < 0, _NONE)
+    above[:, 0] = before_roots.int().masked_fill(layout.partial, _NONE)
+    request = layout.request_of_row
+    column = torch.arange(len(request), device=inputs.device) - ends[request]
+    return NodeTokens(
+        nodes, of_nodes[request, column], nodes[request, column], above[request, column]
+    )
+
+
+@jit
+def _roots_kernel(
+    sampled: tl.tensor, rows: tl.tensor, counts: tl.tensor, last: tl.tensor, roots: tl.tensor
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    token = tl.load(sampled + tl.load(rows + request).to(tl.int64)).to(tl.int32)
+    tl.store(last + request, token)
+    tl.store(roots + request, tl.where(tl.load(counts + request) == 0, -1, token))
+
+
+def _roots_triton(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    last, roots = torch.empty(2, len(rows), dtype=torch.int32, device=rows.device)
+    if len(rows):
+        _roots_kernel[(len(rows),)](sampled.contiguous(), rows, counts, last, roots)
+    return last, roots
+
+
+def _roots_reference(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    last = sampled.view(-1)[rows].int()
+    return last, last.masked_fill(counts == 0, _NONE)
+
+
+@jit(do_not_specialize=["width", "kept_width"])
+def _keep_kernel(
+    kept: tl.tensor,
+    rows: tl.tensor,
+    tokens: tl.tensor,
+    parents: tl.tensor,
+    last: tl.tensor,
+    drafts: tl.tensor,
+    width: tl.tensor,
+    kept_width: tl.tensor,
+    PAD: tl.constexpr,
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request).to(tl.int64)
+    column = tl.arange(0, PAD)
+    inside = column < kept_width
+    given = column < width
+    line = request * width + column
+    parent = tl.load(parents + line, mask=given, other=-1)
+    token = tl.load(tokens + line, mask=given, other=-1)
+    tl.store(kept + row * kept_width + column, parent, mask=inside)
+    token = tl.where(token < 0, tl.load(last + request), token).to(tl.int64)
+    at = drafts + request * (kept_width - 1) + column - 1
+    tl.store(at, token, mask=inside & (column > 0))
+
+
+def _keep_triton(
+    kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor
+) -> Tensor:
+    drafts = torch.empty(len(rows), kept.shape[1] - 1, dtype=torch.int64, device=rows.device)
+    if len(rows):
+        _keep_kernel[(len(rows),)](
+            *(kept, rows, tokens.contiguous(), parents.contiguous(), last.contiguous(), drafts),
+            *(tokens.shape[1], kept.shape[1]),
+            PAD=next_power_of_2(kept.shape[1]),
+        )
+    return drafts
+
+
+def _keep_reference(
+    kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor
+) -> Tensor:
+    missing = (0, kept.shape[1] - tokens.shape[1])
+    kept[rows] = pad(parents, missing, value=_NONE)
+    drafts = pad(tokens, missing, value=_NONE)[:, 1:]
+    return torch.where(drafts < 0, last[:, None], drafts).long()
+
+
+_LAY_OUT = Op("scheduled_trees.lay_out", _lay_out_reference, triton=_lay_out_triton)
+_TOKENS = Op("scheduled_trees.node_tokens", _tokens_reference, triton=_tokens_triton)
+_ROOTS = Op("scheduled_trees.next_roots", _roots_reference, triton=_roots_triton)
+_KEEP = Op("scheduled_trees.keep_trees", _keep_reference, triton=_keep_triton)
+
+
+def lay_out(
+    rows: Tensor,
+    ends: Tensor,
+    lengths: Tensor,
+    prompts: Tensor,
+    kept: Tensor,
+    indices: Tensor,
+    positions: Tensor,
+    width: int,
+) -> Layout:
+    """Lay out a step's trees, and move its positions from those of chains to those of trees.
+
+    Args:
+        rows: Integers `[B]`, the requests' rows in the host's state.
+        ends: Integers `[B + 1]`: the rows of request b that have logits are `ends[b]` to
+            `ends[b + 1] - 1`.
+        lengths: Integers `[B]`, the number of tokens of each text at the end of the step, all
+            columns counted.
+        prompts: Integers `[M]`, the number of tokens of each prompt, by row of the host's state.
+        kept: Int32 `[M, 1 + K]`, contiguous, the parents of the kept trees; see `keep_trees`. A
+            step may schedule fewer columns than there are, which cuts the trees.
+        indices: Integers `[R]`, the places of the rows that have logits among the step's tokens.
+        positions: Integers `[T]`, changed in place: a node's is its root's and its depth. That of a
+            column without a node becomes the root's.
+        width: Greatest number of a request's rows.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    if ends.shape != (len(rows) + 1,) or lengths.shape != rows.shape:
+        raise ValueError(
+            f"{len(rows)} requests have ends {[*ends.shape]} and lengths {[*lengths.shape]}"
+        )
+    if not 1 <= width <= kept.shape[1] or not kept.is_contiguous():
+        raise ValueError(f"width={width} must be 1 to {kept.shape[1]}, of contiguous trees")
+    return _LAY_OUT.on(rows)(rows, ends, lengths, prompts, kept, indices, positions, width)
+
+
+def node_tokens(
+    inputs: Tensor, ends: Tensor, layout: Layout, parents: Tensor, before_roots: Tensor
+) -> NodeTokens:
+    """Read the tokens of a step's trees from its input.
+
+    Args:
+        inputs: Integers `[T]`, the input tokens of the step.
+        ends: As in `lay_out`.
+        layout: The step's layout.
+        parents: Int32 `[B, N]`, the trees' parents: those of the layout, or of trees that were
+            drafted since.
+        before_roots: Integers `[B]`, the token before each root; -1 where it is not known. That of
+            a partial prompt is not used.
+    """
+    return _TOKENS.on(inputs)(inputs, ends, layout, parents.contiguous(), before_roots)
+
+
+def next_roots(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The roots of the next trees.
+
+    Args:
+        sampled: Integers `[M]` or `[M, 1]`, the last token of each text, by row of the host's
+            state.
+        rows: Integers `[B]`, the requests' rows there.
+        counts: Integers `[B]`, how many tokens each request emitted.
+
+    Returns:
+        The last tokens, int32 `[B]`; and the same with -1 where nothing was emitted.
+    """
+    return _ROOTS.on(sampled)(sampled, rows, counts)
+
+
+def keep_trees(kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor) -> Tensor:
+    """Keep drafted trees until they are verified.
+
+    Args:
+        kept: Int32 `[M, 1 + K]`, contiguous, where the parents are written; -1 for roots and where
+            there is no node.
+        rows: Integers `[B]`, the requests' rows there.
+        tokens: Int32 `[B, N]`, N at most 1 + K, the trees; -1 where there is no node.
+        parents: Int32 `[B, N]`.
+        last: Int32 `[B]`, what stands where there is no node, as a target embeds all columns.
+
+    Returns:
+        Int64 `[B, K]`, the draft tokens.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    if tokens.shape != parents.shape or tokens.shape[1] > kept.shape[1]:
+        raise ValueError(
+            f"tokens {[*tokens.shape]} and parents {[*parents.shape]} must both be [B, N], N at "
+            f"most {kept.shape[1]}"
+        )
+    return _KEEP.on(kept)(kept, rows, tokens, parents, last)
