@@ -140,25 +140,27 @@ def _lay_out_triton(
     width: int,
 ) -> Layout:
     count, device = len(rows), rows.device
-    single = torch.empty(2, count, dtype=torch.int8, device=device)
-    sizes = torch.empty(count, dtype=torch.int32, device=device)
-    parents = torch.empty(count, width, dtype=torch.int32, device=device)
-    real = torch.empty(count, width, dtype=torch.int8, device=device)
-    nodes = torch.empty(2, count, width, dtype=torch.int64, device=device)
-    requests = torch.empty(count, dtype=torch.int64, device=device)
-    request_of_row = torch.empty(len(indices), dtype=torch.int64, device=device)
+    # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
+    layout = Layout(
+        requests=torch.empty(count, dtype=torch.int64, device=device),
+        sizes=torch.empty(count, dtype=torch.int32, device=device),
+        begun=torch.empty(count, dtype=torch.bool, device=device),
+        partial=torch.empty(count, dtype=torch.bool, device=device),
+        parents=torch.empty(count, width, dtype=torch.int32, device=device),
+        real=torch.empty(count, width, dtype=torch.bool, device=device),
+        row_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
+        place_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
+        request_of_row=torch.empty(len(indices), dtype=torch.int64, device=device),
+    )
     if count:
         _lay_out_kernel[(count,)](
             *(rows, ends, lengths, prompts, kept, indices, positions),
-            *(requests, sizes, *single, parents, real, *nodes, request_of_row),
+            *(each.view(torch.int8) if each.dtype == torch.bool else each for each in layout),
             *(width, kept.stride(0)),
             ROUNDS=max(width - 1, 0).bit_length(),
             PAD=next_power_of_2(width),
         )
-    begun, partial = single.view(torch.bool)
-    return Layout(
-        *(requests, sizes, begun, partial, parents, real.view(torch.bool), *nodes, request_of_row)
-    )
+    return layout
 
 
 def _lay_out_reference(
@@ -238,7 +240,8 @@ def _tokens_triton(
     count, width = parents.shape
     nodes = torch.empty(count, width, dtype=torch.int32, device=inputs.device)
     rows = inputs.new_empty(len(layout.request_of_row))
-    observed, previous = torch.empty(2, len(rows), dtype=torch.int32, device=inputs.device)
+    observed = torch.empty(len(rows), dtype=torch.int32, device=inputs.device)
+    previous = torch.empty_like(observed)
     if count:
         _tokens_kernel[(count,)](
             *(inputs, layout.place_of_node, ends, parents, before_roots.contiguous()),
@@ -274,7 +277,8 @@ def _roots_kernel(
 
 
 def _roots_triton(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    last, roots = torch.empty(2, len(rows), dtype=torch.int32, device=rows.device)
+    last = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+    roots = torch.empty_like(last)
     if len(rows):
         _roots_kernel[(len(rows),)](sampled.contiguous(), rows, counts, last, roots)
     return last, roots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from dense_attention import dense
@@ -18,6 +19,7 @@ from tree_kernels import (
     mask_rows,
     merge,
     rejection,
+    scheduled_trees,
     token_info,
     tree_attention,
 )
@@ -64,6 +66,40 @@ def _mask_rows(requests: int, tree_size: int) -> Work:
         return (other,)
 
     return Work(ours, reference, masks.nbytes + starts.nbytes + counts.nbytes + mine.nbytes)
+
+
+def _scheduled_trees(requests: int, tree_size: int) -> Work:
+    parents, counts = parents_of(budget_tree(tree_size), requests)
+    total = requests * tree_size
+    rows, indices = torch.arange(requests).int(), torch.arange(total)
+    ends = (torch.arange(requests + 1) * tree_size).int()
+    lengths, prompts = torch.full_like(rows, 500), torch.full_like(rows, 100)
+    inputs = torch.randint(0, VOCAB, (total,)).int()
+    mine, other = parents.clone(), parents.clone()
+
+    def run(kept: Tensor, lay_out: Any, tokens: Any, roots: Any, keep: Any) -> list[Tensor]:
+        positions = indices.clone()
+        layout = lay_out(rows, ends, lengths, prompts, kept, indices, positions, tree_size)
+        read = tokens(inputs, ends, layout, layout.parents, rows)
+        last, following = roots(inputs, rows, counts)
+        drafts = keep(kept, rows, read.nodes, layout.parents, last)
+        return [positions, *layout, *read, following, drafts]
+
+    def ours() -> list[Tensor]:
+        module = scheduled_trees
+        return run(mine, module.lay_out, module.node_tokens, module.next_roots, module.keep_trees)
+
+    def reference() -> list[Tensor]:
+        return run(
+            other,
+            scheduled_trees._lay_out_reference,
+            scheduled_trees._tokens_reference,
+            scheduled_trees._roots_reference,
+            scheduled_trees._keep_reference,
+        )
+
+    given = parents, rows, indices, ends, lengths, inputs
+    return Work(ours, reference, sum(each.nbytes for each in (*given, *ours())))
 
 
 def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work:
@@ -232,6 +268,7 @@ CASES: dict[str, Case] = {
         _GPU,
     ),
     "mask_rows": Case(_mask_rows, _TREES, _QUICK, _GPU),
+    "scheduled_trees": Case(_scheduled_trees, _TREES, _QUICK),
     "token_info": Case(
         _token_info,
         grid(requests=_BATCHES, width=(12,), vocab=(49152, VOCAB), hot=(8192,), k=(4,)),
