@@ -74,7 +74,6 @@ class HostSupport:
         algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM. The
             default suits every kind without a draft model.
         devices: Types of devices on which the kind is served.
-        tensor_parallel: Whether the kind is served with tensor parallelism.
         older_versions: Whether the kind is also served by supported host versions other than the
             tested one.
     """
@@ -83,7 +82,6 @@ class HostSupport:
     runs_v2: str | None = None
     algorithm: str = "drafttree.sglang.algorithm:TreeAlgorithm"
     devices: tuple[str, ...] = ("cpu",)
-    tensor_parallel: bool = False
     older_versions: bool = False
 
 
@@ -126,7 +124,6 @@ MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
         runs="drafttree.vllm.drafters.model_free:ModelFreeRunner",
         runs_v2="drafttree.vllm.v2.runner:TreeRunnerV2",
         devices=("cpu", "cuda"),
-        tensor_parallel=True,
     ),
     sglang=HostSupport(
         runs="drafttree.sglang.drafters.model_free:ModelFreeWorker",

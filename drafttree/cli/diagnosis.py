@@ -19,12 +19,14 @@ from pydantic import BaseModel
 from tree_kernels.machine import find_compiler, processor_name
 
 from drafttree import __version__
+from drafttree.compatibility import Engine, refused
 from drafttree.method import GROUP, Method
 from drafttree.sglang import versions as sglang_versions
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 PLUGIN_GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
 PLUGIN_CHOICES = {"vLLM": "VLLM_PLUGINS", "SGLang": "SGLANG_PLUGINS"}
+ENGINES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 PLUGIN = "drafttree"
 # Package indexes serve CUDA builds of these. With a CPU build of torch they cannot be imported, and
 # vLLM fails with them, although it does not need them.
@@ -146,7 +148,7 @@ def methods() -> Iterator[Finding]:
             advice="reinstall drafttree: its entry points are missing",
         )
     for entry in found:
-        yield _judge_method(entry)
+        yield from _judge_method(entry)
     for engine in PLUGIN_GROUPS:
         yield _judge_plugin(engine)
 
@@ -167,8 +169,8 @@ def traps() -> Iterator[Finding]:
             name="VLLM_USE_V2_MODEL_RUNNER",
             value=os.environ["VLLM_USE_V2_MODEL_RUNNER"],
             status="note" if _has_cuda() else "problem",
-            advice="on the V2 model runner only Token Recycling is served, and vLLM's CPU build "
-            "cannot run it: unset it for other methods, and on a CPU",
+            advice="RSD is not served on the V2 model runner, and vLLM's CPU build cannot run it: "
+            "unset it for RSD, and on a CPU",
         )
     if not _has_cuda() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         yield Finding(
@@ -272,18 +274,25 @@ def _judge_sglang() -> Finding:
     return finding
 
 
-def _judge_method(entry: EntryPoint) -> Finding:
+def _judge_method(entry: EntryPoint) -> Iterator[Finding]:
     try:
         method: Method[Any] = entry.load()
     except Exception as error:
-        return Finding(
+        yield Finding(
             section="methods",
             name=entry.name,
             value=f"broken: {error!r}",
             status="problem",
             advice=f"reinstall the package that contains {entry.module}",
         )
-    return Finding(section="methods", name=method.name, value=method.title)
+        return
+    yield Finding(section="methods", name=method.name, value=method.title)
+    for engine, name in ENGINES.items():
+        yield Finding(
+            section="methods",
+            name=f"{method.name}, {name}",
+            value="refuses " + "; ".join(refused(engine, method.kind.name)),
+        )
 
 
 def _judge_plugin(engine: str) -> Finding:

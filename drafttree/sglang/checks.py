@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from drafttree.compatibility import is_refused
 from drafttree.method import Method
 from drafttree.model_files import check_draft_model
 from drafttree.sglang.patches import take_corpora
@@ -28,31 +29,33 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     """
     _check_version(method)
     _check_device(method, server_args)
-    for option, served, fix in (
-        ("pp_size", 1, "set it to 1"),
-        ("dp_size", 1, "set it to 1"),
-        ("enable_dp_attention", False, "leave it out"),
-        ("disaggregation_mode", "null", "leave it out"),
-        ("enable_hierarchical_cache", False, "leave it out"),
-        ("enable_two_batch_overlap", False, "leave it out"),
-        ("enable_torch_compile", False, "leave it out"),
-        ("enable_return_hidden_states", False, "leave it out"),
-        ("enable_watermark", False, "leave it out"),
-        ("enable_pdmux", False, "leave it out"),
-        ("enable_lora", False, "leave it out"),
-        # SGLang turns LoRA on for these, but only after this check.
-        ("lora_paths", [], "leave it out"),
-        # SGLang does not load its plugins in these processes, so there is no such algorithm there.
-        ("tokenizer_worker_num", 1, "set it to 1"),
+    kind = method.kind.name
+    for feature, option, served, fix in (
+        ("tensor-parallelism", "tp_size", 1, "set it to 1"),
+        ("pipeline-parallelism", "pp_size", 1, "set it to 1"),
+        ("data-parallelism", "dp_size", 1, "set it to 1"),
+        ("data-parallelism", "enable_dp_attention", False, "leave it out"),
+        ("kv-transfer", "disaggregation_mode", "null", "leave it out"),
+        ("kv-transfer", "enable_pdmux", False, "leave it out"),
+        ("kv-offloading", "enable_hierarchical_cache", False, "leave it out"),
+        ("two-batches", "enable_two_batch_overlap", False, "leave it out"),
+        ("compilation", "enable_torch_compile", False, "leave it out"),
+        ("hidden-states", "enable_return_hidden_states", False, "leave it out"),
         # SGLang records experts by slot, and the rows of a tree move to other slots.
-        ("enable_return_routed_experts", False, "leave it out"),
-        ("kv_cache_dtype", "auto", "leave it at auto"),
-        ("quantization", None, "use a model that is not quantised"),
+        ("hidden-states", "enable_return_routed_experts", False, "leave it out"),
+        ("watermarks", "enable_watermark", False, "leave it out"),
+        ("lora", "enable_lora", False, "leave it out"),
+        # SGLang turns LoRA on for these, but only after this check.
+        ("lora", "lora_paths", [], "leave it out"),
+        # SGLang does not load its plugins in these processes, so there is no such algorithm there.
+        ("tokenizer-workers", "tokenizer_worker_num", 1, "set it to 1"),
+        ("quantised-kv", "kv_cache_dtype", "auto", "leave it at auto"),
+        ("quantised-weights", "quantization", None, "use a model that is not quantised"),
     ):
         value = getattr(server_args, option, served)
-        if value is not None and value != served:
+        if value is not None and value != served and is_refused("sglang", kind, feature):
             flag = option.replace("_", "-")
-            raise ValueError(f"draft trees do not work with --{flag}={value}: {fix}")
+            raise ValueError(f"{method.title} does not work with --{flag}={value}: {fix}")
     cuda = server_args.device == "cuda"
     backends = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
     for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
@@ -65,7 +68,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
                 f"draft trees do not work with --{flag}={value}: leave it out or name "
                 + " or ".join(backends)
             )
-    _check_model(server_args)
+    _check_model(method, server_args)
     _check_draft_model(method, server_args)
     if _is_tested_version():
         take_corpora()
@@ -94,14 +97,9 @@ def _check_device(method: Method[Any], server_args: Any) -> None:
             f"{method.title} does not work with --device={server_args.device} in SGLang: use "
             f"{' or '.join(support.devices)}, or leave --speculative-algorithm out"
         )
-    if server_args.tp_size > 1 and not support.tensor_parallel:
-        raise ValueError(
-            f"{method.title} does not work with --tp-size={server_args.tp_size} in SGLang: set it "
-            "to 1"
-        )
 
 
-def _check_model(server_args: Any) -> None:
+def _check_model(method: Method[Any], server_args: Any) -> None:
     model = _model_config(server_args)
     attention = model.attention_arch.name
     window = getattr(model.hf_text_config, "sliding_window", None)
@@ -111,20 +109,24 @@ def _check_model(server_args: Any) -> None:
         and getattr(model.hf_text_config, "use_sliding_window", True)
         and window < model.context_len
     )
-    for found, trait in (
-        (not model.is_generation, "does not generate text"),
-        (model.is_multimodal, "is multimodal"),
-        (model.is_encoder_decoder, "is an encoder-decoder"),
-        (attention == "MLA", "uses latent attention (MLA)"),
-        (attention == "SSM", "has recurrent layers instead of attention"),
-        (_has_recurrent_layers(model), "is a hybrid with recurrent layers"),
-        (model.is_hybrid_swa or uses_window, f"has a sliding window of {window}"),
-        (model.quantization is not None, "is quantised"),
+    for feature, found, trait in (
+        ("encoders", not model.is_generation, "does not generate text"),
+        ("multimodal", model.is_multimodal, "is multimodal"),
+        ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
+        ("latent-attention", attention == "MLA", "uses latent attention (MLA)"),
+        ("recurrent-layers", attention == "SSM", "has recurrent layers instead of attention"),
+        ("recurrent-layers", _has_recurrent_layers(model), "is a hybrid with recurrent layers"),
+        (
+            "sliding-windows",
+            model.is_hybrid_swa or uses_window,
+            f"has a sliding window of {window}",
+        ),
+        ("quantised-weights", model.quantization is not None, "is quantised"),
     ):
-        if found:
+        if found and is_refused("sglang", method.kind.name, feature):
             raise ValueError(
-                f"draft trees do not work with --model-path={model.model_path}, which {trait}: "
-                "use a decoder with full attention, or leave --speculative-algorithm out"
+                f"{method.title} does not work with --model-path={model.model_path}, which "
+                f"{trait}: use a decoder with full attention, or leave --speculative-algorithm out"
             )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
+from drafttree.compatibility import is_refused
 from drafttree.vllm.runner_choice import VARIABLE, check_v2, is_v2_requested
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
@@ -71,48 +72,42 @@ def check_engine(
     """
     _check_version()
     device = _check_platform(method, engine)
-    uses_v2 = is_v2_requested()
+    uses_v2, kind = is_v2_requested(), method.kind.name
     if uses_v2:
         check_v2(method)
         _check_v2_settings(engine, parallel)
-    ranks = parallel.tensor_parallel_size
-    if ranks != 1 and not method.kind.vllm.tensor_parallel:
-        raise ValueError(
-            f"{method.title} does not work with tensor_parallel_size={ranks!r}: set it to 1"
-        )
-    for option, value, served, fix in (
-        (
-            "worker_cls",
-            parallel.worker_cls,
-            "auto",
-            "leave it out: draft trees need a worker of their own",
-        ),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "set it to 1"),
-        ("data_parallel_size", parallel.data_parallel_size, 1, "set it to 1"),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "set it to 1"),
-        ("kv_transfer_config", engine.kv_transfer_config, None, "leave the KV connector out"),
-        ("kv_offloading_size", engine.kv_offloading_size, None, "leave KV offloading out"),
-        (
-            "kv_cache_dtype",
-            _kv_cache_dtype(engine, model),
-            "auto",
-            "set it to the model's own data type",
-        ),
-        ("enable_dbo", parallel.enable_dbo, False, "leave dual batch overlap out"),
-        ("ubatch_size", parallel.ubatch_size, 0, "leave micro-batches out"),
-        ("enable_prompt_embeds", model.enable_prompt_embeds, False, "leave it out"),
+    for feature, settings, option, served, fix in (
+        ("tensor-parallelism", parallel, "tensor_parallel_size", 1, "set it to 1"),
+        ("pipeline-parallelism", parallel, "pipeline_parallel_size", 1, "set it to 1"),
+        ("data-parallelism", parallel, "data_parallel_size", 1, "set it to 1"),
+        ("context-parallelism", parallel, "decode_context_parallel_size", 1, "set it to 1"),
+        ("kv-transfer", engine, "kv_transfer_config", None, "leave the KV connector out"),
+        ("kv-offloading", engine, "kv_offloading_size", None, "leave KV offloading out"),
+        ("two-batches", parallel, "enable_dbo", False, "leave dual batch overlap out"),
+        ("two-batches", parallel, "ubatch_size", 0, "leave micro-batches out"),
+        ("prompt-embeddings", model, "enable_prompt_embeds", False, "leave it out"),
     ):
-        if value != served:
-            raise ValueError(f"draft trees do not work with {option}={value!r}: {fix}")
+        value = getattr(settings, option)
+        if value != served and is_refused("vllm", kind, feature):
+            raise ValueError(f"{method.title} does not work with {option}={value!r}: {fix}")
+    kv_cache_dtype = _kv_cache_dtype(engine, model)
+    if kv_cache_dtype != "auto" and is_refused("vllm", kind, "quantised-kv"):
+        raise ValueError(
+            f"{method.title} does not work with kv_cache_dtype={kv_cache_dtype!r}: set it to the "
+            "model's own data type"
+        )
+    if parallel.worker_cls != "auto":
+        raise ValueError(
+            f"draft trees do not work with worker_cls={parallel.worker_cls!r}: leave it out: draft "
+            "trees need a worker of their own"
+        )
     budget = engine.max_num_batched_tokens
     if budget is not None and budget < 2:
         raise ValueError(
             f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to more "
             "than the number of draft tokens of a tree"
         )
-    _check_model(model)
-    if method.kind.needs_model:
-        check_full_attention(method.title, model)
+    _check_model(method, model)
     return Serving(device, uses_v2)
 
 
@@ -199,21 +194,21 @@ def _check_cuda(engine: EngineArgs) -> None:
     logger.warning("Draft trees on CUDA were tested without a GPU only: compare the output first")
 
 
-def _check_model(model: ModelConfig) -> None:
-    name = model.model
-    for found, kind in (
-        (model.runner_type != "generate", "does not generate text"),
-        (model.is_encoder_decoder, "is an encoder-decoder"),
-        (model.is_hybrid, "is a hybrid with recurrent layers"),
-        (model.is_attention_free, "has no attention"),
-        (model.is_multimodal_model, "is multimodal"),
-        (model.use_mla, "uses latent attention (MLA)"),
-        (model.uses_mrope, "uses M-RoPE positions"),
+def _check_model(method: Method[Any], model: ModelConfig) -> None:
+    name, kind = model.model, method.kind.name
+    for feature, found, trait in (
+        ("encoders", model.runner_type != "generate", "does not generate text"),
+        ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
+        ("recurrent-layers", model.is_hybrid, "is a hybrid with recurrent layers"),
+        ("recurrent-layers", model.is_attention_free, "has no attention"),
+        ("multimodal", model.is_multimodal_model, "is multimodal"),
+        ("latent-attention", model.use_mla, "uses latent attention (MLA)"),
+        ("multimodal", model.uses_mrope, "uses M-RoPE positions"),
     ):
-        if found:
+        if found and is_refused("vllm", kind, feature):
             raise ValueError(
-                f"draft trees do not work with model={name!r}, which {kind}: use a "
-                "decoder with full attention, or leave the speculative method out"
+                f"{method.title} does not work with model={name!r}, which {trait}: use a decoder "
+                "with full attention, or leave the speculative method out"
             )
     if model.get_head_size() % 16:
         raise ValueError(
@@ -221,6 +216,8 @@ def _check_model(model: ModelConfig) -> None:
             f"{model.get_head_size()} is not a multiple of 16: use another model, or leave the "
             "speculative method out"
         )
+    if is_refused("vllm", kind, "sliding-windows"):
+        check_full_attention(method.title, model)
 
 
 def check_full_attention(user: str, model: ModelConfig) -> None:

@@ -19,6 +19,8 @@ from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
 from drafttree.budget.constants import BudgetConstants
+from drafttree.compatibility import Cell, features
+from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin.config import RecycleOptions
 from rsd_plugin.config import RsdOptions
@@ -81,6 +83,29 @@ def constant_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def compatibility_table() -> str:
+    """A table of what works with what."""
+    kinds = {"Token Recycling": MODEL_FREE, "RSD": DRAFT_MODEL, "Lyanna": HIDDEN_STATE}
+    columns = [(engine, kind.name) for engine in ("vLLM", "SGLang") for kind in kinds.values()]
+    heads = [f"{title}, {engine}" for engine in ("vLLM", "SGLang") for title in kinds]
+    rows = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    for feature in features().values():
+        cells = [_state(feature.cell(engine.lower(), kind)) for engine, kind in columns]  # type: ignore[arg-type]
+        rows.append("| " + " | ".join((feature.title, *cells)) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _state(cell: Cell) -> str:
+    """A cell as a table shows it."""
+    return {
+        "tested": f"tested (`{cell.test.partition('::')[0]}`)",
+        "untested": "served, untested",
+        "plain": "served without drafts",
+        "refused": "refused",
+        "none": "",
+    }[cell.state]
+
+
 def _short(value: float) -> str:
     """A number in at most three decimals, or else as a fraction."""
     return str(value) if round(value, 3) == value else f"1/{round(1 / value)}"
@@ -91,6 +116,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "options rsd": lambda: option_table(RsdOptions.model_fields),
     "options lyanna": lambda: option_table(LyannaOptions.model_fields),
     "constants node_budget": constant_table,
+    "compatibility": compatibility_table,
     "patches vllm": lambda: patch_table("vllm"),
     "patches sglang": lambda: patch_table("sglang"),
 }

@@ -1,0 +1,89 @@
+"""What works with what: features of engines and models, by engine and kind of drafter.
+
+`compatibility.toml` says it once, for the checks at start, for `drafttree doctor` and for the table
+in the documentation. No engine is needed to read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Literal, get_args
+
+Engine = Literal["vllm", "sglang"]
+State = Literal["tested", "untested", "plain", "refused", "none"]
+
+ANY_KIND = "all"
+"""Stands for the kinds of drafter that a feature does not name."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How an engine serves a feature with a kind of drafter.
+
+    Attributes:
+        state: Whether it is tested, served but untested, served without drafts ("plain"), refused,
+            or "none" where the engine has no such thing.
+        test: If tested, the test, `FILE::NAME` in `tests/engines`; else empty.
+    """
+
+    state: State
+    test: str = ""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of an engine or a model.
+
+    Attributes:
+        title: Its name in a table.
+        cells: By engine, and then by kind of drafter or `ANY_KIND`.
+    """
+
+    title: str
+    cells: Mapping[str, Mapping[str, Cell]]
+
+    def cell(self, engine: Engine, kind: str) -> Cell:
+        """How an engine serves the feature with a kind of drafter (`DrafterKind.name`)."""
+        by_kind = self.cells[engine]
+        return by_kind.get(kind, by_kind[ANY_KIND])
+
+
+@functools.cache
+def features() -> Mapping[str, Feature]:
+    """All features by name, in the order of the file."""
+    text = files(__package__).joinpath("compatibility.toml").read_text()
+    return {
+        name: Feature(
+            entry["title"],
+            {
+                engine: {kind: _cell(value) for kind, value in entry[engine].items()}
+                for engine in get_args(Engine)
+            },
+        )
+        for name, entry in tomllib.loads(text).items()
+    }
+
+
+def _cell(text: str) -> Cell:
+    state, _, test = text.partition(": ")
+    if state not in get_args(State) or (state == "tested") != bool(test):
+        raise ValueError(f"compatibility.toml: {text!r} is no state")
+    return Cell(state, test)  # type: ignore[arg-type]
+
+
+def is_refused(engine: Engine, kind: str, feature: str) -> bool:
+    """Whether an engine refuses a feature with a kind of drafter.
+
+    Raises:
+        KeyError: There is no such feature.
+    """
+    return features()[feature].cell(engine, kind).state == "refused"
+
+
+def refused(engine: Engine, kind: str) -> list[str]:
+    """The titles of all features that an engine refuses with a kind of drafter."""
+    return [each.title for name, each in features().items() if is_refused(engine, kind, name)]
