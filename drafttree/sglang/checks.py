@@ -121,6 +121,11 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
             model.is_hybrid_swa or uses_window,
             f"has a sliding window of {window}",
         ),
+        (
+            "soft-caps",
+            bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
+            "caps the logits of its attention",
+        ),
         ("quantised-weights", model.quantization is not None, "is quantised"),
     ):
         if found and is_refused("sglang", method.kind.name, feature):

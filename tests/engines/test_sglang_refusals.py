@@ -72,6 +72,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},
     "sliding window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
+    "caps the logits": {
+        "model": {"architectures": ["LlamaForCausalLM"], "attn_logit_softcapping": 30.0}
+    },
     "recurrent layers": {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
     },
