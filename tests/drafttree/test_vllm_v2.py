@@ -69,17 +69,21 @@ def test_no_running_request_waits_and_prompts_get_room(
             assert requests * (1 + size) <= most
 
 
-def test_kept_trees_are_cut_to_what_is_verified() -> None:
+def test_trees_are_kept_by_row() -> None:
     kept = KeptTrees(8, 6, torch.device("cpu"))
-    rows = torch.tensor([3, 0, 7])
-    kept.keep(rows, TREES)
-    assert kept.of(rows, torch.tensor([4, 2, 1]), 4).tolist() == [
-        [-1, 0, 0, 2],
-        [-1, 0, -1, -1],
-        [-1, -1, -1, -1],
+    rows, last = torch.tensor([3, 0, 7]), torch.tensor([5, 5, 9], dtype=torch.int32)
+    assert kept.keep(rows, TREES, last).tolist() == [
+        [6, 7, 8, 9, 5, 5],
+        [6, 5, 5, 5, 5, 5],
+        [9, 9, 9, 9, 9, 9],
     ]
-    kept.keep(rows[:1], DraftTree.of_roots(torch.tensor([5], dtype=torch.int32)))
-    assert kept.of(rows[:1], torch.tensor([7]), 7).tolist() == [[-1] * 7]
+    assert kept.parents[rows].tolist() == [
+        [-1, 0, 0, 2, 1, -1, -1],
+        [-1, 0, -1, -1, -1, -1, -1],
+        [-1] * 7,
+    ]
+    kept.keep(rows[:1], DraftTree.of_roots(last[:1]), last[:1])
+    assert kept.parents[3].tolist() == [-1] * 7
 
 
 def test_chains_follow_first_children() -> None:
