@@ -31,7 +31,6 @@ class Layout(NamedTuple):
             the columns behind it are placeholders, and there is no tree.
         partial: Bool `[B]`, whether the prompt goes on after the step.
         parents: Int32 `[B, N]`, the column of each node's parent; -1 where there is no node.
-        real: Bool `[B, N]`, whether a column is a node.
         row_of_node: Int64 `[B, N]`, places among the R rows; padding repeats a request's last.
         place_of_node: Int64 `[B, N]`, the same among the step's tokens.
         request_of_row: Int64 `[R]`.
@@ -42,7 +41,6 @@ class Layout(NamedTuple):
     begun: Tensor
     partial: Tensor
     parents: Tensor
-    real: Tensor
     row_of_node: Tensor
     place_of_node: Tensor
     request_of_row: Tensor
@@ -87,7 +85,6 @@ def _lay_out_kernel(
     begun: tl.tensor,
     partial: tl.tensor,
     parents: tl.tensor,
-    real: tl.tensor,
     row_of_node: tl.tensor,
     place_of_node: tl.tensor,
     request_of_row: tl.tensor,
@@ -113,7 +110,6 @@ def _lay_out_kernel(
     parent = tl.load(kept + row * kept_width + column, mask=verified, other=-1)
     out = request * width + column
     tl.store(parents + out, parent, mask=inside)
-    tl.store(real + out, ((column == 0) | (parent >= 0)).to(tl.int8), mask=inside)
     node_row = first + tl.minimum(column, size - 1)
     place = tl.load(indices + node_row, mask=inside, other=0).to(tl.int64)
     tl.store(row_of_node + out, node_row, mask=inside)
@@ -147,7 +143,6 @@ def _lay_out_triton(
         begun=torch.empty(count, dtype=torch.bool, device=device),
         partial=torch.empty(count, dtype=torch.bool, device=device),
         parents=torch.empty(count, width, dtype=torch.int32, device=device),
-        real=torch.empty(count, width, dtype=torch.bool, device=device),
         row_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
         place_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
         request_of_row=torch.empty(len(indices), dtype=torch.int64, device=device),
@@ -191,7 +186,6 @@ def _lay_out_reference(
         begun=begun,
         partial=lengths < prompts[rows],
         parents=parents,
-        real=(column == 0) | (parents >= 0),
         row_of_node=row_of_node,
         place_of_node=place_of_node,
         request_of_row=request_of_row,
@@ -255,8 +249,8 @@ def _tokens_reference(
     inputs: Tensor, ends: Tensor, layout: Layout, parents: Tensor, before_roots: Tensor
 ) -> NodeTokens:
     of_nodes = inputs[layout.place_of_node]
-    real = (parents >= 0).index_fill(1, torch.zeros_like(ends[:1]).long(), True)
-    nodes = of_nodes.int().masked_fill(~real, _NONE)
+    nodes = of_nodes.int().masked_fill(parents < 0, _NONE)
+    nodes[:, 0] = of_nodes[:, 0]
     above = nodes.gather(1, parents.clamp(min=0).long()).masked_fill(parents < 0, _NONE)
     above[:, 0] = before_roots.int().masked_fill(layout.partial, _NONE)
     request = layout.request_of_row

@@ -85,7 +85,6 @@ def test_a_layout_is_that_of_each_request(drawn):
             parent = int(kept[row, column]) if begun and column < size else -1
             is_node = column == 0 or parent >= 0
             assert layout.parents[request, column] == parent
-            assert bool(layout.real[request, column]) == is_node
             place = int(indices[first + min(column, size - 1)])
             assert layout.row_of_node[request, column] == first + min(column, size - 1)
             assert layout.place_of_node[request, column] == place

@@ -119,10 +119,10 @@ class HiddenStateRunnerV2(TreeRunnerV2):
         if chained.any():
             which = on_device(chained, roots.device)
             trees = first_paths(trees, which, self._drafter.max_depth)
-        drawn = step._replace(parents=trees.parents, real=trees.tokens >= 0)
+        drawn = step._replace(parents=trees.parents)
         # The target embeds all columns, so those without a node hold the root's token.
         columns = batch.expanded_local_pos
-        tokens = torch.where(drawn.real, trees.tokens, roots[:, None])
+        tokens = torch.where(trees.tokens >= 0, trees.tokens, roots[:, None])
         batch.input_ids[batch.logits_indices] = step.by_row(tokens, columns).to(
             batch.input_ids.dtype
         )
