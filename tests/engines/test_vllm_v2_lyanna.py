@@ -14,19 +14,13 @@ from overfitted_drafter import LENGTH, make_overfitted
 from overfitted_drafter import PROMPTS as LEARNED
 from random_prompts import diverging_prompts, some_prompts
 from tiny_models import add_byte_tokenizer, make_tiny_llama
+from v2_on_cpu import LIMITS
 from vllm_runs import Answer, Case, run_vllm
 
 from lyanna_plugin.checkpoint import save
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
-LIMITS = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 128,
-    "max_model_len": 256,
-    "block_size": 32,
-    "num_gpu_blocks_override": 20,
-}
 PROMPTS = some_prompts(4)
 LONG = some_prompts(4, seed=8, longest=100, shortest=90)
 CASES: dict[str, Case] = {

@@ -15,9 +15,17 @@ from tree_kernels.attention_variant import AttentionVariant
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from hopper import MOST_SHARED, compile_only
+from hopper import MOST_SHARED, Compiled, compile_only
 
 CASES = {name: case for name, case in bench_kernels.KERNELS.items() if "cuda" in case.devices}
+
+
+def check_fits(compiled: Compiled) -> None:
+    """Check that there are kernels, and that each fits into a GPU's shared memory."""
+    assert compiled.kernels
+    for kernel in compiled.kernels:
+        assert kernel.metadata.shared <= MOST_SHARED
+        assert kernel.asm["cubin"]
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["quick", "first"])
@@ -27,10 +35,7 @@ def test_it_compiles_and_fits(name: str, first: bool) -> None:
     work = case.make(**(case.sizes[0] if first else case.quick))
     with compile_only() as compiled, torch.inference_mode():
         work.ours()
-    assert compiled.kernels
-    for kernel in compiled.kernels:
-        assert kernel.metadata.shared <= MOST_SHARED
-        assert kernel.asm["cubin"]
+    check_fits(compiled)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,7 +62,4 @@ def test_windows_soft_caps_and_sinks_compile(monkeypatch: pytest.MonkeyPatch) ->
     work = case.make(**case.sizes[0])
     with compile_only() as compiled, torch.inference_mode():
         work.ours()
-    assert compiled.kernels
-    for kernel in compiled.kernels:
-        assert kernel.metadata.shared <= MOST_SHARED
-        assert kernel.asm["cubin"]
+    check_fits(compiled)

@@ -1,6 +1,6 @@
 """Counts the device operations that draft trees add to a step of the V2 model runner, on a CPU.
 
-All kernels take their way for GPUs, in Triton's interpreter, so the operations are those of a GPU:
+All kernels run as on a GPU, in Triton's interpreter, so the operations are those of a GPU:
 launches of kernels, and PyTorch's operations that are more than views. What the engine does itself,
 such as the target's forward and the sampler, is not counted.
 """

@@ -14,6 +14,15 @@ VARIABLE = "TESTS_V2_ON_CPU"
 
 ENVIRONMENT = {VARIABLE: "1", "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
+LIMITS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 128,
+    "max_model_len": 256,
+    "block_size": 32,
+    "num_gpu_blocks_override": 20,
+}
+"""Settings of an engine that soon chunks prompts, queues requests and preempts."""
+
 
 class _Driver:
     """Where Triton looks for a device; the interpreter asks it for nothing."""
