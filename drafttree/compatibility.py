@@ -1,7 +1,7 @@
 """What works with what: features of engines and models, by engine and kind of drafter.
 
-`compatibility.toml` says it once, for the checks at start, for `drafttree doctor` and for the table
-in the documentation. No engine is needed to read it.
+The checks at start, `drafttree doctor` and the table in the documentation read it from
+`compatibility.toml`. No engine is needed for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Literal, get_args
 
 Engine = Literal["vllm", "sglang"]
 State = Literal["tested", "untested", "plain", "refused", "none"]
+
+ENGINES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+"""The engines and their names."""
 
 ANY_KIND = "all"
 """Stands for the kinds of drafter that a feature does not name."""
@@ -61,7 +64,7 @@ def features() -> Mapping[str, Feature]:
             entry["title"],
             {
                 engine: {kind: _cell(value) for kind, value in entry[engine].items()}
-                for engine in get_args(Engine)
+                for engine in ENGINES
             },
         )
         for name, entry in tomllib.loads(text).items()

@@ -19,14 +19,13 @@ from pydantic import BaseModel
 from tree_kernels.machine import find_compiler, processor_name
 
 from drafttree import __version__
-from drafttree.compatibility import Engine, refused
+from drafttree.compatibility import ENGINES, refused
 from drafttree.method import GROUP, Method
 from drafttree.sglang import versions as sglang_versions
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 PLUGIN_GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
 PLUGIN_CHOICES = {"vLLM": "VLLM_PLUGINS", "SGLang": "SGLANG_PLUGINS"}
-ENGINES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 PLUGIN = "drafttree"
 # Package indexes serve CUDA builds of these. With a CPU build of torch they cannot be imported, and
 # vLLM fails with them, although it does not need them.

@@ -53,8 +53,9 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         self._grammar_bound: set[str] = set()
         self._slots = RequestSlots(self.max_num_reqs)
         self._slots_of_batch: tuple[list[str], torch.Tensor] | None = None
-        # The engine would run its own for seconds when it measures a step, and reserve its memory.
-        self.rejection_sampler = verifies_no_tree
+        # No step here uses the engine's rejection sampler. When the engine measures a step, it
+        # would run it for seconds and reserve memory for it.
+        self.rejection_sampler = skip_rejection_sampling
 
     def _new_step(self, trees: StepTrees) -> S:
         """The state of a step that begins."""
@@ -289,5 +290,5 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         return room if limit is None else min(room, limit - len(state.output_token_ids))
 
 
-def verifies_no_tree(*args: Any) -> None:
+def skip_rejection_sampling(*args: Any) -> None:
     """Stands in for the engine's rejection sampler, which verifies chains and no tree."""

@@ -19,7 +19,7 @@ from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 
 from drafttree.budget.constants import BudgetConstants
-from drafttree.compatibility import Cell, features
+from drafttree.compatibility import ENGINES, Cell, features
 from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin.config import RecycleOptions
@@ -86,11 +86,11 @@ def constant_table() -> str:
 def compatibility_table() -> str:
     """A table of what works with what."""
     kinds = {"Token Recycling": MODEL_FREE, "RSD": DRAFT_MODEL, "Lyanna": HIDDEN_STATE}
-    columns = [(engine, kind.name) for engine in ("vLLM", "SGLang") for kind in kinds.values()]
-    heads = [f"{title}, {engine}" for engine in ("vLLM", "SGLang") for title in kinds]
+    columns = [(engine, kind.name) for engine in ENGINES for kind in kinds.values()]
+    heads = [f"{title}, {engine}" for engine in ENGINES.values() for title in kinds]
     rows = ["| | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
     for feature in features().values():
-        cells = [_state(feature.cell(engine.lower(), kind)) for engine, kind in columns]  # type: ignore[arg-type]
+        cells = [_state(feature.cell(engine, kind)) for engine, kind in columns]
         rows.append("| " + " | ".join((feature.title, *cells)) + " |")
     return "\n".join(rows) + "\n"
 

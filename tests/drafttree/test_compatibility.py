@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from drafttree.compatibility import Engine, _cell, features, is_refused, refused
+from drafttree.compatibility import ENGINES, Engine, _cell, features, is_refused, refused
 from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE, DrafterKind
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = (MODEL_FREE, DRAFT_MODEL, HIDDEN_STATE)
-ENGINES = get_args(Engine)
 DECLARED = {"cuda", "v2-runner"}
 """Features that `HostSupport` declares."""
 
