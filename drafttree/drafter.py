@@ -259,8 +259,8 @@ class DraftModelDrafter(Drafter):
         self,
         slots: torch.Tensor,
         roots: torch.Tensor,
-        seeds: Sequence[int | None],
-        lengths: Sequence[int],
+        seeds: torch.Tensor,
+        lengths: torch.Tensor,
         sampled: torch.Tensor,
         forward: DraftForward,
     ) -> tuple[DraftTree, Any]:
@@ -269,8 +269,8 @@ class DraftModelDrafter(Drafter):
         Args:
             slots: `int64 [B]`, the requests' slots.
             roots: `int32 [B]`, the texts' last tokens.
-            seeds: Seed of each request, or None.
-            lengths: Number of tokens before each root.
+            seeds: `int64 [B]`, the seed of each request; a random one where the user gave none.
+            lengths: Integers `[B]`, the number of tokens before each root.
             sampled: `bool [B]`; where it is false nothing is sampled, and the most likely tokens
                 are drafted.
             forward: The draft model. It must be called for each column that is returned, the last
@@ -282,12 +282,22 @@ class DraftModelDrafter(Drafter):
         """
         raise NotImplementedError
 
-    def acceptance_rule(self, trees: DraftTree, drawn: Any) -> AcceptanceRule | None:
+    def acceptance_rule(
+        self,
+        trees: DraftTree,
+        drawn: Any,
+        requests: slice = slice(None),
+        columns: torch.Tensor | None = None,
+    ) -> AcceptanceRule | None:
         """The rule under which the output follows the target's distribution.
 
         Args:
-            trees: The trees as verified, which may be truncated against those proposed.
+            trees: The trees as verified, which may be truncated against those proposed, or cut to
+                their paths of first children.
             drawn: The second value that `propose` returned.
+            requests: Which of the requests given to `propose` the trees belong to.
+            columns: `int64 [B, N]`, the column that each node has in the tree proposed; None if
+                it is the same.
 
         Returns:
             None if the drafts were chosen deterministically: the host then samples each token from
@@ -296,14 +306,14 @@ class DraftModelDrafter(Drafter):
         return None
 
     def undrafted_rule(
-        self, roots: torch.Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
+        self, roots: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor
     ) -> AcceptanceRule | None:
         """The acceptance rule for roots without drafts, such as the end of a prompt.
 
         Args:
             roots: `int32 [B]`, the texts' last tokens; 0 where the host does not know them.
-            seeds: Seed of each request, or None.
-            lengths: Number of tokens before each root.
+            seeds: `int64 [B]`, as in `propose`.
+            lengths: Integers `[B]`, the number of tokens before each root.
         """
         return None
 

@@ -137,7 +137,10 @@ DRAFT_MODEL: DrafterKind[DraftModelDrafter] = DrafterKind(
     drafter=DraftModelDrafter,
     needs_model=True,
     needs_vocabulary_of_target=True,
-    vllm=HostSupport(runs="drafttree.vllm.drafters.draft_model:DraftModelRunner"),
+    vllm=HostSupport(
+        runs="drafttree.vllm.drafters.draft_model:DraftModelRunner",
+        runs_v2="drafttree.vllm.v2.draft_model:DraftModelRunnerV2",
+    ),
     sglang=HostSupport(
         runs="drafttree.sglang.drafters.draft_model:DraftModelWorker",
         algorithm="drafttree.sglang.algorithm:DraftModelAlgorithm",

@@ -54,7 +54,7 @@ def verify_target(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Ver
 
 
 def verify_sampled(
-    trees: DraftTree, draw: Draw, max_depth: int, *, watched: bool = False
+    trees: DraftTree, draw: Draw, max_depth: int, *, waits: bool | None = None
 ) -> Verified:
     """Verify by drawing level by level, one draw for each emitted token and no more.
 
@@ -62,11 +62,13 @@ def verify_sampled(
         trees: The trees to verify.
         draw: Draws the target's token after one node of each tree.
         max_depth: Greatest depth of a draft token.
-        watched: Whether `draw` waits for the device at each level anyway, so that checking for an
-            early end costs nothing.
+        waits: Whether the host waits for each level to see whether any request is left. By default
+            it does on a CPU, where that saves the draws of the remaining levels; on a GPU it would
+            stall the device, unless `draw` waits anyway.
     """
     batch = trees.tokens.shape[0]
     device = trees.tokens.device
+    waits = device.type == "cpu" if waits is None else waits
     node = torch.zeros(batch, dtype=torch.int32, device=device)
     alive = torch.ones(batch, dtype=torch.bool, device=device)
     path = torch.full((batch, max_depth + 1), -1, dtype=torch.int32, device=device)
@@ -80,7 +82,6 @@ def verify_sampled(
         )
         alive = node >= 0
         node = node.clamp(min=0)
-        # Reading the result would stall a GPU; on a CPU it saves the draws of the remaining levels.
-        if (watched or device.type == "cpu") and not bool(alive.any()):
+        if waits and not bool(alive.any()):
             break
     return Verified(path, emitted, (emitted >= 0).sum(1, dtype=torch.int32))

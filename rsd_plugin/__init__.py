@@ -12,7 +12,7 @@ from rsd_plugin.drafter import RsdDrafter
 
 def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
     """Build the drafter for a target."""
-    return RsdDrafter(options, target.vocab_size, target.device)
+    return RsdDrafter(options, target.vocab_size)
 
 
 METHOD = Method(

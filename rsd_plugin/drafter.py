@@ -3,7 +3,7 @@ replacement, and provides the acceptance rule for it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import cast
 
@@ -30,12 +30,17 @@ class RecursiveRejection:
             were sampled. A row of zeros means that the children are the draft model's most likely
             tokens; the target's distribution after such a node must be one-hot.
         coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
+        columns: `int64 [B, N]`, the column that each node had when the trees were sampled; None if
+            it is the same.
     """
 
-    def __init__(self, trees: DraftTree, probs: Tensor, coins: Tensor) -> None:
+    def __init__(
+        self, trees: DraftTree, probs: Tensor, coins: Tensor, columns: Tensor | None = None
+    ) -> None:
         self._trees = trees
         self._probs = probs
         self._coins = coins
+        self._columns = columns
         self._rows = torch.arange(len(coins), device=coins.device)
         self._level = 0
 
@@ -49,8 +54,10 @@ class RecursiveRejection:
         Returns:
             `int32 [B]`.
         """
-        inner = self._probs.shape[1]
-        rows = (self._rows * inner + nodes).masked_fill(nodes >= inner, -1)
+        inner, sampled = self._probs.shape[1], nodes
+        if self._columns is not None:
+            sampled = self._columns.gather(1, nodes.long()[:, None])[:, 0]
+        rows = (self._rows * inner + sampled).masked_fill(sampled >= inner, -1)
         _, tokens = reject_step(
             target,
             self._probs.flatten(0, 1),
@@ -92,16 +99,11 @@ class RsdDrafter(DraftModelDrafter):
     Args:
         options: The method's options.
         vocab_size: Vocabulary size of the draft model and the target.
-        device: Device on which trees are built.
-        seed: Seed of the generator that requests without their own seed share.
     """
 
-    def __init__(
-        self, options: RsdOptions, vocab_size: int, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, options: RsdOptions, vocab_size: int) -> None:
         self._shape = options.shape
         self._vocab_size = vocab_size
-        self._shared = torch.Generator(device).manual_seed(seed)
         self.max_depth = len(self._shape.widths)
         widths = (1, *self._shape.widths)
         starts = [sum(widths[:level]) for level in range(len(widths))]
@@ -115,8 +117,8 @@ class RsdDrafter(DraftModelDrafter):
         self,
         slots: Tensor,
         roots: Tensor,
-        seeds: Sequence[int | None],
-        lengths: Sequence[int],
+        seeds: Tensor,
+        lengths: Tensor,
         sampled: Tensor,
         forward: DraftForward,
     ) -> tuple[DraftTree, Drawn]:
@@ -136,8 +138,8 @@ class RsdDrafter(DraftModelDrafter):
     def levels(
         self,
         roots: Tensor,
-        seeds: Sequence[int | None],
-        lengths: Sequence[int],
+        seeds: Tensor,
+        lengths: Tensor,
         sampled: Tensor,
     ) -> Generator[tuple[DraftTree, int], Tensor, tuple[DraftTree, Drawn]]:
         """Sample as `propose` does, but let the caller run the draft model.
@@ -145,7 +147,7 @@ class RsdDrafter(DraftModelDrafter):
         Yields:
             The arguments of each forward; its result must be sent back.
         """
-        noise = StepNoise(self._shared, seeds, lengths)
+        noise = StepNoise(seeds, lengths)
         level, first = Level.root(roots), 0
         trees = DraftTree.of_roots(roots)
         all_probs: list[Tensor] = []
@@ -166,17 +168,22 @@ class RsdDrafter(DraftModelDrafter):
         yield trees, first
         return trees, Drawn(torch.cat(all_probs, 1), noise)
 
-    def acceptance_rule(self, trees: DraftTree, drawn: Drawn) -> RecursiveRejection:
-        """Recursive rejection sampling along trees that were sampled by `propose`."""
-        return RecursiveRejection(trees, drawn.probs, self._coins(drawn.noise))
-
-    def undrafted_rule(
-        self, roots: Tensor, seeds: Sequence[int | None], lengths: Sequence[int]
+    def acceptance_rule(
+        self,
+        trees: DraftTree,
+        drawn: Drawn,
+        requests: slice = slice(None),
+        columns: Tensor | None = None,
     ) -> RecursiveRejection:
+        """Recursive rejection sampling along trees that were sampled by `propose`."""
+        coins = self._coins(drawn.noise)
+        return RecursiveRejection(trees, drawn.probs[requests], coins[requests], columns)
+
+    def undrafted_rule(self, roots: Tensor, seeds: Tensor, lengths: Tensor) -> RecursiveRejection:
         """Plain sampling from the target, with the requests' own random numbers."""
         trees = DraftTree.of_roots(roots)
         probs = torch.zeros(len(roots), 0, self._vocab_size, device=roots.device)
-        coins = self._coins(StepNoise(self._shared, seeds, lengths))
+        coins = self._coins(StepNoise(seeds, lengths))
         return RecursiveRejection(trees, probs, coins)
 
     def _coins(self, noise: StepNoise) -> Tensor:

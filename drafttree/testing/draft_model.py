@@ -8,6 +8,7 @@ import torch
 from tree_kernels.mask import depths
 
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter, Target
+from drafttree.seeds import Seeds
 from drafttree.testing.session import Session, as_verified, paths_of, random_weights, set_up
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled
@@ -116,6 +117,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
         weights = weights * random_weights(self._vocab_size, self._generator) ** 0.25
         plain = weights / weights.sum(-1, keepdim=True)
         self._draft = torch.stack([plain, _filtered(weights, _DRAFT_TOKENS)])
+        self._seeds = Seeds(torch.device("cpu"), seed)
 
     def _start(self, slot: int, prompt: list[int]) -> None:
         slots, root = torch.tensor([slot]), prompt[-1]
@@ -129,8 +131,9 @@ class _DraftModelSession(Session[DraftModelDrafter]):
         roots = torch.tensor([self._texts[slot][-1] for slot in slots.tolist()], dtype=torch.int32)
         return self._drafter.undrafted_rule(roots, *self._seeds_and_lengths(slots))
 
-    def _seeds_and_lengths(self, slots: torch.Tensor) -> tuple[list[int | None], list[int]]:
-        return [_SEEDS[slot] for slot in slots.tolist()], self._lengths(slots).tolist()
+    def _seeds_and_lengths(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seeds = self._seeds.of([_SEEDS[slot] for slot in slots.tolist()])
+        return seeds, self._lengths(slots)
 
     def _decode(
         self, slots: torch.Tensor, roots: torch.Tensor, drafting: torch.Tensor, limit: int

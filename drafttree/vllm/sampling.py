@@ -158,7 +158,7 @@ def sample_trees(
         verified = verify_target(drafts, trees.by_node(target), trees.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(batch, sampler, trees, logits, rule) as draw:
-        verified = verify_sampled(drafts, draw, trees.max_depth, watched=draw.on_host)
+        verified = verify_sampled(drafts, draw, trees.max_depth, waits=draw.on_host or None)
     emitted = verified.emitted[:, : draw.levels]
     return SamplerOutput(emitted, logprobs_tensors=draw.logprobs()), verified
 

@@ -26,6 +26,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `merge.merge_trees` | Lyanna | yes | yes | Lyanna, verification fusion |
 | `ngrams.extend_ngrams` | Token Recycling, dynamic trees | yes | yes | prompt lookup |
 | `ngrams.previous_tokens` | Token Recycling, dynamic trees | - | yes | prompt lookup |
+| `noise.uniform_numbers` | RSD | yes | yes | Philox (SC 2011) |
 | `rejection.reject_step` | RSD | yes | yes | RSD, algorithm 3 |
 | `root_matches.root_matches` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |
 | `scheduled_trees.keep_trees` | vLLM's V2 model runner | yes | - | this project |

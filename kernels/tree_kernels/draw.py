@@ -12,47 +12,27 @@ import torch
 from torch import Tensor
 
 from tree_kernels._dispatch import Op
+from tree_kernels._philox import GREATEST, HALF, SCALE, numbers, philox, uniform
 from tree_kernels._triton import jit, tl
 from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
 # A quarter of the logits that a program reads at once, as each counter gives four numbers.
 _LANES = 1024
-_MASK = 0xFFFFFFFF
-# Scale 31 bits to [0, 1), shifted by half a step so that no number is 0.
-_SCALE = 4.6566127342e-10
-_HALF = 2.3283064e-10
 # For u below this, the first terms of the Taylor series of -log(1 - u) are more accurate than its
 # direct evaluation. The largest noise comes from a u close to 0.
 _SMALL = 1 / 64
 
 
 @jit
-def _bits(key: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Philox 4x32-10 of an int64 key: four uint32 for each counter."""
-    low = (key & 0xFFFFFFFF).to(tl.uint32)
-    high = (key >> 32).to(tl.uint32)
-    a = counter.to(tl.uint32)
-    b = tl.zeros_like(a)
-    c = tl.zeros_like(a)
-    d = tl.zeros_like(a)
-    for _ in tl.static_range(10):
-        left = a.to(tl.uint64) * 0xD2511F53
-        right = c.to(tl.uint64) * 0xCD9E8D57
-        a = (right >> 32).to(tl.uint32) ^ b ^ low
-        b = right.to(tl.uint32)
-        c = (left >> 32).to(tl.uint32) ^ d ^ high
-        d = left.to(tl.uint32)
-        low += 0x9E3779B9
-        high += 0xBB67AE85
-    return a, b, c, d
-
-
-@jit
 def _noise(
-    bits: tl.tensor, SCALE: tl.constexpr, HALF: tl.constexpr, SMALL: tl.constexpr
+    bits: tl.tensor,
+    SCALE: tl.constexpr,
+    HALF: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SMALL: tl.constexpr,
 ) -> tl.tensor:
     """Gumbel noise from uint32 bits: -log of an exponential variable."""
-    u = (bits >> 1).to(tl.int32).to(tl.float32) * SCALE + HALF
+    u = uniform(bits, SCALE, HALF, GREATEST)
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
     return -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
 
@@ -87,6 +67,7 @@ def _draw_kernel(
     LANES: tl.constexpr,
     SCALE: tl.constexpr,
     HALF: tl.constexpr,
+    GREATEST: tl.constexpr,
     SMALL: tl.constexpr,
 ) -> None:
     """Find the best token; one program per row and share of the vocabulary."""
@@ -103,14 +84,14 @@ def _draw_kernel(
     first = share * span
     for start in range(first, tl.minimum(first + span, vocab), 4 * LANES):
         ids = start + lanes
-        one, two, three, four = _bits(key, ids)
-        noise = noisy * _noise(one, SCALE, HALF, SMALL)
+        one, two, three, four = philox(key, ids, 0, 0)
+        noise = noisy * _noise(one, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids, noise, vocab, temperature)
-        noise = noisy * _noise(two, SCALE, HALF, SMALL)
+        noise = noisy * _noise(two, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids + LANES, noise, vocab, temperature)
-        noise = noisy * _noise(three, SCALE, HALF, SMALL)
+        noise = noisy * _noise(three, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids + 2 * LANES, noise, vocab, temperature)
-        noise = noisy * _noise(four, SCALE, HALF, SMALL)
+        noise = noisy * _noise(four, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids + 3 * LANES, noise, vocab, temperature)
     top = tl.max(best, 0)
     place = row * tl.num_programs(1) + share
@@ -149,27 +130,13 @@ def _draw_triton(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
         *(logits, temperatures.contiguous(), seed, scores, tokens),
         *(vocab, logits.stride(0), span),
         LANES=_LANES,
-        SCALE=_SCALE,
-        HALF=_HALF,
+        SCALE=SCALE,
+        HALF=HALF,
+        GREATEST=GREATEST,
         SMALL=_SMALL,
     )
     _first_kernel[(rows,)](scores, tokens, out, shares, MOST_SHARES=MOST_SHARES)
     return out
-
-
-def _philox(keys: Tensor, counters: Tensor) -> list[Tensor]:
-    """Philox 4x32-10 of int64 keys `[R, 1]` and counters `[C]`: four numbers in [0, 2^32), int64
-    `[R, C]`."""
-    low, high = keys & _MASK, (keys >> 32) & _MASK
-    a = counters.expand(len(keys), -1)
-    b, c, d = (torch.zeros_like(a) for _ in range(3))
-    for _ in range(10):
-        # Products below 2^64 overflow int64 but keep all their bits.
-        left, right = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b = ((right >> 32) & _MASK) ^ b ^ low, right & _MASK
-        c, d = ((left >> 32) & _MASK) ^ d ^ high, left & _MASK
-        low, high = (low + 0x9E3779B9) & _MASK, (high + 0xBB67AE85) & _MASK
-    return [a, b, c, d]
 
 
 def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
@@ -180,8 +147,8 @@ def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tenso
     lanes = min(_LANES, vocab)  # fewer suffice for a small vocabulary
     counters = (starts[:, None] + torch.arange(lanes, device=device)).flatten()
     # [R, 4, tiles, lanes]: the four numbers of a counter belong to ids that are _LANES apart.
-    bits = torch.stack(_philox(keys[:, None], counters), 1).view(rows, 4, -1, lanes)
-    u = (bits.transpose(1, 2).flatten(1)[:, :vocab] >> 1).float() * _SCALE + _HALF
+    of_counters = numbers(keys[:, None], counters, 0, 0).view(rows, 4, -1, lanes)
+    u = of_counters.transpose(1, 2).flatten(1)[:, :vocab]
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
     noise = -torch.where(u < _SMALL, series, -(1 - u).log()).log()
     greedy = (temperatures == 0)[:, None]

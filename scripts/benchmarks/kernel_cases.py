@@ -22,6 +22,7 @@ from tree_kernels import (
     gather,
     memory,
     ngrams,
+    noise,
     root_matches,
     selection,
     source_stats,
@@ -133,6 +134,17 @@ def _draw(rows: int, vocab: int, dtype: str) -> Work:
         lambda: (draw._draw_reference(logits, temperatures, seed),),
         logits.nbytes + 2 * 4 * rows,
         {"softmax + exponential": plain},
+    )
+
+
+def _uniform(requests: int, count: int) -> Work:
+    seeds = torch.randint(1 << 62, (requests,))
+    lengths = torch.arange(requests)
+    return Work(
+        lambda: (noise.uniform_numbers(seeds, lengths, 1, count),),
+        lambda: (noise._uniform_reference(seeds, lengths, 1, count),),
+        4 * requests * count,
+        {"rand": lambda: torch.rand(requests, count, device=seeds.device)},
     )
 
 
@@ -388,6 +400,11 @@ CASES: dict[str, Case] = {
         devices=("cuda",),
     ),
     "update_bigrams": Case(_bigrams, grid(rows=(81, 324, 648, 2000)), {"rows": 9}),
+    "uniform_numbers": Case(
+        _uniform,
+        grid(requests=_BATCHES, count=(3 * VOCAB,)),
+        {"requests": 2, "count": 5000},
+    ),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
     "root_matches": Case(
         _root_matches, grid(requests=_BATCHES, length=(1024,)), {"requests": 2, "length": 64}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,8 +32,8 @@ class TwoBranches(DraftModelDrafter):
         self,
         slots: torch.Tensor,
         roots: torch.Tensor,
-        seeds: Sequence[int | None],
-        lengths: Sequence[int],
+        seeds: torch.Tensor,
+        lengths: torch.Tensor,
         sampled: torch.Tensor,
         forward: DraftForward,
     ) -> tuple[DraftTree, Any]:
@@ -145,7 +144,7 @@ class Ruled(TwoBranches):
     def undrafted_rule(self, *given: Any) -> AcceptanceRule:
         return self.rule
 
-    def acceptance_rule(self, trees: DraftTree, drawn: Any) -> AcceptanceRule:
+    def acceptance_rule(self, *given: Any) -> AcceptanceRule:
         return self.rule
 
     def rule(self, target: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:

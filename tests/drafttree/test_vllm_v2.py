@@ -87,15 +87,17 @@ def test_trees_are_kept_by_row() -> None:
 
 
 def test_chains_follow_first_children() -> None:
-    chains = first_paths(TREES, torch.tensor([True, True, True]), 4)
+    chains, columns = first_paths(TREES, torch.tensor([True, True, True]), 4)
     assert chains.tokens.tolist() == [[5, 6, 9, -1, -1], [5, 6, -1, -1, -1], [-1] * 5]
     assert chains.parents.tolist() == [[-1, 0, 1, -1, -1], [-1, 0, -1, -1, -1], [-1] * 5]
+    assert columns.tolist() == [[0, 1, 4, -1, -1], [0, 1, -1, -1, -1], [0, -1, -1, -1, -1]]
 
 
 def test_other_trees_stay_as_they_are() -> None:
-    some = first_paths(TREES, torch.tensor([False, True, False]), 4)
+    some, columns = first_paths(TREES, torch.tensor([False, True, False]), 4)
     assert some.tokens.tolist() == TREES.tokens.tolist()
     assert some.parents.tolist() == TREES.parents.tolist()
+    assert columns[::2].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_hooks_with_other_parameters_are_refused() -> None:

@@ -42,7 +42,7 @@ def children_of(trees: DraftTree, row: int) -> dict[NodePath, list[int]]:
 @pytest.mark.parametrize("tree", ["beam:1x3", "beam:3x3", "branch:3-2-1"])
 def test_the_expectation_is_the_mean_of_sampled_steps(tree: str) -> None:
     target, draft = tables()
-    drafter = RsdDrafter(RsdOptions(model="", tree=tree), VOCAB, torch.device("cpu"))
+    drafter = RsdDrafter(RsdOptions(model="", tree=tree), VOCAB)
 
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
@@ -50,7 +50,7 @@ def test_the_expectation_is_the_mean_of_sampled_steps(tree: str) -> None:
     trees, drawn = drafter.propose(
         torch.arange(STEPS),
         torch.zeros(STEPS, dtype=torch.int32),
-        *([None] * STEPS, [0] * STEPS, torch.ones(STEPS, dtype=torch.bool)),
+        *(torch.arange(STEPS), torch.arange(STEPS), torch.ones(STEPS, dtype=torch.bool)),
         forward,
     )
     rule = drafter.acceptance_rule(trees, drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class SizedRsd(RsdDrafter):
 
     def __init__(self) -> None:
         options = RsdOptions(model="draft", tree=f"beam:{WIDTH}x{LEVELS}")
-        super().__init__(options, VOCAB_SIZE, torch.device("cpu"))
+        super().__init__(options, VOCAB_SIZE)
         self.sizes = tuple(range(0, WIDTH * LEVELS + 1, WIDTH))
         self.chosen: list[int] = []
         self.now = 0.0
@@ -46,8 +46,8 @@ class SizedRsd(RsdDrafter):
         self,
         slots: torch.Tensor,
         roots: torch.Tensor,
-        seeds: Sequence[int | None],
-        lengths: Sequence[int],
+        seeds: torch.Tensor,
+        lengths: torch.Tensor,
         sampled: torch.Tensor,
         forward: DraftForward,
     ) -> tuple[DraftTree, Drawn]:
@@ -65,7 +65,7 @@ class SizedRsd(RsdDrafter):
         else:
             trees = DraftTree.of_roots(roots)
             forward(trees, 0)  # writes the roots' KV
-            noise = StepNoise(self._shared, seeds, lengths)
+            noise = StepNoise(seeds, lengths)
             drawn = Drawn(torch.zeros(len(roots), 0, self._vocab_size), noise)
         return trees, drawn
 

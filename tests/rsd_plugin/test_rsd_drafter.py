@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from drafttree.seeds import Seeds
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled
 from rsd_plugin import RsdDrafter, RsdOptions
@@ -14,7 +15,6 @@ from rsd_plugin.drafter import RecursiveRejection
 VOCAB = 4
 REQUESTS = 40_000
 LENGTH = 3
-CPU = torch.device("cpu")
 TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1")
 
 
@@ -32,8 +32,8 @@ def tables(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 def step(
     drafter: RsdDrafter,
     roots: torch.Tensor,
-    lengths: list[int],
-    seeds: list[int | None],
+    lengths: torch.Tensor,
+    seeds: torch.Tensor,
     sampled: torch.Tensor,
     fault: bool = False,
 ) -> tuple[DraftTree, Verified]:
@@ -66,12 +66,13 @@ def decode(
     fault: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """The first tokens of each request, and the number of accepted draft tokens."""
-    drafter = RsdDrafter(RsdOptions(model="draft", tree=tree), VOCAB, CPU)
+    drafter = RsdDrafter(RsdOptions(model="draft", tree=tree), VOCAB)
     count = len(roots)
     written = torch.full((count, LENGTH + drafter.max_depth + 1), -1)
+    given = Seeds(torch.device("cpu"))
     lengths, accepted = torch.ones(count, dtype=torch.int64), 0
     while int(lengths.min()) <= LENGTH:
-        _, verified = step(drafter, roots, lengths.tolist(), seeds, sampled, fault)
+        _, verified = step(drafter, roots, lengths, given.of(seeds), sampled, fault)
         accepted += int(verified.num_emitted.sum()) - count
         columns = (lengths - 1)[:, None] + torch.arange(verified.emitted.shape[1])
         fits = (verified.emitted >= 0) & (columns < written.shape[1])
@@ -145,7 +146,7 @@ def test_requests_that_are_not_sampled_get_the_most_likely_tokens(tree: str) -> 
 
 
 def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
-    drafter = RsdDrafter(RsdOptions(model="draft", tree="beam:2x3"), VOCAB, CPU)
+    drafter = RsdDrafter(RsdOptions(model="draft", tree="beam:2x3"), VOCAB)
     target, _ = tables()
     count = 200
     roots = torch.full((count,), 3, dtype=torch.int32)
@@ -155,7 +156,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
 
     all_sampled = torch.ones(count).bool()
     slots = torch.arange(count)
-    trees, drawn = drafter.propose(slots, roots, [None] * count, [1] * count, all_sampled, forward)
+    trees, drawn = drafter.propose(slots, roots, slots, slots, all_sampled, forward)
     rule = drafter.acceptance_rule(trees, drawn)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
@@ -171,7 +172,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
 @pytest.mark.parametrize("tree", TREES)
 def test_proposals_are_draft_trees_of_the_declared_size(tree: str) -> None:
     options = RsdOptions(model="draft", tree=tree)
-    drafter = RsdDrafter(options, VOCAB, CPU)
+    drafter = RsdDrafter(options, VOCAB)
     _, draft = tables()
 
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
@@ -179,6 +180,6 @@ def test_proposals_are_draft_trees_of_the_declared_size(tree: str) -> None:
 
     roots = torch.arange(64, dtype=torch.int32) % VOCAB
     slots = torch.arange(64)
-    trees, _ = drafter.propose(slots, roots, [None] * 64, [1] * 64, slots % 2 == 0, forward)
+    trees, _ = drafter.propose(slots, roots, slots, slots, slots % 2 == 0, forward)
     trees.check(options.num_draft_tokens)
     assert trees.tokens.shape[1] <= len(drafter.columns) == 1 + options.num_draft_tokens

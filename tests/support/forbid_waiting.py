@@ -44,11 +44,13 @@ class NoWaiting(TorchDispatchMode):
 
 def enable() -> None:
     """Check what trees add to a step: its layout, its verification and the next draft."""
+    from drafttree.vllm.v2.draft_model import DraftModelRunnerV2
     from drafttree.vllm.v2.hidden_state import HiddenStateRunnerV2
     from drafttree.vllm.v2.runner import TreeRunnerV2
     from drafttree.vllm.v2.speculator import TreeSpeculator
 
     for holder, name in (
+        (DraftModelRunnerV2, "draft"),
         (HiddenStateRunnerV2, "draft"),
         (TreeRunnerV2, "prepare_attn"),
         (TreeRunnerV2, "sample"),

@@ -19,6 +19,7 @@ from tree_kernels.mask import depths
 
 from drafttree.drafter import DraftModelDrafter
 from drafttree.method import Method
+from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.patches import install_acceptance_sampler
@@ -90,6 +91,7 @@ class DraftModelWorker(TreeWorker):
             )
         )
         self.draft_seconds = 0.0
+        self._seeds = Seeds(self._device)
         install_acceptance_sampler(self._runner)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
@@ -100,14 +102,16 @@ class DraftModelWorker(TreeWorker):
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         roots = torch.zeros(len(batch.reqs), dtype=torch.int32, device=self._device)
-        before = [length - 1 for length in batch.seq_lens.tolist()]
-        rule = self.drafter.undrafted_rule(roots, _seeds(batch), before)
+        rule = self.drafter.undrafted_rule(roots, self._seeds_of(batch), batch.seq_lens - 1)
         with self._runner.sampler.using(rule, roots):
             result = super()._forward_prompt(batch)
         self._prompts_verified(batch, result.next_token_ids)
         batch.spec_info = None
         self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
         return result
+
+    def _seeds_of(self, batch: Any) -> torch.Tensor:
+        return self._seeds.of([request.sampling_params.sampling_seed for request in batch.reqs])
 
     def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
         started = perf_counter()
@@ -128,8 +132,8 @@ class DraftModelWorker(TreeWorker):
         trees, drawn = self.drafter.propose(
             slots,
             self._states.roots[slots],
-            _seeds(batch),
-            batch.seq_lens.tolist(),
+            self._seeds_of(batch),
+            batch.seq_lens,
             sampled,
             forward,
         )
@@ -148,10 +152,6 @@ class DraftModelWorker(TreeWorker):
     def _verify(self, step: Step, output: Any) -> Verified:
         rule = self.drafter.acceptance_rule(step.trees, step.drawn)
         return self._verify_trees(step, output, rule=rule)
-
-
-def _seeds(batch: Any) -> list[int | None]:
-    return [request.sampling_params.sampling_seed for request in batch.reqs]
 
 
 def _penalise(

@@ -8,15 +8,10 @@ at the beginning of the step that verifies it, when the slots exist.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.compilation.backends import set_model_tag
-from vllm.config import ModelConfig, VllmConfig
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.model_loader import get_model
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -24,14 +19,12 @@ from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
+from drafttree.seeds import Seeds
 from drafttree.tree import DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
-from drafttree.vllm.checks import check_full_attention
+from drafttree.vllm.drafters.draft_model_loader import load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.step import IntArray, StepTrees
-
-PREFIX = "draft_model"
-"""Prefix of the draft model's layers in the engine's registry of layers."""
 
 _GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
 
@@ -56,48 +49,13 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._drafter = method.drafter(method.parse(options), self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._draft_path = str(options["model"])
+        self._seeds = Seeds(self.device)
         self._rule_sampler = AcceptanceSampler(self.sampler)
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Load the target, and then the draft model."""
         super().load_model(load_dummy_weights)
-        target = self.model_config
-        config = copy.copy(self.vllm_config)
-        config.model_config = ModelConfig(
-            model=self._draft_path,
-            tokenizer=target.tokenizer,
-            trust_remote_code=target.trust_remote_code,
-            dtype=target.dtype,
-            seed=target.seed,
-            max_model_len=target.max_model_len,
-            enforce_eager=target.enforce_eager,
-            skip_tokenizer_init=True,
-        )
-        check_full_attention("drafting", config.model_config)
-        config.quant_config = VllmConfig.get_quantization_config(
-            config.model_config, self.load_config
-        )
-        with set_model_tag(PREFIX):
-            self._draft_model = get_model(vllm_config=config, prefix=PREFIX)
-        self._check_heads()
-
-    def _check_heads(self) -> None:
-        """Refuse a draft model whose layers cannot share a metadata builder with the target's.
-
-        Layers with KV of the same shape share one, which has a single number of query heads.
-        """
-        heads: dict[tuple[int, int], set[int]] = {}
-        for layer in self.compilation_config.static_forward_context.values():
-            if isinstance(layer, Attention):
-                shape = layer.num_kv_heads, layer.head_size
-                heads.setdefault(shape, set()).add(layer.num_heads)
-        for (kv_heads, size), counts in heads.items():
-            if len(counts) > 1:
-                raise ValueError(
-                    f"model={self._draft_path!r} and the target both have {kv_heads} KV heads of "
-                    f"size {size} but {sorted(counts)} query heads, which vLLM cannot serve "
-                    "together: use another draft model"
-                )
+        self._draft_model = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
 
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
@@ -113,8 +71,8 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
     def _draft(self, step: DraftModelStep, roots: torch.Tensor) -> DraftTree:
         """Sample the step's trees, and run the draft model over all of the step's tokens."""
         names = self.input_batch.req_ids
-        seeds = [self._seed(name) for name in names]
-        lengths = step.root_positions.tolist()
+        seeds = self._seeds.of([self._seed(name) for name in names])
+        lengths = step.root_positions
         if not step.trees.drafted:
             self._draft_model(input_ids=step.input_ids, positions=step.positions)
             step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)

@@ -12,7 +12,9 @@ from torch.nn.functional import pad
 from drafttree.tree import DraftTree
 
 
-def first_paths(trees: DraftTree, which: torch.Tensor, max_depth: int) -> DraftTree:
+def first_paths(
+    trees: DraftTree, which: torch.Tensor, max_depth: int
+) -> tuple[DraftTree, torch.Tensor]:
     """The trees, some of them cut to their path of first children.
 
     Args:
@@ -21,7 +23,8 @@ def first_paths(trees: DraftTree, which: torch.Tensor, max_depth: int) -> DraftT
         max_depth: Greatest depth of a node.
 
     Returns:
-        Trees of as many columns; in those that were cut, a node's parent is in the column before.
+        Trees of as many columns, in which a node's parent is in the column before if they were cut;
+        and `int64 [B, N]`, the columns that the nodes had; -1 where there is none any more.
     """
     width = trees.tokens.shape[1]
     columns = torch.arange(width, device=trees.tokens.device)
@@ -37,8 +40,9 @@ def first_paths(trees: DraftTree, which: torch.Tensor, max_depth: int) -> DraftT
     gone = nodes < 0
     tokens = trees.tokens.gather(1, nodes.clamp(min=0)).masked_fill(gone, -1)
     parents = (columns - 1).int().masked_fill(gone, -1)
-    return DraftTree(
+    cut = DraftTree(
         torch.where(which[:, None], tokens, trees.tokens),
         torch.where(which[:, None], parents, trees.parents),
         trees.tree_size,
     )
+    return cut, torch.where(which[:, None], nodes, columns)

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from drafttree.drafter import ModelFreeDrafter
+from drafttree.drafter import AcceptanceRule, ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.tree import DraftTree, Verified
@@ -233,6 +233,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             *(self.sampler, batch, step, trees, logits, tokens.rows),
             self._trees.drafter.max_depth,
             max_copied_rows(self.vocab_size),
+            self._rule,
         )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verified.num_emitted,
@@ -265,6 +266,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         self._trees.drafter.observe(
             batch.expanded_idx_mapping, tokens.observed, tokens.previous, logits
         )
+
+    def _rule(self, trees: DraftTree, requests: slice) -> AcceptanceRule | None:
+        """The acceptance rule of some of the step's requests; None for the engine's sampler."""
+        return None
 
     def _on_verified(
         self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified

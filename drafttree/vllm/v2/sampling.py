@@ -1,13 +1,15 @@
 """Verification on the V2 model runner: the engine samples a token for every node at once.
 
 Its noise is drawn from a request's seed and a token's position. So a node's token is the one that
-plain decoding would sample there, and the path along these tokens is plain decoding's text.
+plain decoding would sample there, and the path along these tokens is plain decoding's text. A
+method's acceptance rule, if it has one, chooses the tokens instead, one level after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +18,16 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
+from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
-from drafttree.verify import verify_target
+from drafttree.verify import verify_sampled, verify_target
 
 if TYPE_CHECKING:
     from tree_kernels.scheduled_trees import Layout
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+RuleOf = Callable[[DraftTree, slice], AcceptanceRule | None]
+"""`(trees, requests)`: the acceptance rule of the trees of some of a step's requests."""
 
 MAX_COPY_BYTES = 1 << 30
 """Greatest size of the copy of logits in float32 that the engine's sampler processes."""
@@ -67,6 +73,7 @@ def sample_trees(
     tokens: torch.Tensor,
     max_depth: int,
     max_rows: int,
+    rule_of: RuleOf,
 ) -> tuple[Verified, LogprobsTensors | None]:
     """Sample a token after each node, and follow each request's path.
 
@@ -79,6 +86,7 @@ def sample_trees(
         tokens: The input token of each row, `[R]`.
         max_depth: Greatest depth of a node.
         max_rows: Greatest number of rows to sample at a time.
+        rule_of: The method's acceptance rule of some of the requests, if it has one.
 
     Returns:
         The outcome, of D + 1 columns, D the greatest depth of a node in this step; and the logprobs
@@ -91,7 +99,7 @@ def sample_trees(
     outcomes: list[Verified] = []
     scores: list[LogprobsTensors] = []
     for chunk in _chunks(batch.cu_num_logits_np, max_rows):
-        drawn, processed = sampler.sample(
+        given = (
             logits[chunk.rows],
             batch.expanded_idx_mapping[chunk.rows],
             batch.idx_mapping[chunk.requests],
@@ -100,13 +108,20 @@ def sample_trees(
             tokens[chunk.rows],
             batch.expanded_local_pos[chunk.rows],
             lengths[chunk.requests],
-            return_logprobs=dims is not None,
         )
         nodes = step.row_of_node[chunk.requests]
         if chunk.rows.start:
             nodes = nodes - chunk.rows.start
         whole = trees if len(batch.req_ids) == len(nodes) else _of_requests(trees, chunk.requests)
-        verified = verify_target(whole, drawn[nodes].int(), depth)
+        rule = rule_of(whole, chunk.requests)
+        if rule is None:
+            drawn, processed = sampler.sample(*given, return_logprobs=dims is not None)
+            verified = verify_target(whole, drawn[nodes].int(), depth)
+        else:
+            processed = sampler.apply_sampling_params(*given)
+            greedy = sampler.sampling_states.temperature.gpu[given[2]] == 0
+            draw = partial(_draw_by_rule, rule, processed, nodes, greedy)
+            verified = verify_sampled(whole, draw, depth, waits=False)
         outcomes.append(verified)
         if dims is not None:
             is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
@@ -126,6 +141,30 @@ def sample_trees(
                 )
             )
     return _joined(outcomes), _joined_scores(scores, batch.num_reqs, depth + 1)
+
+
+def _draw_by_rule(
+    rule: AcceptanceRule,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    greedy: torch.Tensor,
+    nodes: torch.Tensor,
+    alive: torch.Tensor,
+) -> torch.Tensor:
+    """A `verify.Draw` that follows an acceptance rule.
+
+    Args:
+        rule: The rule.
+        logits: The target's processed logits, `[R, V]`.
+        rows: The row of each node, `int64 [B, N]`.
+        greedy: Which requests are not sampled, `bool [B]`.
+        nodes: `int32 [B]`.
+        alive: `bool [B]`.
+    """
+    here = logits[rows.gather(1, nodes.long()[:, None])[:, 0]].float()
+    best = here.argmax(1, keepdim=True)
+    sure = torch.zeros_like(here).scatter_(1, best, 1.0)
+    return rule(torch.where(greedy[:, None], sure, here.softmax(-1)), nodes)
 
 
 def _of_requests(trees: DraftTree, requests: slice) -> DraftTree:

@@ -115,5 +115,5 @@ class TreeSpeculator(BaseSpeculator):
         chained = self._in_chains(batch.idx_mapping_np)
         if chained.any():
             which = on_device(chained, roots.device)
-            trees = first_paths(trees, which, self.drafter.max_depth)
+            trees, _ = first_paths(trees, which, self.drafter.max_depth)
         return trees

@@ -182,9 +182,11 @@ class Position:
         """A tree as RSD's own drafter samples it."""
         options = RsdOptions(model="", tree=notation)
         nothing = torch.zeros_like(self.probs[()])
-        drafter = RsdDrafter(options, len(nothing), torch.device("cpu"))
+        drafter = RsdDrafter(options, len(nothing))
         root = torch.tensor([self._root], dtype=torch.int32)
-        levels = drafter.levels(root, [self._seed], [0], torch.tensor([True]))
+        levels = drafter.levels(
+            root, torch.tensor([self._seed]), torch.tensor([0]), torch.tensor([True])
+        )
         children: dict[NodePath, list[int]] = {}
         paths: list[NodePath] = [()]
         trees, first = next(levels)

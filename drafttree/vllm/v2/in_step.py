@@ -1,0 +1,152 @@
+"""vLLM's V2 model runner with drafters that write KV: they draft within the step that verifies.
+
+The KV of such a drafter is that of more layers in the engine's cache groups, so it can draft when
+the step's slots exist: right before the target runs. Until then the engine's draft tokens are
+placeholders, and the speculator's trees, which have no nodes, only reserve places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tree_kernels.scheduled_trees import Layout
+from vllm.forward_context import ForwardContext, get_forward_context
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from drafttree.drafter import Drafter
+from drafttree.method import Method
+from drafttree.transfer import on_device
+from drafttree.tree import DraftTree
+from drafttree.vllm.drafters.columns import as_scheduled
+from drafttree.vllm.step_masks import StepMasks
+from drafttree.vllm.v2.chains import first_paths
+from drafttree.vllm.v2.requests import in_chains
+from drafttree.vllm.v2.runner import TreeRunnerV2
+from drafttree.vllm.v2.step import masks_of
+
+
+class InStepRunnerV2(TreeRunnerV2):
+    """Base class of runners that draft within the step.
+
+    Attributes:
+        _context: The engine's forward context in this step.
+    """
+
+    _drafter: Drafter  # type: ignore[assignment]
+    _batch: InputBatch | None = None
+    _context: ForwardContext
+
+    def draft(self, batch: InputBatch, step: Layout) -> Layout:
+        """Draft within the engine's forward context, and write the trees into the step.
+
+        Called in each step, even if no draft tokens were scheduled.
+
+        Returns:
+            The step with its trees.
+        """
+        raise NotImplementedError
+
+    def _make_drafter(self, method: Method[Any], options: Any) -> None:
+        """Make the drafter, when the target has been loaded."""
+        raise NotImplementedError
+
+    def _set_up_drafter(self, method: Method[Any], options: Any) -> None:
+        self._method = method
+        self._options = options
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the target, and then the drafter with its layers."""
+        super().load_model(*args, **kwargs)
+        self._make_drafter(self._method, self._options)
+        self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+        self.get_model().register_forward_pre_hook(self._before_forward)
+
+    def warmed_up(self) -> None:
+        """Forget the requests of the engine's warm-up."""
+        self._drafter.reset()
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """There is nothing to compute beforehand."""
+        return 0, 0
+
+    def _start(self, row: int, tokens: Sequence[int]) -> None:
+        """The drafter's layers read a prompt with the target."""
+
+    def _stop(self, row: int) -> None:
+        self._drafter.release([row])
+
+    def _learn(self, *args: Any) -> None:
+        """Nothing is learned from logits."""
+
+    def prepare_attn(self, input_batch: InputBatch) -> Any:
+        """Lay out the step, in which no tree has a node yet."""
+        self._batch = input_batch
+        return super().prepare_attn(input_batch)
+
+    def _tell_builders(self, masks: StepMasks | None) -> None:
+        if masks is not None:
+            # Attention reads them when it runs, so they may be changed within the step.
+            self._shown = masks.masks
+        super()._tell_builders(masks)
+
+    def _before_forward(self, *args: Any) -> None:
+        step, batch = self._step, self._batch
+        if step is None or batch is None:  # a forward that serves no request
+            return
+        self._context = get_forward_context()
+        self._step = self.draft(batch, step)
+
+    # What drafting needs.
+
+    @staticmethod
+    def _roots(batch: InputBatch, step: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The roots' tokens, `int32 [B]`, and their positions, `int64 [B]`."""
+        places = step.place_of_node[:, 0]
+        return batch.input_ids[places].int(), batch.positions[places]
+
+    def _write_tokens(self, batch: InputBatch, step: Layout, trees: DraftTree) -> None:
+        """Replace the placeholders by the trees' tokens, `[B, N]`.
+
+        The models embed all columns, so those without a node hold the root's token.
+        """
+        tokens = torch.where(trees.tokens >= 0, trees.tokens, trees.tokens[:, :1])
+        batch.input_ids[batch.logits_indices] = step.by_row(tokens, batch.expanded_local_pos).to(
+            batch.input_ids.dtype
+        )
+
+    def _write_depths(self, batch: InputBatch, step: Layout, depth: torch.Tensor) -> None:
+        """Add depths, `[B, N]`, to the positions of the trees, which so far are the roots'."""
+        of_rows = step.by_row(depth, batch.expanded_local_pos).to(batch.positions.dtype)
+        batch.positions.index_add_(0, batch.logits_indices, of_rows)
+
+    def _show_trees(self, step: Layout, parents: torch.Tensor) -> None:
+        """Let attention apply the masks of trees, `int32 [B, N]`."""
+        self._shown.copy_(masks_of(step._replace(parents=parents)).masks)
+
+    def _show_chains(self) -> None:
+        """Let attention treat the rows of every tree as a chain."""
+        self._shown.copy_(torch.ones_like(self._shown).tril())
+
+    @staticmethod
+    def _scheduled(step: Layout, trees: DraftTree) -> DraftTree:
+        """Trees in the columns that the engine scheduled."""
+        columns = torch.arange(step.width, device=step.sizes.device)
+        return as_scheduled(trees, step.sizes, columns >= step.sizes[:, None])
+
+    def _undrafted(self, batch: InputBatch, step: Layout) -> torch.Tensor:
+        """Which requests get no draft tokens in this step, `bool [B]`."""
+        flags = on_device(self._rules.undrafted(batch.idx_mapping_np), self.device)
+        return flags | ~step.begun
+
+    def _cut(self, batch: InputBatch, trees: DraftTree) -> tuple[DraftTree, torch.Tensor | None]:
+        """Cut the trees of requests whose logits depend on their texts to chains.
+
+        Returns:
+            The trees, and which columns their nodes had, see `first_paths`; None for the same.
+        """
+        chained = in_chains(self.sampler, batch.idx_mapping_np)
+        if not chained.any():
+            return trees, None
+        return first_paths(trees, on_device(chained, self.device), self._drafter.max_depth)

@@ -1,0 +1,174 @@
+"""RSD on the V2 model runner in the real vLLM, on a CPU with its kernels in the interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import forbid_waiting
+import pytest
+import v2_on_cpu
+from random_prompts import some_prompts
+from tiny_models import make_first_layers
+from v2_on_cpu import LIMITS
+from vllm_runs import Answer, Case, run_vllm
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
+PROMPTS = some_prompts(4)
+CHUNKED = some_prompts(7, seed=4, longest=140)
+CASES: dict[str, Case] = {
+    "greedy": Case(PROMPTS, GREEDY, reset=True),
+    "greedy beside sampled": Case(
+        PROMPTS, [GREEDY, SAMPLED, GREEDY, SAMPLED | {"min_p": 0.05, "top_p": 0.9}], reset=True
+    ),
+    "penalties beside trees": Case(
+        PROMPTS, [GREEDY, GREEDY | {"repetition_penalty": 1.3}] * 2, reset=True
+    ),
+    "biases and logprobs": Case(
+        PROMPTS, GREEDY | {"logit_bias": {7: 2.0, 9: -3.0}, "logprobs": 2}, reset=True
+    ),
+    "chunked prompts of more requests than seats": Case(CHUNKED, GREEDY, reset=True),
+    "prefix hits": Case(
+        [one + more for one, more in zip(CHUNKED[:4], some_prompts(4, seed=5), strict=True)],
+        GREEDY,
+    ),
+    "preemption": Case(
+        some_prompts(4, seed=8, longest=100, shortest=90), GREEDY | {"max_tokens": 64}, reset=True
+    ),
+    "the context's end": Case(
+        some_prompts(2, seed=9, longest=230, shortest=225), GREEDY | {"max_tokens": 64}, reset=True
+    ),
+}
+"""What the engine with trees must answer as the engine without, as far as it is greedy."""
+
+
+def run(
+    model: Path,
+    cases: list[Case],
+    draft: Path | None = None,
+    environment: dict[str, str] | None = None,
+    planted_fault: str | None = None,
+    blocks: int = LIMITS["num_gpu_blocks_override"],
+    **options: Any,
+) -> tuple[list[Answer], str]:
+    """Serve cases on the V2 model runner; without a draft model plainly."""
+    answers, log = run_vllm(
+        model,
+        cases,
+        speculative=None if draft is None else {"method": "rsd", "model": str(draft), **options},
+        environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
+        planted_fault=planted_fault,
+        **{**LIMITS, "num_gpu_blocks_override": blocks},
+        skip_tokenizer_init=not (model / "tokenizer.json").exists(),
+    )
+    assert "Using V2 Model Runner" in log
+    return answers, log
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's first layer."""
+    return make_first_layers(tiny_llama, tmp_path_factory.mktemp("draft"), 1)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama: Path) -> dict[str, Answer]:
+    answers, _ = run(tiny_llama, [*CASES.values()])
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny_llama: Path, draft: Path) -> dict[str, Answer]:
+    answers, log = run(
+        tiny_llama, [*CASES.values()], draft, forbid_waiting.ENVIRONMENT, tree="beam:3x4"
+    )
+    assert f"{forbid_waiting.CHECKED} draft" in log
+    return dict(zip(CASES, answers, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_equal_plain_decoding(
+    name: str, plain: dict[str, Answer], drafted: dict[str, Answer]
+) -> None:
+    greedy = slice(None, None, 2) if "sampled" in name else slice(None)
+    assert drafted[name].tokens[greedy] == plain[name].tokens[greedy]
+    assert drafted[name].reasons == plain[name].reasons
+    assert drafted[name].counters["draft_tokens"] > 0
+    assert drafted[name].counters["accepted_tokens"] > 0
+
+
+def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:
+    assert drafted["preemption"].preemptions > 0
+    assert max(each or 0 for each in drafted["prefix hits"].cached) >= 32
+
+
+def test_logprobs_are_those_of_plain_decoding(
+    plain: dict[str, Answer], drafted: dict[str, Answer]
+) -> None:
+    expected, found = (each["biases and logprobs"] for each in (plain, drafted))
+    assert [len(positions) for positions in expected.chosen] == [16] * 4
+    for mine, theirs in zip(found.chosen, expected.chosen, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-3)
+    for of_mine, of_theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        for best, same_best in zip(of_mine, of_theirs, strict=True):
+            assert best == pytest.approx(same_best, abs=1e-3)
+
+
+def test_seeded_requests_do_not_depend_on_the_batch(tiny_llama: Path, draft: Path) -> None:
+    seeded = [SAMPLED | {"seed": seed} for seed in (7, 8, 7, 9)]
+    cases = [Case(PROMPTS, seeded), Case(PROMPTS[::-1], seeded[::-1], together=False)]
+    (together, alone), _ = run(tiny_llama, cases, draft, tree="branch:3-2")
+    assert together.tokens == alone.tokens[::-1]
+    assert together.counters["accepted_tokens"] > 0
+
+
+ADJUSTED: dict[str, Any] = {"logit_bias": {7: 2.0, 9: -3.0}, "min_tokens": 30, "top_k": 40}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_always_accepted(
+    tiny_llama: Path, temperature: float
+) -> None:
+    """They are if the draft model's KV is that of a fresh prefill, and its distributions are the
+    target's; each step then emits five tokens."""
+    settings = GREEDY | {"temperature": temperature, "max_tokens": 41}
+    filtered = ADJUSTED if temperature else {"logit_bias": ADJUSTED["logit_bias"]}
+    cases = [
+        Case(CHUNKED[:4], settings),
+        Case([prompt + [5, 6] for prompt in CHUNKED[:4]], settings),
+        Case(PROMPTS, settings | filtered),
+    ]
+    answers, log = run(
+        tiny_llama, cases, tiny_llama, forbid_waiting.ENVIRONMENT, blocks=60, tree="branch:1-1-1-1"
+    )
+    for answer in answers:
+        assert 0 < answer.counters["steps"] <= 4 * ceil(40 / 5)
+    assert f"{forbid_waiting.CHECKED} draft" in log
+
+
+@pytest.mark.full
+def test_structured_output_and_opting_out(tmp_path: Path) -> None:
+    """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
+    model = add_byte_tokenizer(make_tiny_llama(tmp_path / "target"))
+    draft = make_first_layers(model, tmp_path / "draft", 1)
+    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    off = GREEDY | {"extra_args": {"drafttree": False}}
+    cases = [Case(PROMPTS, [chosen, GREEDY, chosen, off]), Case(PROMPTS[:2], off)]
+    plainly, _ = run(model, cases)
+    answers, log = run(model, cases, draft)
+    for without, with_trees in zip(plainly, answers, strict=True):
+        assert with_trees.tokens == without.tokens
+    assert answers[0].counters["draft_tokens"] > 0
+    assert answers[1].counters["draft_tokens"] == 0
+    assert log.count("Requests with structured output are served without drafts") == 1
+
+
+@pytest.mark.full
+def test_a_wrong_mask_is_found(tiny_llama: Path, draft: Path) -> None:
+    """Negative control: nodes that see the root and themselves alone give other tokens."""
+    case = Case(PROMPTS, GREEDY | {"max_tokens": 40})
+    (plainly,), _ = run(tiny_llama, [case])
+    (answer,), _ = run(tiny_llama, [case], draft, planted_fault="root's mask", tree="beam:3x4")
+    assert answer.counters["accepted_tokens"] > 0
+    assert answer.tokens != plainly.tokens
