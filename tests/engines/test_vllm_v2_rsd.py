@@ -8,8 +8,9 @@ from typing import Any
 import forbid_waiting
 import pytest
 import v2_on_cpu
+from joint_distribution import exact_joint, p_value
 from random_prompts import some_prompts
-from tiny_models import make_first_layers
+from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
 from v2_on_cpu import LIMITS
 from vllm_runs import Answer, Case, run_vllm
 
@@ -49,7 +50,7 @@ def run(
     draft: Path | None = None,
     environment: dict[str, str] | None = None,
     planted_fault: str | None = None,
-    blocks: int = LIMITS["num_gpu_blocks_override"],
+    limits: dict[str, int] | None = None,
     **options: Any,
 ) -> tuple[list[Answer], str]:
     """Serve cases on the V2 model runner; without a draft model plainly."""
@@ -59,7 +60,7 @@ def run(
         speculative=None if draft is None else {"method": "rsd", "model": str(draft), **options},
         environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
         planted_fault=planted_fault,
-        **{**LIMITS, "num_gpu_blocks_override": blocks},
+        **(LIMITS | (limits or {})),
         skip_tokenizer_init=not (model / "tokenizer.json").exists(),
     )
     assert "Using V2 Model Runner" in log
@@ -106,13 +107,11 @@ def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) ->
 def test_logprobs_are_those_of_plain_decoding(
     plain: dict[str, Answer], drafted: dict[str, Answer]
 ) -> None:
-    expected, found = (each["biases and logprobs"] for each in (plain, drafted))
-    assert [len(positions) for positions in expected.chosen] == [16] * 4
-    for mine, theirs in zip(found.chosen, expected.chosen, strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-3)
-    for of_mine, of_theirs in zip(found.logprobs, expected.logprobs, strict=True):
-        for best, same_best in zip(of_mine, of_theirs, strict=True):
-            assert best == pytest.approx(same_best, abs=1e-3)
+    found, expected = (each["biases and logprobs"].logprobs for each in (drafted, plain))
+    for (mine,), (theirs,) in zip(found, expected, strict=True):
+        assert len(mine) == 16
+        for position, same in zip(mine, theirs, strict=True):
+            assert position == pytest.approx(same, abs=1e-3)
 
 
 def test_seeded_requests_do_not_depend_on_the_batch(tiny_llama: Path, draft: Path) -> None:
@@ -140,10 +139,13 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         Case(PROMPTS, settings | filtered),
     ]
     answers, log = run(
-        tiny_llama, cases, tiny_llama, forbid_waiting.ENVIRONMENT, blocks=60, tree="branch:1-1-1-1"
+        *(tiny_llama, cases, tiny_llama),
+        forbid_waiting.ENVIRONMENT,
+        limits={"num_gpu_blocks_override": 60},
+        tree="branch:1-1-1-1",
     )
     for answer in answers:
-        assert 0 < answer.counters["steps"] <= 4 * ceil(40 / 5)
+        assert answer.counters["emitted"] == 5 * answer.counters["steps"] > 0
     assert f"{forbid_waiting.CHECKED} draft" in log
 
 
@@ -172,3 +174,36 @@ def test_a_wrong_mask_is_found(tiny_llama: Path, draft: Path) -> None:
     (answer,), _ = run(tiny_llama, [case], draft, planted_fault="root's mask", tree="beam:3x4")
     assert answer.counters["accepted_tokens"] > 0
     assert answer.tokens != plainly.tokens
+
+
+VOCAB = 10
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with a small vocabulary, and its first layer."""
+    target = make_tiny_llama(tmp_path_factory.mktemp("small"), vocab_size=VOCAB, sharpness=3.0)
+    return target, make_first_layers(target, tmp_path_factory.mktemp("small-draft"), 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [None, "residual"])
+def test_sampled_tokens_follow_the_targets_distribution(
+    small: tuple[Path, Path], fault: str | None
+) -> None:
+    target, draft = small
+    prompt, sampling = [3, 7, 4], {"temperature": 1.3, "top_k": 8, "max_tokens": 4}
+    (answer,), _ = run(
+        *(target, [Case([prompt] * 2_000, sampling | {"ignore_eos": True})], draft),
+        planted_fault=fault,
+        limits={
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 1024,
+            "num_gpu_blocks_override": 100,
+        },
+        tree="beam:3x3",
+    )
+    assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
+    assert answer.counters["kv_rows_moved"] > 0
+    p = p_value([tokens for (tokens,) in answer.tokens], exact_joint(target, prompt, VOCAB, 1.3, 8))
+    assert p > 0.001 if fault is None else p < 1e-6
