@@ -135,7 +135,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
     filtered = ADJUSTED if temperature else {"logit_bias": ADJUSTED["logit_bias"]}
     cases = [
         Case(CHUNKED[:4], settings),
-        Case([prompt + [5, 6] for prompt in CHUNKED[:4]], settings),
+        Case([[*prompt, 5, 6] for prompt in CHUNKED[:4]], settings),
         Case(PROMPTS, settings | filtered),
     ]
     answers, log = run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from vllm.compilation.backends import set_model_tag
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.layers.attention import Attention
@@ -17,13 +16,16 @@ PREFIX = "draft_model"
 """Prefix of the draft model's layers in the engine's registry of layers."""
 
 
-def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> torch.nn.Module:
+def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> Any:
     """Load a draft model as the engine loads a target; the target must be loaded already.
 
     Args:
         path: The draft model's folder.
         engine: The engine's configuration, in which the layers are registered.
         load: How the engine loads models.
+
+    Returns:
+        vLLM's model.
 
     Raises:
         ValueError: The engine cannot serve the two models together.
