@@ -179,23 +179,14 @@ def test_a_wrong_mask_is_found(tiny_llama: Path, draft: Path) -> None:
 VOCAB = 10
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target with a small vocabulary, and its first layer."""
-    target = make_tiny_llama(tmp_path_factory.mktemp("small"), vocab_size=VOCAB, sharpness=3.0)
-    return target, make_first_layers(target, tmp_path_factory.mktemp("small-draft"), 1)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("fault", [None, "residual"])
-def test_sampled_tokens_follow_the_targets_distribution(
-    small: tuple[Path, Path], fault: str | None
-) -> None:
-    target, draft = small
+def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path) -> None:
+    """They follow that of no other temperature."""
+    target = make_tiny_llama(tmp_path / "target", vocab_size=VOCAB, sharpness=3.0)
+    draft = make_first_layers(target, tmp_path / "draft", 1)
     prompt, sampling = [3, 7, 4], {"temperature": 1.3, "top_k": 8, "max_tokens": 4}
     (answer,), _ = run(
         *(target, [Case([prompt] * 2_000, sampling | {"ignore_eos": True})], draft),
-        planted_fault=fault,
         limits={
             "max_num_seqs": 32,
             "max_num_batched_tokens": 1024,
@@ -205,5 +196,6 @@ def test_sampled_tokens_follow_the_targets_distribution(
     )
     assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
     assert answer.counters["kv_rows_moved"] > 0
-    p = p_value([tokens for (tokens,) in answer.tokens], exact_joint(target, prompt, VOCAB, 1.3, 8))
-    assert p > 0.001 if fault is None else p < 1e-6
+    tokens = [each for (each,) in answer.tokens]
+    assert p_value(tokens, exact_joint(target, prompt, VOCAB, 1.3, 8)) > 0.001
+    assert p_value(tokens, exact_joint(target, prompt, VOCAB, 1.1, 8)) < 1e-6
