@@ -64,6 +64,58 @@ def _gpt_oss() -> Any:
     return GptOssConfig(**_shape(sliding_window=32, layer_types=layers, **experts))
 
 
+def _deepseek_v2() -> Any:
+    from transformers import DeepseekV2Config
+
+    heads = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    # As in the published models. The engine's CPU kernel for rotary positions without scaling
+    # expects contiguous heads, which this family does not have.
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    # The engine's CPU kernel for latent attention has these sizes.
+    return DeepseekV2Config(
+        **_shape(
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            num_key_value_heads=4,
+            first_k_dense_replace=1,
+            rope_parameters=rope,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            **heads,
+            **experts,
+        )
+    )
+
+
+def _qwen3_next() -> Any:
+    from transformers import Qwen3NextConfig
+
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    # The engine's CPU kernels for linear attention need heads of 128, and bfloat16.
+    return Qwen3NextConfig(
+        **_shape(
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            shared_expert_intermediate_size=64,
+            layer_types=["linear_attention", "full_attention"],
+            **heads,
+            **experts,
+        )
+    )
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -78,11 +130,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 """Configurations by name."""
 
+WITHOUT_TREES: dict[str, Callable[[], Any]] = {
+    "deepseek_v2": _deepseek_v2,
+    "qwen3_next": _qwen3_next,
+}
+"""Configurations of families of which only chains of draft tokens can be verified."""
+
 
 def make_tiny_family(
     name: str, folder: Path, *, sharpness: float = 12.0, embedding: float = 3.0, seed: int = 11
 ) -> Path:
-    """Save a random model of one of `FAMILIES`; the same arguments give the same weights.
+    """Save a random model of one of `FAMILIES` or `WITHOUT_TREES`; the same arguments give the same weights.
 
     `sharpness` and `embedding` are the scales of the head and of the embedding, as in
     `make_tiny_llama`.
@@ -91,7 +149,7 @@ def make_tiny_family(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((FAMILIES | WITHOUT_TREES)[name](), dtype=torch.float32)
     with torch.no_grad():
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if head.weight is embeddings.weight:
