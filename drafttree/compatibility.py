@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Literal, get_args
 
 Engine = Literal["vllm", "sglang"]
-State = Literal["tested", "untested", "plain", "refused", "none"]
+State = Literal["tested", "untested", "chains", "plain", "refused", "none"]
 
 ENGINES: dict[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 """The engines and their names."""
@@ -28,9 +28,10 @@ class Cell:
     """How an engine serves a feature with a kind of drafter.
 
     Attributes:
-        state: Whether it is tested, served but untested, served without drafts ("plain"), refused,
-            or "none" where the engine has no such thing.
-        test: If tested, the test, `FILE::NAME` in `tests/engines`; else empty.
+        state: Whether it is tested, served but untested, served with chains of draft tokens in
+            place of trees ("chains"), served without drafts ("plain"), refused, or "none" where the
+            engine has no such thing.
+        test: The test of what is tested, `FILE::NAME` in `tests/engines`. Chains may have none.
     """
 
     state: State
@@ -73,7 +74,8 @@ def features() -> Mapping[str, Feature]:
 
 def _cell(text: str) -> Cell:
     state, _, test = text.partition(": ")
-    if state not in get_args(State) or (state == "tested") != bool(test):
+    may_name, must_name = state in ("tested", "chains"), state == "tested"
+    if state not in get_args(State) or not must_name <= bool(test) <= may_name:
         raise ValueError(f"compatibility.toml: {text!r} is no state")
     return Cell(state, test)  # type: ignore[arg-type]
 
@@ -85,6 +87,15 @@ def is_refused(engine: Engine, kind: str, feature: str) -> bool:
         KeyError: There is no such feature.
     """
     return features()[feature].cell(engine, kind).state == "refused"
+
+
+def is_in_chains(engine: Engine, kind: str, feature: str) -> bool:
+    """Whether an engine serves a feature with chains of draft tokens instead of trees.
+
+    Raises:
+        KeyError: There is no such feature.
+    """
+    return features()[feature].cell(engine, kind).state == "chains"
 
 
 def refused(engine: Engine, kind: str) -> list[str]:

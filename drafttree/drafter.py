@@ -60,6 +60,9 @@ class Target:
         sizes_trees: Whether the host chooses the number of draft tokens of each step, and announces
             it by `Drafter.limit_draft_tokens`. Trees should then hold their most probable nodes
             first.
+        longest_chain: Greatest number of draft tokens where the host verifies chains alone: no
+            node should have a second child, as only the path of first children is kept. None
+            where it verifies trees.
     """
 
     model: str
@@ -72,6 +75,7 @@ class Target:
     folder: Path | None = None
     pads_trees: bool = False
     sizes_trees: bool = False
+    longest_chain: int | None = None
 
 
 class Drafter:

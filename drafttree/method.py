@@ -71,6 +71,8 @@ class HostSupport:
             given as a path, so that no engine is imported before it is needed.
         runs_v2: `module:Class` of the runner for vLLM's V2 model runner; None if it does not serve
             the kind. Unused in SGLang.
+        runs_chains: `module:Class` of the vLLM model runner that serves the kind where only chains
+            of draft tokens can be verified; None if it is refused there. Unused in SGLang.
         algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM. The
             default suits every kind without a draft model.
         devices: Types of devices on which the kind is served.
@@ -80,6 +82,7 @@ class HostSupport:
 
     runs: str
     runs_v2: str | None = None
+    runs_chains: str | None = None
     algorithm: str = "drafttree.sglang.algorithm:TreeAlgorithm"
     devices: tuple[str, ...] = ("cpu",)
     older_versions: bool = False
@@ -123,6 +126,7 @@ MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
     vllm=HostSupport(
         runs="drafttree.vllm.drafters.model_free:ModelFreeRunner",
         runs_v2="drafttree.vllm.v2.runner:TreeRunnerV2",
+        runs_chains="drafttree.vllm.chains.runner:ChainRunner",
         devices=("cpu", "cuda"),
     ),
     sglang=HostSupport(

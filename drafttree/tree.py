@@ -150,6 +150,17 @@ class StaticTree:
             ) from error
         return cls.from_branching(factors)
 
+    def first_path(self, longest: int) -> StaticTree:
+        """The chain of first children, down to depth `longest` at most."""
+        path: RankPath = ()
+        chain: list[RankPath] = []
+        for child in self.paths:
+            # Siblings are sorted by rank, so the first one comes before the others.
+            if len(chain) < longest and child[:-1] == path:
+                path = child
+                chain.append(child)
+        return StaticTree(tuple(chain))
+
     @property
     def num_draft_tokens(self) -> int:
         """The number of draft tokens: all nodes but the root."""

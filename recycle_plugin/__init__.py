@@ -25,6 +25,7 @@ and no draft model, only a matrix of V x k token ids for a vocabulary of V and k
 topology. `dynamic.py` goes beyond the paper: it chooses the nodes of each tree by expected
 acceptance, from the matrix, the bigram table and copies of what followed the same text earlier, in
 the request's own text or in a memory of finished answers.
+Where an engine verifies chains only, `chains.py` finds the best path of such a tree.
 `priors.py` has the prior acceptance rate of each candidate source, and `sources.py` reports the
 measured rates. `storage` keeps tables between runs (hot start) and fills the matrix before the
 first request (priming). The loop itself, the target's forward and verification belong to the
@@ -77,16 +78,20 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
     if isinstance(options.hot_start, Path):
         tables.saver = open_hot_start(tables, options.hot_start, target.model, target.logger)
     tables.fill_unknown()
+    longest = target.longest_chain
     if options.is_dynamic:
+        num_draft_tokens = options.num_draft_tokens
         return DynamicTreeDrafter(
             tables,
-            options.num_draft_tokens,
+            num_draft_tokens if longest is None else min(num_draft_tokens, longest),
             auto=options.is_adaptive and not target.sizes_trees,
             private=options.sharing == "request",
             pads_trees=target.pads_trees,
             by_score=target.sizes_trees,
+            chains=longest is not None,
         )
-    return StaticTreeDrafter(tables, options.topology)
+    tree = options.topology
+    return StaticTreeDrafter(tables, tree if longest is None else tree.first_path(longest))
 
 
 def _remember(folder: Path, options: RecycleOptions, texts: Iterable[str]) -> int:

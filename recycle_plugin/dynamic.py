@@ -24,6 +24,7 @@ from drafttree.budget.scores import expected_tokens
 from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
+from recycle_plugin.chains import best_paths
 from recycle_plugin.priors import DEPTH, tree_depth
 from recycle_plugin.sources import by_source
 from recycle_plugin.tables import Tables
@@ -57,6 +58,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         private: Whether each request has its own tables.
         pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
         by_score: Whether trees hold their most probable nodes first.
+        chains: Whether only the best path of each tree is drafted.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         private: bool,
         pads_trees: bool = False,
         by_score: bool = False,
+        chains: bool = False,
     ) -> None:
         self.tables = tables
+        self._chains = chains
         self._by_score = by_score
         self._pads_trees = pads_trees
         self._private = private
@@ -106,7 +110,8 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
         tables = self.tables.candidates(self._ngrams, len(roots))
-        return expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
+        expanded = expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
+        return best_paths(expanded, self._num_draft_tokens) if self._chains else expanded
 
     def _remember(self, slots: Sequence[int]) -> None:
         """Append the answers in `slots` to the memory."""

@@ -35,8 +35,8 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         ("pipeline-parallelism", "pp_size", 1, "set it to 1"),
         ("data-parallelism", "dp_size", 1, "set it to 1"),
         ("data-parallelism", "enable_dp_attention", False, "leave it out"),
-        ("kv-transfer", "disaggregation_mode", "null", "leave it out"),
-        ("kv-transfer", "enable_pdmux", False, "leave it out"),
+        ("disaggregated-prefill", "disaggregation_mode", "null", "leave it out"),
+        ("disaggregated-prefill", "enable_pdmux", False, "leave it out"),
         ("kv-offloading", "enable_hierarchical_cache", False, "leave it out"),
         ("two-batches", "enable_two_batch_overlap", False, "leave it out"),
         ("compilation", "enable_torch_compile", False, "leave it out"),
@@ -62,7 +62,8 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         value = getattr(server_args, option)
         # SGLang's own choice cannot be distinguished from the user's.
         default = option == "attention_backend" and (cuda or value == "intel_amx")
-        if value is not None and value not in backends and not default:
+        wrong = value is not None and value not in backends and not default
+        if wrong and is_refused("sglang", kind, "other-backends"):
             flag = option.replace("_", "-")
             raise ValueError(
                 f"draft trees do not work with --{flag}={value}: leave it out or name "
@@ -114,7 +115,7 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
         ("multimodal", model.is_multimodal, "is multimodal"),
         ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
         ("latent-attention", attention == "MLA", "uses latent attention (MLA)"),
-        ("recurrent-layers", attention == "SSM", "has recurrent layers instead of attention"),
+        ("attention-free", attention == "SSM", "has recurrent layers instead of attention"),
         ("recurrent-layers", _has_recurrent_layers(model), "is a hybrid with recurrent layers"),
         (
             "sliding-windows",

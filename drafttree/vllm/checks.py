@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from drafttree.compatibility import is_refused
+from drafttree.compatibility import is_in_chains, is_refused
+from drafttree.vllm.chain_choice import Chains, choose_chains
 from drafttree.vllm.runner_choice import VARIABLE, check_v2, is_v2_requested
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
@@ -32,6 +33,12 @@ WORKERS_V2 = {
 }
 """Worker classes for the V2 model runner by type of device."""
 
+CHAIN_WORKERS = {
+    "cpu": "drafttree.vllm.chains.cpu_worker.ChainCPUWorker",
+    "cuda": "drafttree.vllm.chains.gpu_worker.ChainGPUWorker",
+}
+"""Worker classes for chains of draft tokens by type of device."""
+
 TRITON = "TRITON_ATTN"
 """The attention backend on CUDA that draft trees replace."""
 
@@ -42,14 +49,18 @@ class Serving(NamedTuple):
     Attributes:
         device: Type of the device.
         uses_v2: Whether it runs vLLM's V2 model runner.
+        chains: The chains that are drafted in place of trees; None for trees.
     """
 
     device: str
     uses_v2: bool
+    chains: Chains | None = None
 
     @property
     def worker(self) -> str:
         """The path of the worker class."""
+        if self.chains is not None:
+            return CHAIN_WORKERS[self.device]
         return (WORKERS_V2 if self.uses_v2 else WORKERS)[self.device]
 
 
@@ -76,6 +87,12 @@ def check_engine(
     if uses_v2:
         check_v2(method)
         _check_v2_settings(engine, parallel)
+    role = getattr(engine.kv_transfer_config, "kv_role", None)
+    if role not in (None, "kv_both") and is_refused("vllm", kind, "disaggregated-prefill"):
+        raise ValueError(
+            f"{method.title} does not work with kv_role={role!r}: use one engine with kv_both"
+        )
+    without_trees = []
     for feature, settings, option, served, fix in (
         ("tensor-parallelism", parallel, "tensor_parallel_size", 1, "set it to 1"),
         ("pipeline-parallelism", parallel, "pipeline_parallel_size", 1, "set it to 1"),
@@ -90,6 +107,8 @@ def check_engine(
         value = getattr(settings, option)
         if value != served and is_refused("vllm", kind, feature):
             raise ValueError(f"{method.title} does not work with {option}={value!r}: {fix}")
+        if value != served and is_in_chains("vllm", kind, feature):
+            without_trees.append(f"{option} is set")
     kv_cache_dtype = _kv_cache_dtype(engine, model)
     if kv_cache_dtype != "auto" and is_refused("vllm", kind, "quantised-kv"):
         raise ValueError(
@@ -107,8 +126,11 @@ def check_engine(
             f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to more "
             "than the number of draft tokens of a tree"
         )
-    _check_model(method, model)
-    return Serving(device, uses_v2)
+    without_trees += _check_model(method, model)
+    if device == "cuda":
+        without_trees += _check_backend(method, engine)
+    chains = choose_chains(method, without_trees, engine, model, uses_v2=uses_v2)
+    return Serving(device, uses_v2, chains)
 
 
 def _check_v2_settings(engine: EngineArgs, parallel: ParallelConfig) -> None:
@@ -179,28 +201,34 @@ def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
             f"{', '.join(method.kind.vllm.devices)}: leave the speculative method out"
         )
     if device == "cuda":
-        _check_cuda(engine)
+        logger.warning(
+            "Draft trees on CUDA were tested without a GPU only: compare the output first"
+        )
     return device
 
 
-def _check_cuda(engine: EngineArgs) -> None:
+def _check_backend(method: Method[Any], engine: EngineArgs) -> list[str]:
+    """Refuse an attention backend, or say why it verifies chains only."""
     backends = {engine.attention_backend, engine.attention_config.backend} - {None}
-    wrong = [each for each in backends if getattr(each, "name", each) != TRITON]
-    if wrong:
+    names = [getattr(each, "name", each) for each in backends]
+    wrong = [name for name in names if name != TRITON]
+    if wrong and is_refused("vllm", method.kind.name, "other-backends"):
         raise ValueError(
             f"draft trees replace the attention backend {TRITON}, not "
             f"attention_backend={wrong[0]!s}: leave it out"
         )
-    logger.warning("Draft trees on CUDA were tested without a GPU only: compare the output first")
+    return [f"attention_backend={name} applies no tree masks" for name in wrong]
 
 
-def _check_model(method: Method[Any], model: ModelConfig) -> None:
+def _check_model(method: Method[Any], model: ModelConfig) -> list[str]:
+    """Refuse a model, or say why only chains can be verified with it."""
     name, kind = model.model, method.kind.name
+    without_trees = []
     for feature, found, trait in (
         ("encoders", model.runner_type != "generate", "does not generate text"),
         ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
         ("recurrent-layers", model.is_hybrid, "is a hybrid with recurrent layers"),
-        ("recurrent-layers", model.is_attention_free, "has no attention"),
+        ("attention-free", model.is_attention_free, "has no attention"),
         ("multimodal", model.is_multimodal_model, "is multimodal"),
         ("latent-attention", model.use_mla, "uses latent attention (MLA)"),
         ("multimodal", model.uses_mrope, "uses M-RoPE positions"),
@@ -210,7 +238,9 @@ def _check_model(method: Method[Any], model: ModelConfig) -> None:
                 f"{method.title} does not work with model={name!r}, which {trait}: use a decoder "
                 "with full attention, or leave the speculative method out"
             )
-    if model.get_head_size() % 16:
+        if found and is_in_chains("vllm", kind, feature):
+            without_trees.append(f"the model {trait}")
+    if model.get_head_size() % 16 and not without_trees:
         raise ValueError(
             f"draft trees do not work with model={name!r}: its head size "
             f"{model.get_head_size()} is not a multiple of 16: use another model, or leave the "
@@ -218,6 +248,7 @@ def _check_model(method: Method[Any], model: ModelConfig) -> None:
         )
     if is_refused("vllm", kind, "sliding-windows"):
         check_full_attention(method.title, model)
+    return without_trees
 
 
 def check_full_attention(user: str, model: ModelConfig) -> None:

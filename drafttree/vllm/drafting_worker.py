@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -39,10 +40,14 @@ class DraftingWorker:
         return find_method(name), options
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model with attention layers that apply tree masks."""
+        """Load the model with attention layers that can verify the drafts."""
         stock: Any = super()
-        with patches.override_backend(self.stock_backend, self.tree_backend):
+        with self._attention_of_drafts():
             stock.load_model(load_dummy_weights=load_dummy_weights)
+
+    def _attention_of_drafts(self) -> AbstractContextManager[None]:
+        """While it is open, attention layers are built that apply tree masks."""
+        return patches.override_backend(self.stock_backend, self.tree_backend)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up, and then let the drafter measure the target, and prime."""

@@ -204,6 +204,13 @@ PATCHES: tuple[Patch, ...] = (
         reason="Layers look up their backend by name. The tree backend is registered under the "
         "name of the stock backend, for which the rest of the engine is configured.",
     ),
+    Patch(
+        target="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward",
+        when="On a CPU, before a model with Gated DeltaNet layers is loaded that is served with "
+        "chains of draft tokens.",
+        reason="vLLM's function loses a layer's last inputs if a request has fewer drafts in a "
+        "step than there may be.",
+    ),
 )
 
 _REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttree method
@@ -529,6 +536,22 @@ def override_backend(backend: AttentionBackendEnum, ours: type) -> Iterator[None
         if previous is not None:
             register_backend(backend, previous)
         _forget_selected_backends()
+
+
+def keep_convolutions() -> None:
+    """Let Gated DeltaNet layers on a CPU verify any number of drafts."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    from drafttree.vllm.chains.cpu_gdn import spec_forward
+
+    expected = ["layer", "attn_metadata_i", "mixed_qkv_spec", "b_spec", "a_spec", "conv_buf"]
+    replace_function(
+        gdn_attention,
+        "_spec_forward",
+        lambda _: spec_forward,
+        expected=[*expected, "ssm_state", "width", "state_len"],
+        unknown=unknown,
+    )
 
 
 def _forget_selected_backends() -> None:

@@ -49,6 +49,7 @@ def _create(
     target_parallel_config: ParallelConfig,
 ) -> SpeculativeConfig:
     """Check that the engine can serve a drafttree method, and make its configuration."""
+    from drafttree.vllm.chain_choice import announce
     from drafttree.vllm.checks import TRITON, check_engine
 
     named = _named(engine)
@@ -62,6 +63,9 @@ def _create(
     given.pop("method", None)
     _take_model(method, given, engine.spec_model)
     options, num_draft_tokens = _parse(method, given, engine.spec_tokens)
+    if serving.chains is not None:
+        num_draft_tokens = min(num_draft_tokens, serving.chains.longest)
+        announce(method, serving.chains.reason, num_draft_tokens)
     _check_model(method, target_model_config.model, options)
     patches.allow_sampling_parameters()
     patches.prime_when_idle()
@@ -87,7 +91,7 @@ def _create(
 
             patches.hide_draft_schedule(config)
             capture_whole_trees(engine, config, num_draft_tokens)
-        if engine.attention_config.backend is None:
+        if serving.chains is None and engine.attention_config.backend is None:
             patches.use_attention_backend(engine, TRITON)
     return config
 

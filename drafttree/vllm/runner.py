@@ -158,8 +158,12 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         return decoding
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._step
         # Without a step the engine runs a dummy batch, for instance to warm up.
+        self._show_masks(self._step)
+        return super()._build_attention_metadata(*args, **kwargs)
+
+    def _show_masks(self, step: S | None) -> None:
+        """Show the masks of a step's trees to the attention backends."""
         if step is not None and step.trees.drafted:
             step.masks = step.trees.masks()
         for groups in self.attn_groups:
@@ -167,7 +171,6 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
                 builder = group.get_metadata_builder(0)
                 assert isinstance(builder, TreeMetadataBuilder)
                 builder.step_masks = None if step is None else step.masks
-        return super()._build_attention_metadata(*args, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""

@@ -10,6 +10,10 @@ FIRST_V2 = (0, 32)
 """The first version whose V2 model runner has the functions that drafttree overrides."""
 
 
+FIRST_RECURRENT = (0, 32)
+"""The first version known to keep recurrent states right when a request has no drafts in a step."""
+
+
 def is_supported(version: str) -> bool:
     """Whether a version is between the first and the last supported minor version."""
     return FIRST <= _minor(version) <= LAST
@@ -18,6 +22,11 @@ def is_supported(version: str) -> bool:
 def serves_v2(version: str) -> bool:
     """Whether draft trees can be served with the V2 model runner of a version."""
     return FIRST_V2 <= _minor(version) <= LAST
+
+
+def serves_recurrent_layers(version: str) -> bool:
+    """Whether a version can verify drafts with recurrent layers beside attention."""
+    return FIRST_RECURRENT <= _minor(version) <= LAST
 
 
 def _minor(version: str) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drafttree.method import load
+from drafttree.method import Method, load
 from drafttree.vllm import patches
 from drafttree.vllm.drafting_worker import DraftingWorker
 from drafttree.vllm.runner import TreeModelRunner
@@ -19,6 +19,10 @@ class TreeWorker(DraftingWorker):
         with patches.without_logits_processors(self.model_config) as processors:
             stock.init_device()
         method, options = self._requested()
-        ours: type[TreeModelRunner[Any]] = load(method.kind.vllm.runs)
+        ours: type[TreeModelRunner[Any]] = load(self._runner_of(method))
         runner = patches.adopt(self.model_runner, self.stock_runner, ours)
         runner.set_up(method, options, processors)
+
+    def _runner_of(self, method: Method[Any]) -> str:
+        """The path of the model runner's class."""
+        return method.kind.vllm.runs

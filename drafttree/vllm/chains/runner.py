@@ -1,0 +1,88 @@
+"""vLLM's model runner for chains that a model-free drafter drafts.
+
+A chain is a tree without branches, so a step is that of trees, down to the verification with the
+engine's own sampler, whose answers are those of plain decoding even for seeded requests. The
+engine's rejection sampler would draw other random numbers than plain decoding does. But there is no
+mask, and no KV has to be moved: attention and its metadata, slots, positions and recurrent states
+are the engine's own. It rolls the states back to the last token that was accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tree_kernels.kv_move import KvMover
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.worker import gpu_model_runner
+
+from drafttree.drafter import Target
+from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.chains.paths import as_chains
+from drafttree.vllm.drafters.model_free import ModelFreeRunner
+from drafttree.vllm.forward import step_seconds
+from drafttree.vllm.step import IntArray, StepState, StepTrees
+
+ROLLS_BACK = (
+    "BailingLinearAttentionMetadataBuilder",
+    "GDNAttentionMetadataBuilder",
+    "Mamba2AttentionMetadataBuilder",
+    "ShortConvAttentionMetadataBuilder",
+)
+"""The kinds of recurrent layers that the engine's runner tells how many tokens were accepted."""
+
+ROLLS_BACK_ON_CPU = ("GDNAttentionMetadataBuilder",)
+"""Those whose code for a CPU uses that number."""
+
+
+class ChainRunner(ModelFreeRunner):
+    """Drafts chains, which the engine verifies with its own attention and state handling."""
+
+    def _target(
+        self,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        sizes_trees: bool = False,
+    ) -> Target:
+        target = super()._target(embed, sizes_trees=sizes_trees)
+        return replace(target, longest_chain=self.num_spec_tokens)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, and refuse recurrent layers whose state is not rolled back."""
+        super().initialize_kv_cache(*args, **kwargs)
+        known = tuple(
+            getattr(gpu_model_runner, name)
+            for name in (ROLLS_BACK_ON_CPU if self.device.type == "cpu" else ROLLS_BACK)
+            if hasattr(gpu_model_runner, name)
+        )
+        for groups in self.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                if isinstance(group.kv_cache_spec, MambaSpec) and not isinstance(builder, known):
+                    raise ValueError(
+                        f"the recurrent layers of model={self.model_config.model!r} "
+                        f"({type(builder).__name__}) cannot drop drafts on this device in this "
+                        "vLLM: leave the speculative method out"
+                    )
+
+    def _make_movers(self) -> list[list[KvMover]]:
+        return []
+
+    def _move_kv(self, trees: StepTrees, verified: Verified) -> None:
+        """The accepted tokens are in their places already."""
+
+    def _show_masks(self, step: StepState | None) -> None:
+        """There are none: a chain is causal."""
+
+    def _propose(self, roots: IntArray) -> DraftTree:
+        return as_chains(super()._propose(roots))
+
+    def _timed_forwards(self) -> tuple[Callable[[int], float], int]:
+        # The engine's dummy run builds the metadata of any backend.
+        return lambda tokens: step_seconds(self, tokens), self._max_step_rows
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Nothing is primed: its forwards are trees."""
+        return 0, 0
