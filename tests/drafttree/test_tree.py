@@ -212,3 +212,11 @@ def test_trees_of_roots_have_no_drafts() -> None:
     trees.check(0)
     assert not trees.drafted
     assert trees.tree_size.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("longest", "path"), [(1, [(0,)]), (2, [(0,), (0, 1)]), (9, [(0,), (0, 1), (0, 1, 0)])]
+)
+def test_the_first_path_of_a_static_tree(longest: int, path: list[tuple[int, ...]]) -> None:
+    tree = StaticTree.from_paths([(0,), (2,), (0, 1), (0, 2), (2, 0), (0, 1, 0), (0, 2, 0)])
+    assert list(tree.first_path(longest).paths) == path

@@ -140,7 +140,7 @@ WITHOUT_TREES: dict[str, Callable[[], Any]] = {
 def make_tiny_family(
     name: str, folder: Path, *, sharpness: float = 12.0, embedding: float = 3.0, seed: int = 11
 ) -> Path:
-    """Save a random model of one of `FAMILIES` or `WITHOUT_TREES`; the same arguments give the same weights.
+    """Save a random model of a family by its name; the same arguments give the same weights.
 
     `sharpness` and `embedding` are the scales of the head and of the embedding, as in
     `make_tiny_llama`.
@@ -149,7 +149,8 @@ def make_tiny_family(
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((FAMILIES | WITHOUT_TREES)[name](), dtype=torch.float32)
+    config = (FAMILIES | WITHOUT_TREES)[name]()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if head.weight is embeddings.weight:

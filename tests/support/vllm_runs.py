@@ -50,6 +50,7 @@ class Answer:
         reasons: Why each sample ended.
         cached: Prompt tokens of each request that were found in the cache.
         counters: The tree worker's counts over the case; empty without a method.
+        explained: How the sizes of trees were chosen so far; empty without a method.
         preemptions: How often the scheduler has preempted a request so far.
         iterations: How many steps the engine has run so far.
     """
@@ -60,6 +61,7 @@ class Answer:
     reasons: list[list[str | None]]
     cached: list[int | None]
     counters: dict[str, int] = field(default_factory=dict)
+    explained: list[dict[str, Any]] = field(default_factory=list)
     preemptions: int = 0
     iterations: int = 0
 
@@ -163,6 +165,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                 cached=[one.num_cached_tokens for one in outputs],
                 reasons=[[each.finish_reason for each in one.outputs] for one in outputs],
                 counters={name: after[name] - before[name] for name in after},
+                explained=llm.collective_rpc("drafttree_explain")[0] if ours else [],
                 preemptions=metric(llm, "vllm:num_preemptions").value,
                 iterations=metric(llm, "vllm:iteration_tokens_total").count,
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from drafttree.tree import DraftTree
 from drafttree.vllm.v2.chains import first_paths
 
@@ -15,5 +13,7 @@ def as_chains(trees: DraftTree) -> DraftTree:
     """
     if not trees.drafted:
         return trees
-    paths = first_paths(trees, trees.tree_size > 0, trees.tokens.shape[1] - 1)
-    return replace(paths, tree_size=(paths.tokens[:, 1:] >= 0).sum(1, dtype=paths.tree_size.dtype) + 1)
+    size = trees.tree_size
+    paths = first_paths(trees, size > 0, trees.tokens.shape[1] - 1)
+    drafts = (paths.tokens[:, 1:] >= 0).sum(1, dtype=size.dtype)
+    return DraftTree(paths.tokens, paths.parents, 1 + drafts)
