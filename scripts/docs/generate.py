@@ -97,9 +97,11 @@ def compatibility_table() -> str:
 
 def _state(cell: Cell) -> str:
     """A cell as a table shows it."""
+    file = cell.test.partition("::")[0]
     return {
-        "tested": f"tested (`{cell.test.partition('::')[0]}`)",
+        "tested": f"tested (`{file}`)",
         "untested": "served, untested",
+        "chains": f"chains, tested (`{file}`)" if file else "chains, untested",
         "plain": "served without drafts",
         "refused": "refused",
         "none": "",

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from drafttree.compatibility import ENGINES, Engine, _cell, features, is_refused, refused
+from drafttree.compatibility import (
+    ENGINES,
+    Engine,
+    _cell,
+    features,
+    is_in_chains,
+    is_refused,
+    refused,
+)
 from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE, DrafterKind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +37,7 @@ def test_every_test_that_is_named_exists() -> None:
         for feature in features().values()
         for engine in ENGINES
         for cell in feature.cells[engine].values()
-        if cell.state == "tested"
+        if cell.test
     ]
     assert named
     for test in named:
@@ -62,10 +70,18 @@ def test_kinds_of_other_packages_get_what_every_kind_gets() -> None:
     assert "sliding windows" in " ".join(refused("vllm", "another"))
 
 
-@pytest.mark.parametrize("text", ["tested", "served", "refused: why"])
+@pytest.mark.parametrize("text", ["tested", "served", "refused: why", "untested: test.py"])
 def test_unknown_states_are_errors(text: str) -> None:
     with pytest.raises(ValueError, match="is no state"):
         _cell(text)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_chains_are_served_by_a_runner_of_their_own(kind: DrafterKind[Any]) -> None:
+    served = [name for name in features() if is_in_chains("vllm", kind.name, name)]
+    assert bool(served) == (kind.vllm.runs_chains is not None)
+    assert {*served} <= consulted("vllm")
+    assert not any(is_in_chains("sglang", kind.name, name) for name in features())
 
 
 def test_unknown_features_are_errors() -> None:

@@ -116,7 +116,6 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
         ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
         ({"enable_dbo": True}, "enable_dbo=True"),
         ({"ubatch_size": 2}, "ubatch_size=2"),
         ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1"),
@@ -139,12 +138,56 @@ def test_tensor_parallelism_with_a_draft_model(tiny_llama: Path) -> None:
         configure(tiny_llama, method, tensor_parallel_size=2)
 
 
-def test_kv_connectors(tiny_llama: Path) -> None:
+CHAIN_WORKER = "drafttree.vllm.chains.cpu_worker.ChainCPUWorker"
+
+
+def test_kv_connectors_and_offloading(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import KVTransferConfig
 
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    with pytest.raises(ValueError, match="kv_transfer_config"):
+    rsd = {"method": "rsd", "model": str(tiny_llama)}
+    for engine in ({"kv_transfer_config": connector}, {"kv_offloading_size": 1.0}):
+        config = configure(tiny_llama, {"num_speculative_tokens": 12}, **engine)
+        assert config.parallel_config.worker_cls == CHAIN_WORKER
+        assert config.speculative_config.num_speculative_tokens == 12
+        assert configure(tiny_llama, **engine).speculative_config.num_speculative_tokens == 31
+        with pytest.raises(ValueError, match=f"RSD does not work with {next(iter(engine))}"):
+            configure(tiny_llama, rsd, **engine)
+    producer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_producer")
+    with pytest.raises(ValueError, match="kv_role='kv_producer': use one engine with kv_both"):
+        configure(tiny_llama, kv_transfer_config=producer)
+    monkeypatch.setattr("drafttree.vllm.checks.is_v2_requested", lambda: True)
+    monkeypatch.setattr("drafttree.vllm.checks.check_v2", lambda method: None)
+    with pytest.raises(ValueError, match=r"chains where kv_transfer_config is set.*unset it"):
         configure(tiny_llama, kv_transfer_config=connector)
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    model = make_tiny_family("deepseek_v2", tmp_path)
+    assert configure(model).parallel_config.worker_cls == CHAIN_WORKER
+    with pytest.raises(ValueError, match=r"RSD does not work with .* latent attention \(MLA\)"):
+        configure(model, {"method": "rsd", "model": str(model)})
+
+
+def test_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_family("qwen3_next", tmp_path)
+    config = configure(model, dtype="bfloat16", enable_prefix_caching=False)
+    assert config.parallel_config.worker_cls == CHAIN_WORKER
+    assert config.speculative_config.num_speculative_tokens == 7
+    with pytest.raises(ValueError, match="enable_prefix_caching=True: set it to False"):
+        configure(model, dtype="bfloat16")
+    monkeypatch.setattr(vllm, "__version__", "0.31.0")
+    with pytest.raises(ValueError, match=r"layers, and vLLM 0\.31\.0: install 0\.32\.0"):
+        configure(model, dtype="bfloat16", enable_prefix_caching=False)
+
+
+def test_models_without_attention(tmp_path: Path) -> None:
+    from transformers import MambaConfig
+
+    sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 1}
+    MambaConfig(architectures=["MambaForCausalLM"], **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"Token Recycling does not work .* has no attention"):
+        configure(tmp_path)
 
 
 def test_a_forced_v2_runner(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
