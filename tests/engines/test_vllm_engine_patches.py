@@ -11,7 +11,7 @@ from engine_host.jobs import run_job
 from vllm_patch_report import make_report
 from vllm_runs import ENVIRONMENT
 
-from drafttree.vllm.patches import PATCHES
+from drafttree.vllm.patches import PATCHES, keep_convolutions
 
 REGISTERED = "vllm.engine.arg_utils:EngineArgs.create_speculative_config"
 CHECK = "vllm.sampling_params:SamplingParams._validate_spec_decode"
@@ -24,8 +24,9 @@ OTHERS = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "a runner's class",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "a runner's class",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": "a registry of the module",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward": "for chains alone",
 }
-"""Targets that are no attributes."""
+"""Targets that are no attributes, or that an engine with trees leaves as they are."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,21 @@ def test_the_list_is_complete(report: dict[str, Any]) -> None:
 def test_targets_exist(patch: Any) -> None:
     module, _, name = patch.target.partition(":")
     assert hasattr(import_module(module), name.partition(".")[0])
+
+
+def test_convolutions_are_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    name = "_spec_forward"
+    stock = getattr(gdn_attention, name)
+    monkeypatch.setattr(gdn_attention, name, stock)  # restored after the test
+    keep_convolutions()
+    replaced = getattr(gdn_attention, name)
+    keep_convolutions()
+    assert getattr(gdn_attention, name) is replaced is not stock
+    monkeypatch.setattr(gdn_attention, name, lambda layer: layer)
+    with pytest.raises(RuntimeError, match="_spec_forward takes"):
+        keep_convolutions()
 
 
 def test_a_second_call_changes_nothing(report: dict[str, Any]) -> None:

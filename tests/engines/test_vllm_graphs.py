@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import configured_for_cuda
+from tiny_families import make_tiny_family
 from vllm_runs import ENVIRONMENT
 
 OURS = {"method": "token_recycling", "prime": False}
@@ -64,3 +65,22 @@ def test_whole_trees_are_captured(tiny_llama: Path) -> None:
     assert plain["backend"] is None
     assert plain["sizes"][:3] == [1, 2, 4]
     assert not plain["worker"].startswith("drafttree")
+
+
+def test_chains_run_on_the_engines_own_attention(tiny_llama: Path, tmp_path: Path) -> None:
+    """A whole chain of each request is one graph; its attention backend stays the engine's."""
+    latent = make_tiny_family("deepseek_v2", tmp_path)
+    model = {"max_model_len": 512, "dtype": "bfloat16", "speculative_config": OURS}
+    mla, flash, trees = configured(
+        {**model, "model": str(latent)},
+        {**model, "model": str(tiny_llama), "attention_backend": "FLASH_ATTN"},
+        {**model, "model": str(tiny_llama), "attention_backend": "TRITON_ATTN"},
+    )
+    for chains in (mla, flash):
+        assert chains["worker"] == "drafttree.vllm.chains.gpu_worker.ChainGPUWorker"
+        assert chains["sizes"][:2] == [32, 64]
+        assert chains["graphs"]["64"] == ["FULL", 64]
+        assert chains["graphs"]["1"] == ["PIECEWISE", 1]
+    assert mla["backend"] is None
+    assert flash["backend"] == "FLASH_ATTN"
+    assert trees["worker"] == "drafttree.vllm.gpu_worker.TreeGPUWorker"
