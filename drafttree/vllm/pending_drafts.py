@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,13 +35,18 @@ class PendingDrafts:
         return cls(tuple(request_ids), wanted, AsyncHostCopy.of(packed))
 
     def truncate(
-        self, max_tree_size: int, tokens_left: IntArray
+        self,
+        max_tree_size: int,
+        tokens_left: IntArray,
+        stops: Sequence[Collection[int]] | None = None,
     ) -> tuple[list[list[int]], list[StoredTree]]:
         """Wait for the trees, and drop the nodes that do not fit in the step or in the request.
 
         Args:
             max_tree_size: Greatest number of nodes, the root counted, of a request's tree.
             tokens_left: Number of tokens that each request may still emit, `int32 [B]`.
+            stops: The tokens that end each request. Nodes below them are dropped, which could
+                only be emitted after the end; None for no such tokens.
 
         Returns:
             The draft tokens of each request in breadth-first order, and the layout of its tree.
@@ -52,11 +57,25 @@ class PendingDrafts:
         depth = depths(parents.contiguous(), tree_size).numpy()
         # Deeper nodes could only emit tokens beyond the request's end.
         fits = (depth < tokens_left[:, None]) & self.wanted[:, None]
-        fits &= np.arange(depth.shape[1]) < np.minimum(tree_size.numpy(), max_tree_size)[:, None]
-        sizes = fits.sum(1).tolist()
-        drafts = [row[1:size] for row, size in zip(tokens.tolist(), sizes, strict=True)]
-        trees = [
-            StoredTree(parents_of[:size], depth_of[:size])
-            for parents_of, depth_of, size in zip(parents.numpy(), depth, sizes, strict=True)
-        ]
+        fits &= np.arange(depth.shape[1]) < tree_size.numpy()[:, None]
+        for row, ends in enumerate(stops or ()):
+            if ends:
+                fits[row] &= _can_be_emitted(tokens.numpy()[row], parents.numpy()[row], ends)
+        drafts, trees = [], []
+        rows = zip(tokens.tolist(), parents.numpy(), depth, fits, strict=True)
+        for tokens_of, parents_of, depth_of, fits_of in rows:
+            columns = np.flatnonzero(fits_of)[:max_tree_size]
+            drafts.append([tokens_of[column] for column in columns[1:]])
+            trees.append(StoredTree(parents_of, depth_of).selected(columns))
         return drafts, trees
+
+
+def _can_be_emitted(tokens: IntArray, parents: IntArray, ends: Collection[int]) -> BoolArray:
+    """Whether no ancestor of a node ends the request; roots do not count, as it has gone on."""
+    ending = np.isin(tokens, [*ends])
+    ending[0] = False
+    below = np.zeros_like(ending)
+    if ending.any():
+        for column, parent in enumerate(parents.tolist()):
+            below[column] = parent >= 0 and (ending[parent] or below[parent])
+    return ~below

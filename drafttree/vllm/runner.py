@@ -194,7 +194,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         self._move_kv(step.trees, verified)
         self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
         self._step_verified(step, verified)
-        self._drafter.on_verified(self._batch_slots(), step.drafts, self._learned(verified))
+        drafts, learned = step.trees.as_proposed(step.drafts, self._learned(verified))
+        self._drafter.on_verified(self._batch_slots(), drafts, learned)
         return output
 
     def _partial_prefills(self) -> torch.Tensor | None:
@@ -280,10 +281,15 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
                 budget -= budget // 4
             share = max(budget // len(pending.request_ids), 1)
             left = np.array([*map(self._tokens_left, pending.request_ids)], np.int32)
-            self._draft_token_ids, trees = pending.truncate(share, left)
+            stops = [*map(self._ending_tokens, pending.request_ids)]
+            self._draft_token_ids, trees = pending.truncate(share, left, stops)
             self._stored.update(zip(pending.request_ids, trees, strict=True))
         taken: DraftTokenIds | None = super().take_draft_token_ids()
         return taken
+
+    def _ending_tokens(self, request_id: str) -> set[int]:
+        """The tokens below which nothing is drafted, because they end the request."""
+        return set()
 
     def _tokens_left(self, request_id: str) -> int:
         """Greatest number of tokens that a request may still emit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tree_kernels.mask import tree_mask
 
-from drafttree.transfer import all_on_device
-from drafttree.tree import DraftTree
+from drafttree.transfer import all_on_device, on_device
+from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.step_masks import StepMasks
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -29,15 +29,29 @@ class StoredTree:
     Attributes:
         parents: Column of each node's parent, `int32 [n]`, in breadth-first order; -1 for the root.
         depths: Depth of each node, `int32 [n]`; 0 for the root.
+        columns: Column of each node in the tree as it was proposed, `int64 [n]`; None for its
+            first n columns.
     """
 
     parents: IntArray
     depths: IntArray
+    columns: LongArray | None = None
 
     @classmethod
     def chain(cls, size: int) -> StoredTree:
         """A chain of `size` nodes, the root counted."""
         return cls(np.arange(-1, size - 1, dtype=np.int32), np.arange(size, dtype=np.int32))
+
+    def selected(self, columns: LongArray) -> StoredTree:
+        """The tree of some of the nodes: with each its parent, in ascending columns."""
+        size = len(columns)
+        if not size or columns[-1] == size - 1:
+            return StoredTree(self.parents[:size], self.depths[:size])
+        place = np.full(len(self.parents), -1, np.int32)
+        place[columns] = np.arange(size)
+        parents = place[self.parents[columns]]
+        parents[0] = -1
+        return StoredTree(parents, self.depths[columns], columns)
 
 
 ROOT_ONLY = StoredTree.chain(1)
@@ -89,6 +103,8 @@ class StepTrees:
         parents: Column of each node's parent, `int32 [B, N]`, padded with -1.
         position_offsets: Offsets from a chain's positions to those of the trees, `int64 [tokens]`.
         max_depth: Greatest depth of a node.
+        columns: Column of each node in the tree as it was proposed, `int64 [B, N]`; for padding one
+            more than any. None if they are those of the nodes.
     """
 
     rows: torch.Tensor
@@ -99,6 +115,7 @@ class StepTrees:
     parents: IntArray
     position_offsets: LongArray
     max_depth: int
+    columns: LongArray | None = None
 
     @classmethod
     def of_batch(
@@ -125,6 +142,7 @@ class StepTrees:
         offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
         ends = np.cumsum(num_scheduled_tokens)
         max_depth = 0
+        proposed: list[LongArray | None] = []
         for row, (name, size) in enumerate(zip(request_ids, sizes, strict=True)):
             tree = ROOT_ONLY
             if size > 1:
@@ -132,6 +150,7 @@ class StepTrees:
                 # draft tokens by batch size. A chain of any tokens can be verified.
                 tree = stored.get(name) or StoredTree.chain(int(size))
             parents[row, :size] = tree.parents[:size]
+            proposed.append(tree.columns)
             if size > 1:
                 offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)
             max_depth = max(max_depth, int(tree.depths[size - 1]))
@@ -146,6 +165,7 @@ class StepTrees:
             parents=parents,
             position_offsets=offsets,
             max_depth=max_depth,
+            columns=_columns(proposed, sizes),
         )
 
     @property
@@ -172,6 +192,24 @@ class StepTrees:
         return DraftTree(
             rows.masked_fill(tensors.padding, NO_TOKEN), tensors.parents, tensors.tree_size
         )
+
+    def as_proposed(self, drafts: DraftTree, verified: Verified) -> tuple[DraftTree, Verified]:
+        """The trees and their outcome with each node in the column in which it was proposed."""
+        if self.columns is None:
+            return drafts, verified
+        width = int(self.columns.max())
+        columns = on_device(self.columns, drafts.tokens.device)
+        absent = torch.full_like(drafts.tokens[:, :1], NO_TOKEN).expand(-1, width + 1)
+        above = columns.gather(1, drafts.parents.clamp(min=0).long()).int()
+        above = above.masked_fill(drafts.parents < 0, -1)
+        path = columns.gather(1, verified.path.clamp(min=0).long()).int()
+        sizes = columns.masked_fill(columns == width, -1).amax(1).int() + 1
+        trees = DraftTree(
+            absent.scatter(1, columns, drafts.tokens)[:, :width],
+            absent.scatter(1, columns, above)[:, :width],
+            sizes,
+        )
+        return trees, replace(verified, path=path.masked_fill(verified.path < 0, -1))
 
     def masks(self) -> StepMasks:
         """Attention masks of the trees with drafts."""
@@ -203,6 +241,21 @@ class StepTrees:
         }
         tensors = all_on_device([*arrays.values()], self.rows.device)
         return StepTensors(**dict(zip(arrays, tensors, strict=True)))
+
+
+def _columns(proposed: Sequence[LongArray | None], sizes: LongArray) -> LongArray | None:
+    """`StepTrees.columns` from the columns of each request's tree, before it was truncated."""
+    if all(columns is None for columns in proposed):
+        return None
+    whole = np.arange(sizes.max())
+    rows = [
+        (whole if columns is None else columns)[:size]
+        for columns, size in zip(proposed, sizes, strict=True)
+    ]
+    padded = np.full((len(rows), len(whole)), 1 + max(int(row[-1]) for row in rows))
+    for row, columns in enumerate(rows):
+        padded[row, : len(columns)] = columns
+    return padded
 
 
 @dataclass

@@ -41,3 +41,28 @@ def test_nodes_that_do_not_fit_are_dropped(
         if size > 1:
             assert tree.parents.tolist() == PARENTS[row][:size]
             assert tree.depths.tolist() == depths[row][:size]
+
+
+def test_nodes_below_a_token_that_ends_the_request_are_dropped() -> None:
+    pending = PendingDrafts.of(["a", "b"], np.array([True, True]), TREES)
+    left = np.array([9, 9], np.int32)
+    drafts, stored = pending.truncate(81, left, [{11, 99}, set()])
+    assert drafts == [[11, 12], [21, 22]]
+    assert stored[0].columns is None
+    drafts, stored = pending.truncate(81, left, [{13, 7}, {21}])
+    assert drafts == [[11, 12, 13, 14], [21]]
+    drafts, stored = pending.truncate(4, left, [{12}, {22}])
+    assert drafts == [[11, 12, 13], [21, 22]]
+
+
+def test_the_other_nodes_keep_their_places() -> None:
+    """Node 1 ends the request; its children are columns 3 and 4, and column 5 is below node 2."""
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32)
+    trees = DraftTree(TREES.tokens[:1], parents, TREES.tree_size[:1])
+    pending = PendingDrafts.of(["a"], np.array([True]), trees)
+    drafts, stored = pending.truncate(81, np.array([9], np.int32), [{11}])
+    assert drafts == [[11, 12, 15]]
+    assert stored[0].parents.tolist() == [-1, 0, 0, 2]
+    assert stored[0].depths.tolist() == [0, 1, 1, 2]
+    assert stored[0].columns is not None
+    assert stored[0].columns.tolist() == [0, 1, 2, 5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from drafttree.tree import Verified
 from drafttree.vllm.step import StepTrees, StoredTree
 
 TREE = StoredTree(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 1, 2], np.int32))
@@ -84,3 +85,26 @@ def test_without_drafts_a_row_is_a_request() -> None:
     assert trees.by_row(torch.tensor([[3], [4]])).tolist() == [3, 4]
     assert trees.trees(torch.tensor([3, 4])).tokens.tolist() == [[3], [4]]
     assert trees.tensors.counted.tolist() == [True, False]
+
+
+def test_nodes_in_the_columns_in_which_they_were_proposed() -> None:
+    """Of the first tree columns 1 and 3 were dropped."""
+    thinned = StoredTree(TREE.parents[:3], TREE.depths[:3], np.array([0, 2, 4]))
+    trees = StepTrees.of_batch(
+        ["a", "b"],
+        {"a": [5, 6], "b": [7]},
+        {"a": thinned, "b": CHAIN},
+        np.array([3, 2]),
+        np.array([True, True]),
+        torch.arange(5),
+    )
+    drafts = trees.trees(torch.tensor([4, 5, 6, 3, 7]))
+    path = torch.tensor([[0, 2], [0, -1]], dtype=torch.int32)
+    verified = Verified(path, path, torch.tensor([2, 1], dtype=torch.int32))
+    proposed, outcome = trees.as_proposed(drafts, verified)
+    assert proposed.tokens.tolist() == [[4, -1, 5, -1, 6], [3, 7, -1, -1, -1]]
+    assert proposed.parents.tolist() == [[-1, -1, 0, -1, 0], [-1, 0, -1, -1, -1]]
+    assert proposed.tree_size.tolist() == [5, 2]
+    assert outcome.path.tolist() == [[0, 4], [0, -1]]
+    whole = step()
+    assert whole.as_proposed(drafts, verified)[0] is drafts

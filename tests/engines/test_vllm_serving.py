@@ -187,3 +187,22 @@ def test_other_methods_stay_the_engines_own(tiny_llama: Path, method: str | None
     (answer,), log = run_vllm(tiny_llama, [Case(prompts(2, 8, 9), GREEDY)], speculative=speculative)
     assert answer.tokens
     assert "Draft trees" not in log
+
+
+def test_nothing_is_drafted_below_a_token_that_ends_the_request(tiny_llama: Path) -> None:
+    """The drafts would copy the whole of the answers that are remembered, beyond their new ends."""
+    prompts = some_prompts(8)
+    whole = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
+    plain, _ = run_vllm(tiny_llama, [Case(prompts, whole)])
+    ends = [tokens[0][20] for tokens in plain[0].tokens]
+    ended = [whole | {"stop_token_ids": [end]} for end in ends]
+    cases = [Case(prompts, whole), Case(prompts, ended), Case(prompts, whole)]
+    drafted, _ = run_vllm(tiny_llama, cases, {"method": "token_recycling"})
+    for answer, expected in zip(drafted, plain * 3, strict=True):
+        for (ours,), (theirs,) in zip(answer.tokens, expected.tokens, strict=True):
+            assert ours == theirs[: len(ours)]
+    assert all(ours[0][-1] == end for ours, end in zip(drafted[1].tokens, ends, strict=True))
+    # The first token comes from the prompt's step. At most a bonus token follows an ending.
+    counted = sum(len(tokens[0]) - 1 for tokens in drafted[1].tokens)
+    assert drafted[1].counters["accepted_tokens"] > counted / 2
+    assert counted <= drafted[1].counters["emitted"] <= counted + len(prompts)

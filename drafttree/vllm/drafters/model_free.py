@@ -33,6 +33,14 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             self._drafter = method.drafter(parsed, self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
 
+    def _ending_tokens(self, request_id: str) -> set[int]:
+        parameters = self.requests[request_id].sampling_params
+        if parameters is None:
+            return set()
+        # None where the request ignores it.
+        eos = getattr(parameters, "eos_token_id", None)
+        return {*(parameters.stop_token_ids or ())} | ({eos} if eos is not None else set())
+
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter compute something beforehand, if it can."""
         return prime(self, self._drafter, blocks, idle=idle)
