@@ -84,6 +84,8 @@ def prepare(
             for done, everything in process.priming():
                 show(done, everything)
                 most = max(most, everything)
+            if not most:
+                raise EngineError(f"{found.title} primes nothing for a model without draft trees")
             if done < most:
                 raise EngineError(f"priming ended after {done} of {most} tokens")
     except ValueError as error:
