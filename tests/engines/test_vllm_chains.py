@@ -167,3 +167,18 @@ def test_a_static_tree(without_trees: Callable[[str], Path]) -> None:
     drafted, _ = run_vllm(model, cases, CHAINS | {"tree": "branch:2-2-1-1"})
     assert drafted[0].tokens == plain[0].tokens
     proves_chains(drafted[0], 4)
+
+
+def test_chunks_of_prompts_beside_chains(without_trees: Callable[[str], Path]) -> None:
+    """Recurrent states go on from chunk to chunk, in an engine core of its own process."""
+    prompts = some_prompts(8, seed=9, shortest=50, longest=160)
+    cases = [Case(prompts, GREEDY), Case(prompts, GREEDY)]
+    engine = ENGINE["qwen3_next"] | {"max_num_batched_tokens": 64}
+    model = without_trees("qwen3_next")
+    answers, _ = run_vllm(model, [undrafted(case) for case in cases], CHAINS, **engine)
+    own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    drafted, log = run_vllm(model, cases, CHAINS, environment=own_process, **engine)
+    for with_chains, without in zip(drafted, answers, strict=True):
+        assert with_chains.tokens == without.tokens
+        proves_chains(with_chains, LONGEST["qwen3_next"])
+    assert log.count(ANNOUNCED) == 1
