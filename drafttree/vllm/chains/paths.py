@@ -14,6 +14,6 @@ def as_chains(trees: DraftTree) -> DraftTree:
     if not trees.drafted:
         return trees
     size = trees.tree_size
-    paths = first_paths(trees, size > 0, trees.tokens.shape[1] - 1)
+    paths, _ = first_paths(trees, size > 0, trees.tokens.shape[1] - 1)
     drafts = (paths.tokens[:, 1:] >= 0).sum(1, dtype=size.dtype)
     return DraftTree(paths.tokens, paths.parents, 1 + drafts)
