@@ -25,7 +25,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `memory.append_texts` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |
 | `merge.merge_trees` | Lyanna | yes | yes | Lyanna, verification fusion |
 | `ngrams.extend_ngrams` | Token Recycling, dynamic trees | yes | yes | prompt lookup |
-| `ngrams.previous_tokens` | Token Recycling, dynamic trees | - | yes | prompt lookup |
+| `ngrams.previous_tokens` | Token Recycling, dynamic trees | yes | yes | prompt lookup |
 | `noise.uniform_numbers` | RSD | yes | yes | Philox (SC 2011) |
 | `rejection.reject_step` | RSD | yes | yes | RSD, algorithm 3 |
 | `root_matches.root_matches` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |

@@ -285,6 +285,25 @@ def _extend_cpp(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
     )
 
 
+@jit
+def _previous_kernel(
+    history: tl.tensor, lengths: tl.tensor, slots: tl.tensor, tokens: tl.tensor, length: tl.tensor
+) -> None:
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request).to(tl.int64)
+    place = tl.load(lengths + slot) - 2
+    token = tl.load(history + slot * length + place, mask=place >= 0, other=-1)
+    tl.store(tokens + request, token)
+
+
+def _previous_triton(ngrams: NgramIndex, slots: Tensor) -> Tensor:
+    history = ngrams.history
+    tokens = torch.empty(len(slots), dtype=torch.int32, device=history.device)
+    if len(slots):
+        _previous_kernel[(len(slots),)](history, ngrams.lengths, slots, tokens, history.shape[1])
+    return tokens
+
+
 def _previous_reference(ngrams: NgramIndex, slots: Tensor) -> Tensor:
     places = ngrams.lengths[slots].long() - 2
     return ngrams.history[slots, places.clamp(min=0)].masked_fill(places < 0, -1)
@@ -309,7 +328,11 @@ _EXTEND_NGRAMS = Op(
     needs=_EXTEND,
 )
 _PREVIOUS_TOKENS = Op(
-    "ngrams.previous_tokens", _previous_reference, cpp=_previous_cpp, needs=_PREVIOUS
+    "ngrams.previous_tokens",
+    _previous_reference,
+    triton=_previous_triton,
+    cpp=_previous_cpp,
+    needs=_PREVIOUS,
 )
 
 

@@ -77,6 +77,18 @@ def test_kernel_makes_the_same_texts(interpreter, seed, vocab, length, cells, ad
     check(*made(seed, vocab, length, cells, added, ngrams._extend_triton, batch=2))
 
 
+def test_kernel_reads_the_token_before_the_last(interpreter):
+    ngram_index, plain = made(4, 50, 30, 64, (1, 1, 20), batch=3)
+    slots = torch.randperm(len(plain), generator=torch.Generator().manual_seed(1))
+    expected = [(-1, -1, *plain[slot].tokens)[-2] for slot in slots.tolist()]
+    assert -1 in expected
+    assert max(expected) >= 0
+    for each in (slots, slots.int(), torch.empty(0, dtype=torch.int64)):
+        tokens = ngrams._previous_triton(ngram_index, each)
+        assert tokens.dtype == torch.int32
+        assert tokens.tolist() == expected[: len(each)]
+
+
 def test_kernel_indexes_across_its_blocks_of_columns(interpreter, monkeypatch):
     monkeypatch.setattr(ngrams, "_BLOCK", 16)
     check(*made(3, 3, 50, 128, (40, 3, 33), ngrams._extend_triton, batch=2))
