@@ -30,6 +30,11 @@ def check_hooks() -> None:
         (GPUModelRunner, "sample", "self hidden_states input_batch grammar_output"),
         (GPUModelRunner, "initialize_kv_cache", "self kv_cache_config"),
         (
+            GPUModelRunner,
+            "_set_active_loras",
+            "self prompt_lora_mapping token_lora_mapping lora_requests",
+        ),
+        (
             BaseSpeculator,
             "propose",
             "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tree_kernels.scheduled_trees import Layout, NodeTokens, node_tokens
 from vllm.logger import init_logger
@@ -179,9 +180,16 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """Lay out the step: KV slots along a chain, then positions and masks of the trees."""
         prepared = super().prepare_attn(input_batch)
+        self._ends_of_logits = input_batch.cu_num_logits_np
         self._step = lay_out_step(input_batch, self._kept, self.req_states.prefill_len.gpu)
         self._tell_builders(masks_of(self._step) if input_batch.num_draft_tokens else None)
         return prepared
+
+    def _set_active_loras(self, of_logits: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """Activate LoRA adapters: one for each row of logits, where vLLM names each request's."""
+        if self._step is not None and len(of_logits) == len(self._ends_of_logits) - 1:
+            of_logits = tuple(np.repeat(of_logits, np.diff(self._ends_of_logits)).tolist())
+        super()._set_active_loras(of_logits, *args, **kwargs)
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
         """Lay out a step without requests."""
