@@ -105,7 +105,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         tokens, parents, sources, _ = best_nodes(
             self._expand(slots, none[0]), 0, by_score=self._by_score
         )
-        count(self.tables.source_stats, tokens, parents, sources, none)
+        count(self.tables.source_stats, tokens, parents, sources, none, slots)
         self._remember([0])
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
@@ -227,8 +227,9 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 self.tables.source_stats,
                 trees.tokens,
                 trees.parents,
-                self._sources[slots],
+                self._sources,
                 verified.path,
+                slots,
             )
         self.extend(slots, verified.emitted)
 

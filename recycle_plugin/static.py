@@ -68,7 +68,7 @@ class StaticTreeDrafter(ModelFreeDrafter):
 
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Update the acceptance statistics of each node."""
-        count(self._source_stats, trees.tokens, trees.parents, self._drafted[slots], verified.path)
+        count(self._source_stats, trees.tokens, trees.parents, self._drafted, verified.path, slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """Unregister finished requests; the matrix is shared and stays."""

@@ -62,22 +62,27 @@ def _count_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
     sources: tl.tensor,
+    slots: tl.tensor,
     path: tl.tensor,
     tried: tl.tensor,
     hit: tl.tensor,
     width: tl.tensor,
     depth: tl.tensor,
     sources_stride: tl.tensor,
+    BY_SLOT: tl.constexpr,
     PAD: tl.constexpr,
     DEPTH_PAD: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
+    line = request
+    if BY_SLOT:
+        line = tl.load(slots + request).to(tl.int64)
     node = tl.arange(0, PAD)
     step = tl.arange(0, DEPTH_PAD)
     inside = node < width
     token = tl.load(tokens + request * width + node, mask=inside, other=-1)
     parent = tl.load(parents + request * width + node, mask=inside, other=-1)
-    source = tl.load(sources + request * sources_stride + node, mask=inside, other=0)
+    source = tl.load(sources + line * sources_stride + node, mask=inside, other=0)
     accepted = tl.load(path + request * depth + step, mask=step < depth, other=-1)[None, :]
     here = tl.max((accepted == node[:, None]).to(tl.int32), 1)
     above = tl.max((accepted == parent[:, None]).to(tl.int32), 1)
@@ -105,7 +110,12 @@ def _priors_kernel(
 
 
 def _count_triton(
-    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+    source_stats: SourceStats,
+    tokens: Tensor,
+    parents: Tensor,
+    sources: Tensor,
+    path: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     batch, width = tokens.shape
     if batch == 0:
@@ -114,12 +124,14 @@ def _count_triton(
         tokens,
         parents,
         sources,
+        slots if slots is not None else path,
         path,
         source_stats.tried,
         source_stats.hit,
         width,
         path.shape[1],
         sources.shape[1],
+        BY_SLOT=slots is not None,
         PAD=next_power_of_2(width),
         DEPTH_PAD=path_pad(path.shape[1]),
     )
@@ -136,7 +148,12 @@ def _count_triton(
 
 
 def _count_reference(
-    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+    source_stats: SourceStats,
+    tokens: Tensor,
+    parents: Tensor,
+    sources: Tensor,
+    path: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     batch, width = tokens.shape
     on = torch.zeros(batch, width + 1, dtype=torch.int32, device=tokens.device)
@@ -144,6 +161,7 @@ def _count_reference(
     above = torch.where(parents < 0, width, parents).long()
     on[:, width] = 0
     tried = on.gather(1, above) * (tokens >= 0)
+    sources = sources if slots is None else sources[slots]
     where = sources[:, :width].flatten().long()
     source_stats.tried.scatter_add_(0, where, tried.flatten())
     source_stats.hit.scatter_add_(0, where, (tried * on[:, :width]).flatten())
@@ -151,8 +169,14 @@ def _count_reference(
 
 
 def _count_cpp(
-    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+    source_stats: SourceStats,
+    tokens: Tensor,
+    parents: Tensor,
+    sources: Tensor,
+    path: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
+    sources = sources if slots is None else sources[slots]
     _COUNT.call(
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), path.data_ptr()),
         *(*tokens.shape, path.shape[1], sources.shape[1]),
@@ -171,7 +195,12 @@ _COUNT_TREES = Op(
 
 
 def count(
-    source_stats: SourceStats, tokens: Tensor, parents: Tensor, sources: Tensor, path: Tensor
+    source_stats: SourceStats,
+    tokens: Tensor,
+    parents: Tensor,
+    sources: Tensor,
+    path: Tensor,
+    slots: Tensor | None = None,
 ) -> None:
     """Add the outcome of a verification to the statistics, in place.
 
@@ -181,7 +210,8 @@ def count(
         parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
         sources: Int32 `[B, N']` with N' >= N, the source of each node.
         path: Int32 `[B, D]`, the accepted nodes, the root included; padded with -1.
+        slots: Integers `[B]`: the line of `sources`, which then has any number, of each tree.
     """
     tokens, parents = tokens.contiguous(), parents.contiguous()
     sources, path = sources.contiguous(), path.int().contiguous()
-    _COUNT_TREES.on(tokens)(source_stats, tokens, parents, sources, path)
+    _COUNT_TREES.on(tokens)(source_stats, tokens, parents, sources, path, slots)

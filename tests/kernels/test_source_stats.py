@@ -57,6 +57,19 @@ def test_kernel_counts_the_same(interpreter, width):
     assert lists(source_stats) == counted(expected, cases)
 
 
+def test_sources_are_found_by_slot(cpu_path, interpreter):
+    tokens, parents, sources, path = verification(3, 3, 9)
+    slots = torch.tensor([4, 0, 2])
+    kept = torch.zeros(6, sources.shape[1], dtype=torch.int32)
+    kept[slots] = sources
+    for run in (count, module._count_triton):
+        source_stats = SourceStats.of(expected_priors(3))
+        run(source_stats, tokens, parents, kept, path, slots)
+        assert lists(source_stats) == counted(
+            expected_priors(3), [(tokens, parents, sources, path)]
+        )
+
+
 def test_priors_go_from_the_expected_to_the_measured_probability(cpu_path):
     source_stats = SourceStats.of(torch.full((NUM_SOURCES,), 0.5))
     tree = [torch.tensor([line], dtype=torch.int32) for line in ([1, 2, 3], [-1, 0, 0], [0, 7, 8])]
