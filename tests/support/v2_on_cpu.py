@@ -7,12 +7,17 @@ order of steps is that of a GPU, though nothing overlaps.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 VARIABLE = "TESTS_V2_ON_CPU"
 
 ENVIRONMENT = {VARIABLE: "1", "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+LARGE_VOCABULARY = {"TESTS_V2_TORCH_SAMPLING": "1"}
+"""Environment of an engine whose requests are greedy and whose vocabulary is too large for the
+interpreter: one program of the engine's sampler has 1,024 logits of a row."""
 
 LIMITS = {
     "max_num_seqs": 4,
@@ -22,6 +27,17 @@ LIMITS = {
     "num_gpu_blocks_override": 20,
 }
 """Settings of an engine that soon chunks prompts, queues requests and preempts."""
+
+
+def for_runner(runner: str) -> dict[str, str]:
+    """The environment of an engine's process with a model runner, "v1" or "v2"."""
+    return ENVIRONMENT if runner == "v2" else {}
+
+
+def check_runner(runner: str, log: str) -> str:
+    """The log of an engine that must have used a model runner."""
+    assert ("Using V2 Model Runner" in log) == (runner == "v2")
+    return log
 
 
 class _Driver:
@@ -47,6 +63,16 @@ def enable() -> None:
     topk_topp_sampler.apply_top_k_only = lambda logits, k: (
         topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, None)
     )
+    if LARGE_VOCABULARY.items() <= os.environ.items():
+        from vllm.v1.worker.gpu.sample import sampler
+
+        sampler.gumbel_sample = _most_likely
+
+
+def _most_likely(logits: Any, rows: Any, temperature: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tokens of greedy requests; the kernel takes the first of equals too."""
+    assert not temperature[rows].any()
+    return logits.argmax(-1)
 
 
 def _accept_integer_masks() -> None:

@@ -23,6 +23,7 @@ class Case:
             request.
         reset: Whether to flush the prefix cache and forget everything learned before the case.
         reload: Whether to reload the weights before the case.
+        sleep: The level at which the engine sleeps and wakes up before the case.
         rounds: How many times to submit the requests; the last answers count.
         after: A file for which to wait before the case, while no request is running.
         adapter: Folder of a LoRA adapter that every second request uses.
@@ -33,6 +34,7 @@ class Case:
     sampling: dict[str, Any] | list[dict[str, Any]]
     reset: bool = False
     reload: bool = False
+    sleep: int | None = None
     rounds: int = 1
     after: Path | None = None
     adapter: str | None = None
@@ -53,6 +55,7 @@ class Answer:
         explained: How the sizes of trees were chosen so far; empty without a method.
         preemptions: How often the scheduler has preempted a request so far.
         iterations: How many steps the engine has run so far.
+        engine_counts: The engine's own counts of drafts so far, by the names of its metrics.
     """
 
     tokens: list[list[list[int]]]
@@ -64,7 +67,11 @@ class Answer:
     explained: list[dict[str, Any]] = field(default_factory=list)
     preemptions: int = 0
     iterations: int = 0
+    engine_counts: dict[str, int] = field(default_factory=dict)
 
+
+DRAFTS = "vllm:spec_decode_num_"
+"""What the names of the engine's counts of drafts begin with."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -139,6 +146,9 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
             assert llm.reset_prefix_cache()
             if ours:
                 llm.collective_rpc("drafttree_reset")
+        if case.sleep is not None:
+            llm.sleep(case.sleep)
+            llm.wake_up()
         if case.reload:
             llm.collective_rpc("reload_weights")
         before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
@@ -168,6 +178,11 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                 explained=llm.collective_rpc("drafttree_explain")[0] if ours else [],
                 preemptions=metric(llm, "vllm:num_preemptions").value,
                 iterations=metric(llm, "vllm:iteration_tokens_total").count,
+                engine_counts={
+                    each.name: each.value
+                    for each in llm.get_metrics()
+                    if each.name.startswith(DRAFTS) and hasattr(each, "value")
+                },
             )
         )
     return answers
