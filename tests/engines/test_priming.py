@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hosts import Answer, Case, Host
+from hosts import Answer, Case, Host, on_v2_too
 from primed_prefix import answers_around_priming
 from random_prompts import some_prompts
 from tiny_models import make_tiny_llama
@@ -23,6 +23,8 @@ BOS = 7
 
 SHORT = Case([[5, 9, 11]], {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True})
 """One step that can be drafted for; a drafter without primed rows knows nothing about its root."""
+MOST_STEPS = {"v1": 1, "v2": 2}
+"""V2 schedules a step before it knows that the last one has ended a request."""
 OWN_LOOP = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """Lets vLLM's engine core run in a process of its own, which waits for requests."""
 
@@ -72,9 +74,10 @@ def test_rows_that_are_computed_at_start_are_drafted_in_the_first_step(
     (answer,), log = serve(host, folder, [SHORT], cache, prime_seconds=math.inf)
     check_rows(folder)
     assert f"is primed for {VOCAB} of {VOCAB} tokens" in log
-    assert answer.counters["drafted_steps"] == 1
+    assert 1 <= answer.counters["drafted_steps"] <= MOST_STEPS[host.runner]
 
 
+@on_v2_too
 def test_an_idle_engine_computes_the_rows_to_the_end(host: Host, model: Path, cache: Path) -> None:
     """The file is written when all rows are computed."""
     (unprimed,), log = serve(host, model, [SHORT], cache, prime=False)
@@ -85,7 +88,7 @@ def test_an_idle_engine_computes_the_rows_to_the_end(host: Host, model: Path, ca
     check_rows(model)
     assert f"is primed for {VOCAB} of {VOCAB} tokens" in log
     assert second.tokens == first.tokens == unprimed.tokens
-    assert second.counters["drafted_steps"] == 1
+    assert 1 <= second.counters["drafted_steps"] <= MOST_STEPS[host.runner]
 
 
 @pytest.mark.parametrize("count", [2, 5])

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: streams, aborts and later requests."""
+"""`AsyncLLM`: streams, aborts, later requests, and sessions of several prompts."""
 
 from __future__ import annotations
 
@@ -7,27 +7,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_stream import Streamed, stream_vllm
+import pytest
+from vllm_stream import TURNS, Streamed, stream_vllm
 
+TOKENS = {"v1": 60, "v2": 24}
+"""Tokens of each answer, by vLLM's model runner."""
 ABORTED = {1: 5, 4: 12, 6: 1}
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_aborts_leave_the_other_requests_as_they_were(
-    tiny_llama: Path, proves_drafting: Callable[[Streamed], None]
+    runner: str, tiny_llama: Path, proves_drafting: Callable[[Streamed], None]
 ) -> None:
     draw = random.Random(8)
     prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 60))] for _ in range(8)]
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6, "seed": 23}]
-    sampling = [{**kinds[row % 2], "max_tokens": 60, "ignore_eos": True} for row in range(8)]
-    plain = stream_vllm(tiny_llama, prompts, sampling, {})
+    most = TOKENS[runner]
+    sampling = [{**kinds[row % 2], "max_tokens": most, "ignore_eos": True} for row in range(8)]
+    plain = stream_vllm(tiny_llama, prompts, sampling, {}, runner=runner)
     drafted = stream_vllm(
-        tiny_llama, prompts, sampling, ABORTED, {"method": "token_recycling", "nodes": 32}
+        *(tiny_llama, prompts, sampling, ABORTED),
+        {"method": "token_recycling", "nodes": {"v1": 32, "v2": 15}[runner]},
+        runner,
     )
     for row, (mine, theirs) in enumerate(zip(drafted.tokens, plain.tokens, strict=True)):
         if row in ABORTED:
-            assert ABORTED[row] <= len(mine) < 60
+            assert ABORTED[row] <= len(mine) < most
             assert mine == theirs[: len(mine)]
         else:
             assert mine == theirs
     assert drafted.last == plain.last
+    assert drafted.session == plain.session
+    assert len(plain.session) == TURNS * most
     proves_drafting(drafted)

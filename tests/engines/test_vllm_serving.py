@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from random_prompts import some_prompts
 from tiny_models import make_tiny_adapter
+from v2_on_cpu import check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
@@ -19,12 +20,22 @@ def prompts(count: int, shortest: int, longest: int, seed: int = 9) -> list[list
     return some_prompts(count, seed, longest + 1, shortest)
 
 
+SIZES: dict[str, dict[str, Any]] = {"v1": {}, "v2": {"nodes": 15}}
+"""Options by model runner: V2 runs in Triton's interpreter, for which trees of 80 are large."""
+
+
 def both(
-    model: Path, cases: list[Case], options: dict[str, Any] | None = None, **engine: Any
+    model: Path,
+    cases: list[Case],
+    options: dict[str, Any] | None = None,
+    runner: str = "v1",
+    **engine: Any,
 ) -> tuple[list[Answer], list[Answer], str]:
+    engine["environment"] = for_runner(runner)
     plain, _ = run_vllm(model, cases, **engine)
-    drafted, log = run_vllm(model, cases, speculative=RECYCLE | (options or {}), **engine)
-    return plain, drafted, log
+    speculative = RECYCLE | SIZES[runner] | (options or {})
+    drafted, log = run_vllm(model, cases, speculative=speculative, **engine)
+    return plain, drafted, check_runner(runner, log)
 
 
 def test_chunked_prefill_beside_truncated_trees(
@@ -136,13 +147,15 @@ def test_no_running_request_waits_because_others_draft(
     assert counters["draft_tokens"] <= 15 * counters["drafted_steps"]
 
 
+@pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_lora_requests_beside_plain_ones(
-    tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+    runner: str, tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     adapter = str(make_tiny_adapter(tmp_path))
-    asked = prompts(8, 5, 30)
-    cases = [Case(asked, GREEDY, adapter=adapter), Case(asked, GREEDY)]
-    plain, drafted, _ = both(tiny_llama, cases, enable_lora=True, max_lora_rank=8)
+    count, tokens = {"v1": (8, 40), "v2": (4, 20)}[runner]
+    asked, greedy = prompts(count, 5, 30), GREEDY | {"max_tokens": tokens}
+    cases = [Case(asked, greedy, adapter=adapter), Case(asked, greedy)]
+    plain, drafted, _ = both(tiny_llama, cases, runner=runner, enable_lora=True, max_lora_rank=8)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+from v2_on_cpu import check_runner, for_runner
+
 
 @dataclass
 class Case:
@@ -65,12 +68,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class Host:
-    """One of the engines: "vllm" or "sglang"."""
+    """One of the engines: "vllm" or "sglang".
+
+    Attributes:
+        name: The engine's name.
+        runner: vLLM's model runner; "v2" runs with its kernels in Triton's interpreter.
+    """
 
     name: str
+    runner: str = "v1"
 
     def __str__(self) -> str:
-        return self.name
+        return self.name + (self.runner == "v2") * "-v2"
 
     @property
     def installed(self) -> bool:
@@ -142,6 +151,7 @@ class Host:
         **engine: Any,
     ) -> tuple[list[Answer], str]:
         runs = importlib.import_module("vllm_runs")
+        engine["environment"] = for_runner(self.runner) | (engine.get("environment") or {})
         speculative = None
         if method is not None:
             speculative = {"method": method.replace("-", "_"), **(options or {})}
@@ -185,7 +195,7 @@ class Host:
                 counters=each.counters,
             )
             for each in served
-        ], log
+        ], check_runner(self.runner, log)
 
     def _sglang(
         self,
@@ -230,6 +240,13 @@ class Host:
 
 
 VLLM, SGLANG = HOSTS = (Host("vllm"), Host("sglang"))
+VLLM_V2 = Host("vllm", "v2")
+"""Not one of `HOSTS`, as it serves tiny models alone in reasonable time."""
+
+on_v2_too = pytest.mark.parametrize(
+    "host", [*HOSTS, pytest.param(VLLM_V2, marks=pytest.mark.full)], indirect=True, ids=str
+)
+"""For tests that V2 runs too, as part of the full product."""
 
 _SGLANG_NAMES = {
     "max_tokens": "max_new_tokens",

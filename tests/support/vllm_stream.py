@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_host.jobs import run_job
+from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import StreamingInput
+
+TURNS = 3
+"""Prompts of a session."""
 
 
 @dataclass
@@ -18,11 +26,13 @@ class Streamed:
     Attributes:
         tokens: The new token ids of each request, up to the abort if it was aborted.
         last: The new token ids of a request that was sent after all others had ended.
+        session: The new token ids of a session, in which prompts come one after another.
         counters: The tree worker's counts; empty without a method.
     """
 
     tokens: list[list[int]]
     last: list[int]
+    session: list[int]
     counters: dict[str, int]
 
 
@@ -32,6 +42,7 @@ def stream_vllm(
     sampling: list[dict[str, Any]],
     abort_after: dict[int, int],
     speculative: dict[str, Any] | None = None,
+    runner: str = "v1",
 ) -> Streamed:
     """Send all prompts at once, then the first one again.
 
@@ -41,6 +52,7 @@ def stream_vllm(
         sampling: Keyword arguments of `SamplingParams`, for each prompt.
         abort_after: Number of tokens after which to abort a request, by row.
         speculative: The engine's `speculative_config`; None for plain decoding.
+        runner: vLLM's model runner, "v1" or "v2".
 
     Raises:
         RunFailed: The engine did not start, or stopped.
@@ -55,10 +67,11 @@ def stream_vllm(
         "speculative_config": speculative,
     }
     answer: Streamed
-    environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    answer, _ = run_job(
+    environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | for_runner(runner)
+    answer, log = run_job(
         "vllm", _stream, (arguments, prompts, sampling, abort_after), environment, timeout=400
     )
+    check_runner(runner, log)
     return answer
 
 
@@ -73,6 +86,7 @@ async def _serve(
     aborted: dict[int, int],
 ) -> Streamed:
     from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -91,11 +105,32 @@ async def _serve(
                 break
         return tokens
 
+    async def converse() -> list[int]:
+        """Send the first prompts to one session, each when the answer to the last has ended."""
+        parameters = SamplingParams(
+            detokenize=False, output_kind=RequestOutputKind.DELTA, **sampling[0]
+        )
+        ended = asyncio.Event()
+
+        async def turns() -> AsyncGenerator[StreamingInput, None]:
+            for prompt in prompts[:TURNS]:
+                ended.clear()
+                yield StreamingInput({"prompt_token_ids": prompt})
+                await ended.wait()
+
+        tokens: list[int] = []
+        async for output in engine.generate(turns(), parameters, "session"):
+            tokens += output.outputs[0].token_ids
+            if len(tokens) % parameters.max_tokens == 0:
+                ended.set()
+        return tokens
+
     try:
         tokens = await asyncio.gather(*(one(str(row), row) for row in range(len(prompts))))
         last = await one("last", 0)
+        session = await converse()
         ours = arguments["speculative_config"] is not None
         counters = (await engine.collective_rpc("drafttree_counters"))[0] if ours else {}
-        return Streamed(tokens, last, counters)
+        return Streamed(tokens, last, session, counters)
     finally:
         engine.shutdown()
