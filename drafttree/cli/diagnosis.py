@@ -22,11 +22,19 @@ from drafttree import __version__
 from drafttree.compatibility import ENGINES, refused
 from drafttree.method import GROUP, Method
 from drafttree.sglang import versions as sglang_versions
-from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
+from drafttree.vllm.versions import (
+    TESTED,
+    is_supported,
+    is_tested,
+    serves_v2,
+    window,
+    window_v2,
+)
 
 PLUGIN_GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
 PLUGIN_CHOICES = {"vLLM": "VLLM_PLUGINS", "SGLang": "SGLANG_PLUGINS"}
 PLUGIN = "drafttree"
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 # Package indexes serve CUDA builds of these. With a CPU build of torch they cannot be imported, and
 # vLLM fails with them, although it does not need them.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -132,6 +140,7 @@ def engines() -> Iterator[Finding]:
         )
     else:
         yield _judge_vllm(vllm.version)
+        yield _judge_runner(vllm.version)
     yield _judge_sglang()
 
 
@@ -161,15 +170,6 @@ def traps() -> Iterator[Finding]:
             value=f"broken: {error}",
             status="problem",
             advice=f"it was built for another torch and breaks vLLM: pip uninstall {package}",
-        )
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("", "0"):
-        yield Finding(
-            section="traps",
-            name="VLLM_USE_V2_MODEL_RUNNER",
-            value=os.environ["VLLM_USE_V2_MODEL_RUNNER"],
-            status="note" if _has_cuda() else "problem",
-            advice="RSD is not served on the V2 model runner, and vLLM's CPU build cannot run it: "
-            "unset it for RSD, and on a CPU",
         )
     if not _has_cuda() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
         yield Finding(
@@ -247,6 +247,25 @@ def _judge_vllm(version: str) -> Finding:
         status="problem",
         advice=f"use {window()}",
     )
+
+
+def _judge_runner(version: str) -> Finding:
+    """Say which of vLLM's two model runners serves draft trees."""
+    asked = os.environ.get(RUNNER_VARIABLE) or None
+    finding = Finding(section="engines", name="vLLM's model runner", value="V1")
+    if asked == "0":
+        finding.value += f": {RUNNER_VARIABLE}=0"
+        return finding
+    if not serves_v2(version):
+        finding.value += f": for draft trees V2 needs vLLM {window_v2()}"
+    elif try_import("vllm", "from vllm.triton_utils import HAS_TRITON; assert HAS_TRITON").error:
+        finding.value += ": V2 needs Triton, which this build of vLLM does not have"
+    else:
+        finding.value = "V2" if asked else "V2, and V1 for what V2 does not serve"
+        return finding
+    if asked:
+        finding.status, finding.advice = "problem", f"unset {RUNNER_VARIABLE}"
+    return finding
 
 
 def _judge_sglang() -> Finding:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
-from drafttree.vllm.runner_choice import VARIABLE
 from drafttree.vllm.versions import TESTED, serves_recurrent_layers
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ def choose_chains(
     reasons: Sequence[str],
     engine: EngineArgs,
     model: ModelConfig,
-    *,
-    uses_v2: bool,
 ) -> Chains | None:
     """The chains that an engine verifies; None if it verifies trees.
 
@@ -59,20 +56,13 @@ def choose_chains(
         reasons: Why there can be no trees; empty if there can.
         engine: The engine's arguments.
         model: The target.
-        uses_v2: Whether the engine runs vLLM's V2 model runner.
 
     Raises:
-        ValueError: The V2 model runner is asked for, which serves trees only, or this vLLM cannot
-            verify drafts with recurrent layers as it is set up.
+        ValueError: This vLLM cannot verify drafts with recurrent layers as it is set up.
     """
     if not reasons:
         return None
     reason = " and ".join(reasons)
-    if uses_v2:
-        raise ValueError(
-            f"{VARIABLE}=1: {method.title} drafts chains where {reason}, which is served by the V1 "
-            "model runner only: unset it"
-        )
     if not model.is_hybrid:
         return Chains(reason, LONGEST)
     _check_recurrent_layers(method, engine, model)

@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from drafttree.compatibility import is_in_chains, is_refused
 from drafttree.vllm.chain_choice import Chains, choose_chains
-from drafttree.vllm.runner_choice import VARIABLE, check_v2, is_v2_requested
+from drafttree.vllm.runner_choice import choose_v2
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 if TYPE_CHECKING:
@@ -83,10 +83,7 @@ def check_engine(
     """
     _check_version()
     device = _check_platform(method, engine)
-    uses_v2, kind = is_v2_requested(), method.kind.name
-    if uses_v2:
-        check_v2(method)
-        _check_v2_settings(engine, parallel)
+    kind = method.kind.name
     role = getattr(engine.kv_transfer_config, "kv_role", None)
     if role not in (None, "kv_both") and is_refused("vllm", kind, "disaggregated-prefill"):
         raise ValueError(
@@ -98,13 +95,15 @@ def check_engine(
         ("pipeline-parallelism", parallel, "pipeline_parallel_size", 1, "set it to 1"),
         ("data-parallelism", parallel, "data_parallel_size", 1, "set it to 1"),
         ("context-parallelism", parallel, "decode_context_parallel_size", 1, "set it to 1"),
+        ("context-parallelism", parallel, "prefill_context_parallel_size", 1, "set it to 1"),
         ("kv-transfer", engine, "kv_transfer_config", None, "leave the KV connector out"),
         ("kv-offloading", engine, "kv_offloading_size", None, "leave KV offloading out"),
         ("two-batches", parallel, "enable_dbo", False, "leave dual batch overlap out"),
         ("two-batches", parallel, "ubatch_size", 0, "leave micro-batches out"),
         ("prompt-embeddings", model, "enable_prompt_embeds", False, "leave it out"),
+        ("watermarks", engine, "watermark_config", None, "leave it out"),
     ):
-        value = getattr(settings, option)
+        value = getattr(settings, option, served)  # an older version may lack it
         if value != served and is_refused("vllm", kind, feature):
             raise ValueError(f"{method.title} does not work with {option}={value!r}: {fix}")
         if value != served and is_in_chains("vllm", kind, feature):
@@ -129,23 +128,9 @@ def check_engine(
     without_trees += _check_model(method, model)
     if device == "cuda":
         without_trees += _check_backend(method, engine)
-    chains = choose_chains(method, without_trees, engine, model, uses_v2=uses_v2)
+    chains = choose_chains(method, without_trees, engine, model)
+    uses_v2 = choose_v2(method, engine, model, parallel, without_trees)
     return Serving(device, uses_v2, chains)
-
-
-def _check_v2_settings(engine: EngineArgs, parallel: ParallelConfig) -> None:
-    for option, value, served in (
-        ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
-        ("watermark_config", engine.watermark_config, None),
-        ("enable_trace_replay", engine.enable_trace_replay, False),
-        ("return_sampling_mask", engine.return_sampling_mask, False),
-    ):
-        if value != served:
-            raise ValueError(
-                f"draft trees do not work with {option}={value!r} on the V2 model runner: leave it "
-                f"out, or unset {VARIABLE}"
-            )
 
 
 def _kv_cache_dtype(engine: EngineArgs, model: ModelConfig) -> str:

@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from drafttree.method import Method, find_method
 from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeBackend
+from drafttree.vllm.runner_choice import VARIABLE
 
 
 class DraftingWorker:
@@ -38,6 +39,24 @@ class DraftingWorker:
         assert request is not None
         name, options = request
         return find_method(name), options
+
+    def _check_runner(self, *, uses_v2: bool) -> None:
+        """Refuse to start with the other of vLLM's model runners.
+
+        Args:
+            uses_v2: Whether this worker is for V2.
+
+        Raises:
+            RuntimeError: vLLM chooses anew in each process, and has chosen the other one here.
+        """
+        # An older worker runs V1 only, or asks the environment when it makes the runner.
+        if getattr(self, "use_v2_model_runner", uses_v2) is not uses_v2:
+            ours, theirs = ("V2", "V1") if uses_v2 else ("V1", "V2")
+            raise RuntimeError(
+                f"draft trees were configured for vLLM's {ours} model runner, but this worker is "
+                f"to run {theirs}: {VARIABLE} must have the same value in all of the engine's "
+                "processes, from its configuration on"
+            )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model with attention layers that can verify the drafts."""

@@ -165,7 +165,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         when="The class of a worker's V2 model runner, before the model is loaded.",
-        reason="The same for the V2 model runner, if the user asks for it.",
+        reason="The same for the V2 model runner.",
     ),
     Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator",
@@ -471,9 +471,8 @@ def adopt(runner: Any, stock: type, ours: type[R]) -> R:
         return runner
     if type(runner) is not stock:
         raise RuntimeError(
-            f"draft trees need vLLM's {_path(stock)}, not {_path(type(runner))}: set "
-            "VLLM_USE_V2_MODEL_RUNNER=1 before the engine is configured for its V2 model runner, "
-            "or unset it for V1"
+            f"draft trees were configured for vLLM's {_path(stock)}, but vLLM has made "
+            f"{_path(type(runner))}: leave the speculative method out"
         )
     runner.__class__ = type(ours.__name__, (ours, stock), {})
     return cast(R, runner)

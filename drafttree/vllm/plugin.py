@@ -51,6 +51,7 @@ def _create(
     """Check that the engine can serve a drafttree method, and make its configuration."""
     from drafttree.vllm.chain_choice import announce
     from drafttree.vllm.checks import TRITON, check_engine
+    from drafttree.vllm.runner_choice import check_choice
 
     named = _named(engine)
     if len(named) > 1:
@@ -81,6 +82,13 @@ def _create(
         request = _as_custom_class(num_draft_tokens)
     with patches.replace_speculative_arguments(engine, request):
         config = original(target_model_config, target_parallel_config)
+    check_choice(
+        engine,
+        target_model_config,
+        target_parallel_config,
+        config,
+        uses_v2=serving.uses_v2,
+    )
     if method.kind.needs_hidden_states:
         patches.drop_last_block(config)
     patches.mark_requested(config, method.name, options)

@@ -15,6 +15,7 @@ class TreeWorker(DraftingWorker):
 
     def init_device(self) -> None:
         """Build the stock runner, and turn it into one that verifies trees."""
+        self._check_runner(uses_v2=False)
         stock: Any = super()
         with patches.without_logits_processors(self.model_config) as processors:
             stock.init_device()

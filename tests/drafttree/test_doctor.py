@@ -98,6 +98,37 @@ def test_the_tested_version_is_ok_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     assert find(list(diagnosis.engines()), "vLLM").status == "note"
 
 
+@pytest.mark.parametrize(
+    ("version", "triton", "asked", "status", "value"),
+    [
+        ("0.32.0", True, None, "ok", "V2, and V1 for what V2 does not serve"),
+        ("0.33.0", True, "1", "ok", "V2"),
+        ("0.32.0", True, "0", "ok", "V1: VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("0.32.0", False, None, "ok", "V1: V2 needs Triton"),
+        ("0.32.0", False, "1", "problem", "V1: V2 needs Triton"),
+        ("0.29.0", True, "1", "problem", "V1: for draft trees V2 needs vLLM 0.32 to 0.33"),
+    ],
+)
+def test_the_model_runner_is_named(
+    version: str,
+    triton: bool,
+    asked: str | None,
+    status: str,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_package(tmp_path, "vllm", f"__version__ = '{version}'\nLLM = None\n")
+    fake_package(tmp_path / "vllm", "triton_utils", f"HAS_TRITON = {triton}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    runner = find(list(diagnosis.engines()), "vLLM's model runner")
+    assert runner.status == status
+    assert runner.value.startswith(value)
+    assert bool(runner.advice) is (status == "problem")
+
+
 @pytest.mark.parametrize("engine", ["vLLM", "SGLang"])
 def test_a_plugin_that_an_engine_will_not_load_is_a_problem(
     engine: str, monkeypatch: pytest.MonkeyPatch
@@ -141,10 +172,8 @@ def test_traps_in_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
     monkeypatch.setattr(diagnosis, "find_compiler", lambda: None)
     monkeypatch.setattr(diagnosis, "CUDA_COMPANIONS", ())
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     found = {finding.name: finding.status for finding in diagnosis.traps()}
     assert found == {
-        "VLLM_USE_V2_MODEL_RUNNER": "problem",
         "VLLM_CPU_KVCACHE_SPACE": "note",
         "C++ compiler": "note",
     }

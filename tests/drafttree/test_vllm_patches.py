@@ -26,6 +26,7 @@ NO_PATCHES = {
     "drafters/draft_model.py: config.quant_config": "a copy, for the draft model",
     "forward.py: builder.step_masks": "drafttree's own metadata builder",
     "runner.py: builder.step_masks": "drafttree's own metadata builder",
+    "runner_choice.py: object.__setattr__(config, name, value)": "a configuration of its own",
     "v2/runner.py: builder.step_masks": "drafttree's own metadata builder",
     "v2/runner.py: self._trees.drafter": "drafttree's own speculator",
     "v2/runner.py: self._reports.forward_seconds": "drafttree's own reports",

@@ -20,14 +20,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+RUNNERS = {
+    "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+    "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+}
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 ENGINE = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN"}
 
 
+@pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("tree", ["dynamic", "static"])
 def test_greedy_tokens_equal_plain_decoding(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None], tree: str, eager: bool
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None], tree: str, eager: bool, runner: str
 ) -> None:
     draw = random.Random(3)
     # Some prompts are as long as a tree with its root, and so run in a tree's captured graph.
@@ -35,14 +40,15 @@ def test_greedy_tokens_equal_plain_decoding(
     prompts = [[draw.randrange(2, 512) for _ in range(length)] for length in lengths]
     cases = [Case(prompts, GREEDY), *(Case([each], GREEDY) for each in prompts[-4:])]
     method = {"method": "token_recycling", "nodes": 80, "tree": tree}
-    plain, _ = run_vllm(tiny_llama, cases, enforce_eager=eager, **ENGINE)
-    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=eager, **ENGINE)
+    settings = {"enforce_eager": eager, "environment": RUNNERS[runner], **ENGINE}
+    plain, _ = run_vllm(tiny_llama, cases, **settings)
+    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, **settings)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(drafted[0])
 
 
-def test_a_step_does_not_synchronise_with_the_device(
+def test_a_step_of_v1_does_not_synchronise_with_the_device(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     draw = random.Random(4)
@@ -53,7 +59,7 @@ def test_a_step_does_not_synchronise_with_the_device(
         tiny_llama,
         [Case(prompts, settings) for settings in (GREEDY, free, filtered)],
         speculative={"method": "token_recycling"},
-        environment=forbid_device_sync.ENVIRONMENT | draw_ahead_on_cpu.ENVIRONMENT,
+        environment=forbid_device_sync.ENVIRONMENT | draw_ahead_on_cpu.ENVIRONMENT | RUNNERS["V1"],
         **ENGINE,
     )
     for answer in answers:
@@ -63,7 +69,9 @@ def test_a_step_does_not_synchronise_with_the_device(
 
 def test_forwards_over_trees_and_chains_are_timed(smollm2: Path) -> None:
     config = {"method": "token_recycling", "prime": False}
-    spec = EngineSpec(str(smollm2), max_model_len=256, eager=True, speculative_config=config)
+    spec = EngineSpec(
+        str(smollm2), max_model_len=256, eager=True, speculative_config=config, runner="v1"
+    )
     with EngineProcess("vllm", "times", spec) as engine:
         engine.wait_until_ready()
         for tree in (False, True):

@@ -16,10 +16,12 @@ from vllm_runs import ENVIRONMENT
 OURS = {"method": "token_recycling", "prime": False}
 
 
-def configured(*arguments: dict[str, Any]) -> list[dict[str, Any]]:
+def configured(
+    *arguments: dict[str, Any], variables: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(configured_for_cuda.__file__), json.dumps(arguments)],
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | (variables or {}),
         capture_output=True,
         text=True,
         timeout=200,
@@ -28,7 +30,7 @@ def configured(*arguments: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"mode"')]
 
 
-def test_whole_trees_are_captured(tiny_llama: Path) -> None:
+def test_whole_trees_are_captured_on_v1(tiny_llama: Path) -> None:
     model = {"model": str(tiny_llama), "max_model_len": 512}
     few = {"nodes": 15}
     trees, small, limited, sized, off, plain = configured(
@@ -38,6 +40,7 @@ def test_whole_trees_are_captured(tiny_llama: Path) -> None:
         {**model, "speculative_config": OURS | few, "cudagraph_capture_sizes": [16, 320]},
         {**model, "speculative_config": OURS, "compilation_config": {"cudagraph_mode": "NONE"}},
         model,
+        variables={"VLLM_USE_V2_MODEL_RUNNER": "0"},
     )
     graphs = trees.pop("graphs")
     assert {int(tokens): tuple(graph) for tokens, graph in graphs.items()} == {
@@ -55,6 +58,7 @@ def test_whole_trees_are_captured(tiny_llama: Path) -> None:
         "sizes": [81 * requests for requests in range(1, 17)],
         "backend": "TRITON_ATTN",
         "worker": "drafttree.vllm.gpu_worker.TreeGPUWorker",
+        "asynchronous": False,
     }
     assert small["sizes"] == [16 * requests for requests in (*range(1, 17), 24, 32)]
     assert limited["sizes"] == [81 * requests for requests in range(1, 7)]
@@ -84,3 +88,20 @@ def test_chains_run_on_the_engines_own_attention(tiny_llama: Path, tmp_path: Pat
     assert mla["backend"] is None
     assert flash["backend"] == "FLASH_ATTN"
     assert trees["worker"] == "drafttree.vllm.gpu_worker.TreeGPUWorker"
+
+
+def test_v2_serves_where_nothing_asks_for_v1(tiny_llama: Path) -> None:
+    """V2 captures the sizes of its tiers by itself, and schedules ahead."""
+    model = {"model": str(tiny_llama), "max_model_len": 512}
+    trees, parallel, plain = configured(
+        {**model, "speculative_config": OURS},
+        {**model, "speculative_config": OURS, "tensor_parallel_size": 2},
+        model,
+    )
+    assert trees["worker"] == "drafttree.vllm.v2.gpu_worker.TreeGPUWorkerV2"
+    assert (trees["mode"], trees["backend"]) == ("FULL_AND_PIECEWISE", "TRITON_ATTN")
+    assert trees["asynchronous"]
+    assert parallel["worker"] == "drafttree.vllm.gpu_worker.TreeGPUWorker"
+    assert parallel["backend"] == "TRITON_ATTN"
+    assert not parallel["asynchronous"]
+    assert not plain["worker"].startswith("drafttree")

@@ -11,6 +11,7 @@ import pytest
 from quantised_models import quantise
 from tiny_families import make_tiny_family
 from tiny_models import make_tiny_llama
+from vllm_configured import configure, find_triton
 
 vllm = pytest.importorskip("vllm")
 
@@ -19,18 +20,6 @@ vllm = pytest.importorskip("vllm")
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def configure(model: Path, speculative: dict[str, Any] | None = None, **engine: Any) -> Any:
-    """Make the engine's configuration, as `LLM(...)` does before it starts processes."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(
-        model=str(model),
-        speculative_config={"method": "token_recycling"} | (speculative or {}),
-        **{"dtype": "float32", "max_model_len": 512, "skip_tokenizer_init": True, **engine},
-    )
-    return arguments.create_engine_config()
 
 
 def write_tree(folder: Path, paths: object) -> str:
@@ -118,6 +107,8 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'"),
         ({"enable_dbo": True}, "enable_dbo=True"),
         ({"ubatch_size": 2}, "ubatch_size=2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
+        ({"watermark_config": {"key": 1}}, "watermark_config="),
         ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1"),
         ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
     ],
@@ -194,18 +185,12 @@ def test_a_forced_v2_runner(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match=r"VLLM_USE_V2_MODEL_RUNNER=1: .* needs Triton.*unset it"):
         configure(tiny_llama)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert configure(tiny_llama).speculative_config.method == "custom_class"
 
 
 @pytest.fixture
 def v2_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of vLLM that has Triton, whose user asks for the V2 model runner."""
-    from vllm import triton_utils
-    from vllm.config import vllm as configuration
-
-    for module in (triton_utils, configuration):
-        monkeypatch.setattr(module, "HAS_TRITON", True)
+    find_triton(monkeypatch)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
 
 
@@ -253,7 +238,7 @@ def test_another_runner_than_the_configuration_asks_for() -> None:
     class Runner:
         pass
 
-    with pytest.raises(RuntimeError, match=r"need vLLM's .*\.Path, not .*Runner: set VLLM_USE_V2"):
+    with pytest.raises(RuntimeError, match=r"for vLLM's .*\.Path, but .*Runner: leave"):
         patches.adopt(Runner(), Path, Runner.__class__)
 
 

@@ -2,7 +2,8 @@
 
     python configured_for_cuda.py '[{"model": ...}, ...]'
 
-Takes engine arguments as JSON, and prints a line of JSON for each.
+Takes engine arguments as JSON, and prints a line of JSON for each. vLLM chooses its model runner as
+on a GPU, which has Triton.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ def _fake_gpu() -> None:
     except ImportError:
         # The engine's CPU build lacks this library; none of its functions is called.
         sys.modules[library] = types.ModuleType(library)
+    import vllm.config.vllm
     import vllm.platforms
+    import vllm.triton_utils
     import vllm.v1.cudagraph_dispatcher  # importing it later would need operators of a GPU
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
+
+    for module in (vllm.triton_utils, vllm.config.vllm):
+        module.HAS_TRITON = True  # type: ignore[attr-defined]
 
     class Hopper(NonNvmlCudaPlatform):
         @classmethod
@@ -57,12 +63,13 @@ def _configured(arguments: dict[str, Any]) -> dict[str, Any]:
         "graphs": _graphs(config),
         "backend": backend and backend.name,
         "worker": config.parallel_config.worker_cls,
+        "asynchronous": config.scheduler_config.async_scheduling,
     }
 
 
 def _graphs(config: Any) -> dict[int, list[Any]] | None:
-    """Kind and size of the graph that serves a step, by token count, with a tree worker."""
-    if config.speculative_config is None:
+    """Kind and size of the graph that serves a step, by token count, with a tree worker for V1."""
+    if config.speculative_config is None or config.use_v2_model_runner:
         return None
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher

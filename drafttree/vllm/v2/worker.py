@@ -15,6 +15,7 @@ class TreeWorkerV2(DraftingWorker):
 
     def init_device(self) -> None:
         """Build the stock runner, and turn it into one that verifies trees."""
+        self._check_runner(uses_v2=True)
         stock: Any = super()
         stock.init_device()
         method, options = self._requested()
