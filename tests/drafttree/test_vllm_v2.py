@@ -13,7 +13,7 @@ from property_settings import CASES
 
 from drafttree.tree import DraftTree
 from drafttree.vllm.v2.chains import first_paths
-from drafttree.vllm.v2.hooks import check
+from drafttree.vllm.v2.hooks import check, check_forward, check_next_tokens
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_up_to
 
@@ -133,3 +133,23 @@ def test_requests_whose_logits_depend_on_their_text_get_chains() -> None:
     assert in_chains(sampler, rows).tolist() == [False, False, True, True]
     sampler.logits_processors.append(SimpleNamespace())
     assert in_chains(sampler, rows).all()
+
+
+def test_the_next_tokens_of_prompts() -> None:
+    check_next_tokens(SimpleNamespace(next_prefill_tokens=torch.zeros(1, 4)), 4)
+    for states in (
+        SimpleNamespace(),
+        SimpleNamespace(next_prefill_tokens=torch.zeros(0, 4)),
+        SimpleNamespace(next_prefill_tokens=torch.zeros(4)),
+        SimpleNamespace(next_prefill_tokens=torch.zeros(1, 5)),
+    ):
+        with pytest.raises(RuntimeError, match="next_prefill_tokens of shape"):
+            check_next_tokens(states, 4)
+
+
+def test_a_forward_that_no_hook_has_seen() -> None:
+    batch = SimpleNamespace()
+    check_forward(batch, batch)
+    for seen in (None, SimpleNamespace()):
+        with pytest.raises(RuntimeError, match="without calling it as a module"):
+            check_forward(seen, batch)

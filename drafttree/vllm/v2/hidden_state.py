@@ -18,6 +18,7 @@ from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.draft_layer import DraftLayer
+from drafttree.vllm.v2.hooks import check_next_tokens
 from drafttree.vllm.v2.in_step import InStepRunnerV2
 
 
@@ -25,6 +26,11 @@ class HiddenStateRunnerV2(InStepRunnerV2):
     """Drafts with a `HiddenStateDrafter`."""
 
     _drafter: HiddenStateDrafter
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the target, and then the drafter with its layer."""
+        check_next_tokens(self.req_states, self.max_num_reqs)
+        super().load_model(*args, **kwargs)
 
     def _make_drafter(self, method: Method[Any], options: Any) -> None:
         # The drafter needs the target's embeddings.

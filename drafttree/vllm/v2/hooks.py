@@ -17,8 +17,10 @@ def check_hooks() -> None:
     """
     from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
     from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -46,7 +48,25 @@ def check_hooks() -> None:
             "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids "
             "expanded_local_pos seq_lens_upper_bound_np return_logprobs",
         ),
+        (
+            Sampler,
+            "apply_sampling_params",
+            "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids "
+            "expanded_local_pos seq_lens_upper_bound_np",
+        ),
         (Sampler, "get_logprobs_dims", "self idx_mapping_np"),
+        (
+            SamplingStates,
+            "apply_temperature",
+            "self logits expanded_idx_mapping idx_mapping_np",
+        ),
+        (SamplingStates, "apply_min_p", "self logits expanded_idx_mapping idx_mapping_np"),
+        (
+            SamplingStates,
+            "apply_top_k_top_p",
+            "self logits expanded_idx_mapping idx_mapping_np",
+        ),
+        (LogitBiasState, "apply", "self logits ctx"),
         (
             StructuredOutputsWorker,
             "apply_grammar_bitmask",
@@ -66,6 +86,35 @@ def check_hooks() -> None:
         ),
     ):
         check(function.__name__, function, parameters.split())
+
+
+def check_next_tokens(states: Any, max_num_reqs: int) -> None:
+    """Check that the engine keeps the prompts' next tokens, which a drafter's layer reads.
+
+    Args:
+        states: The model runner's states of requests.
+        max_num_reqs: Number of their rows.
+
+    Raises:
+        RuntimeError: It does not, or not as `[lookahead, max_num_reqs]`.
+    """
+    shape = getattr(getattr(states, "next_prefill_tokens", None), "shape", None)
+    if shape is None or len(shape) != 2 or shape[0] < 1 or shape[1] != max_num_reqs:
+        raise unknown(f"its states have next_prefill_tokens of shape {shape}")
+
+
+def check_forward(seen: object, batch: object) -> None:
+    """Check that a hook before the target's forward has seen the batch that is sampled.
+
+    Args:
+        seen: The last batch that the hook has seen.
+        batch: The batch that is sampled. The engine's warm-up is the first to sample one.
+
+    Raises:
+        RuntimeError: The engine runs the target without calling it as a module.
+    """
+    if seen is not batch:
+        raise unknown("it runs the target without calling it as a module")
 
 
 def check(name: str, function: Callable[..., Any] | None, expected: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.chains import first_paths
+from drafttree.vllm.v2.hooks import check_forward
 from drafttree.vllm.v2.requests import in_chains
 from drafttree.vllm.v2.runner import TreeRunnerV2
 from drafttree.vllm.v2.step import masks_of
@@ -36,6 +37,7 @@ class InStepRunnerV2(TreeRunnerV2):
 
     _drafter: Drafter  # type: ignore[assignment]
     _batch: InputBatch | None = None
+    _seen: InputBatch | None = None
     _context: ForwardContext
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
@@ -91,11 +93,18 @@ class InStepRunnerV2(TreeRunnerV2):
             self._shown = masks.masks
         super()._tell_builders(masks)
 
+    def sample(
+        self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Sample, verify, and compact the KV caches."""
+        check_forward(self._seen, input_batch)
+        return super().sample(hidden_states, input_batch, *args, **kwargs)
+
     def _before_forward(self, *args: Any) -> None:
         step, batch = self._step, self._batch
         if step is None or batch is None:  # a forward that serves no request
             return
-        self._context = get_forward_context()
+        self._context, self._seen = get_forward_context(), batch
         self._step = self.draft(batch, step)
 
     # What drafting needs.
