@@ -208,7 +208,6 @@ def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
 @pytest.mark.parametrize(
     ("speculative", "engine", "message"),
     [
-        ({"method": "rsd"}, {}, "RSD is served by the V1 model runner only: unset it"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 on the V2 model runner"),
         ({}, {"return_sampling_mask": True}, "return_sampling_mask=True on the V2 model runner"),
     ],

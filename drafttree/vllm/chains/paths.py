@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drafttree.tree import DraftTree
-from drafttree.vllm.v2.chains import first_paths
+from drafttree.vllm.first_paths import first_paths
 
 
 def as_chains(trees: DraftTree) -> DraftTree:

@@ -20,8 +20,8 @@ from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import as_scheduled
+from drafttree.vllm.first_paths import first_paths
 from drafttree.vllm.step_masks import StepMasks
-from drafttree.vllm.v2.chains import first_paths
 from drafttree.vllm.v2.hooks import check_forward
 from drafttree.vllm.v2.requests import in_chains
 from drafttree.vllm.v2.runner import TreeRunnerV2

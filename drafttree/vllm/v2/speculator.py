@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
-from drafttree.vllm.v2.chains import first_paths
+from drafttree.vllm.first_paths import first_paths
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.requests import Flags, Rows
 
