@@ -87,7 +87,7 @@ def test_chains_run_on_the_engines_own_attention(tiny_llama: Path, tmp_path: Pat
         assert chains["graphs"]["1"] == ["PIECEWISE", 1]
     assert mla["backend"] is None
     assert flash["backend"] == "FLASH_ATTN"
-    assert trees["worker"] == "drafttree.vllm.gpu_worker.TreeGPUWorker"
+    assert trees["worker"] == "drafttree.vllm.v2.gpu_worker.TreeGPUWorkerV2"
 
 
 def test_v2_serves_where_nothing_asks_for_v1(tiny_llama: Path) -> None:

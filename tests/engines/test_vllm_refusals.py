@@ -50,6 +50,13 @@ def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str
         configure(tiny_llama, speculative)
 
 
+def test_adapters_beside_a_drafter_that_reads_embeddings(tiny_llama: Path) -> None:
+    lyanna = {"method": "lyanna", "model": str(tiny_llama)}
+    with pytest.raises(ValueError, match="Lyanna does not work with enable_lora=True: leave it"):
+        configure(tiny_llama, lyanna, enable_lora=True)
+    configure(tiny_llama, enable_lora=True)
+
+
 def test_a_window_beside_a_second_model(tmp_path: Path) -> None:
     """Its layers would share the target's cache groups; a context within the window is fine."""
     model = make_tiny_family("mistral", tmp_path)
@@ -132,7 +139,7 @@ def test_tensor_parallelism_with_a_draft_model(tiny_llama: Path) -> None:
 CHAIN_WORKER = "drafttree.vllm.chains.cpu_worker.ChainCPUWorker"
 
 
-def test_kv_connectors_and_offloading(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_connectors_and_offloading(tiny_llama: Path) -> None:
     from vllm.config import KVTransferConfig
 
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
@@ -147,10 +154,6 @@ def test_kv_connectors_and_offloading(tiny_llama: Path, monkeypatch: pytest.Monk
     producer = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_producer")
     with pytest.raises(ValueError, match="kv_role='kv_producer': use one engine with kv_both"):
         configure(tiny_llama, kv_transfer_config=producer)
-    monkeypatch.setattr("drafttree.vllm.checks.is_v2_requested", lambda: True)
-    monkeypatch.setattr("drafttree.vllm.checks.check_v2", lambda method: None)
-    with pytest.raises(ValueError, match=r"chains where kv_transfer_config is set.*unset it"):
-        configure(tiny_llama, kv_transfer_config=connector)
 
 
 def test_latent_attention(tmp_path: Path) -> None:
@@ -208,6 +211,7 @@ def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
 @pytest.mark.parametrize(
     ("speculative", "engine", "message"),
     [
+        ({}, {"kv_offloading_size": 1.0}, "chains where kv_offloading_size is set.*: unset it"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 on the V2 model runner"),
         ({}, {"return_sampling_mask": True}, "return_sampling_mask=True on the V2 model runner"),
     ],
