@@ -54,7 +54,7 @@ def test_adapters_beside_a_drafter_that_reads_embeddings(tiny_llama: Path) -> No
     lyanna = {"method": "lyanna", "model": str(tiny_llama)}
     with pytest.raises(ValueError, match="Lyanna does not work with enable_lora=True: leave it"):
         configure(tiny_llama, lyanna, enable_lora=True)
-    configure(tiny_llama, enable_lora=True)
+    configure(tiny_llama, {"nodes": 15}, enable_lora=True)
 
 
 def test_a_window_beside_a_second_model(tmp_path: Path) -> None:

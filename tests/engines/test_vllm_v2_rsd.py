@@ -181,7 +181,7 @@ VOCAB = 10
 
 @pytest.mark.full
 def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path) -> None:
-    """They follow that of no other temperature."""
+    """They do not follow that of another temperature."""
     target = make_tiny_llama(tmp_path / "target", vocab_size=VOCAB, sharpness=3.0)
     draft = make_first_layers(target, tmp_path / "draft", 1)
     prompt, sampling = [3, 7, 4], {"temperature": 1.3, "top_k": 8, "max_tokens": 4}
@@ -198,4 +198,4 @@ def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path) -> None:
     assert answer.counters["kv_rows_moved"] > 0
     tokens = [each for (each,) in answer.tokens]
     assert p_value(tokens, exact_joint(target, prompt, VOCAB, 1.3, 8)) > 0.001
-    assert p_value(tokens, exact_joint(target, prompt, VOCAB, 1.1, 8)) < 1e-6
+    assert p_value(tokens, exact_joint(target, prompt, VOCAB, 0.7, 8)) < 1e-6
