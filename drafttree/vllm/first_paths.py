@@ -1,7 +1,8 @@
-"""Trees cut to a chain, for requests whose logits depend on the tokens before them.
+"""Trees cut to a chain: their path of first children.
 
-vLLM's V2 model runner takes the draft tokens before a row for the end of the row's text: penalties,
-bad words, thinking budgets and custom logits processors read them so. That is right along a chain.
+The V2 model runner needs them for requests whose logits depend on their text. It takes the draft
+tokens before a row for the end of the row's text: penalties, bad words, thinking budgets and custom
+logits processors read them so, which is right along a chain. Other engines verify chains alone.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from drafttree.verify import verify_sampled, verify_target
 if TYPE_CHECKING:
     from tree_kernels.scheduled_trees import Layout
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+T = TypeVar("T", torch.Tensor, np.ndarray[Any, Any])
 
 RuleOf = Callable[[DraftTree, slice], AcceptanceRule | None]
 """`(trees, requests)`: the acceptance rule of the trees of some of a step's requests."""
@@ -45,10 +47,20 @@ class _Chunk:
     Attributes:
         requests: Their places in the batch.
         rows: The rows that have logits.
+        is_whole: Whether they are all of the batch.
     """
 
     requests: slice
     rows: slice
+    is_whole: bool
+
+    def requests_of(self, values: T) -> T:
+        """What belongs to the chunk of one value for each request."""
+        return values if self.is_whole else values[self.requests]
+
+    def rows_of(self, values: T) -> T:
+        """What belongs to the chunk of one value for each row."""
+        return values if self.is_whole else values[self.rows]
 
 
 def _chunks(ends: np.ndarray[Any, Any], max_rows: int) -> Iterator[_Chunk]:
@@ -60,7 +72,8 @@ def _chunks(ends: np.ndarray[Any, Any], max_rows: int) -> Iterator[_Chunk]:
     while first < last:
         fit = int(np.searchsorted(ends, ends[first] + max_rows, side="right")) - 1
         end = min(max(fit, first + 1), last)
-        yield _Chunk(slice(first, end), slice(int(ends[first]), int(ends[end])))
+        rows = slice(int(ends[first]), int(ends[end]))
+        yield _Chunk(slice(first, end), rows, is_whole=end - first == last)
         first = end
 
 
@@ -99,41 +112,41 @@ def sample_trees(
     outcomes: list[Verified] = []
     scores: list[LogprobsTensors] = []
     for chunk in _chunks(batch.cu_num_logits_np, max_rows):
-        given = (
-            logits[chunk.rows],
-            batch.expanded_idx_mapping[chunk.rows],
-            batch.idx_mapping[chunk.requests],
-            batch.idx_mapping_np[chunk.requests],
-            positions[chunk.rows],
-            tokens[chunk.rows],
-            batch.expanded_local_pos[chunk.rows],
-            lengths[chunk.requests],
+        part = (
+            chunk.rows_of(logits),
+            chunk.rows_of(batch.expanded_idx_mapping),
+            chunk.requests_of(batch.idx_mapping),
+            chunk.requests_of(batch.idx_mapping_np),
+            chunk.rows_of(positions),
+            chunk.rows_of(tokens),
+            chunk.rows_of(batch.expanded_local_pos),
+            chunk.requests_of(lengths),
         )
-        nodes = step.row_of_node[chunk.requests]
-        if chunk.rows.start:
-            nodes = nodes - chunk.rows.start
-        whole = trees if len(batch.req_ids) == len(nodes) else _of_requests(trees, chunk.requests)
-        rule = rule_of(whole, chunk.requests)
+        nodes, drafts = step.row_of_node, trees
+        if not chunk.is_whole:
+            nodes = nodes[chunk.requests] - chunk.rows.start
+            drafts = _of_requests(trees, chunk.requests)
+        rule = rule_of(drafts, chunk.requests)
         if rule is None:
-            drawn, processed = sampler.sample(*given, return_logprobs=dims is not None)
-            verified = verify_target(whole, drawn[nodes].int(), depth)
+            drawn, processed = sampler.sample(*part, return_logprobs=dims is not None)
+            verified = verify_target(drafts, drawn[nodes].int(), depth)
         else:
-            processed = sampler.apply_sampling_params(*given)
-            greedy = sampler.sampling_states.temperature.gpu[given[2]] == 0
+            processed = sampler.apply_sampling_params(*part)
+            greedy = sampler.sampling_states.temperature.gpu[part[2]] == 0
             draw = partial(_draw_by_rule, rule, processed, nodes, greedy)
-            verified = verify_sampled(whole, draw, depth, waits=False)
+            verified = verify_sampled(drafts, draw, depth, waits=False)
         outcomes.append(verified)
         if dims is not None:
             is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
             path = nodes.gather(1, verified.path.clamp(min=0).long()).flatten()
             scores.append(
                 compute_topk_scores(
-                    (processed if is_processed else logits[chunk.rows])[path],
+                    (processed if is_processed else chunk.rows_of(logits))[path],
                     dims[0],
                     verified.emitted.clamp(min=0).flatten().long(),
                     None,
                     sampler.logprob_token_ids_state,
-                    batch.idx_mapping[chunk.requests].repeat_interleave(
+                    chunk.requests_of(batch.idx_mapping).repeat_interleave(
                         depth + 1, output_size=len(path)
                     ),
                     dims[1],
