@@ -11,6 +11,7 @@ from typing import Any
 
 import forbid_waiting
 import pytest
+import small_chunks
 import steady_steps
 import triton_on_cpu
 import v2_on_cpu
@@ -157,16 +158,17 @@ def test_greedy_tokens_equal_those_of_v1(tiny_llama: Path, plain: dict[str, Answ
     assert answer.tokens == plain["greedy"].tokens
 
 
-def test_synchronous_scheduling_and_a_static_tree(
+def test_synchronous_scheduling_and_a_static_tree_sampled_in_chunks(
     tiny_llama: Path,
     plain: dict[str, Answer],
     proves_drafting: Callable[[Answer], None],
 ) -> None:
-    names = "greedy", "seeded"
+    names = "greedy", "seeded", "logprobs"
     answers, _ = run(
         tiny_llama,
         [EVERYTHING[name] for name in names],
         {"nodes": NODES, "tree": "static"},
+        small_chunks.ENVIRONMENT,
         async_scheduling=False,
     )
     for name, answer in zip(names, answers, strict=True):

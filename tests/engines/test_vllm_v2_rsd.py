@@ -7,6 +7,7 @@ from typing import Any
 
 import forbid_waiting
 import pytest
+import small_chunks
 import v2_on_cpu
 from joint_distribution import exact_joint, p_value
 from random_prompts import some_prompts
@@ -81,9 +82,8 @@ def plain(tiny_llama: Path) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def drafted(tiny_llama: Path, draft: Path) -> dict[str, Answer]:
-    answers, log = run(
-        tiny_llama, [*CASES.values()], draft, forbid_waiting.ENVIRONMENT, tree="beam:3x4"
-    )
+    environment = forbid_waiting.ENVIRONMENT | small_chunks.ENVIRONMENT
+    answers, log = run(tiny_llama, [*CASES.values()], draft, environment, tree="beam:3x4")
     assert f"{forbid_waiting.CHECKED} draft" in log
     return dict(zip(CASES, answers, strict=True))
 

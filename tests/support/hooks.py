@@ -12,6 +12,7 @@ import forbid_device_sync
 import forbid_waiting
 import lyanna_states
 import overlap_on_cpu
+import small_chunks
 import steady_steps
 import triton_on_cpu
 import v2_on_cpu
@@ -42,6 +43,8 @@ def install() -> None:
         device_operations.enable()
     if os.environ.get(forbid_waiting.VARIABLE):
         forbid_waiting.enable()
+    if os.environ.get(small_chunks.VARIABLE):
+        small_chunks.enable()
     if os.environ.get(forbid_device_sync.VARIABLE):
         forbid_device_sync.enable()
     if os.environ.get(draw_ahead_on_cpu.VARIABLE):
