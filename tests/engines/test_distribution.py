@@ -12,7 +12,7 @@ from typing import Any
 
 import draw_ahead_on_cpu
 import pytest
-from hosts import Answer, Case, Host
+from hosts import VLLM_V2, Answer, Case, Host
 from joint_distribution import Joint, exact_joint, p_value
 from lyanna_parts import drafter_for
 from tiny_models import make_first_layers, make_tiny_llama
@@ -24,6 +24,7 @@ PROMPT = [3, 7, 4]
 REQUESTS = 20_000
 FAULTY = 5_000
 AHEAD = 10_000
+ON_V2 = 6_000
 FREE: dict[str, Any] = {"temperature": 1.3, "max_tokens": 4, "ignore_eos": True}
 SAMPLING = {**FREE, "top_k": 8}
 GREEDY = {**FREE, "temperature": 0.0}
@@ -76,6 +77,16 @@ def test_token_recycling(host: Host, target: Path) -> None:
     (answer,), _ = serve(host, target, [case], "token-recycling", RECYCLE)
     check_drafting(answer)
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("host", [VLLM_V2], indirect=True, ids=str)
+def test_token_recycling_on_v2(host: Host, target: Path) -> None:
+    """With fewer requests, as each row of logits takes a millisecond in Triton's interpreter."""
+    case = Case([PROMPT] * ON_V2, FREE)
+    (answer,), _ = serve(host, target, [case], "token-recycling", RECYCLE)
+    check_drafting(answer)
+    assert p_value(answer.tokens, joint(target, VOCAB)) > 0.001
 
 
 def test_token_recycling_where_tokens_are_drawn_ahead(host: Host, target: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import HOSTS, SGLANG, VLLM, Answer, Case, Host
+from hosts import HOSTS, SGLANG, VLLM, VLLM_V2, Answer, Case, Host
 from random_prompts import some_prompts
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
@@ -87,6 +87,12 @@ FULL = {
         for nodes, page, overlap in product((8, 32, 80), (1, 16), (False, True))
     ],
 }
+FULL_V2 = [
+    Setting(8, True, processes=True),
+    Setting(15, False),
+    Setting(80, True, running=1),
+    Setting(80, False, running=1, processes=True),
+]
 
 
 def chat_cases(host: Host, hot_start: bool = True) -> dict[str, Case]:
@@ -128,6 +134,7 @@ def plain_answers(host: Host, model: Path, *, running: int, compiled: bool) -> d
             for each in FULL[host.name]
             if each not in PAIRWISE[host.name]
         ),
+        *(pytest.param(VLLM_V2, each, marks=pytest.mark.full) for each in FULL_V2),
     ],
     indirect=["host"],
     ids=str,

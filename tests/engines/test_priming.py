@@ -66,6 +66,7 @@ def serve(
     )
 
 
+@on_v2_too
 @pytest.mark.parametrize("bos", [BOS, None])
 def test_rows_that_are_computed_at_start_are_drafted_in_the_first_step(
     host: Host, cache: Path, tmp_path: Path, bos: int | None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import Answer, Case, Host
+from hosts import Answer, Case, Host, on_v2_too
 from random_prompts import some_prompts
 from recycling_options import OPTIONS
 
@@ -31,6 +31,7 @@ def plain_answers(host: Host, model: Path) -> list[Answer]:
     return served
 
 
+@on_v2_too
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_tokens_equal_plain_decoding(
     host: Host,
@@ -57,6 +58,7 @@ def test_auto_drafts_where_it_pays(host: Host, tiny_llama: Path) -> None:
     assert drafted.counters["steps"] > drafted.counters["drafted_steps"] > 0
 
 
+@on_v2_too
 def test_tables_are_saved_to_a_file_and_loaded_from_it(
     host: Host, tiny_llama: Path, proves_drafting: Callable[[Answer], None], tmp_path: Path
 ) -> None:
@@ -80,6 +82,7 @@ def test_tables_are_saved_to_a_file_and_loaded_from_it(
     assert file.read_bytes() == content[:-100]
 
 
+@on_v2_too
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
 def test_finished_answers_are_copied_when_they_come_again(
     host: Host, tiny_llama: Path, together: bool

@@ -20,6 +20,9 @@ def prompts(count: int, shortest: int, longest: int, seed: int = 9) -> list[list
     return some_prompts(count, seed, longest + 1, shortest)
 
 
+on_both_runners = pytest.mark.parametrize(
+    "runner", ["v1", pytest.param("v2", marks=pytest.mark.full)]
+)
 SIZES: dict[str, dict[str, Any]] = {"v1": {}, "v2": {"nodes": 15}}
 """Options by model runner: V2 runs in Triton's interpreter, for which trees of 80 are large."""
 
@@ -84,8 +87,9 @@ def test_requests_that_join_with_one_token_to_read(
         proves_drafting(with_trees)
 
 
+@on_both_runners
 def test_prefix_hits_of_answers_that_were_drafted(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+    runner: str, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """The second turn's cached prefix contains KV rows that were moved after verification."""
     first = Case(prompts(6, 200, 260), GREEDY | {"max_tokens": 200})
@@ -98,24 +102,26 @@ def test_prefix_hits_of_answers_that_were_drafted(
     ]
     turns = [first, Case(turn_two, GREEDY), Case(turn_two, GREEDY)]
     # Copies of the first turn would take the place of branches.
-    plain, drafted, _ = both(tiny_llama, turns, {"memory": 0})
+    plain, drafted, _ = both(tiny_llama, turns, {"memory": 0}, runner)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
 
 
+@on_both_runners
 def test_running_into_max_model_len(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+    runner: str, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     case = Case(prompts(6, 60, 90), GREEDY | {"max_tokens": None}, rounds=2)
-    plain, drafted, _ = both(tiny_llama, [case], max_model_len=128)
+    plain, drafted, _ = both(tiny_llama, [case], runner=runner, max_model_len=128)
     assert drafted[0].tokens == plain[0].tokens
     assert drafted[0].reasons == plain[0].reasons == [["length"]] * 6
     proves_drafting(drafted[0])
 
 
+@on_both_runners
 def test_requests_that_join_leave_and_opt_out(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+    runner: str, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """Requests of many lengths come and go; every third opts out of drafting."""
     settings: list[dict[str, Any]] = [
@@ -124,7 +130,9 @@ def test_requests_that_join_leave_and_opt_out(
         | ({"extra_args": {"drafttree": False}} if row % 3 == 0 else {})
         for row in range(24)
     ]
-    plain, drafted, _ = both(tiny_llama, [Case(prompts(24, 3, 50), settings)], max_num_seqs=5)
+    plain, drafted, _ = both(
+        tiny_llama, [Case(prompts(24, 3, 50), settings)], runner=runner, max_num_seqs=5
+    )
     assert drafted[0].tokens == plain[0].tokens
     proves_drafting(drafted[0])
     counters = drafted[0].counters
@@ -163,10 +171,15 @@ def test_lora_requests_beside_plain_ones(
     assert adapted.tokens[1::2] != unadapted.tokens[1::2]
 
 
-def test_reloaded_weights(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
+@on_both_runners
+def test_reloaded_weights(
+    runner: str, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
     """What was learned from the old weights is forgotten, so drafting starts from nothing again."""
     case = Case(prompts(4, 20, 20), GREEDY)
-    plain, drafted, _ = both(tiny_llama, [case, Case(case.prompts, GREEDY, reload=True)])
+    plain, drafted, _ = both(
+        tiny_llama, [case, Case(case.prompts, GREEDY, reload=True)], runner=runner
+    )
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
