@@ -114,12 +114,17 @@ def test_logprobs_are_those_of_plain_decoding(
             assert position == pytest.approx(same, abs=1e-3)
 
 
-def test_seeded_requests_do_not_depend_on_the_batch(tiny_llama: Path, draft: Path) -> None:
+def test_seeded_requests_depend_neither_on_the_batch_nor_on_scheduling(
+    tiny_llama: Path, draft: Path
+) -> None:
     seeded = [SAMPLED | {"seed": seed} for seed in (7, 8, 7, 9)]
     cases = [Case(PROMPTS, seeded), Case(PROMPTS[::-1], seeded[::-1], together=False)]
     (together, alone), _ = run(tiny_llama, cases, draft, tree="branch:3-2")
     assert together.tokens == alone.tokens[::-1]
     assert together.counters["accepted_tokens"] > 0
+    synchronous = {"async_scheduling": False}
+    (again,), _ = run(tiny_llama, cases[:1], draft, limits=synchronous, tree="branch:3-2")
+    assert again.tokens == together.tokens
 
 
 ADJUSTED: dict[str, Any] = {"logit_bias": {7: 2.0, 9: -3.0}, "min_tokens": 30, "top_k": 40}
