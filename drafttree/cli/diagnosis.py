@@ -35,6 +35,10 @@ PLUGIN_GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}
 PLUGIN_CHOICES = {"vLLM": "VLLM_PLUGINS", "SGLang": "SGLANG_PLUGINS"}
 PLUGIN = "drafttree"
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+IMPORT_VLLM = """from vllm import LLM
+import sys
+print(getattr(sys.modules.get("vllm.triton_utils"), "HAS_TRITON", False))"""
+"""Imports all of vLLM, and prints whether it has a Triton for its device."""
 # Package indexes serve CUDA builds of these. With a CPU build of torch they cannot be imported, and
 # vLLM fails with them, although it does not need them.
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -61,15 +65,17 @@ class Finding(BaseModel):
 
 
 class Trial(BaseModel):
-    """Result of importing a package in a new process; neither field is set if it is not installed.
+    """Result of importing a package in a new process; no field is set if it is not installed.
 
     Attributes:
         version: Version of the package, if the import succeeded.
         error: Last line of the error, if it failed.
+        printed: The last line that was printed before, if the import succeeded.
     """
 
     version: str | None = None
     error: str | None = None
+    printed: str = ""
 
 
 def diagnose() -> list[Finding]:
@@ -120,7 +126,7 @@ def libraries() -> Iterator[Finding]:
 
 def engines() -> Iterator[Finding]:
     """The engines, and whether drafttree is tested with the version found."""
-    vllm = try_import("vllm", "from vllm import LLM")
+    vllm = try_import("vllm", IMPORT_VLLM)
     if vllm.error is not None:
         yield Finding(
             section="engines",
@@ -140,7 +146,7 @@ def engines() -> Iterator[Finding]:
         )
     else:
         yield _judge_vllm(vllm.version)
-        yield _judge_runner(vllm.version)
+        yield _judge_runner(vllm.version, has_triton=vllm.printed == "True")
     yield _judge_sglang()
 
 
@@ -203,7 +209,7 @@ def try_import(
 
     Args:
         package: Name of the package.
-        further: Statement to run after the import.
+        further: Statements to run after the import.
         environment: Environment variables to add to those of this process.
     """
     if find_spec(package) is None:
@@ -224,7 +230,8 @@ def try_import(
     if result.returncode != 0:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
         return Trial(error=lines[-1])
-    return Trial(version=result.stdout.splitlines()[-1])
+    *_, printed, _, version = ["", "", *result.stdout.splitlines()]
+    return Trial(version=version, printed=printed)
 
 
 def _judge_vllm(version: str) -> Finding:
@@ -249,7 +256,7 @@ def _judge_vllm(version: str) -> Finding:
     )
 
 
-def _judge_runner(version: str) -> Finding:
+def _judge_runner(version: str, *, has_triton: bool) -> Finding:
     """Say which of vLLM's two model runners serves draft trees."""
     asked = os.environ.get(RUNNER_VARIABLE) or None
     finding = Finding(section="engines", name="vLLM's model runner", value="V1")
@@ -258,7 +265,7 @@ def _judge_runner(version: str) -> Finding:
         return finding
     if not serves_v2(version):
         finding.value += f": for draft trees V2 needs vLLM {window_v2()}"
-    elif try_import("vllm", "from vllm.triton_utils import HAS_TRITON; assert HAS_TRITON").error:
+    elif not has_triton:
         finding.value += ": V2 needs Triton, which this build of vLLM does not have"
     else:
         finding.value = "V2" if asked else "V2, and V1 for what V2 does not serve"

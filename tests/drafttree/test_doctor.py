@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def fake_package(folder: Path, name: str, code: str) -> None:
     (folder / name / "__init__.py").write_text(code)
 
 
-def find(findings: list[Finding], name: str) -> Finding:
+def find(findings: Iterable[Finding], name: str) -> Finding:
     return next(finding for finding in findings if finding.name == name)
 
 
@@ -118,12 +119,13 @@ def test_the_model_runner_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake_package(tmp_path, "vllm", f"__version__ = '{version}'\nLLM = None\n")
+    code = f"__version__ = '{version}'\nfrom vllm import triton_utils as LLM\n"
+    fake_package(tmp_path, "vllm", code)
     fake_package(tmp_path / "vllm", "triton_utils", f"HAS_TRITON = {triton}\n")
     monkeypatch.syspath_prepend(tmp_path)
     if asked is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
-    runner = find(list(diagnosis.engines()), "vLLM's model runner")
+    runner = find(diagnosis.engines(), "vLLM's model runner")
     assert runner.status == status
     assert runner.value.startswith(value)
     assert bool(runner.advice) is (status == "problem")
