@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tree_kernels.mask import tree_mask
 
+from drafttree.vllm.model_inputs import text_inputs
 from drafttree.vllm.step_masks import StepMasks
 
 
@@ -146,9 +147,8 @@ def _logits(
     from vllm.forward_context import set_forward_context
 
     with set_forward_context(metadata, runner.vllm_config, num_tokens=len(ids), slot_mapping=slots):
-        hidden = runner.model(
-            input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None
-        )
+        inputs = text_inputs(runner, ids, positions)
+        hidden = runner.model(intermediate_tensors=None, **inputs)
         return runner.model.compute_logits(hidden)
 
 

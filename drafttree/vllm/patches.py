@@ -168,6 +168,13 @@ PATCHES: tuple[Patch, ...] = (
         reason="The same for the V2 model runner.",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.mm.rope:RopeState",
+        when="The class of the state of M-RoPE positions on an adopted V2 model runner, when a "
+        "model that uses them is loaded.",
+        reason="The V2 model runner lays out these positions along a chain between two of its own "
+        "hooks. They are moved to those of the trees right after that.",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator",
         when="On an adopted V2 model runner, before the model is loaded.",
         reason="The V2 model runner makes a speculator for each method that it knows. drafttree "
@@ -458,6 +465,8 @@ def without_logits_processors(config: ModelConfig) -> Iterator[Sequence[Any] | N
 
 def adopt(runner: Any, stock: type, ours: type[R]) -> R:
     """Turn a stock model runner that has not loaded its model into one of class `ours`.
+
+    The state of M-RoPE positions is adopted in the same way.
 
     Args:
         runner: The engine's runner.

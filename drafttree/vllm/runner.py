@@ -19,6 +19,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
+from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.parameters import has_opted_out, is_grammar_bound
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
@@ -145,6 +146,10 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         if trees.drafted:
             offsets = trees.tensors.position_offsets
             self.positions[: len(offsets)] += offsets
+            rope = rope_positions(self)
+            if rope is not None:
+                # Drafts are text, along which all dimensions advance together.
+                rope[:, : len(offsets)] += offsets
         self._step = self._new_step(trees)
         return prepared
 

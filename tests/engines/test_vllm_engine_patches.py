@@ -23,6 +23,7 @@ OF_CLASSES = {REGISTERED, CHECK, IDLE}
 OTHERS = {
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "a runner's class",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "a runner's class",
+    "vllm.v1.worker.gpu.mm.rope:RopeState": "for M-RoPE alone",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": "a registry of the module",
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_spec_forward": "for chains alone",
 }

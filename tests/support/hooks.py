@@ -14,6 +14,7 @@ import lyanna_states
 import overlap_on_cpu
 import small_chunks
 import steady_steps
+import torchvision_stubs
 import triton_on_cpu
 import v2_on_cpu
 
@@ -29,6 +30,8 @@ def install() -> None:
         return
     _installed = True
     engine = os.environ.get("TESTS_ENGINE_PROCESS", "")
+    if os.environ.get(torchvision_stubs.VARIABLE):
+        torchvision_stubs.enable()
     if os.environ.get(v2_on_cpu.VARIABLE):
         v2_on_cpu.enable()
     if file := os.environ.get(lyanna_states.VARIABLE):

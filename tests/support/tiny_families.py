@@ -116,6 +116,57 @@ def _qwen3_next() -> Any:
     )
 
 
+VISION: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
+"""What the vision towers of tiny models share."""
+
+
+def _gemma3_vision() -> Any:
+    from transformers import Gemma3Config
+
+    tower = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+    return Gemma3Config(
+        text_config=_gemma3().to_dict(),
+        vision_config={**VISION, **tower},
+        mm_tokens_per_image=4,
+        image_token_index=511,
+        boi_token_index=510,
+        eoi_token_index=509,
+        tie_word_embeddings=False,
+    )
+
+
+def _llava() -> Any:
+    from transformers import CLIPVisionConfig, LlavaConfig
+
+    tower = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+    return LlavaConfig(
+        text_config=_llama(32),
+        vision_config=CLIPVisionConfig(**VISION, **tower, projection_dim=64),
+        image_token_index=IMAGE,
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    )
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    tower = {"depth": 2, "num_heads": 2, "out_hidden_size": 128, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLConfig(
+        text_config=_shape(rope_parameters=rope),
+        vision_config={**VISION, **tower},
+        image_token_id=IMAGE,
+        video_token_id=IMAGE - 1,
+        vision_start_token_id=IMAGE - 2,
+        vision_end_token_id=IMAGE - 3,
+        tie_word_embeddings=False,
+    )
+
+
+IMAGE = VOCABULARY - 1
+"""The token in whose place a multimodal model sees a part of an image."""
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
@@ -129,6 +180,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_oss": _gpt_oss,
 }
 """Configurations by name."""
+
+MULTIMODAL: dict[str, Callable[[], Any]] = {
+    "gemma3_vision": _gemma3_vision,
+    "llava": _llava,
+    "qwen2_5_vl": _qwen2_5_vl,
+}
+"""Configurations of models that also see."""
 
 WITHOUT_TREES: dict[str, Callable[[], Any]] = {
     "deepseek_v2": _deepseek_v2,
@@ -146,11 +204,12 @@ def make_tiny_family(
     `make_tiny_llama`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    config = (FAMILIES | WITHOUT_TREES)[name]()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = (FAMILIES | WITHOUT_TREES | MULTIMODAL)[name]()
+    kind = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if head.weight is embeddings.weight:

@@ -9,6 +9,7 @@ from typing import Any
 import faults
 from awaited import wait_for
 from engine_host.jobs import RunFailed, run_job
+from tiny_images import random_image
 
 __all__ = ["ENVIRONMENT", "Answer", "Case", "RunFailed", "run_vllm"]
 
@@ -27,6 +28,8 @@ class Case:
         rounds: How many times to submit the requests; the last answers count.
         after: A file for which to wait before the case, while no request is running.
         adapter: Folder of a LoRA adapter that every second request uses.
+        images: Seeds of a random image for each request, in whose prompt one token stands for it;
+            None for requests without an image.
         together: Whether to submit all requests at once instead of one after the other.
     """
 
@@ -38,6 +41,7 @@ class Case:
     rounds: int = 1
     after: Path | None = None
     adapter: str | None = None
+    images: list[int | None] | None = None
     together: bool = True
 
 
@@ -155,7 +159,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         many = isinstance(case.sampling, list)
         settings = case.sampling if many else [case.sampling] * len(case.prompts)
         parameters = [_parameters(setting) for setting in settings]
-        prompts = [{"prompt_token_ids": prompt} for prompt in case.prompts]
+        prompts = _prompts(case)
         for _ in range(case.rounds):
             outputs = []
             for group in _groups(case):
@@ -191,6 +195,16 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
 def metric(llm: Any, name: str) -> Any:
     """One of the engine's metrics."""
     return next(each for each in llm.get_metrics() if each.name == name)
+
+
+def _prompts(case: Case) -> list[dict[str, Any]]:
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in case.prompts]
+    for prompt, seed in zip(prompts, case.images or [], strict=False):
+        if seed is not None:
+            # Shapes differ, so that requests do too.
+            image = random_image(seed, height=56 + 28 * (seed % 2), width=56 + 28 * (seed % 3))
+            prompt["multi_modal_data"] = {"image": image}
+    return prompts
 
 
 def _groups(case: Case) -> list[slice]:

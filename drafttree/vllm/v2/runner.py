@@ -34,6 +34,7 @@ from drafttree.vllm.tensor_parallel import NonDraftingRank
 from drafttree.vllm.v2.hooks import check_hooks
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains
+from drafttree.vllm.v2.rope import TreeRope, adopt_rope
 from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
 from drafttree.vllm.v2.step import NO_TOKEN, lay_out_step, masks_of
@@ -57,6 +58,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     _drafter: ModelFreeDrafter
     _step: Layout | None = None
+    _rope: TreeRope | None = None
 
     def set_up(self, method: Method[Any], options: dict[str, Any]) -> None:
         """Prepare an adopted runner, before its model is loaded.
@@ -97,6 +99,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """
         self._drafter = method.drafter(options, self._target(sizes_trees=True))
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and take part in the layout of its M-RoPE positions if it has them."""
+        super().load_model(*args, **kwargs)
+        self._rope = adopt_rope(self)
 
     def _check_tiers(self) -> None:
         """Check that the running requests' trees fit in a step, and say how large they are."""
@@ -181,7 +188,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Lay out the step: KV slots along a chain, then positions and masks of the trees."""
         prepared = super().prepare_attn(input_batch)
         self._ends_of_logits = input_batch.cu_num_logits_np
+        chained = None if self._rope is None else input_batch.positions.clone()
         self._step = lay_out_step(input_batch, self._kept, self.req_states.prefill_len.gpu)
+        if self._rope is not None:
+            self._rope.move(input_batch.positions - chained)
         self._tell_builders(masks_of(self._step) if input_batch.num_draft_tokens else None)
         return prepared
 

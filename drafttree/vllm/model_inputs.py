@@ -1,0 +1,49 @@
+"""What vLLM's model runners give to a multimodal target in place of tokens and their positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def text_inputs(runner: Any, ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+    """The inputs of a forward over text alone, in the form of the engine's own forwards.
+
+    The target may be compiled, and then it takes no other form.
+
+    Args:
+        runner: The worker's model runner, V1 or V2. No step may be in preparation.
+        ids: Tokens, `int32 [n]`.
+        positions: Their positions, `int64 [n]`.
+
+    Returns:
+        Keyword arguments of the target.
+    """
+    embeddings = None
+    if runner.supports_mm_inputs:
+        embeddings = runner.model.embed_input_ids(ids)
+    rope = rope_positions(runner)
+    if rope is not None:
+        # The engine writes this buffer anew in each step.
+        rope = rope[:, : len(positions)]
+        rope.copy_(positions)
+    return {
+        "input_ids": ids if embeddings is None else None,
+        "positions": positions if rope is None else rope,
+        "inputs_embeds": embeddings,
+    }
+
+
+def rope_positions(runner: Any) -> torch.Tensor | None:
+    """The engine's buffer of M-RoPE positions, `int64 [dimensions, tokens]`; None without them."""
+    state = rope_state(runner)
+    if state is not None:
+        return state.positions  # type: ignore[no-any-return]
+    buffer = runner.mrope_positions.gpu if getattr(runner, "uses_mrope", False) else None
+    return buffer  # type: ignore[no-any-return]
+
+
+def rope_state(runner: Any) -> Any:
+    """The state of M-RoPE positions on the V2 model runner; None on V1, and without them."""
+    return getattr(getattr(runner, "model_state", None), "rope_state", None)
