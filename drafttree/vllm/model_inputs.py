@@ -1,9 +1,11 @@
-"""What vLLM's model runners give to a multimodal target in place of tokens and their positions."""
+"""Inputs of multimodal targets in vLLM: embeddings, placeholders of images and M-RoPE positions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -33,6 +35,25 @@ def text_inputs(runner: Any, ids: torch.Tensor, positions: torch.Tensor) -> dict
         "positions": positions if rope is None else rope,
         "inputs_embeds": embeddings,
     }
+
+
+def without_placeholders(runner: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Tokens that a drafter may read, `int32 [n]`.
+
+    Some models mark images by placeholders beyond their vocabulary. 0 stands for them.
+    """
+    if not runner.supports_mm_inputs:
+        return ids
+    return ids.masked_fill(ids >= runner.model_config.get_vocab_size(), 0)
+
+
+def text_without_placeholders(runner: Any, text: Sequence[int]) -> Sequence[int]:
+    """The same for a text on the host."""
+    if not runner.supports_mm_inputs:
+        return text
+    ids = np.asarray(text)
+    known: Sequence[int] = np.where(ids < runner.model_config.get_vocab_size(), ids, 0)
+    return known
 
 
 def rope_positions(runner: Any) -> torch.Tensor | None:

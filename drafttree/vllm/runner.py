@@ -19,7 +19,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
-from drafttree.vllm.model_inputs import rope_positions
+from drafttree.vllm.model_inputs import rope_positions, without_placeholders
 from drafttree.vllm.parameters import has_opted_out, is_grammar_bound
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
@@ -221,7 +221,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         rows = len(trees.rows)
         # If all rows of the batch have logits, no gathering is needed.
         all_rows = rows == len(trees.position_offsets)
-        return self.input_ids.gpu[:rows] if all_rows else self.input_ids.gpu[trees.rows]
+        tokens = self.input_ids.gpu[:rows] if all_rows else self.input_ids.gpu[trees.rows]
+        return without_placeholders(self, tokens)
 
     def _move_kv(self, trees: StepTrees, verified: Verified) -> None:
         """Move the KV of the accepted path to the slots right after the root's."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torchvision_stubs
+import qwen_images
 from random_prompts import some_prompts
-from tiny_families import IMAGE, make_tiny_family
-from tiny_images import make_tiny_llava
+from tiny_families import IMAGE, IMAGE_BEYOND, make_tiny_family
+from tiny_images import make_tiny_llava, make_tiny_qwen
 from v2_on_cpu import LIMITS, check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 
@@ -23,7 +23,7 @@ TREES = {"method": "token_recycling", "memory": 0}
 NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 # The tower of an image is on: all tokens reach the model as embeddings, those of texts too.
-IMAGES = {"skip_tokenizer_init": False}
+IMAGES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}
 
 RUNNERS: dict[str, dict[str, Any]] = {"v1": {}, "v2": LIMITS}
 """Settings by model runner; on V2 prompts are read in chunks, images among them."""
@@ -37,7 +37,7 @@ def equal_plain_decoding(
     **engine: Any,
 ) -> list[Answer]:
     """Serve cases without draft trees and with them; the answers must be equal."""
-    environment = torchvision_stubs.ENVIRONMENT | for_runner(runner)
+    environment = qwen_images.ENVIRONMENT | for_runner(runner)
     settings = RUNNERS[runner] | engine
     trees = TREES | ({"nodes": 15} if runner == "v2" else {})
     plain, log = run_vllm(model, cases, None, environment, **settings)
@@ -64,24 +64,31 @@ def test_text_alone(
     equal_plain_decoding(model, cases, runner, proves_drafting, **NO_IMAGES)
 
 
+MODELS = {"llava": (make_tiny_llava, IMAGE_BEYOND), "qwen2_5_vl": (make_tiny_qwen, IMAGE)}
+"""Models that see images, and the token that stands for an image in a prompt."""
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_images(runner: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]) -> None:
-    first = with_images(8, 1)
+@pytest.mark.parametrize("family", MODELS)
+def test_images(
+    family: str, runner: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    make, placeholder = MODELS[family]
+    first = with_images(placeholder, 8, 1)
     others = [seed and seed + 100 for seed in first["images"]]
+    seeded = [SEEDED | {"seed": seed} for seed in range(8)]
     cases = [
         Case(sampling=GREEDY, **first),
         Case(sampling=GREEDY, **first | {"images": others}),
-        Case(sampling=GREEDY, together=False, **with_images(2, 2)),
-        Case(sampling=[SEEDED | {"seed": seed} for seed in range(8)], **with_images(8, 3)),
+        Case(sampling=GREEDY, together=False, **with_images(placeholder, 2, 2)),
+        Case(sampling=seeded, **with_images(placeholder, 8, 3)),
     ]
-    plain = equal_plain_decoding(
-        make_tiny_llava(tmp_path), cases, runner, proves_drafting, **IMAGES
-    )
+    plain = equal_plain_decoding(make(tmp_path), cases, runner, proves_drafting, **IMAGES)
     # The model sees its images.
     assert plain[0].tokens != plain[1].tokens
 
 
-def with_images(count: int, seed: int) -> dict[str, Any]:
+def with_images(placeholder: int, count: int, seed: int) -> dict[str, Any]:
     """Prompts and images of a case: one request of four has none."""
     prompts = [
         [2 + token % 250 for token in prompt] for prompt in some_prompts(count, seed, longest=60)
@@ -89,5 +96,5 @@ def with_images(count: int, seed: int) -> dict[str, Any]:
     images = [None if row % 4 == 3 else 10 * seed + row for row in range(count)]
     for row, (prompt, image) in enumerate(zip(prompts, images, strict=True)):
         if image is not None:
-            prompt.insert(row % len(prompt), IMAGE)
+            prompt.insert(row % len(prompt), placeholder)
     return {"prompts": prompts, "images": images}

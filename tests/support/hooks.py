@@ -12,6 +12,7 @@ import forbid_device_sync
 import forbid_waiting
 import lyanna_states
 import overlap_on_cpu
+import qwen_images
 import small_chunks
 import steady_steps
 import torchvision_stubs
@@ -38,6 +39,8 @@ def install() -> None:
         lyanna_states.record_logits(file)
     if file := os.environ.get(drafter_calls.VARIABLE):
         drafter_calls.record(file)
+    if os.environ.get(qwen_images.VARIABLE):
+        qwen_images.enable()
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
     if os.environ.get(steady_steps.VARIABLE):

@@ -142,7 +142,7 @@ def _llava() -> Any:
     return LlavaConfig(
         text_config=_llama(32),
         vision_config=CLIPVisionConfig(**VISION, **tower, projection_dim=64),
-        image_token_index=IMAGE,
+        image_token_index=IMAGE_BEYOND,
         image_seq_length=16,
         tie_word_embeddings=False,
     )
@@ -166,6 +166,9 @@ def _qwen2_5_vl() -> Any:
 
 IMAGE = VOCABULARY - 1
 """The token in whose place a multimodal model sees a part of an image."""
+
+IMAGE_BEYOND = VOCABULARY
+"""The same for models whose embedding has no such token."""
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _qwen3_moe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tiny_families import IMAGE, make_tiny_family
+from tiny_families import IMAGE, IMAGE_BEYOND, make_tiny_family
 from tiny_models import add_byte_tokenizer
 
 SIDE = 56
@@ -18,7 +18,8 @@ def make_tiny_llava(folder: Path) -> Path:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     _rename(make_tiny_family("llava", folder) / "model.safetensors")
-    tokenizer = _tokenizer(folder, {"image_token": IMAGE})
+    tokenizer = _tokenizer(folder, "<image>")
+    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE_BEYOND
     images = CLIPImageProcessorPil(
         size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
     )
@@ -27,7 +28,7 @@ def make_tiny_llava(folder: Path) -> Path:
         tokenizer,
         patch_size=14,
         vision_feature_select_strategy="default",
-        image_token=tokenizer.convert_ids_to_tokens(IMAGE),
+        image_token="<image>",
         num_additional_image_tokens=1,
     ).save_pretrained(folder)
     return folder
@@ -45,13 +46,19 @@ def _rename(file: Path) -> None:
     save_file(renamed, file, {"format": "pt"})
 
 
-def _tokenizer(folder: Path, special: dict[str, int]) -> Any:
-    """Give a model a tokenizer with special tokens, by their names in its class."""
+def make_tiny_qwen(folder: Path) -> Path:
+    """Save a random Qwen2.5-VL with a tokenizer; `qwen_images` has its processor."""
+    make_tiny_family("qwen2_5_vl", folder)
+    _tokenizer(folder, f"<unused{IMAGE}>", f"<unused{IMAGE - 1}>").save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(folder: Path, *special: str) -> Any:
+    """Give a model a tokenizer with special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(add_byte_tokenizer(folder))
-    names = [tokenizer.convert_ids_to_tokens(token) for token in special.values()]
-    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special]})
     return tokenizer
 
 

@@ -14,6 +14,7 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.model_inputs import text_without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import is_plain_greedy, sample_trees
@@ -48,7 +49,8 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     def _request_started(self, name: str, slot: int) -> None:
         batch = self.input_batch
         row = batch.req_id_to_index[name]
-        self._drafter.start(slot, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
+        text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
+        self._drafter.start(slot, text_without_placeholders(self, text))
 
     def _new_step(self, trees: StepTrees) -> StepState:
         return StepState(trees)

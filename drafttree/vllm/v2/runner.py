@@ -28,6 +28,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.drafting import DraftingRunner, allocated
+from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.tensor_parallel import NonDraftingRank
@@ -171,7 +172,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     def _start(self, row: int, tokens: Sequence[int]) -> None:
         """Tell the drafter that a request starts in a row, with these tokens to read."""
-        self._trees.drafter.start(row, tokens)
+        self._trees.drafter.start(row, text_without_placeholders(self, tokens))
 
     def _stop(self, row: int) -> None:
         """Tell the drafter that the request in a row ends."""
@@ -230,7 +231,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         logits = self.model.compute_logits(hidden_states[batch.logits_indices])
         # The drafter's text of a prompt that is read in part goes beyond the root.
         tokens = node_tokens(
-            *(batch.input_ids, batch.cu_num_logits, step, step.parents),
+            without_placeholders(self, batch.input_ids),
+            *(batch.cu_num_logits, step, step.parents),
             self._trees.drafter.previous_tokens(batch.idx_mapping),
         )
         trees = DraftTree(tokens.nodes, step.parents, step.sizes)
