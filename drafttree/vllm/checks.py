@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from drafttree.compatibility import is_in_chains, is_refused
 from drafttree.vllm.chain_choice import Chains, choose_chains
+from drafttree.vllm.media_checks import check_media
 from drafttree.vllm.runner_choice import choose_v2
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
@@ -129,6 +130,7 @@ def check_engine(
     without_trees += _check_model(method, model)
     if device == "cuda":
         without_trees += _check_backend(method, engine)
+    check_media(method, engine, model, without_trees)
     chains = choose_chains(method, without_trees, engine, model)
     uses_v2 = choose_v2(method, engine, model, parallel, without_trees)
     return Serving(device, uses_v2, chains)

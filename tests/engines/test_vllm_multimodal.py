@@ -23,7 +23,7 @@ TREES = {"method": "token_recycling", "memory": 0}
 NO_IMAGES = {"limit_mm_per_prompt": {"image": 0, "video": 0}}
 
 # The tower of an image is on: all tokens reach the model as embeddings, those of texts too.
-IMAGES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}}
+IMAGES = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}}
 
 RUNNERS: dict[str, dict[str, Any]] = {"v1": {}, "v2": LIMITS}
 """Settings by model runner; on V2 prompts are read in chunks, images among them."""

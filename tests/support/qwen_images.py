@@ -23,9 +23,11 @@ def enable() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessorKwargs
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLProcessingInfo
 
     class Processor:
+        valid_processor_kwargs = Qwen2_5_VLProcessorKwargs
         image_processor = Qwen2VLImageProcessorPil(size=SIZE)
 
         def __init__(self, tokenizer: Any) -> None:
@@ -38,3 +40,4 @@ def enable() -> None:
         return Processor(info.get_tokenizer())
 
     Qwen2_5_VLProcessingInfo.get_hf_processor = get_hf_processor
+    Qwen2_5_VLProcessingInfo.get_supported_mm_limits = lambda info: {"image": None}
