@@ -9,13 +9,20 @@ VARIABLE = "TESTS_PLANTED_FAULT"
 
 
 def plant(fault: str, engine: str) -> None:
-    """Plant a fault in this process: "most likely", "residual", "no chains" or "root's mask"."""
+    """Plant a fault in this process.
+
+    Args:
+        fault: "most likely", "residual", "no chains", "root's mask" or "a chain's M-RoPE".
+        engine: The engine's name.
+    """
     if fault == "residual":
         keep_rejected_mass()
     elif fault == "no chains":
         _draft_trees_for_all()
     elif fault == "root's mask":
         _hide_ancestors()
+    elif fault == "a chain's M-RoPE":
+        _leave_rope_positions()
     elif engine == "vllm":
         _take_most_likely_in_vllm()
     else:
@@ -60,6 +67,13 @@ def _hide_ancestors() -> None:
         return seen
 
     step.tree_mask = mask  # type: ignore[attr-defined]
+
+
+def _leave_rope_positions() -> None:
+    """On the V1 model runner, leave M-RoPE positions as along a chain."""
+    from drafttree.vllm import runner
+
+    runner.rope_positions = lambda runner: None  # type: ignore[attr-defined]
 
 
 def _take_most_likely_in_sglang() -> None:

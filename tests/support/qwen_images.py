@@ -20,10 +20,10 @@ SIZE = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
 def enable() -> None:
     """Let this process's engine use it."""
     from tiny_families import IMAGE
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessorKwargs
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,
     )
-    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessorKwargs
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLProcessingInfo
 
     class Processor:

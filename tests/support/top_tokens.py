@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 def top_tokens(folder: Path, k: int) -> torch.Tensor:
     """The k most likely tokens after each `[BOS, t]`, or `[t]` without BOS, `int32 [V, k]`."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.arange(target.config.vocab_size)[:, None]
-    bos = json.loads((folder / "config.json").read_text())["bos_token_id"]
+    config = json.loads((folder / "config.json").read_text())
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    target = kind.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(target.config.get_text_config().vocab_size)[:, None]
+    bos = config.get("text_config", config)["bos_token_id"]
     if bos is not None:
         tokens = torch.cat((torch.full_like(tokens, bos), tokens), 1)
     with torch.inference_mode():

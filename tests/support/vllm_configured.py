@@ -20,6 +20,23 @@ def configure(model: Path, speculative: dict[str, Any] | None = None, **engine: 
     return arguments.create_engine_config()
 
 
+def complaints(settings: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """The errors with which configurations are refused; empty for those that are made.
+
+    Args:
+        settings: For each a model, the speculative configuration and the engine's arguments.
+    """
+    messages = []
+    for model, speculative, engine in settings:
+        try:
+            configure(model, speculative, **engine)
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    return messages
+
+
 def find_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let vLLM's configuration find Triton, as in a build for GPUs."""
     from vllm import triton_utils
