@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,18 +51,20 @@ def text_without_placeholders(runner: Any, text: Sequence[int]) -> Sequence[int]
     """The same for a text on the host."""
     if not runner.supports_mm_inputs:
         return text
-    ids = np.asarray(text)
-    known: Sequence[int] = np.where(ids < runner.model_config.get_vocab_size(), ids, 0)
-    return known
+    ids: Any = np.asarray(text)
+    ids = np.where(ids < runner.model_config.get_vocab_size(), ids, 0)
+    return cast(Sequence[int], ids)
 
 
 def rope_positions(runner: Any) -> torch.Tensor | None:
     """The engine's buffer of M-RoPE positions, `int64 [dimensions, tokens]`; None without them."""
     state = rope_state(runner)
+    positions: torch.Tensor | None = None
     if state is not None:
-        return state.positions  # type: ignore[no-any-return]
-    buffer = runner.mrope_positions.gpu if getattr(runner, "uses_mrope", False) else None
-    return buffer  # type: ignore[no-any-return]
+        positions = state.positions
+    elif getattr(runner, "uses_mrope", False):
+        positions = runner.mrope_positions.gpu
+    return positions
 
 
 def rope_state(runner: Any) -> Any:

@@ -95,14 +95,16 @@ def test_images(
     assert plain[0].tokens != plain[1].tokens
 
 
-def test_forwards_outside_of_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_forwards_outside_of_steps(compiled: bool, tmp_path: Path) -> None:
     """Priming and the measurements at start give the model embeddings, and M-RoPE positions."""
     model, cache = make_tiny_qwen(tmp_path / "model"), tmp_path / "cache"
     options = TREES | {"nodes": "auto", "prime": True, "prime_seconds": math.inf}
     environment = qwen_images.ENVIRONMENT | {"DRAFTTREE_CACHE": str(cache)}
     cases = [Case(sampling=greedy(8), **with_images(IMAGE, 2, 1))]
-    (plain,), _ = run_vllm(model, cases, None, environment, **IMAGES)
-    (drafted,), log = run_vllm(model, cases, options, environment, **IMAGES)
+    engine = IMAGES | {"enforce_eager": not compiled}
+    (plain,), _ = run_vllm(model, cases, None, environment, **engine)
+    (drafted,), log = run_vllm(model, cases, options, environment, **engine)
     assert drafted.tokens == plain.tokens
     assert drafted.explained
     assert "cannot be timed" not in log
