@@ -68,6 +68,9 @@ def step_seconds(runner: Any, tokens: int) -> float:
     # The dummy run reads this buffer as it is, and by default it holds zeros.
     ids = runner.input_ids.gpu
     ids.copy_(random_ids(len(ids), runner.model_config.get_vocab_size(), ids.device))
+    if runner.supports_mm_inputs:
+        with torch.inference_mode():
+            runner.inputs_embeds.gpu[:tokens] = runner.model.embed_input_ids(ids[:tokens])
     seconds = dummy_run_seconds(
         runner,
         tokens,

@@ -14,9 +14,12 @@ from drafttree.vllm import forward
 class Runner:
     """A model runner that keeps the tokens which its dummy run reads."""
 
+    inputs_embeds: SimpleNamespace
+
     device = torch.device("cpu")
     uniform_decode_query_len = 3
     lora_config = None
+    supports_mm_inputs = False
     model_config = SimpleNamespace(get_vocab_size=lambda: 512)
     model = SimpleNamespace(compute_logits=lambda hidden: hidden)
 
@@ -38,6 +41,19 @@ def test_a_dummy_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward.step_seconds(runner, 40) > 0
     assert are_random(runner.read)
     assert not runner.input_ids.gpu.any()
+
+
+def test_a_dummy_run_of_a_multimodal_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads embeddings in place of tokens."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    runner = Runner()
+    runner.supports_mm_inputs = True
+    runner.inputs_embeds = SimpleNamespace(gpu=torch.zeros(64, 1))
+    runner.model = SimpleNamespace(
+        compute_logits=lambda hidden: hidden, embed_input_ids=lambda ids: ids[:, None].float()
+    )
+    assert forward.step_seconds(runner, 40) > 0
+    assert torch.equal(runner.inputs_embeds.gpu[:40, 0], runner.read.float())
 
 
 def test_a_forward_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
