@@ -112,7 +112,7 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
     )
     for feature, found, trait in (
         ("encoders", not model.is_generation, "does not generate text"),
-        ("multimodal", model.is_multimodal, "is multimodal"),
+        *((each, model.is_multimodal, "is multimodal") for each in ("multimodal", "special-media")),
         ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
         ("latent-attention", attention == "MLA", "uses latent attention (MLA)"),
         ("attention-free", attention == "SSM", "has recurrent layers instead of attention"),

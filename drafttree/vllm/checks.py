@@ -219,7 +219,7 @@ def _check_model(method: Method[Any], model: ModelConfig) -> list[str]:
         ("attention-free", model.is_attention_free, "has no attention"),
         ("multimodal", model.is_multimodal_model, "is multimodal"),
         ("latent-attention", model.use_mla, "uses latent attention (MLA)"),
-        ("mrope", model.uses_mrope, "uses M-RoPE positions"),
+        ("multimodal", model.uses_mrope, "uses M-RoPE positions"),
     ):
         if found and is_refused("vllm", kind, feature):
             raise ValueError(

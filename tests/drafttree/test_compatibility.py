@@ -27,7 +27,8 @@ DECLARED = {"cuda", "v2-runner"}
 
 def consulted(engine: str) -> set[str]:
     """The features that an engine's checks name."""
-    text = (ROOT / "drafttree" / engine / "checks.py").read_text()
+    files = (ROOT / "drafttree" / engine).glob("*checks.py")
+    text = "".join(file.read_text() for file in files)
     return set(re.findall(r'"([a-z0-9-]+)"', text)) & {*features()}
 
 

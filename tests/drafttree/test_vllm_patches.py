@@ -40,6 +40,7 @@ READ_AGAIN = "dispatcher.initialize_cudagraph_keys(dispatcher.cudagraph_mode, tr
 
 APPLIED_BY = {
     "GPUModelRunner": "runner.__class__",
+    "RopeState": "runner.__class__",
     "AttentionBackendEnum": "register_backend(backend, previous)",
     "cudagraph_keys": READ_AGAIN,
     "_bs_to_padded_graph_size": READ_AGAIN,
