@@ -56,7 +56,7 @@ def equal_plain_decoding(
     return plain
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", ["gemma3_vision", "qwen2_5_vl"])
 def test_text_alone(
     family: str, runner: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
@@ -75,8 +75,15 @@ MODELS = {"llava": (make_tiny_llava, IMAGE_BEYOND), "qwen2_5_vl": (make_tiny_qwe
 """Models that see images, and the token that stands for an image in a prompt."""
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "runner"),
+    [
+        ("llava", "v1"),
+        pytest.param("llava", "v2", marks=pytest.mark.full),
+        ("qwen2_5_vl", "v1"),
+        ("qwen2_5_vl", "v2"),
+    ],
+)
 def test_images(
     family: str, runner: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
