@@ -59,14 +59,12 @@ class Setting:
         )
 
 
-PAIRWISE = {
+CHOSEN = {
     "vllm": [
         Setting(80, True, running=1),
         Setting(80, False, processes=True, compiled=True),
-        Setting(32, True, processes=True),
         Setting(32, False, running=1, compiled=True),
         Setting(8, True, compiled=True),
-        Setting(8, False, running=1, processes=True),
     ],
     "sglang": [
         Setting(80, True),
@@ -127,12 +125,12 @@ def plain_answers(host: Host, model: Path, *, running: int, compiled: bool) -> d
 @pytest.mark.parametrize(
     ("host", "setting"),
     [
-        *((host, each) for host in HOSTS for each in PAIRWISE[host.name]),
+        *((host, each) for host in HOSTS for each in CHOSEN[host.name]),
         *(
             pytest.param(host, each, marks=pytest.mark.full)
             for host in HOSTS
             for each in FULL[host.name]
-            if each not in PAIRWISE[host.name]
+            if each not in CHOSEN[host.name]
         ),
         *(pytest.param(VLLM_V2, each, marks=pytest.mark.full) for each in FULL_V2),
     ],

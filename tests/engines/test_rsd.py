@@ -199,5 +199,6 @@ def test_numbers_of_heads_that_cannot_be_served_together_are_refused(
         host.run(tiny_llama, [], "rsd", draft_model=draft)
 
 
+@pytest.mark.full
 def test_bench_gives_its_figures(host: Host, smollm2: Path, tmp_path: Path) -> None:
     check_figures(host.name, smollm2, tmp_path)

@@ -159,6 +159,7 @@ def test_a_kv_connector(tiny_llama: Path, tmp_path: Path) -> None:
         proves_chains(answer, 31)
 
 
+@pytest.mark.full
 def test_a_static_tree(without_trees: Callable[[str], Path]) -> None:
     """Its first path is drafted."""
     cases = [Case(some_prompts(8), GREEDY)]

@@ -155,7 +155,7 @@ def test_no_running_request_waits_because_others_draft(
     assert counters["draft_tokens"] <= 15 * counters["drafted_steps"]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@on_both_runners
 def test_lora_requests_beside_plain_ones(
     runner: str, tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:

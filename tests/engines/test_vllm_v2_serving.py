@@ -72,7 +72,10 @@ def plain(model: Path) -> dict[str, Answer]:
     return serve(model, CASES)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("token_recycling", marks=pytest.mark.full), "lyanna"],
+)
 def drafted(
     request: pytest.FixtureRequest,
     model: Path,
