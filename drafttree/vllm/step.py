@@ -197,7 +197,9 @@ class StepTrees:
         """The trees and their outcome with each node in the column in which it was proposed."""
         if self.columns is None:
             return drafts, verified
-        width = int(self.columns.max())
+        # The last node of each tree is in its last column; the columns of padding are beyond.
+        last = np.take_along_axis(self.columns, self.tree_sizes[:, None] - 1, 1)
+        width = 1 + int(last.max())
         columns = on_device(self.columns, drafts.tokens.device)
         absent = torch.full_like(drafts.tokens[:, :1], NO_TOKEN).expand(-1, width + 1)
         above = columns.gather(1, drafts.parents.clamp(min=0).long()).int()

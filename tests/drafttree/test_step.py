@@ -108,3 +108,18 @@ def test_nodes_in_the_columns_in_which_they_were_proposed() -> None:
     assert outcome.path.tolist() == [[0, 4], [0, -1]]
     whole = step()
     assert whole.as_proposed(drafts, verified)[0] is drafts
+
+
+def test_the_last_node_of_a_batch_without_padding_stays() -> None:
+    thinned = StoredTree(TREE.parents[:3], TREE.depths[:3], np.array([0, 2, 4]))
+    scheduled, whole = {"a": [5, 6]}, np.array([True])
+    trees = StepTrees.of_batch(
+        ["a"], scheduled, {"a": thinned}, np.array([3]), whole, torch.arange(3)
+    )
+    drafts = trees.trees(torch.tensor([4, 5, 6]))
+    path = torch.tensor([[0, 2]], dtype=torch.int32)
+    verified = Verified(path, path, torch.tensor([2], dtype=torch.int32))
+    proposed, outcome = trees.as_proposed(drafts, verified)
+    assert proposed.tokens.tolist() == [[4, -1, 5, -1, 6]]
+    assert proposed.tree_size.tolist() == [5]
+    assert outcome.path.tolist() == [[0, 4]]
