@@ -136,29 +136,13 @@ class KeptCalls:
             yield
 
 
-def use_kernels_of_gpus() -> None:
-    """Let all operations of this process launch the kernels that a GPU would run."""
-    import gc
-    import importlib
-    import pkgutil
-
-    import tree_kernels
-    from tree_kernels._dispatch import Op
-
-    for module in pkgutil.iter_modules(tree_kernels.__path__):
-        importlib.import_module(f"tree_kernels.{module.name}")
-    for op in (each for each in gc.get_objects() if isinstance(each, Op)):
-        if op.triton is not None:
-            op.on_cpu = op.triton
-
-
 def kept_calls(nodes: int) -> KeptCalls:
     """Decode one request, and keep the calls of its last step with a whole tree."""
     import triton_on_cpu
 
     v2_on_cpu.enable()
     triton_on_cpu.enable()
-    use_kernels_of_gpus()
+    triton_on_cpu.use_for_all_operations()
     from vllm import LLM, SamplingParams
 
     calls = KeptCalls(nodes)

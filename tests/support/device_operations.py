@@ -8,11 +8,8 @@ such as the target's forward and the sampler, is not counted.
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
 import json
 import os
-import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton_on_cpu import use_for_all_operations
 
 VARIABLE = "TESTS_DEVICE_OPERATIONS"
 """Environment variable: file to which a line is appended for each part of a step."""
@@ -83,8 +81,6 @@ def _pausing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def enable() -> None:
     """Count the operations of this process's steps."""
-    import tree_kernels
-    from tree_kernels._dispatch import Op
     from triton.runtime import interpreter
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -92,11 +88,7 @@ def enable() -> None:
     from drafttree.vllm.v2 import runner
     from drafttree.vllm.v2.speculator import TreeSpeculator
 
-    for module in pkgutil.iter_modules(tree_kernels.__path__):
-        importlib.import_module(f"tree_kernels.{module.name}")
-    for op in (each for each in gc.get_objects() if isinstance(each, Op)):
-        if op.triton is not None:
-            op.on_cpu = op.triton
+    use_for_all_operations()
     launch = interpreter.GridExecutor.__call__
 
     def counted_launch(self: Any, *args: Any, **kwargs: Any) -> Any:

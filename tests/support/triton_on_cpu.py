@@ -5,7 +5,10 @@ On a CPU the engine has no Triton kernels, so the one that writes the KV cache i
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+import pkgutil
 from typing import Any
 
 import torch
@@ -52,6 +55,18 @@ def enable() -> None:
         return metadata
 
     TritonTreeMetadataBuilder.build = build_in_place
+
+
+def use_for_all_operations() -> None:
+    """Let all operations of this process launch the kernels that a GPU would run."""
+    import tree_kernels
+    from tree_kernels._dispatch import Op
+
+    for module in pkgutil.iter_modules(tree_kernels.__path__):
+        importlib.import_module(f"tree_kernels.{module.name}")
+    for op in (each for each in gc.get_objects() if isinstance(each, Op)):
+        if op.triton is not None:
+            op.on_cpu = op.triton
 
 
 def _write(
