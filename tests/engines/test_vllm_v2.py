@@ -6,6 +6,7 @@ Plain decoding there and draft trees there give the same tokens, whatever is ask
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 import small_chunks
 import steady_steps
 import triton_on_cpu
-import v2_on_cpu
 from random_prompts import some_prompts
 from tiny_models import add_byte_tokenizer, make_tiny_llama
 from v2_on_cpu import LIMITS
-from vllm_runs import Answer, Case, run_vllm
+from vllm_runs import run_vllm
+from vllm_v2_runs import Answer, Case, run_v2
 
 NODES = 15
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -63,41 +64,20 @@ CHAINED = {
 
 EVERYTHING = CASES | CHAINED
 
-
-def run(
-    model: Path,
-    cases: list[Case],
-    options: dict[str, Any] | None = None,
-    environment: dict[str, str] | None = None,
-    **engine: Any,
-) -> tuple[list[Answer], str]:
-    """Serve cases on the V2 model runner; without options plainly."""
-    speculative = options if options is None else {"method": "token_recycling", **options}
-    answers, log = run_vllm(
-        model,
-        cases,
-        speculative=speculative,
-        environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
-        **{**LIMITS, **engine},
-    )
-    assert "Using V2 Model Runner" in log
-    return answers, log
+run_with_trees = partial(run_v2, method="token_recycling", nodes=NODES, memory=0)
+"""Copies of the first answers would take the place of branches, so none are kept."""
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path) -> dict[str, Answer]:
-    answers, _ = run(tiny_llama, [*EVERYTHING.values()])
+    answers, _ = run_v2(tiny_llama, [*EVERYTHING.values()])
     return dict(zip(EVERYTHING, answers, strict=True))
 
 
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path) -> tuple[dict[str, Answer], str]:
-    # Copies of the first answers would take the place of branches.
-    answers, log = run(
-        tiny_llama,
-        [*EVERYTHING.values()],
-        {"nodes": NODES, "memory": 0},
-        forbid_waiting.ENVIRONMENT,
+    answers, log = run_with_trees(
+        tiny_llama, [*EVERYTHING.values()], environment=forbid_waiting.ENVIRONMENT
     )
     return dict(zip(EVERYTHING, answers, strict=True)), log
 
@@ -164,12 +144,14 @@ def test_synchronous_scheduling_and_a_static_tree_sampled_in_chunks(
     proves_drafting: Callable[[Answer], None],
 ) -> None:
     names = "greedy", "seeded", "logprobs"
-    answers, _ = run(
+    answers, _ = run_v2(
         tiny_llama,
         [EVERYTHING[name] for name in names],
-        {"nodes": NODES, "tree": "static"},
-        small_chunks.ENVIRONMENT,
-        async_scheduling=False,
+        "token_recycling",
+        environment=small_chunks.ENVIRONMENT,
+        engine={"async_scheduling": False},
+        nodes=NODES,
+        tree="static",
     )
     for name, answer in zip(names, answers, strict=True):
         assert answer.tokens == plain[name].tokens
@@ -178,12 +160,7 @@ def test_synchronous_scheduling_and_a_static_tree_sampled_in_chunks(
 
 def test_a_wrong_mask_is_found(tiny_llama: Path, plain: dict[str, Answer]) -> None:
     """Negative control: each node sees the root and itself alone."""
-    (answer,), _ = run(
-        tiny_llama,
-        [CASES["greedy"]],
-        {"nodes": NODES, "memory": 0},
-        planted_fault="root's mask",
-    )
+    (answer,), _ = run_with_trees(tiny_llama, [CASES["greedy"]], planted_fault="root's mask")
     assert answer.tokens != plain["greedy"].tokens
 
 
@@ -197,9 +174,9 @@ def test_penalised_trees_would_differ(
     prompts = [[2 + token % 30 for token in prompt] for prompt in PROMPTS]
     penalised = GREEDY | {"max_tokens": 40, "repetition_penalty": 1.2, "frequency_penalty": 0.5}
     cases = [Case(prompts, penalised, rounds=2)]
-    (plainly,), _ = run(few, cases)
-    (chains,), _ = run(few, cases, {"nodes": NODES, "memory": 0})
-    (trees,), _ = run(few, cases, {"nodes": NODES, "memory": 0}, planted_fault="no chains")
+    (plainly,), _ = run_v2(few, cases)
+    (chains,), _ = run_with_trees(few, cases)
+    (trees,), _ = run_with_trees(few, cases, planted_fault="no chains")
     assert chains.tokens == plainly.tokens
     assert chains.counters["accepted_tokens"] > 0
     proves_drafting(trees)
@@ -208,10 +185,8 @@ def test_penalised_trees_would_differ(
 
 def test_the_kernels_of_gpus(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
     case = Case(PROMPTS[:3], GREEDY | {"max_tokens": 16}, rounds=2)
-    (plainly,), _ = run(tiny_llama, [case])
-    (answer,), log = run(
-        tiny_llama, [case], {"nodes": NODES, "memory": 0}, triton_on_cpu.ENVIRONMENT
-    )
+    (plainly,), _ = run_v2(tiny_llama, [case])
+    (answer,), log = run_with_trees(tiny_llama, [case], environment=triton_on_cpu.ENVIRONMENT)
     assert triton_on_cpu.SERVED in log
     assert answer.tokens == plainly.tokens
     proves_drafting(answer)
@@ -227,12 +202,15 @@ def test_prefix_hits_and_a_memory_of_answers(
         prompt + tokens[0][:-1] for prompt, tokens in zip(first.prompts, answer.tokens, strict=True)
     ]
     cases = [first, Case(first.prompts, first.sampling), Case(longer, GREEDY)]
-    plainly, _ = run(tiny_llama, cases)
-    answers, log = run(
+    plainly, _ = run_v2(tiny_llama, cases)
+    answers, log = run_v2(
         tiny_llama,
         cases,
-        {"nodes": "auto", "max_nodes": 23, "prime": True},
-        steady_steps.environment(1e-6),
+        "token_recycling",
+        environment=steady_steps.environment(1e-6),
+        nodes="auto",
+        max_nodes=23,
+        prime=True,
     )
     assert "23 for 1 to 4" in log
     assert "Token Recycling is primed f" in log  # for some tokens, or from a file
@@ -251,8 +229,8 @@ def test_no_running_request_waits_because_others_draft(
     """With 64 requests and a budget of 1,024 tokens, every decode step schedules all requests."""
     case = Case(some_prompts(64, 4, 13), GREEDY | {"max_tokens": 12})
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 400}
-    (plainly,), _ = run(tiny_llama, [case], **engine)
-    (answer,), log = run(tiny_llama, [case], {"nodes": NODES, "memory": 0}, **engine)
+    (plainly,), _ = run_v2(tiny_llama, [case], engine=engine)
+    (answer,), log = run_with_trees(tiny_llama, [case], engine=engine)
     assert "15 for 64 to 64" in log
     assert answer.tokens == plainly.tokens
     proves_drafting(answer)
@@ -270,8 +248,8 @@ def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
         Case(PROMPTS[:2], off),
         Case(PROMPTS, GREEDY | {"bad_words": ["a", "bc", "e", "o"]}, rounds=2),
     ]
-    plainly, _ = run(model, cases, skip_tokenizer_init=False)
-    answers, log = run(model, cases, {"nodes": 7}, skip_tokenizer_init=False)
+    plainly, _ = run_v2(model, cases)
+    answers, log = run_v2(model, cases, "token_recycling", nodes=7)
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["accepted_tokens"] > 0
@@ -285,12 +263,10 @@ def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_custom_logits_processors_get_chains(tiny_llama: Path) -> None:
-    processors = ["vllm_processors_v2:NoneOfTheLastFour"]
+    engine = {"logits_processors": ["vllm_processors_v2:NoneOfTheLastFour"]}
     cases = [Case(PROMPTS, GREEDY, rounds=2)]
-    (plainly,), _ = run(tiny_llama, cases, logits_processors=processors)
-    (answer,), _ = run(
-        tiny_llama, cases, {"nodes": NODES, "memory": 0}, logits_processors=processors
-    )
+    (plainly,), _ = run_v2(tiny_llama, cases, engine=engine)
+    (answer,), _ = run_with_trees(tiny_llama, cases, engine=engine)
     assert answer.tokens == plainly.tokens
     assert answer.counters["accepted_tokens"] > 0
     assert answer.counters["kv_rows_moved"] == 0

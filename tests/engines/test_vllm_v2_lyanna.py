@@ -7,15 +7,13 @@ from typing import Any
 
 import forbid_waiting
 import pytest
-import v2_on_cpu
 from lyanna_parts import drafter_for
 from lyanna_states import VARIABLE, check_states
 from overfitted_drafter import LENGTH, make_overfitted
 from overfitted_drafter import PROMPTS as LEARNED
 from random_prompts import diverging_prompts, some_prompts
 from tiny_models import add_byte_tokenizer, make_tiny_llama
-from v2_on_cpu import LIMITS
-from vllm_runs import Answer, Case, run_vllm
+from vllm_v2_runs import Answer, Case, run_v2
 
 from lyanna_plugin.checkpoint import save
 
@@ -53,35 +51,9 @@ CASES: dict[str, Case] = {
 """What the engine with trees must answer as the engine without."""
 
 
-def run(
-    model: Path,
-    cases: list[Case],
-    drafter: Path | None = None,
-    environment: dict[str, str] | None = None,
-    planted_fault: str | None = None,
-    blocks: int = LIMITS["num_gpu_blocks_override"],
-    tokenizer: bool = False,
-    **options: Any,
-) -> tuple[list[Answer], str]:
-    """Serve cases on the V2 model runner; without a drafter plainly."""
-    answers, log = run_vllm(
-        model,
-        cases,
-        speculative=None
-        if drafter is None
-        else {"method": "lyanna", "model": str(drafter), **options},
-        environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
-        planted_fault=planted_fault,
-        **{**LIMITS, "num_gpu_blocks_override": blocks},
-        skip_tokenizer_init=not tokenizer,
-    )
-    assert "Using V2 Model Runner" in log
-    return answers, log
-
-
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path) -> dict[str, Answer]:
-    answers, _ = run(tiny_llama, [*CASES.values()])
+    answers, _ = run_v2(tiny_llama, [*CASES.values()])
     return dict(zip(CASES, answers, strict=True))
 
 
@@ -95,7 +67,9 @@ def drafter(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drafted(tiny_llama: Path, drafter: Path) -> dict[str, Answer]:
-    answers, log = run(tiny_llama, [*CASES.values()], drafter, forbid_waiting.ENVIRONMENT)
+    answers, log = run_v2(
+        tiny_llama, [*CASES.values()], "lyanna", drafter, forbid_waiting.ENVIRONMENT
+    )
     assert f"{forbid_waiting.CHECKED} draft" in log
     return dict(zip(CASES, answers, strict=True))
 
@@ -132,8 +106,10 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
     """That proves the layer's KV correct, for single requests and batches; no part waits."""
     settings = GREEDY | {"max_tokens": LENGTH}
     cases = [Case(LEARNED[:4], settings), Case(LEARNED[:2], settings, together=False)]
-    plainly, _ = run(tiny_llama, cases)
-    answers, log = run(tiny_llama, cases, overfitted, forbid_waiting.ENVIRONMENT, resample=False)
+    plainly, _ = run_v2(tiny_llama, cases)
+    answers, log = run_v2(
+        tiny_llama, cases, "lyanna", overfitted, forbid_waiting.ENVIRONMENT, resample=False
+    )
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
         assert with_trees.counters["emitted"] / with_trees.counters["steps"] > 3.3
@@ -144,9 +120,12 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
 def test_a_second_tree_is_verified_alone(tiny_llama: Path, overfitted: Path) -> None:
     settings = [SAMPLED, GREEDY, SAMPLED | {"seed": 3, "temperature": 1.2}, GREEDY]
     case = Case(LEARNED[:4], [each | {"max_tokens": 32} for each in settings])
-    (plainly,), _ = run(tiny_llama, [case])
-    (answer,), _ = run(
-        tiny_llama, [case], overfitted, forbid_waiting.ENVIRONMENT, fusion=False, table="float8"
+    (plainly,), _ = run_v2(tiny_llama, [case])
+    (answer,), _ = run_v2(
+        *(tiny_llama, [case], "lyanna", overfitted),
+        forbid_waiting.ENVIRONMENT,
+        fusion=False,
+        table="float8",
     )
     assert answer.tokens == plainly.tokens
     assert answer.counters["accepted_tokens"] > 0
@@ -160,8 +139,8 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
     off = GREEDY | {"extra_args": {"drafttree": False}}
     cases = [Case(PROMPTS, [chosen, GREEDY, chosen, off]), Case(PROMPTS[:2], off)]
-    plainly, _ = run(model, cases, tokenizer=True)
-    answers, log = run(model, cases, tmp_path / "drafter", tokenizer=True)
+    plainly, _ = run_v2(model, cases)
+    answers, log = run_v2(model, cases, "lyanna", tmp_path / "drafter")
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["draft_tokens"] > 0
@@ -176,7 +155,9 @@ def test_the_layers_states_are_those_of_pytorch(
     prompts = diverging_prompts(180, [63, 64, 65, 179])
     case = Case(prompts, GREEDY | {"max_tokens": 20}, together=False)
     recorded = {VARIABLE: str(tmp_path / "states")}
-    (answer,), _ = run(tiny_llama, [case], drafter, recorded, blocks=60)
+    (answer,), _ = run_v2(
+        *(tiny_llama, [case], "lyanna", drafter, recorded), engine={"num_gpu_blocks_override": 60}
+    )
     # The last block of a hit is computed again, because the token after it may differ.
     assert answer.cached == [0, 0, 32, 32, 128]
     check_states(
@@ -188,7 +169,7 @@ def test_the_layers_states_are_those_of_pytorch(
 def test_a_wrong_mask_is_found(tiny_llama: Path, overfitted: Path) -> None:
     """Negative control: nodes that see the root and themselves alone give other tokens."""
     case = Case(LEARNED[:4], GREEDY | {"max_tokens": LENGTH})
-    (plainly,), _ = run(tiny_llama, [case])
-    (answer,), _ = run(tiny_llama, [case], overfitted, planted_fault="root's mask")
+    (plainly,), _ = run_v2(tiny_llama, [case])
+    (answer,), _ = run_v2(tiny_llama, [case], "lyanna", overfitted, planted_fault="root's mask")
     assert answer.counters["accepted_tokens"] > 0
     assert answer.tokens != plainly.tokens

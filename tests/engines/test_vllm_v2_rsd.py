@@ -8,12 +8,10 @@ from typing import Any
 import forbid_waiting
 import pytest
 import small_chunks
-import v2_on_cpu
 from joint_distribution import exact_joint, p_value
 from random_prompts import some_prompts
 from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
-from v2_on_cpu import LIMITS
-from vllm_runs import Answer, Case, run_vllm
+from vllm_v2_runs import Answer, Case, run_v2
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
@@ -45,29 +43,6 @@ CASES: dict[str, Case] = {
 """What the engine with trees must answer as the engine without, as far as it is greedy."""
 
 
-def run(
-    model: Path,
-    cases: list[Case],
-    draft: Path | None = None,
-    environment: dict[str, str] | None = None,
-    planted_fault: str | None = None,
-    limits: dict[str, int] | None = None,
-    **options: Any,
-) -> tuple[list[Answer], str]:
-    """Serve cases on the V2 model runner; without a draft model plainly."""
-    answers, log = run_vllm(
-        model,
-        cases,
-        speculative=None if draft is None else {"method": "rsd", "model": str(draft), **options},
-        environment=v2_on_cpu.ENVIRONMENT | (environment or {}),
-        planted_fault=planted_fault,
-        **(LIMITS | (limits or {})),
-        skip_tokenizer_init=not (model / "tokenizer.json").exists(),
-    )
-    assert "Using V2 Model Runner" in log
-    return answers, log
-
-
 @pytest.fixture(scope="module")
 def draft(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target's first layer."""
@@ -76,14 +51,14 @@ def draft(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path) -> dict[str, Answer]:
-    answers, _ = run(tiny_llama, [*CASES.values()])
+    answers, _ = run_v2(tiny_llama, [*CASES.values()])
     return dict(zip(CASES, answers, strict=True))
 
 
 @pytest.fixture(scope="module")
 def drafted(tiny_llama: Path, draft: Path) -> dict[str, Answer]:
     environment = forbid_waiting.ENVIRONMENT | small_chunks.ENVIRONMENT
-    answers, log = run(tiny_llama, [*CASES.values()], draft, environment, tree="beam:3x4")
+    answers, log = run_v2(tiny_llama, [*CASES.values()], "rsd", draft, environment, tree="beam:3x4")
     assert f"{forbid_waiting.CHECKED} draft" in log
     return dict(zip(CASES, answers, strict=True))
 
@@ -119,11 +94,11 @@ def test_seeded_requests_depend_neither_on_the_batch_nor_on_scheduling(
 ) -> None:
     seeded = [SAMPLED | {"seed": seed} for seed in (7, 8, 7, 9)]
     cases = [Case(PROMPTS, seeded), Case(PROMPTS[::-1], seeded[::-1], together=False)]
-    (together, alone), _ = run(tiny_llama, cases, draft, tree="branch:3-2")
+    (together, alone), _ = run_v2(tiny_llama, cases, "rsd", draft, tree="branch:3-2")
     assert together.tokens == alone.tokens[::-1]
     assert together.counters["accepted_tokens"] > 0
     synchronous = {"async_scheduling": False}
-    (again,), _ = run(tiny_llama, cases[:1], draft, limits=synchronous, tree="branch:3-2")
+    (again,), _ = run_v2(tiny_llama, cases[:1], "rsd", draft, engine=synchronous, tree="branch:3-2")
     assert again.tokens == together.tokens
 
 
@@ -143,10 +118,10 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         Case([[*prompt, 5, 6] for prompt in CHUNKED[:4]], settings),
         Case(PROMPTS, settings | filtered),
     ]
-    answers, log = run(
-        *(tiny_llama, cases, tiny_llama),
+    answers, log = run_v2(
+        *(tiny_llama, cases, "rsd", tiny_llama),
         forbid_waiting.ENVIRONMENT,
-        limits={"num_gpu_blocks_override": 60},
+        engine={"num_gpu_blocks_override": 60},
         tree="branch:1-1-1-1",
     )
     for answer in answers:
@@ -162,8 +137,8 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
     off = GREEDY | {"extra_args": {"drafttree": False}}
     cases = [Case(PROMPTS, [chosen, GREEDY, chosen, off]), Case(PROMPTS[:2], off)]
-    plainly, _ = run(model, cases)
-    answers, log = run(model, cases, draft)
+    plainly, _ = run_v2(model, cases)
+    answers, log = run_v2(model, cases, "rsd", draft)
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["draft_tokens"] > 0
@@ -175,8 +150,10 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
 def test_a_wrong_mask_is_found(tiny_llama: Path, draft: Path) -> None:
     """Negative control: nodes that see the root and themselves alone give other tokens."""
     case = Case(PROMPTS, GREEDY | {"max_tokens": 40})
-    (plainly,), _ = run(tiny_llama, [case])
-    (answer,), _ = run(tiny_llama, [case], draft, planted_fault="root's mask", tree="beam:3x4")
+    (plainly,), _ = run_v2(tiny_llama, [case])
+    (answer,), _ = run_v2(
+        tiny_llama, [case], "rsd", draft, planted_fault="root's mask", tree="beam:3x4"
+    )
     assert answer.counters["accepted_tokens"] > 0
     assert answer.tokens != plainly.tokens
 
@@ -190,9 +167,9 @@ def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path) -> None:
     target = make_tiny_llama(tmp_path / "target", vocab_size=VOCAB, sharpness=3.0)
     draft = make_first_layers(target, tmp_path / "draft", 1)
     prompt, sampling = [3, 7, 4], {"temperature": 1.3, "top_k": 8, "max_tokens": 4}
-    (answer,), _ = run(
-        *(target, [Case([prompt] * 2_000, sampling | {"ignore_eos": True})], draft),
-        limits={
+    (answer,), _ = run_v2(
+        *(target, [Case([prompt] * 2_000, sampling | {"ignore_eos": True})], "rsd", draft),
+        engine={
             "max_num_seqs": 32,
             "max_num_batched_tokens": 1024,
             "num_gpu_blocks_override": 100,
