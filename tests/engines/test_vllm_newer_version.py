@@ -7,9 +7,7 @@ version; `TESTS_NEWER_VLLM` names a wheel, or the folder of an unpacked package,
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,9 @@ import pytest
 import v2_on_cpu
 from lyanna_parts import drafter_for
 from random_prompts import some_prompts
+from tiny_models import make_first_layers
 from vllm_runs import Answer, Case, run_vllm
+from vllm_versions import download
 
 from drafttree.vllm.versions import LAST, is_supported
 from lyanna_plugin.checkpoint import save
@@ -28,7 +28,19 @@ pytestmark = [pytest.mark.full]
 NEWEST = ".".join(map(str, LAST))
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED = GREEDY | {"temperature": 0.8, "top_p": 0.9, "seed": 7}
-CASES = [Case(some_prompts(4), settings, reset=True, rounds=2) for settings in (GREEDY, SAMPLED)]
+PROMPTS = some_prompts(4)
+CASES = {
+    "greedy": Case(PROMPTS, GREEDY, reset=True, rounds=2),
+    "seeded": Case(PROMPTS, SAMPLED, reset=True, rounds=2),
+    "seeded alone": Case(PROMPTS, SAMPLED, reset=True, together=False),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    # Copies of the first answers would take the place of branches.
+    "token_recycling": {"nodes": 15, "memory": 0},
+    "rsd": {"tree": "beam:3x4"},
+    # A random drafter, which affects speed alone.
+    "lyanna": {},
+}
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 RUNNERS = {
     "V1": dict[str, str](),
@@ -38,70 +50,75 @@ RUNNERS = {
 
 
 @pytest.fixture(scope="module")
-def newest(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables with which a new Python imports the newest version."""
+def newest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables with which a new Python imports the newest version, which chooses its runner."""
     folder = tmp_path_factory.mktemp("newest")
-    source = Path(os.environ.get("TESTS_NEWER_VLLM") or _download(folder / "wheel"))
+    given = os.environ.get("TESTS_NEWER_VLLM")
+    source = Path(given) if given else download(f"vllm=={NEWEST}.*", folder / "wheel")
     version = make_overlay(source, folder / "overlay", installed())
     assert is_supported(version)
     assert version.startswith(f"{NEWEST}.")
     paths = [str(folder / "overlay"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VARIABLE, raising=False)
+        yield {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _download(folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
-    done = subprocess.run(
-        [*command, "--only-binary", ":all:", f"vllm=={NEWEST}.*"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode != 0:
-        pytest.skip(f"vLLM {NEWEST} cannot be downloaded: {done.stderr[-300:]}")
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+@pytest.fixture(scope="module", params=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.fixture(scope="module")
+def serve(
+    tiny_llama: Path, newest: dict[str, str], runner: str
+) -> Callable[[dict[str, Any] | None], dict[str, Answer]]:
+    """Serves the cases on the runner, with a speculative configuration or without."""
+
+    def run(speculative: dict[str, Any] | None) -> dict[str, Answer]:
+        answers, log = run_vllm(
+            *(tiny_llama, [*CASES.values()], speculative),
+            environment=RUNNERS[runner] | newest,
+            **v2_on_cpu.LIMITS,
+        )
+        assert f"LLM engine (v{NEWEST}." in log
+        v2_on_cpu.check_runner(runner.lower(), log)
+        return dict(zip(CASES, answers, strict=True))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plain(
+    serve: Callable[[dict[str, Any] | None], dict[str, Answer]],
+) -> dict[str, Answer]:
+    return serve(None)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models of the methods that have one."""
+    folder = tmp_path_factory.mktemp("models")
+    save(drafter_for(tiny_llama), folder / "lyanna")
+    return {
+        "rsd": make_first_layers(tiny_llama, folder / "rsd", 1),
+        "lyanna": folder / "lyanna",
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_tokens_equal_plain_decoding(
-    tiny_llama: Path,
-    newest: dict[str, str],
+    serve: Callable[[dict[str, Any] | None], dict[str, Answer]],
+    plain: dict[str, Answer],
+    models: dict[str, Path],
     proves_drafting: Callable[[Answer], None],
-    monkeypatch: pytest.MonkeyPatch,
-    runner: str,
+    method: str,
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    environment = RUNNERS[runner] | newest
-    method = {"method": "token_recycling", "nodes": 15, "memory": 0}
-    plain, _ = run_vllm(tiny_llama, CASES, environment=environment, **v2_on_cpu.LIMITS)
-    drafted, log = run_vllm(
-        tiny_llama, CASES, speculative=method, environment=environment, **v2_on_cpu.LIMITS
-    )
-    assert f"LLM engine (v{NEWEST}." in log
-    assert ("Using V2 Model Runner" in log) is (runner == "V2")
-    for without, with_trees in zip(plain, drafted, strict=True):
-        assert with_trees.tokens == without.tokens
-    proves_drafting(drafted[0])
-
-
-@pytest.mark.parametrize("method", ["rsd", "lyanna"])
-def test_methods_with_a_model(
-    tiny_llama: Path, newest: dict[str, str], tmp_path: Path, method: str
-) -> None:
-    model = tiny_llama
-    if method == "lyanna":
-        model = tmp_path / "drafter"
-        save(drafter_for(tiny_llama), model)
-    cases, limits = CASES[:1], v2_on_cpu.LIMITS
-    environment = newest | {VARIABLE: "0"}
-    (plain,), _ = run_vllm(tiny_llama, cases, environment=environment, **limits)
-    (drafted,), _ = run_vllm(
-        tiny_llama,
-        cases,
-        speculative={"method": method, "model": str(model)},
-        environment=environment,
-        **limits,
-    )
-    assert drafted.tokens == plain.tokens
-    assert drafted.counters["accepted_tokens"] > 0
+    """RSD samples its drafts, so a seed gives other tokens, whoever shares the batch."""
+    model = {"model": str(models[method])} if method in models else {}
+    drafted = serve({"method": method, **METHODS[method], **model})
+    assert drafted["greedy"].tokens == plain["greedy"].tokens
+    expected = drafted if method == "rsd" else plain
+    assert drafted["seeded"].tokens == expected["seeded alone"].tokens
+    for name in ("greedy", "seeded"):
+        proves_drafting(drafted[name])

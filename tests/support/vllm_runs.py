@@ -87,6 +87,11 @@ ENVIRONMENT = {
 }
 
 
+TIMEOUTS = {False: 400.0, True: 3000.0}
+"""Seconds for a run, by whether kernels run in Triton's interpreter, whose programs take about a
+millisecond each."""
+
+
 def with_defaults(speculative: dict[str, Any]) -> dict[str, Any]:
     """By default draft 80 nodes, as `auto` would choose plain decoding for a small model."""
     if speculative["method"] != "token_recycling":
@@ -100,13 +105,14 @@ def run_vllm(
     cases: list[Case],
     speculative: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
-    timeout: float = 400,
+    timeout: float | None = None,
     planted_fault: str | None = None,
     **engine: Any,
 ) -> tuple[list[Answer], str]:
     """Serve the cases one after another with one engine.
 
-    A `planted_fault` is one of `faults`.
+    A `planted_fault` is one of `faults`. The run may take `timeout` seconds, as a rule one of
+    `TIMEOUTS`.
 
     Returns:
         The answers, and the engine's log.
@@ -129,10 +135,10 @@ def run_vllm(
     if speculative is not None:
         arguments["speculative_config"] = with_defaults(speculative)
     fault = {faults.VARIABLE: planted_fault} if planted_fault else {}
+    variables = ENVIRONMENT | fault | (environment or {})
+    seconds = timeout or TIMEOUTS["TRITON_INTERPRET" in variables]
     answers: list[Answer]
-    answers, log = run_job(
-        "vllm", _serve, (arguments, cases), ENVIRONMENT | fault | (environment or {}), timeout
-    )
+    answers, log = run_job("vllm", _serve, (arguments, cases), variables, seconds)
     return answers, log
 
 
