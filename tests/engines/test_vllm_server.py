@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from v2_on_cpu import LARGE_VOCABULARY, check_runner, for_runner
+from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT, Case, run_vllm
 
 MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
@@ -47,7 +47,7 @@ def server(
     ]
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if runner == "v2":
-        environment |= for_runner(runner) | LARGE_VOCABULARY
+        environment |= for_runner(runner)
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     address = f"http://127.0.0.1:{port}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_host.jobs import run_job
-from v2_on_cpu import LARGE_VOCABULARY, for_runner
+from v2_on_cpu import for_runner
 from vllm_runs import ENVIRONMENT
 
 
@@ -47,7 +47,7 @@ def bench_answers(
     Raises:
         RunFailed: The engine did not start, or stopped.
     """
-    environment = ENVIRONMENT | for_runner(runner) | (LARGE_VOCABULARY if runner == "v2" else {})
+    environment = ENVIRONMENT | for_runner(runner)
     arguments = (str(model), prompts, max_tokens, runner, options)
     answer: Answered
     answer, _ = run_job("vllm", _answer, arguments, environment, timeout)

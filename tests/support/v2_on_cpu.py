@@ -7,17 +7,15 @@ order of steps is that of a GPU, though nothing overlaps.
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
+
+import gumbel_on_cpu
+import quick_interpreter
 
 VARIABLE = "TESTS_V2_ON_CPU"
 
 ENVIRONMENT = {VARIABLE: "1", "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-
-LARGE_VOCABULARY = {"TESTS_V2_TORCH_SAMPLING": "1"}
-"""Environment of an engine whose requests are greedy and whose vocabulary is too large for the
-interpreter: one program of the engine's sampler has 1,024 logits of a row."""
 
 LIMITS = {
     "max_num_seqs": 4,
@@ -54,6 +52,7 @@ def enable() -> None:
 
     backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)  # type: ignore[assignment]
     _accept_integer_masks()
+    quick_interpreter.enable()
     _schedule_asynchronously()
     # The kernel of top-k and top-p is not for the interpreter. vLLM has a way without it.
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -63,16 +62,9 @@ def enable() -> None:
     topk_topp_sampler.apply_top_k_only = lambda logits, k: (
         topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, None)
     )
-    if LARGE_VOCABULARY.items() <= os.environ.items():
-        from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample import sampler
 
-        sampler.gumbel_sample = _most_likely
-
-
-def _most_likely(logits: Any, rows: Any, temperature: Any, *args: Any, **kwargs: Any) -> Any:
-    """The tokens of greedy requests; the kernel takes the first of equals too."""
-    assert not temperature[rows].any()
-    return logits.argmax(-1)
+    sampler.gumbel_sample = gumbel_on_cpu.gumbel_sample
 
 
 def _accept_integer_masks() -> None:

@@ -1,0 +1,23 @@
+"""The stand-in for the engine's sampling kernel, with which the other tests of V2 run."""
+
+from __future__ import annotations
+
+import gumbel_on_cpu
+import v2_on_cpu
+from engine_host.jobs import run_job
+
+
+def test_tokens_are_those_of_the_engines_kernel() -> None:
+    cases = [
+        (shape, apply_temperature, is_drafting)
+        for shape in ((40, 10), (40, 512), (20, 1500))
+        for apply_temperature in (False, True)
+        for is_drafting in (False, True)
+    ]
+    answers, _ = run_job(
+        "vllm", gumbel_on_cpu.sample_in_both_ways, (cases,), v2_on_cpu.ENVIRONMENT, timeout=400
+    )
+    for (shape, *_), (by_kernel, in_numpy) in zip(cases, answers, strict=True):
+        assert by_kernel.shape == (shape[0],)
+        assert len({*by_kernel.tolist()}) > shape[0] // 5
+        assert in_numpy.tolist() == by_kernel.tolist()
