@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ def test_a_run_that_has_to_be_killed(host: Host, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "environment", [{}, {"TRITON_INTERPRET": "1"}], ids=["a fork", "a new Python"]
+    "environment",
+    [{}, {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}],
+    ids=["a fork", "a new Python"],
 )
 def test_a_run_that_ends_with_an_error(host: Host, environment: dict[str, str]) -> None:
     if host.name == "sglang":

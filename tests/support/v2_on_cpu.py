@@ -7,6 +7,7 @@ order of steps is that of a GPU, though nothing overlaps.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,8 +47,9 @@ class _Driver:
         return True
 
 
+@functools.cache
 def enable() -> None:
-    """Let vLLM, which must not be imported yet, find a Triton for CPUs."""
+    """Let vLLM, which must not be imported yet, find a Triton for CPUs; once in a process."""
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=_Driver, compiler=None)  # type: ignore[assignment]

@@ -17,11 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import v2_on_cpu
+
 from engine_host import template
 from engine_host.template import Job
 
-READ_AT_IMPORT = ("PYTHONPATH", "TRITON_INTERPRET")
-"""Variables that are read when the engine is imported; a run that sets one starts a new Python."""
+NEW_PYTHON = "PYTHONPATH"
+"""A run that sets this variable starts a new Python."""
+
+READ_AT_IMPORT = ("TRITON_INTERPRET", v2_on_cpu.VARIABLE)
+"""Variables that are read when the engine is imported: there is a template for each setting."""
 
 MUST_END_WELL = ("vllm",)
 """Engines whose process must end with status 0. SGLang's ends the processes that it started, and
@@ -72,7 +77,7 @@ def run_job(
             )
         )
         if _forks(environment):
-            status = _Template.of(engine).run(job, timeout)
+            status = _Template.of(engine, environment).run(job, timeout)
         else:
             status = _run_once(job, whole, log, timeout)
         output = log.read_text(errors="replace")
@@ -87,7 +92,7 @@ def _forks(environment: dict[str, str]) -> bool:
     import torch
 
     # A process that has used CUDA must not be forked, and the template may have used it.
-    return not torch.cuda.is_available() and not any(name in environment for name in READ_AT_IMPORT)
+    return not torch.cuda.is_available() and NEW_PYTHON not in environment
 
 
 def _run_once(job: Path, environment: dict[str, str], log: Path, timeout: float) -> int | None:
@@ -116,21 +121,24 @@ def _kill_group(leader: int) -> None:
 
 
 class _Template:
-    """An engine's template process, started for the first job and ended with this process."""
+    """An engine's template process, started for its first job and ended with this process."""
 
-    _running: dict[str, _Template] = {}  # noqa: RUF012
+    _running: dict[tuple[str | None, ...], _Template] = {}  # noqa: RUF012
 
     @classmethod
-    def of(cls, engine: str) -> _Template:
-        if engine not in cls._running or cls._running[engine]._process.poll() is not None:
-            cls._running[engine] = cls(engine)
-        return cls._running[engine]
+    def of(cls, engine: str, environment: dict[str, str]) -> _Template:
+        """The template for an engine and the variables that are read when it is imported."""
+        variables = {name: environment[name] for name in READ_AT_IMPORT if name in environment}
+        key = engine, *map(variables.get, READ_AT_IMPORT)
+        if key not in cls._running or cls._running[key]._process.poll() is not None:
+            cls._running[key] = cls(engine, variables)
+        return cls._running[key]
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, variables: dict[str, str]) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", template.__file__, engine],
-            env=os.environ | _environment(engine),
+            env=os.environ | _environment(engine) | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

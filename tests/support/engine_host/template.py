@@ -52,6 +52,9 @@ PRELOADED = {
 }
 """Modules that every run imports. Importing them registers no method and patches nothing."""
 
+OF_V2 = ("vllm.v1.worker.cpu.model_runner", "drafttree.vllm.v2.cpu_worker")
+"""Further modules that every run of vLLM's V2 model runner imports."""
+
 
 @dataclass
 class Job:
@@ -134,7 +137,13 @@ def serve(engine: str) -> None:
     """Fork for each job that is named on stdin; reply with the child's id, then its exit status."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    for name in PRELOADED[engine]:
+    import v2_on_cpu
+
+    modules = PRELOADED[engine]
+    if os.environ.get(v2_on_cpu.VARIABLE):
+        v2_on_cpu.enable()
+        modules += OF_V2
+    for name in modules:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError(f"importing {engine} has started threads, which a fork would lack")
