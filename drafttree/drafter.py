@@ -236,6 +236,8 @@ class ModelFreeDrafter(Drafter):
     ) -> torch.Tensor | None:
         """Learn from the target's raw logits, before any penalty, mask or temperature.
 
+        A host may call it several times in a step, with some of its rows each time, in order.
+
         Args:
             slots: `int64 [R]`, the slot of each row's request.
             tokens: `int32 [R]`, the token that each row's logits come after; -1 to skip the row.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -17,6 +18,7 @@ from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.forward import forward_seconds, step_seconds
 from drafttree.vllm.graphs import capture_small_batches
 from drafttree.vllm.sampling import build_logits_processors
+from drafttree.vllm.step_logits import max_rows
 from drafttree.vllm.tensor_parallel import (
     follow_measurements,
     is_drafting_rank,
@@ -81,6 +83,36 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
     def _max_step_rows(self) -> int:
         """Greatest number of rows of a step that have logits."""
         return min(self._token_budget, self.max_num_reqs * (1 + self.num_spec_tokens))
+
+    @property
+    def _max_logits_rows(self) -> int:
+        """Greatest number of rows of logits that are computed at a time."""
+        if self.lora_config:
+            # The engine has set which adapter is for which row of a step.
+            return self._max_step_rows
+        # The engine itself needs one for each request.
+        return max(max_rows(self._logits_row_bytes, self._sets_of_logits), self.max_num_reqs)
+
+    @property
+    def _sets_of_logits(self) -> int:
+        """How many sets of `_max_logits_rows` rows exist at a time.
+
+        The first is kept while another is computed. With tensor parallelism, each rank computes a
+        share of the columns; they are gathered, and then put in order.
+        """
+        return 2 if get_tp_group().world_size == 1 else 4
+
+    @property
+    def _logits_bytes(self) -> int:
+        most, sets = self._max_logits_rows, self._sets_of_logits
+        rows = sets * min(self._max_step_rows, most)
+        if self._max_step_rows <= most and sets == 2:
+            rows = self._max_step_rows
+        return rows * self._logits_row_bytes
+
+    @property
+    def _logits_row_bytes(self) -> int:
+        return int(self.model_config.get_vocab_size() * self.model_config.dtype.itemsize)
 
     def _check_and_update_cudagraph_mode(self, *args: Any, **kwargs: Any) -> None:
         """Called by the engine before it captures graphs."""

@@ -77,9 +77,9 @@ class DraftingRunner:
         raise NotImplementedError
 
     @property
-    def _max_copied_rows(self) -> int:
-        """Greatest number of rows of logits that are also copied in float32 at a time."""
-        return 0
+    def _logits_bytes(self) -> int:
+        """Most bytes of logits that exist at a time in a step."""
+        raise NotImplementedError
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         """Let the engine measure the memory of a step before it sizes its KV cache.
@@ -88,15 +88,7 @@ class DraftingRunner:
         """
         stock: Any = super()
         stock.profile_run(*args, **kwargs)
-        rows, vocab = self._max_step_rows, self.model_config.get_vocab_size()
-        logits = torch.empty(rows, vocab, dtype=self.model_config.dtype, device=self.device)
-        torch.empty(self._max_copied_rows, vocab, dtype=torch.float32, device=self.device)
-        logger.info(
-            "Logits of %d nodes, the most that max_num_batched_tokens and max_num_seqs allow in a "
-            "step, take %.1f MiB",
-            rows,
-            logits.nbytes / 2**20,
-        )
+        torch.empty(self._logits_bytes, dtype=torch.uint8, device=self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and add the memory of the drafter's state to that of the weights.
@@ -106,6 +98,12 @@ class DraftingRunner:
         """
         stock: Any = super()
         stock.load_model(*args, **kwargs)
+        logger.info(
+            "The logits of a step of up to %d nodes, which max_num_batched_tokens and max_num_seqs "
+            "allow, take up to %.1f MiB",
+            self._max_step_rows,
+            self._logits_bytes / 2**20,
+        )
         if self.device.type == "cuda":
             self.model_memory_usage += self._state_bytes
             logger.info("The drafter's state takes %.1f MiB", self._state_bytes / 2**20)

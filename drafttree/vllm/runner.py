@@ -19,11 +19,12 @@ from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
-from drafttree.vllm.model_inputs import rope_positions, without_placeholders
+from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.parameters import has_opted_out, is_grammar_bound
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.step import NO_TOKEN, BoolArray, IntArray, StepState, StepTrees, StoredTree
+from drafttree.vllm.step_logits import GrammarMasks, StepLogits
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -62,12 +63,12 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         """The state of a step that begins."""
         raise NotImplementedError
 
-    def _verify(self, step: S, logits: torch.Tensor) -> tuple[SamplerOutput, Verified]:
+    def _verify(self, step: S, logits: StepLogits) -> tuple[SamplerOutput, Verified]:
         """Verify the step's trees; sets `step.drafts` if it is not set yet.
 
         Args:
             step: The step.
-            logits: The target's raw logits, `[R, V]`.
+            logits: The target's raw logits.
         """
         raise NotImplementedError
 
@@ -151,7 +152,8 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
                 # Drafts are text, along which all dimensions advance together.
                 rope[:, : len(offsets)] += offsets
         self._step = self._new_step(trees)
-        return prepared
+        # The engine computes the logits of these rows, and `StepLogits` those of the others.
+        return prepared[0][: self._max_logits_rows], *prepared[1:]
 
     def _decoding(self) -> BoolArray:
         """Whether each request has output tokens and no unread prompt, `bool [B]`."""
@@ -177,8 +179,22 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
                 assert isinstance(builder, TreeMetadataBuilder)
                 builder.step_masks = None if step is None else step.masks
 
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = super()._model_forward(*args, **kwargs)
+        step = self._step
+        if step is not None:
+            step.hidden = hidden
+        return hidden
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""
+        step = self._step
+        if grammar_output and step and len(step.trees.rows) > self._max_logits_rows:
+            # The engine would mask the logits of all rows at once.
+            scheduled = self.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
+            rows = dict(zip(self.input_batch.req_ids, step.trees.starts.tolist(), strict=True))
+            step.grammars = GrammarMasks.of(grammar_output, scheduled, rows)
+            grammar_output = None
         # After a partial prefill the engine samples a token and then rewinds the generator, which
         # CPU generators do not support. Without its generator the request's state is unchanged.
         generators = self.input_batch.generators
@@ -195,13 +211,21 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         step, self._step = self._step, None
         if step is None:
             return super()._sample(logits, spec_decode_metadata)
-        output, verified = self._verify(step, logits)
+        output, verified = self._verify(step, self._logits(step, logits))
         self._move_kv(step.trees, verified)
         self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
         self._step_verified(step, verified)
         drafts, learned = step.trees.as_proposed(step.drafts, self._learned(verified))
         self._drafter.on_verified(self._batch_slots(), drafts, learned)
         return output
+
+    def _logits(self, step: S, first: torch.Tensor) -> StepLogits:
+        """The logits of a step, of whose first rows the engine has computed them."""
+
+        def compute(rows: torch.Tensor) -> Any:
+            return self.model.compute_logits(step.hidden[step.trees.rows[rows]])
+
+        return StepLogits(first, compute, len(step.trees.rows), step.grammars)
 
     def _partial_prefills(self) -> torch.Tensor | None:
         """The requests with a partial prefill, `bool [B]`; None if there are none."""
@@ -215,14 +239,6 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
             return verified
         emitted = verified.emitted.masked_fill(partial[:, None], NO_TOKEN)
         return replace(verified, emitted=emitted)
-
-    def _row_tokens(self, trees: StepTrees) -> torch.Tensor:
-        """The input tokens of the rows that have logits, `int32 [R]`."""
-        rows = len(trees.rows)
-        # If all rows of the batch have logits, no gathering is needed.
-        all_rows = rows == len(trees.position_offsets)
-        tokens = self.input_ids.gpu[:rows] if all_rows else self.input_ids.gpu[trees.rows]
-        return without_placeholders(self, tokens)
 
     def _move_kv(self, trees: StepTrees, verified: Verified) -> None:
         """Move the KV of the accepted path to the slots right after the root's."""

@@ -12,12 +12,13 @@ is drawn for every row at once, and one kernel walks along the accepted path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from tree_kernels.adjacency import top_candidates
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import (
     LogitBiasLogitsProcessor,
@@ -32,6 +33,7 @@ from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_target
 from drafttree.vllm import patches
+from drafttree.vllm.step_logits import StepLogits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +42,11 @@ if TYPE_CHECKING:
 
     from drafttree.vllm.acceptance_sampler import AcceptanceSampler
     from drafttree.vllm.step import StepTrees
+
+Observe = Callable[[slice, torch.Tensor], torch.Tensor | None]
+"""`(rows, logits [n, V])`: reads the logits of some rows of a step, and returns their argmax if it
+has computed it, `int32 [n]`."""
+
 _STATELESS = (LogitBiasLogitsProcessor, MinPLogitsProcessor)
 """Logits processors that do not depend on the tokens emitted so far."""
 
@@ -132,8 +139,8 @@ def sample_trees(
     sampler: Sampler,
     trees: StepTrees,
     drafts: DraftTree,
-    logits: torch.Tensor,
-    argmax: torch.Tensor | None,
+    logits: StepLogits,
+    observe: Observe | None = None,
     rule: AcceptanceRule | None = None,
 ) -> tuple[SamplerOutput, Verified]:
     """Verify a step's trees.
@@ -143,18 +150,24 @@ def sample_trees(
         sampler: The engine's sampler; with a rule, an `AcceptanceSampler`.
         trees: Layout of the step's trees.
         drafts: The trees.
-        logits: The target's raw logits, `[R, V]`.
-        argmax: The argmax of each row, `int32 [R]`, if all requests ask for it and nothing else;
-            None otherwise.
+        logits: The target's raw logits.
+        observe: Gets the logits of all rows, if it is given.
         rule: Acceptance rule that chooses tokens in place of the sampler's random choice.
     """
     metadata: SamplingMetadata = batch.sampling_metadata
-    target = argmax
-    ahead = argmax is None and rule is None and draws_ahead(logits)
-    if ahead and _draws_from_softmax(metadata, sampler):
-        temperatures = metadata.temperature[trees.tensors.request_of_row]
-        target = draw_ahead(logits, temperatures)
-    if target is not None:
+    greedy = is_plain_greedy(metadata)
+    ahead = not greedy and rule is None and draws_ahead(logits.first)
+    ahead = ahead and _draws_from_softmax(metadata, sampler)
+    chosen = []
+    for rows, chunk in logits.chunks() if observe or greedy or ahead else ():
+        best = observe(rows, chunk) if observe else None
+        if greedy:
+            chosen.append(top_candidates(chunk, 1)[:, 0] if best is None else best)
+        elif ahead:
+            temperatures = metadata.temperature[trees.tensors.request_of_row[rows]]
+            chosen.append(draw_ahead(chunk, temperatures))
+    if chosen:
+        target = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
         verified = verify_target(drafts, trees.by_node(target), trees.max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(batch, sampler, trees, logits, rule) as draw:
@@ -176,7 +189,7 @@ class _Draw:
         batch: InputBatch,
         sampler: Sampler,
         trees: StepTrees,
-        logits: torch.Tensor,
+        logits: StepLogits,
         rule: AcceptanceRule | None,
     ) -> None:
         self.levels = 0
@@ -198,7 +211,7 @@ class _Draw:
         batch: InputBatch,
         sampler: Sampler,
         trees: StepTrees,
-        logits: torch.Tensor,
+        logits: StepLogits,
         rule: AcceptanceRule | None,
     ) -> Iterator[_Draw]:
         """Sample along the trees, and restore the requests' state afterwards.
@@ -227,8 +240,7 @@ class _Draw:
             # A generator advances once for each token that its request emits.
             generators = self._metadata.generators.items()
             metadata.generators = {row: each for row, each in generators if active[row]}
-        whole = len(self._logits) == len(node)
-        logits = self._logits if whole else self._logits[self._starts + node]
+        logits = self._logits.of(self._starts + node)
         if (rule := self._rule) is not None:
             cast("AcceptanceSampler", self._sampler).choose_with(lambda probs: rule(probs, node))
         sampled = self._sampler(logits, metadata)

@@ -13,6 +13,7 @@ from tree_kernels.mask import tree_mask
 
 from drafttree.transfer import all_on_device, on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.step_logits import GrammarMasks
 from drafttree.vllm.step_masks import StepMasks
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
@@ -267,9 +268,13 @@ class StepState:
     Attributes:
         trees: Layout of the step's trees.
         masks: Attention masks of the trees; None if the step has no drafts.
+        grammars: What grammars allow in each row; None where the engine applies it.
+        hidden: The target's hidden states, `[tokens, d]`.
         drafts: The trees as verified.
     """
 
     trees: StepTrees
     masks: StepMasks | None = None
+    grammars: GrammarMasks | None = None
+    hidden: torch.Tensor = field(init=False)
     drafts: DraftTree = field(init=False)

@@ -39,7 +39,7 @@ def _take_most_likely_in_vllm() -> None:
         drawn = draw(self, node, alive)
         if self.levels == 1:
             return drawn
-        most_likely = self._logits[self._starts + node].argmax(-1).int()
+        most_likely = self._logits.of(self._starts + node).argmax(-1).int()
         self._last = most_likely.tolist()
         return most_likely
 

@@ -32,11 +32,9 @@ class HiddenStateStep(InStepState):
 
     Attributes:
         context: The engine's forward context, without which attention cannot run.
-        hidden: The target's hidden states, `[tokens, d]`.
     """
 
     context: Any = field(init=False)
-    hidden: torch.Tensor = field(init=False)
 
 
 class HiddenStateRunner(InStepRunner[HiddenStateStep]):
@@ -71,10 +69,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         step = self._step
         if step is not None:
             step.context = get_forward_context()
-        hidden = super()._model_forward(*args, **kwargs)
-        if step is not None:
-            step.hidden = hidden
-        return hidden
+        return super()._model_forward(*args, **kwargs)
 
     def _draft(self, step: HiddenStateStep, roots: torch.Tensor) -> DraftTree:
         """Run the layer on its own outputs, and build the step's trees from the logits."""

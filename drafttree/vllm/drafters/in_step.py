@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
-from tree_kernels.adjacency import top_candidates
 from tree_kernels.mask import tree_mask
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
@@ -20,8 +19,9 @@ from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.runner import TreeModelRunner
-from drafttree.vllm.sampling import is_plain_greedy, sample_trees
+from drafttree.vllm.sampling import sample_trees
 from drafttree.vllm.step import StepState
+from drafttree.vllm.step_logits import StepLogits
 
 PLACEHOLDER = 0
 """Token id of each node until it is drafted."""
@@ -108,10 +108,6 @@ class InStepRunner(TreeModelRunner[I]):
         padded[:, :columns] = parents[step.masks.requests]
         masks.copy_(tree_mask(padded, step.masks.tree_sizes.to(torch.int32).clamp(max=columns)))
 
-    def _verify(self, step: I, logits: torch.Tensor) -> tuple[SamplerOutput, Verified]:
-        greedy = is_plain_greedy(self.input_batch.sampling_metadata)
-        argmax = top_candidates(logits, 1)[:, 0] if greedy else None
+    def _verify(self, step: I, logits: StepLogits) -> tuple[SamplerOutput, Verified]:
         sampler, rule = self._sampler_and_rule(step)
-        return sample_trees(
-            self.input_batch, sampler, step.trees, step.drafts, logits, argmax, rule
-        )
+        return sample_trees(self.input_batch, sampler, step.trees, step.drafts, logits, rule=rule)

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from tree_kernels.adjacency import top_candidates
 from vllm.v1.outputs import SamplerOutput
 
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.model_inputs import text_without_placeholders
+from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
-from drafttree.vllm.sampling import is_plain_greedy, sample_trees
+from drafttree.vllm.sampling import sample_trees
 from drafttree.vllm.step import NO_TOKEN, IntArray, StepState, StepTrees
+from drafttree.vllm.step_logits import StepLogits
 from drafttree.vllm.tensor_parallel import NonDraftingRank, broadcast_trees, is_drafting_rank
 
 
@@ -55,7 +55,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     def _new_step(self, trees: StepTrees) -> StepState:
         return StepState(trees)
 
-    def _verify(self, step: StepState, logits: torch.Tensor) -> tuple[SamplerOutput, Verified]:
+    def _verify(self, step: StepState, logits: StepLogits) -> tuple[SamplerOutput, Verified]:
         tokens = self._row_tokens(step.trees)
         step.drafts = step.trees.trees(tokens)
         slots = self._batch_slots()
@@ -65,31 +65,35 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             # The drafter's text of a partially prefilled prompt goes beyond the root.
             roots_previous = roots_previous.masked_fill(partial, NO_TOKEN)
         previous = step.trees.by_row(step.drafts.previous_tokens(roots_previous))
-        argmax = self._observe(step.trees, slots, tokens, previous, logits)
-        if not is_plain_greedy(self.input_batch.sampling_metadata):
-            argmax = None
-        elif argmax is None:
-            argmax = top_candidates(logits, 1)[:, 0]
-        return sample_trees(self.input_batch, self.sampler, step.trees, step.drafts, logits, argmax)
+        observed, of_rows = self._observed(step.trees, slots, tokens)
 
-    def _observe(
-        self,
-        trees: StepTrees,
-        slots: torch.Tensor,
-        tokens: torch.Tensor,
-        previous: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Let the drafter learn, and return the argmax of each row if it computed one.
+        def observe(rows: slice, logits: torch.Tensor) -> torch.Tensor | None:
+            return self._drafter.observe(of_rows[rows], observed[rows], previous[rows], logits)
 
-        Requests with a grammar are skipped: the engine has already masked their logits.
+        return sample_trees(
+            self.input_batch, self.sampler, step.trees, step.drafts, logits, observe
+        )
+
+    def _row_tokens(self, trees: StepTrees) -> torch.Tensor:
+        """The input tokens of the rows that have logits, `int32 [R]`."""
+        rows = len(trees.rows)
+        # If all rows of the batch have logits, no gathering is needed.
+        all_rows = rows == len(trees.position_offsets)
+        tokens = self.input_ids.gpu[:rows] if all_rows else self.input_ids.gpu[trees.rows]
+        return without_placeholders(self, tokens)
+
+    def _observed(
+        self, trees: StepTrees, slots: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows' tokens, -1 where the drafter learns nothing, and the slots of their requests.
+
+        Requests with a grammar are skipped: the engine masks their logits.
         """
         if self._grammar_bound:
             bound = np.array([name in self._grammar_bound for name in self.input_batch.req_ids])
             masked = on_device(bound[trees.request_of_row], self.device)
             tokens = tokens.masked_fill(masked, NO_TOKEN)
-        of_rows = slots[trees.tensors.request_of_row] if trees.drafted else slots
-        return self._drafter.observe(of_rows, tokens, previous, logits)
+        return tokens, slots[trees.tensors.request_of_row] if trees.drafted else slots
 
     def _propose(self, roots: IntArray) -> DraftTree:
         tensor = on_device(roots, self.device)

@@ -135,9 +135,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         )
 
     @property
-    def _max_copied_rows(self) -> int:
-        """Greatest number of rows of logits that are also copied in float32 at a time."""
-        return min(self._max_step_rows, max_copied_rows(self.vocab_size))
+    def _logits_bytes(self) -> int:
+        rows, vocab = self._max_step_rows, self.vocab_size
+        copied = min(rows, max_copied_rows(vocab))
+        return int(rows * vocab * self.model_config.dtype.itemsize + copied * vocab * 4)
 
     def warmed_up(self) -> None:
         """The engine has run all its forwards that serve no request: now the drafter takes part."""

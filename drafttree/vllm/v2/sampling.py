@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled, verify_target
+from drafttree.vllm.step_logits import max_rows
 
 if TYPE_CHECKING:
     from tree_kernels.scheduled_trees import Layout
@@ -31,13 +32,13 @@ T = TypeVar("T", torch.Tensor, np.ndarray[Any, Any])
 RuleOf = Callable[[DraftTree, slice], AcceptanceRule | None]
 """`(trees, requests)`: the acceptance rule of the trees of some of a step's requests."""
 
-MAX_COPY_BYTES = 1 << 30
-"""Greatest size of the copy of logits in float32 that the engine's sampler processes."""
-
 
 def max_copied_rows(vocab_size: int) -> int:
-    """Greatest number of rows of logits that are sampled at a time, unless one request has more."""
-    return max(1, MAX_COPY_BYTES // (4 * vocab_size))
+    """Greatest number of rows of logits that are sampled at a time, unless one request has more.
+
+    The engine's sampler processes a copy in float32.
+    """
+    return max_rows(4 * vocab_size)
 
 
 @dataclass(frozen=True)
