@@ -15,7 +15,7 @@ import torch
 from tree_kernels.candidates import TOP
 from tree_kernels.expansion import ExpandedTrees, columns_of, expand_trees
 from tree_kernels.memory import append_texts, remember
-from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, previous_tokens, zeros
+from tree_kernels.ngrams import previous_tokens, zeros
 from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
 
@@ -28,8 +28,7 @@ from recycle_plugin.chains import best_paths
 from recycle_plugin.priors import DEPTH, tree_depth
 from recycle_plugin.sources import by_source
 from recycle_plugin.tables import Tables
-
-MAX_NGRAM_CELLS = 1 << 16
+from recycle_plugin.texts import Texts
 
 PROMPT_TOKENS = 16
 """Tokens of a prompt that are remembered before its answer, so that an answer's beginning can be
@@ -90,10 +89,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """Allocate the requests' texts and their n-gram indices."""
         device = self.tables.matrix.device
         self.tables.allocate_own(max_requests, private=self._private)
-        cells = min(MAX_NGRAM_CELLS, 1 << ((LONGEST + 1) * max_model_len - 1).bit_length())
-        self._ngrams = NgramIndex.of(max_requests, max_model_len, cells, device)
-        # The number of tokens that each text had when its request started.
-        self._starts = zeros((max_requests,), device)
+        self._texts = Texts(max_requests, max_model_len, device)
         self._sources = zeros((max_requests, self._num_draft_tokens + 1), device)
         self._compile()
 
@@ -109,22 +105,17 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._remember([0])
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
-        tables = self.tables.candidates(self._ngrams, len(roots))
+        tables = self.tables.candidates(self._texts.ngrams, len(roots))
         expanded = expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
         return best_paths(expanded, self._num_draft_tokens) if self._chains else expanded
 
     def _remember(self, slots: Sequence[int]) -> None:
         """Append the answers in `slots` to the memory."""
         if self.tables.memory.capacity and slots:
-            ngrams = self._ngrams
-            which = on_device(np.array(slots, np.int64), ngrams.lengths.device)
+            ngrams, starts = self._texts.ngrams, self._texts.starts
+            which = on_device(np.array(slots, np.int64), starts.device)
             append_texts(
-                self.tables.memory,
-                ngrams.history,
-                ngrams.lengths,
-                which,
-                self._starts,
-                PROMPT_TOKENS,
+                self.tables.memory, ngrams.history, ngrams.lengths, which, starts, PROMPT_TOKENS
             )
 
     def remember(self, tokens: Sequence[int]) -> None:
@@ -160,19 +151,15 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         if self.tables.is_remembered(slot):
             self.release([slot])
         self.tables.begin(slot)
-        device = self.tables.matrix.device
-        self._ngrams.clear(slot)
-        self._starts[slot] = len(text)
-        tokens = on_device(np.array(text, np.int32)[None], device)
-        self.extend(on_device(np.array([slot]), device), tokens)
+        self._texts.start(slot, text)
 
     def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Append `tokens` (`int32 [B, E]`, padded with -1) to the requests' texts."""
-        extend_ngrams(self._ngrams, slots, tokens)
+        self._texts.extend(slots, tokens)
 
     def previous_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         """The token before the last token of each text, `int32 [B]`; -1 if there is none."""
-        return previous_tokens(self._ngrams, slots)
+        return previous_tokens(self._texts.ngrams, slots)
 
     def limit_draft_tokens(self, num_draft_tokens: int) -> None:
         """Build trees of at most that many draft tokens from now on."""

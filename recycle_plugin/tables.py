@@ -33,7 +33,9 @@ EMPTY = -1
 BIGRAM_CELLS = 1 << 16
 """Cells of the shared bigram table."""
 OWN_CELLS = 1 << 12
-"""Cells of each request's own table."""
+"""Most cells of each request's own table."""
+OWN_BYTES = 1 << 26
+"""Most bytes of all requests' own tables."""
 
 
 class Tables:
@@ -109,7 +111,10 @@ class Tables:
         self._private = private
         if private or slots > 1:
             # Each slot's table is cleared when a request begins there.
-            self.own = zeros((slots, OWN_CELLS, self.bigrams.shape[1]), self.matrix.device)
+            columns = self.bigrams.shape[1]
+            share = OWN_BYTES // (slots * columns * self.bigrams.itemsize)
+            cells = min(OWN_CELLS, 1 << max(share.bit_length() - 1, 0))
+            self.own = zeros((slots, cells, columns), self.matrix.device)
 
     def begin(self, slot: int) -> None:
         """Register a request; without hot start, the first after an idle time resets the tables."""

@@ -33,9 +33,10 @@ from tree_kernels.candidates import NUM_SOURCES, TOP, CandidateTables
 from tree_kernels.ngrams import LONGEST, NgramIndex
 
 from drafttree.tree import StaticTree
-from recycle_plugin.dynamic import MAX_NGRAM_CELLS, level_width
+from recycle_plugin.dynamic import level_width
 from recycle_plugin.priors import DEPTH, MAX_DEPTH, expected_priors, tree_depth
 from recycle_plugin.tables import BIGRAM_CELLS, OWN_CELLS
+from recycle_plugin.texts import cells_of
 
 Size = dict[str, Any]
 
@@ -195,7 +196,7 @@ def _gather(requests: int, tree_size: int) -> Work:
 
 
 def _texts(requests: int, length: int, room: int) -> tuple[NgramIndex, Tensor]:
-    cells = min(MAX_NGRAM_CELLS, 1 << (LONGEST * room - 1).bit_length())
+    cells = cells_of(requests, room)
     index = NgramIndex.of(requests, room, cells, torch.get_default_device())
     tokens = torch.randint(0, COMMON, (requests, length), dtype=torch.int32)
     ngrams.extend_ngrams(index, torch.arange(requests), tokens)

@@ -76,9 +76,13 @@ class MatrixOnly(Tables):
 class WithoutNgrams(DynamicTreeDrafter):
     """Dynamic trees without n-gram matches: the index stays empty."""
 
+    def start(self, slot: int, text: Sequence[int]) -> None:
+        super().start(slot, text)
+        self._texts.ngrams.index.zero_()
+
     def extend(self, slots: Tensor, tokens: Tensor) -> None:
         super().extend(slots, tokens)
-        self._ngrams.index.zero_()
+        self._texts.ngrams.index.zero_()
 
 
 class WithSpine(DynamicTreeDrafter):
@@ -113,7 +117,7 @@ class FixedTopology(DynamicTreeDrafter):
         self._ranks = torch.tensor(tree.ranks)
 
     def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
-        ngrams, priors = self._ngrams, self.tables.source_stats.priors
+        ngrams, priors = self._texts.ngrams, self.tables.source_stats.priors
         candidates = self.tables.candidates(ngrams, len(roots))
         places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0)
         suffix = ngrams.history[slots[:, None], places.clamp(min=0)]

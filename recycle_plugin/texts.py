@@ -1,0 +1,98 @@
+"""The texts of running requests, in bounded memory.
+
+An engine for many requests of long contexts would need gigabytes for their texts. So each request
+gets an equal share of a fixed amount. Where that is less than the context, only the end of a longer
+text is kept: nothing is copied from what came before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, zeros
+
+from drafttree.transfer import on_device
+
+MAX_BYTES = 1 << 27
+"""Most bytes of all texts and their indices."""
+
+MAX_CELLS = 1 << 16
+"""Most cells of a text's index."""
+
+ITEM = 4
+"""Bytes of a token and of a cell."""
+
+
+def cells_of(slots: int, max_model_len: int) -> int:
+    """Number of cells of each text's index."""
+    share = MAX_BYTES // (ITEM * slots)
+    half = 1 << max((share // 2).bit_length() - 1, 0)
+    return min(MAX_CELLS, half, 1 << ((LONGEST + 1) * max_model_len - 1).bit_length())
+
+
+class Texts:
+    """The end of each running request's text.
+
+    Args:
+        slots: Number of requests.
+        max_model_len: Greatest number of tokens of a request.
+        device: Device of the texts.
+
+    Attributes:
+        ngrams: The texts and the index of their n-grams.
+        starts: By slot, the number of tokens that the text had when its request started, less
+            those that were dropped since, `int32 [slots]`.
+        room: Most tokens of a text.
+    """
+
+    def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
+        cells = cells_of(slots, max_model_len)
+        self.room = max(min(max_model_len, MAX_BYTES // (ITEM * slots) - cells), 1)
+        self.ngrams = NgramIndex.of(slots, self.room, cells, device)
+        self.starts = zeros((slots,), device)
+        self._is_whole = self.room == max_model_len
+        # Lengths are known on the device alone. They are checked whenever so many tokens may have
+        # been appended, for which there is always room.
+        self._margin = max(self.room // 8, 1)
+        self._appended = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the texts and their indices."""
+        return self.ngrams.history.nbytes + self.ngrams.index.nbytes
+
+    def start(self, slot: int, text: Sequence[int]) -> None:
+        """Begin a text."""
+        if not self._is_whole:
+            text = text[-(self.room - self._margin) :]
+        self.ngrams.clear(slot)
+        self.starts[slot] = len(text)
+        self._append(slot, on_device(np.array(text, np.int32), self.starts.device))
+
+    def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Append `tokens` (`int32 [B, E]`, padded with -1) to texts."""
+        if self._is_whole:
+            extend_ngrams(self.ngrams, slots, tokens)
+            return
+        for first in range(0, tokens.shape[1], self._margin):
+            part = tokens[:, first : first + self._margin]
+            if self._appended + part.shape[1] > self._margin:
+                self._shorten()
+            self._appended += part.shape[1]
+            extend_ngrams(self.ngrams, slots, part)
+
+    def _append(self, slot: int, tokens: torch.Tensor) -> None:
+        extend_ngrams(self.ngrams, on_device(np.array([slot]), self.starts.device), tokens[None])
+
+    def _shorten(self) -> None:
+        """Drop the older half of texts that may soon be too long."""
+        self._appended = 0
+        history, kept = self.ngrams.history, self.room // 2
+        for slot, length in enumerate(self.ngrams.lengths.tolist()):
+            if length > self.room - self._margin:
+                text = history[slot, length - kept : length].clone()
+                self.ngrams.clear(slot)
+                self._append(slot, text)
+                self.starts[slot] = (self.starts[slot] - (length - kept)).clamp(min=0)
