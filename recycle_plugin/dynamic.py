@@ -34,8 +34,12 @@ PROMPT_TOKENS = 16
 """Tokens of a prompt that are remembered before its answer, so that an answer's beginning can be
 matched too."""
 
-_UNPROFILED_DRAFT_TOKENS = 7
-"""Draft tokens per request with `nodes=auto` on a CPU whose forwards could not be measured."""
+_UNTIMED_ON_CPU = 7
+"""Draft tokens per request with `nodes=auto` on a CPU whose forwards were not measured."""
+
+_UNTIMED_NODES = 512
+"""Nodes of a step with `nodes=auto` on a GPU whose forwards were not measured: beyond them each
+costs time on any GPU."""
 
 
 def level_width(num_draft_tokens: int) -> int:
@@ -44,6 +48,16 @@ def level_width(num_draft_tokens: int) -> int:
     while columns_of(width, DEPTH) <= num_draft_tokens:
         width *= 2
     return width
+
+
+def untimed_draft_tokens(requests: int, device_type: str) -> int:
+    """Most draft tokens per request with `nodes=auto` where no forward was measured.
+
+    Args:
+        requests: Batch size.
+        device_type: Type of the device.
+    """
+    return _UNTIMED_ON_CPU if device_type == "cpu" else max(_UNTIMED_NODES // requests - 1, 0)
 
 
 class DynamicTreeDrafter(ModelFreeDrafter):
@@ -168,8 +182,11 @@ class DynamicTreeDrafter(ModelFreeDrafter):
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Build a tree under each root (`int32 [B]`): the request's last token, -1 for no tree."""
         budget, num_draft_tokens = self._budget, self._limit
-        if self._auto and budget is None and roots.device.type == "cpu":
-            num_draft_tokens = min(num_draft_tokens, _UNPROFILED_DRAFT_TOKENS)
+        if self._auto and budget is None:
+            most = untimed_draft_tokens(len(roots), roots.device.type)
+            num_draft_tokens = min(num_draft_tokens, most)
+            if not num_draft_tokens:
+                return DraftTree.of_roots(roots)
         if budget is not None and budget.should_skip_drafting(slots):
             return DraftTree.of_roots(roots)
         expanded = self._expand(slots, roots)

@@ -13,7 +13,14 @@ from tree_kernels.source_stats import SourceStats
 from drafttree.drafter import Target
 from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
-from recycle_plugin import DynamicTreeDrafter, RecycleOptions, StaticTreeDrafter, make_drafter
+from recycle_plugin import (
+    DynamicTreeDrafter,
+    RecycleOptions,
+    StaticTreeDrafter,
+    dynamic,
+    make_drafter,
+)
+from recycle_plugin.dynamic import untimed_draft_tokens
 from recycle_plugin.priors import expected_priors
 from recycle_plugin.sources import by_source
 
@@ -310,3 +317,30 @@ def test_auto_sizes_trees_by_the_measured_forwards() -> None:
     assert drafted(None) == 7
     assert drafted(1e-6) > 7
     assert drafted(10.0) == 0
+
+
+def test_auto_limits_the_nodes_of_a_step_on_a_gpu_that_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [untimed_draft_tokens(requests, "cuda") for requests in (1, 4, 32, 256, 512)] == [
+        *(511, 127, 15, 1),
+        0,
+    ]
+
+    def on_gpu(requests: int, device_type: str) -> int:
+        assert device_type == "cpu"
+        return untimed_draft_tokens(requests, "cuda")
+
+    monkeypatch.setattr(dynamic, "untimed_draft_tokens", on_gpu)
+    monkeypatch.setattr(dynamic, "_UNTIMED_NODES", 16)
+    drafter = make(nodes="auto", max_nodes=15)
+    observe(drafter, t5=(6, 7, 8, 9, 10, 11, 12, 13), t6=(14, 15, 16, 17, 18, 19, 20, 21))
+    for slot in range(4):
+        drafter.start(slot, [1, 5])
+    sizes = {}
+    for requests in (1, 2, 4):
+        which = slots(*range(requests))
+        sizes[requests] = drafter.propose(which, ids(*[5] * requests)).tree_size.tolist()
+    assert sizes == {1: [16], 2: [8, 8], 4: [4] * 4}
+    monkeypatch.setattr(dynamic, "_UNTIMED_NODES", 7)
+    assert not drafter.propose(slots(0, 1, 2, 3), ids(5, 5, 5, 5)).drafted
