@@ -106,6 +106,9 @@ struct Trees {
   int64_t blocks_stride;
   const uint8_t* masks;       // [count, max_tree_size, max_tree_size]
   int64_t max_tree_size;
+  const int64_t* first_nodes;  // [count], the first node with a row in the batch; null for the roots
+
+  int64_t first_node(int64_t tree) const { return first_nodes ? first_nodes[tree] : 0; }
 };
 
 template <typename T>
@@ -287,7 +290,7 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
   const int64_t most = std::max<int64_t>(kRowsAtOnce / layer.group, 1);
   int64_t pieces = 0;
   for (int64_t tree = 0; tree < trees.count; ++tree)
-    pieces += (trees.tree_sizes[tree] + most - 1) / most * layer.kv_heads;
+    pieces += (trees.tree_sizes[tree] - trees.first_node(tree) + most - 1) / most * layer.kv_heads;
   const int64_t wanted = (kItemsPerThread * threads + pieces - 1) / pieces;
   int64_t room = 0;
   for (int64_t tree = 0; tree < trees.count; ++tree) {
@@ -299,7 +302,7 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
     const int64_t blocks = (trees.lengths[tree] + layer.block_size - 1) / layer.block_size - first;
     const int64_t runs = std::min(blocks, wanted);
     for (int64_t head = 0; head < layer.kv_heads; ++head)
-      for (int64_t node = 0; node < tree_size; node += most) {
+      for (int64_t node = trees.first_node(tree); node < tree_size; node += most) {
         const int64_t last = std::min(node + most, tree_size);
         const int64_t rows = ((last - node) * layer.group + kRows - 1) / kRows * kRows;
         groups.push_back(items.size());

@@ -39,6 +39,9 @@ class PagedTrees:
         lengths: Int64 `[T]`, the number of tokens of each context plus its tree.
         blocks: Int32 `[T, P]`, the KV blocks of each request in the order of its tokens.
         masks: Bool `[T, N, N]`, whether node i attends to node j. No tree has more than N nodes.
+        first_nodes: Int64 `[T]`, the first node of each tree that has a row in the batch, less than
+            the tree's size: the keys and values of those before it are in the cache. `starts` is
+            then where the root's row would be, and may be negative. None for the roots.
 
     Raises:
         ValueError: A tensor has another type or shape or is not contiguous.
@@ -49,6 +52,7 @@ class PagedTrees:
     lengths: Tensor
     blocks: Tensor
     masks: Tensor
+    first_nodes: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, dtype, dims in (
@@ -57,8 +61,12 @@ class PagedTrees:
             ("lengths", torch.int64, 1),
             ("blocks", torch.int32, 2),
             ("masks", torch.bool, 3),
+            ("first_nodes", torch.int64, 1),
         ):
-            tensor: Tensor = getattr(self, name)
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is None and name == "first_nodes":
+                continue
+            assert tensor is not None
             if tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != len(self.starts):
                 raise ValueError(
                     f"{name} must be {dtype} with {dims} dimensions, one row for each tree"
@@ -77,6 +85,7 @@ class _Trees(ctypes.Structure):
         ("blocks_stride", ctypes.c_int64),
         ("masks", ctypes.c_void_p),
         ("max_tree_size", ctypes.c_int64),
+        ("first_nodes", ctypes.c_void_p),
     )
 
 
@@ -170,6 +179,7 @@ def _pointers(trees: PagedTrees) -> _Trees:
         blocks_stride=trees.blocks.shape[1],
         masks=trees.masks.data_ptr(),
         max_tree_size=trees.masks.shape[2],
+        first_nodes=None if trees.first_nodes is None else trees.first_nodes.data_ptr(),
     )
 
 
@@ -185,17 +195,21 @@ def _attend_reference(
 ) -> None:
     heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
     group = layer.shape.group
-    for start, tree_size, length, blocks, mask in zip(
+    firsts = trees.first_nodes
+    for start, tree_size, length, blocks, mask, first in zip(
         trees.starts.tolist(),
         trees.tree_sizes.tolist(),
         trees.lengths.tolist(),
         trees.blocks.long(),
         trees.masks,
+        [0] * len(trees.masks) if firsts is None else firsts.tolist(),
         strict=True,
     ):
         used = blocks[: -(-length // block_size)]
         # The query heads of a group become rows, so each KV head takes one matrix product.
-        q = query[start : start + tree_size].view(tree_size, heads, group, size).transpose(0, 1)
+        count = tree_size - first
+        here = slice(start + first, start + tree_size)
+        q = query[here].view(count, heads, group, size).transpose(0, 1)
         k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
         v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]
         sees = torch.ones(tree_size, length, dtype=torch.bool, device=query.device)
@@ -205,22 +219,23 @@ def _attend_reference(
             depth = among.sum(1) - 1
             before = torch.arange(length - tree_size, device=depth.device) - (length - tree_size)
             sees &= torch.cat((before, depth)) > depth[:, None] - variant.window
-        rows = output[start : start + tree_size].view(tree_size, heads, group, size)
+        sees = sees[first:]
+        rows = output[here].view(count, heads, group, size)
         if not variant.is_plain:
             q = q.permute(0, 2, 1, 3).flatten(0, 1).float()
             k, v = (each[0].repeat_interleave(group, 0).float() for each in (k, v))
             weights = variant.weights(q @ k.transpose(1, 2) * scale, ~sees)
-            attended = (weights @ v).to(output.dtype).view(heads, group, tree_size, size)
+            attended = (weights @ v).to(output.dtype).view(heads, group, count, size)
             rows.copy_(attended.permute(2, 0, 1, 3))
             continue
         attended = F.scaled_dot_product_attention(
-            q.reshape(1, heads, tree_size * group, size),
+            q.reshape(1, heads, count * group, size),
             k,
             v,
             sees.repeat_interleave(group, 0),
             scale=scale,
         )
-        rows.copy_(attended.view(heads, tree_size, group, size).transpose(0, 1))
+        rows.copy_(attended.view(heads, count, group, size).transpose(0, 1))
 
 
 def _attend_cpp(

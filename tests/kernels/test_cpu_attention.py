@@ -17,7 +17,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 @st.composite
 def steps(draw):
-    """Trees of different sizes between rows of other requests, with scattered KV blocks."""
+    """Trees of different sizes between rows of other requests, with scattered KV blocks.
+
+    The rows of the first nodes of a tree may be missing.
+    """
     torch.manual_seed(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 16)]))
@@ -28,10 +31,13 @@ def steps(draw):
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     lengths = [n + draw(st.integers(0, 300)) for n in sizes]
     gaps = [draw(st.integers(0, 2)) for _ in sizes]
+    firsts = None
+    if draw(st.booleans()):
+        firsts = [draw(st.integers(0, n - 1)) for n in sizes]
     starts, token = [], 0
-    for n, gap in zip(sizes, gaps, strict=True):
-        starts.append(token + gap)
-        token += gap + n
+    for n, gap, first in zip(sizes, gaps, firsts or [0] * len(sizes), strict=True):
+        starts.append(token + gap - first)
+        token += gap + n - first
     counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts) + 2).int()
     blocks = torch.zeros(len(sizes), max(counts), dtype=torch.int32)
@@ -47,6 +53,7 @@ def steps(draw):
         lengths=torch.tensor(lengths),
         blocks=blocks,
         masks=tree_mask(parents, torch.tensor(sizes, dtype=torch.int32)),
+        first_nodes=None if firsts is None else torch.tensor(firsts),
     )
     # Unused slots have arbitrary values.
     cache = torch.randn(len(order), kv_heads, 2 * block_size * size).to(dtype)
@@ -58,6 +65,10 @@ def views(cache, size, block_size):
     halves = cache.view(*cache.shape[:2], 2, -1)
     keys = halves[:, :, 0].unflatten(-1, (size, block_size))
     return keys, halves[:, :, 1].unflatten(-1, (block_size, size))
+
+
+def first_nodes(trees):
+    return [0] * len(trees.starts) if trees.first_nodes is None else trees.first_nodes.tolist()
 
 
 def defined(trees, query, keys, values, scale, before, variant=PLAIN):
@@ -72,7 +83,7 @@ def defined(trees, query, keys, values, scale, before, variant=PLAIN):
         block, offset = trees.blocks[row, slots // block_size].long(), slots % block_size
         k = keys[block, :, :, offset].double().repeat_interleave(group, 1)
         v = values[block, :, offset].double().repeat_interleave(group, 1)
-        for node in range(tree_size):
+        for node in range(first_nodes(trees)[row], tree_size):
             sees = torch.ones(length, dtype=torch.bool)
             sees[length - tree_size :] = trees.masks[row, node, :tree_size]
             # What a node sees, in order of position, are the context and its ancestors.
@@ -102,8 +113,10 @@ def test_nodes_attend_to_the_context_and_their_ancestors(cpu_path, step):
     tolerance = TOLERANCE[query.dtype]
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     rows = torch.zeros(len(query), dtype=torch.bool)
-    for start, tree_size in zip(trees.starts, trees.tree_sizes, strict=True):
-        rows[start : start + tree_size] = True
+    for start, first, tree_size in zip(
+        trees.starts, first_nodes(trees), trees.tree_sizes, strict=True
+    ):
+        rows[start + first : start + tree_size] = True
     assert torch.equal(output[~rows], before[~rows])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import device_operations
+import draft_rows
 import drafter_calls
 import draw_ahead_on_cpu
 import faults
@@ -39,6 +40,8 @@ def install() -> None:
         lyanna_states.record_logits(file)
     if file := os.environ.get(drafter_calls.VARIABLE):
         drafter_calls.record(file)
+    if os.environ.get(draft_rows.VARIABLE):
+        draft_rows.enable()
     if os.environ.get(qwen_images.VARIABLE):
         qwen_images.enable()
     if os.environ.get(triton_on_cpu.VARIABLE):

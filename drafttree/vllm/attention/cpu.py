@@ -100,6 +100,8 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         if self.step_masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes = self.step_masks.requests, self.step_masks.tree_sizes.long()
+        first = self.step_masks.first_nodes
+        of_trees = int((sizes if first is None else sizes - first).sum())
         return CpuTreeMetadata(
             **vars(stock),
             trees=PagedTrees(
@@ -108,9 +110,10 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
                 lengths=common_attn_metadata.seq_lens[rows].long(),
                 blocks=stock.block_table[rows],
                 masks=self.step_masks.masks,
+                first_nodes=first,
             ),
             attend=self._attend,
-            only_trees=int(sizes.sum()) == stock.num_actual_tokens,
+            only_trees=of_trees == stock.num_actual_tokens,
         )
 
 

@@ -139,6 +139,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         torch.sub(starts[1:], starts[:-1], out=tree_starts)
         trees = self.step_masks
         if trees is not None:
+            assert trees.first_nodes is None, "only drafters on a CPU read a tree in parts"
             requests, sizes = trees.requests, trees.tree_sizes
             tree_starts[requests] -= sizes.int()
             mask_rows(trees.masks, starts[requests + 1] - sizes, sizes, self._masks)

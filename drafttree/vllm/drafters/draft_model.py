@@ -24,6 +24,7 @@ from drafttree.tree import DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
 from drafttree.vllm.drafters.draft_model_loader import load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
+from drafttree.vllm.drafters.level_forwards import LevelForwards
 from drafttree.vllm.step import IntArray, StepTrees
 
 _GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
@@ -78,9 +79,10 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)
             return DraftTree.of_roots(roots)
         sampled = self._sampled(len(names))
+        levels = LevelForwards(self, self._draft_model, step.trees, step.input_ids, step.positions)
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
-            return self._read(step, trees, first, sampled)
+            return self._read(step, levels, trees, first, sampled)
 
         slots = self._batch_slots()
         trees, drawn = self._drafter.propose(slots, roots, seeds, lengths, sampled, forward)
@@ -90,7 +92,12 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         return drafts
 
     def _read(
-        self, step: DraftModelStep, trees: DraftTree, first: int, sampled: torch.Tensor
+        self,
+        step: DraftModelStep,
+        levels: LevelForwards,
+        trees: DraftTree,
+        first: int,
+        sampled: torch.Tensor,
     ) -> torch.Tensor:
         """A `DraftForward` within the step."""
         rows = step.trees.by_node(step.trees.rows)
@@ -103,11 +110,13 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         exists = ~step.trees.tensors.padding[:, first:last]
         tokens = trees.tokens[:, first:last].clamp(min=0)
         step.input_ids[rows[exists]] = tokens[exists].to(step.input_ids.dtype)
-        self._show_trees(step, trees.parents[:, :last])
-        hidden = self._draft_model(input_ids=step.input_ids, positions=step.positions)
+        if first == 0:
+            hidden = levels.read_roots()[:, None]
+        else:
+            hidden = levels.read_level(first, trees.parents[:, :last])
         if columns == len(self._drafter.columns):
             return hidden[:0]  # nothing is drafted below the leaves
-        logits = self._draft_model.compute_logits(hidden[rows.flatten()])
+        logits = self._draft_model.compute_logits(hidden.flatten(0, 1))
         logits = self._adjusted(logits.float().view(*rows.shape, -1), trees, first)
         probs = self._distributions(logits, sampled)
         return torch.nn.functional.pad(probs, (0, 0, 0, columns - last))
