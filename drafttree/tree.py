@@ -213,7 +213,7 @@ class DraftTree:
             that is not drafted for.
         parents: `int32 [B, N]`, the column of each node's parent; -1 for roots.
         tree_size: `int32 [B]`, number of leading columns that may contain nodes, the root included;
-            there is no node after them.
+            there is no node after them. 0 for a request of which nothing is verified.
     """
 
     tokens: torch.Tensor
@@ -336,7 +336,7 @@ class Verified:
     Attributes:
         path: `int32 [B, D + 1]`, the node after which each token was emitted; padded with -1.
         emitted: `int32 [B, D + 1]`, the accepted tokens, then the bonus token; padded with -1.
-        num_emitted: `int32 [B]`, at least 1.
+        num_emitted: `int32 [B]`; 0 for a request whose tree has no root.
     """
 
     path: torch.Tensor

@@ -40,15 +40,21 @@ def draw_ahead(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor
     return draw_tokens(logits, temperatures, seed)
 
 
-def verify_target(trees: DraftTree, target: torch.Tensor, max_depth: int) -> Verified:
-    """Verify against the target's token after each node, `int32 [B, N]`.
+def verify_target(
+    trees: DraftTree, target: torch.Tensor, max_depth: int, rows: torch.Tensor | None = None
+) -> Verified:
+    """Verify against the target's token after each node: the most likely one, or one drawn ahead.
 
-    These are the most likely tokens, or tokens from `draw_ahead`.
+    Args:
+        trees: The trees to verify.
+        target: The tokens, integers `[B, N]`, or `[R]` if there are `rows`.
+        max_depth: Greatest depth of a draft token.
+        rows: The place of each node in `target`, integers `[B, N]`.
     """
-    if not trees.drafted:
+    if not trees.drafted and rows is None:
         return Verified(torch.zeros_like(trees.tokens), target, torch.ones_like(trees.tree_size))
     path, emitted, num_emitted = accept_walk(
-        trees.tokens, trees.parents, trees.tree_size, target, max_depth
+        trees.tokens, trees.parents, trees.tree_size, target, max_depth, rows
     )
     return Verified(path, emitted, num_emitted)
 
@@ -70,7 +76,7 @@ def verify_sampled(
     device = trees.tokens.device
     waits = device.type == "cpu" if waits is None else waits
     node = torch.zeros(batch, dtype=torch.int32, device=device)
-    alive = torch.ones(batch, dtype=torch.bool, device=device)
+    alive = trees.tree_size > 0
     path = torch.full((batch, max_depth + 1), -1, dtype=torch.int32, device=device)
     emitted = torch.full_like(path, -1)
     for depth in range(max_depth + 1):

@@ -113,7 +113,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         none = torch.full((1, 1), -1, dtype=torch.int32, device=self._sources.device)
         self.extend(slots, none)
         tokens, parents, sources, _ = best_nodes(
-            self._expand(slots, none[0]), 0, by_score=self._by_score
+            self._expand(slots, none[0]), 0, by_score=self._by_score, into=(self._sources, slots)
         )
         count(self.tables.source_stats, tokens, parents, sources, none, slots)
         self._remember([0])
@@ -196,14 +196,14 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             choice = budget.choose_best_first(slots, expanded.scores)
             if not choice.drafts:
                 return DraftTree.of_roots(roots)
-        tokens, parents, sources, tree_size = best_nodes(
+        tokens, parents, _, tree_size = best_nodes(
             expanded,
             choice.num_draft_tokens,
             choice.spine,
             choice.min_score,
             by_score=self._by_score,
+            into=(self._sources, slots),
         )
-        self._sources[slots, : tokens.shape[1]] = sources
         return DraftTree(tokens, parents, tree_size)
 
     def expected_tokens(self, sizes: Sequence[int]) -> torch.Tensor | None:

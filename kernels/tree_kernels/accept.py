@@ -22,20 +22,25 @@ def _walk_kernel(
     parents: tl.tensor,
     tree_size: tl.tensor,
     target: tl.tensor,
+    rows: tl.tensor,
     path: tl.tensor,
     emitted: tl.tensor,
     num_emitted: tl.tensor,
     width: tl.tensor,
     length: tl.tensor,
+    BY_ROW: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, PAD)
     count = tl.load(tree_size + request)
     inside = (nodes < count) & (nodes < width)
-    token = tl.load(tokens + request * width + nodes, mask=inside, other=-1)
-    parent = tl.load(parents + request * width + nodes, mask=inside, other=-1)
-    truth = tl.load(target + request * width + nodes, mask=inside, other=-1)
+    line = request * width + nodes
+    token = tl.load(tokens + line, mask=inside, other=-1)
+    parent = tl.load(parents + line, mask=inside, other=-1)
+    if BY_ROW:
+        line = tl.load(rows + line, mask=inside, other=0)
+    truth = tl.load(target + line, mask=inside, other=-1).to(tl.int32)
     node = tl.where(count > 0, 0, -1)
     steps = tl.where(count > 0, 1, 0)
     for column in range(length):
@@ -74,7 +79,12 @@ def _step_kernel(
 
 
 def _walk_triton(
-    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    tree_size: Tensor,
+    target: Tensor,
+    max_depth: int,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     requests, width = tokens.shape
     path = torch.empty(requests, max_depth + 1, dtype=torch.int32, device=tokens.device)
@@ -86,14 +96,21 @@ def _walk_triton(
             parents.contiguous(),
             tree_size.contiguous(),
             target.contiguous(),
+            target if rows is None else rows.contiguous(),
             path,
             emitted,
             num_emitted,
             width,
             max_depth + 1,
+            BY_ROW=rows is not None,
             PAD=next_power_of_2(width),
         )
     return path, emitted, num_emitted
+
+
+def _by_node(target: Tensor, rows: Tensor | None) -> Tensor:
+    """The target's tokens after the nodes, int32 `[B, N]`."""
+    return (target if rows is None else target[rows]).int()
 
 
 def _step_triton(
@@ -127,8 +144,14 @@ def _step_reference(
 
 
 def _walk_reference(
-    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    tree_size: Tensor,
+    target: Tensor,
+    max_depth: int,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    target = _by_node(target, rows)
     node = torch.zeros_like(tree_size).masked_fill(tree_size <= 0, -1)
     path, emitted = [], []
     for _ in range(max_depth + 1):
@@ -141,9 +164,14 @@ def _walk_reference(
 
 
 def _walk_cpp(
-    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    tree_size: Tensor,
+    target: Tensor,
+    max_depth: int,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given = [tensor.contiguous() for tensor in (tokens, parents, tree_size, target)]
+    given = [tensor.contiguous() for tensor in (tokens, parents, tree_size, _by_node(target, rows))]
     path = torch.empty(tokens.shape[0], max_depth + 1, dtype=torch.int32)
     emitted, num_emitted = torch.empty_like(path), torch.empty_like(given[2])
     _WALK.call(
@@ -185,7 +213,12 @@ def _check(tokens: Tensor, parents: Tensor, tree_size: Tensor) -> None:
 
 
 def accept_walk(
-    tokens: Tensor, parents: Tensor, tree_size: Tensor, target: Tensor, max_depth: int
+    tokens: Tensor,
+    parents: Tensor,
+    tree_size: Tensor,
+    target: Tensor,
+    max_depth: int,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept the longest path whose tokens are the target's own, and emit the target's tokens.
 
@@ -194,8 +227,9 @@ def accept_walk(
             token the first is accepted.
         parents: Int32 `[B, N]`, the columns of the nodes' parents, -1 for a root.
         tree_size: Int32 `[B]`, the number of nodes of each tree, including the root.
-        target: Int32 `[B, N]`, the target's token after each node.
+        target: Integers `[B, N]`, the target's token after each node, or `[R]` if there are `rows`.
         max_depth: Maximum depth of a node.
+        rows: Integers `[B, N]`, the place of each node in `target`.
 
     Returns:
         The accepted nodes, int32 `[B, max_depth + 1]`, padded with -1; the emitted tokens, of the
@@ -206,11 +240,13 @@ def accept_walk(
         ValueError: Shapes do not fit, or `max_depth` is negative.
     """
     _check(tokens, parents, tree_size)
-    if target.shape != tokens.shape:
-        raise ValueError(f"target must be {[*tokens.shape]}, not {[*target.shape]}")
+    of_nodes = target if rows is None else rows
+    if of_nodes.shape != tokens.shape:
+        name = "target" if rows is None else "rows"
+        raise ValueError(f"{name} must be {[*tokens.shape]}, not {[*of_nodes.shape]}")
     if max_depth < 0:
         raise ValueError(f"max_depth must not be negative: {max_depth}")
-    return _ACCEPT_WALK.on(tokens)(tokens, parents, tree_size, target, max_depth)
+    return _ACCEPT_WALK.on(tokens)(tokens, parents, tree_size, target, max_depth, rows)
 
 
 def accept_step(

@@ -25,6 +25,7 @@ def _move_kernel(
     cache: tl.tensor,
     addresses: tl.tensor,
     slots: tl.tensor,
+    places: tl.tensor,
     path: tl.tensor,
     width: tl.tensor,
     length: tl.tensor,
@@ -34,6 +35,7 @@ def _move_kernel(
     head_stride: tl.tensor,
     offset_stride: tl.tensor,
     dim_stride: tl.tensor,
+    BY_PLACE: tl.constexpr,
     PATH_PAD: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ) -> None:
@@ -48,8 +50,13 @@ def _move_kernel(
     dims = tl.arange(0, DIM_PAD)
     node = tl.load(path + request * length + steps, mask=steps < length, other=-1)
     valid = (node > 0) & (node != steps)
-    old_slots = tl.load(slots + request * width + node, mask=valid, other=0)
-    new_slots = tl.load(slots + request * width + steps, mask=valid, other=0)
+    old = request * width + node
+    new = request * width + steps
+    if BY_PLACE:
+        old = tl.load(places + old, mask=valid, other=0)
+        new = tl.load(places + new, mask=valid, other=0)
+    old_slots = tl.load(slots + old, mask=valid, other=0)
+    new_slots = tl.load(slots + new, mask=valid, other=0)
     mask = valid[:, None] & (dims < head_dim)[None, :]
     columns = start + head * head_stride + dims.to(tl.int64)[None, :] * dim_stride
     read = (old_slots // block_size) * block_stride + (old_slots % block_size) * offset_stride
@@ -60,7 +67,7 @@ def _move_kernel(
     tl.store(columns + write[:, None], rows, mask=mask)
 
 
-def _move_triton(mover: KvMover, slots: Tensor, path: Tensor) -> None:
+def _move_triton(mover: KvMover, slots: Tensor, path: Tensor, places: Tensor | None = None) -> None:
     cache, addresses = mover.caches[0], mover.addresses
     _, heads, block_size, head_dim = cache.shape
     requests, length = path.shape
@@ -70,19 +77,24 @@ def _move_triton(mover: KvMover, slots: Tensor, path: Tensor) -> None:
         cache.view(_BITS[cache.element_size()]),
         addresses,
         slots,
+        slots if places is None else places,
         path,
-        slots.shape[1],
+        (slots if places is None else places).shape[1],
         length,
         block_size,
         head_dim,
         *cache.stride(),
+        BY_PLACE=places is not None,
         PATH_PAD=path_pad(length),
         DIM_PAD=next_power_of_2(head_dim),
         num_warps=4 if length <= 16 else 8,
     )
 
 
-def _move_reference(mover: KvMover, slots: Tensor, path: Tensor) -> None:
+def _move_reference(
+    mover: KvMover, slots: Tensor, path: Tensor, places: Tensor | None = None
+) -> None:
+    slots = slots if places is None else slots[places]
     # On a GPU, nonzero waits for the device; decode steps there use the Triton kernel.
     request, place = torch.nonzero(_moves(path), as_tuple=True)
     old, new = slots[request, path[request, place].long()], slots[request, place]
@@ -98,7 +110,8 @@ def _moves(path: Tensor) -> Tensor:
     return (path > 0) & (path != torch.arange(path.shape[1], device=path.device))
 
 
-def _move_cpp(mover: KvMover, slots: Tensor, path: Tensor) -> None:
+def _move_cpp(mover: KvMover, slots: Tensor, path: Tensor, places: Tensor | None = None) -> None:
+    slots = slots if places is None else slots[places]
     _MOVE[mover.caches[0].element_size()].call(
         *(mover.addresses.data_ptr(), len(mover.caches), ctypes.addressof(mover.layout)),
         *(slots.data_ptr(), path.data_ptr(), *slots.shape, path.shape[1]),
@@ -145,23 +158,26 @@ class KvMover:
         self.addresses = torch.tensor(addresses, device=cache.device)
         self.layout = _Layout(*cache.shape[1:], *cache.stride())
 
-    def __call__(self, slots: Tensor, path: Tensor) -> None:
+    def __call__(self, slots: Tensor, path: Tensor, places: Tensor | None = None) -> None:
         """Move the row of node `path[b, d]` to the slot of node d, for all heads.
 
         Args:
-            slots: Int64 `[B, N]`, the slot of each node's row: block * block_size + offset. The
-                slots of different requests must differ.
+            slots: Int64 `[B, N]`, the slot of each node's row: block * block_size + offset; or
+                `[T]` if there are `places`. The slots of different requests must differ.
             path: Int32 `[B, D]`, the accepted nodes, the root first; padded with -1.
+            places: Int64 `[B, N]`, the place of each node in `slots`.
 
         Raises:
             ValueError: Shapes do not fit.
         """
-        if slots.dim() != 2 or path.dim() != 2 or len(slots) != len(path):
+        of_nodes = slots if places is None else places
+        if of_nodes.dim() != 2 or path.dim() != 2 or len(of_nodes) != len(path):
+            name = "slots" if places is None else "places"
             raise ValueError(
-                f"slots {[*slots.shape]} and path {[*path.shape]} must be [B, N] and [B, D]"
+                f"{name} {[*of_nodes.shape]} and path {[*path.shape]} must be [B, N] and [B, D]"
             )
         slots, path = slots.contiguous(), path.int().contiguous()
-        _KV_MOVE.on(self.caches[0])(self, slots, path)
+        _KV_MOVE.on(self.caches[0])(self, slots, path, places)
 
 
 def movers_of(caches: Iterable[Tensor]) -> list[KvMover]:

@@ -37,6 +37,38 @@ def _depths_kernel(
 
 
 @jit
+def store_mask(
+    out: tl.tensor,
+    jump: tl.tensor,
+    valid: tl.tensor,
+    word: tl.tensor,
+    width: tl.tensor,
+    ROUNDS: tl.constexpr,
+    PAD: tl.constexpr,
+) -> None:
+    """Write 32 columns of a tree's mask, from column 32 * `word` on.
+
+    Bit j of `bits` says whether node 32 * word + j is an ancestor.
+
+    Args:
+        out: The mask.
+        jump: The parent of each node; the node itself if it has none.
+        valid: Which columns are nodes, `[PAD]`; the other rows are false.
+    """
+    nodes = tl.arange(0, PAD)
+    own = tl.full([PAD], 1, tl.int32) << (nodes % 32)
+    bits = tl.where(valid & (nodes // 32 == word), own, 0)
+    for _ in range(ROUNDS):
+        bits |= tl.gather(bits, jump, 0)
+        jump = tl.gather(jump, jump, 0)
+    lanes = tl.arange(0, 32)
+    columns = word * 32 + lanes
+    seen = (bits[:, None] >> lanes[None, :]) & 1
+    inside = (nodes < width)[:, None] & (columns < width)[None, :]
+    tl.store(out + nodes[:, None] * width + columns[None, :], seen.to(tl.int8), mask=inside)
+
+
+@jit
 def _tree_mask_kernel(
     parents: tl.tensor,
     tree_size: tl.tensor,
@@ -45,25 +77,14 @@ def _tree_mask_kernel(
     ROUNDS: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
-    """Write 32 columns of a mask; one program per request and word. Bit j of `bits` says whether
-    node 32 * word + j is an ancestor."""
+    """Write a mask; one program per request and word."""
     request = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1)
     nodes = tl.arange(0, PAD)
     valid = (nodes < tl.load(tree_size + request)) & (nodes < width)
     parent = tl.load(parents + request * width + nodes, mask=valid, other=-1)
     jump = tl.where(parent >= 0, parent, nodes)
-    own = tl.full([PAD], 1, tl.int32) << (nodes % 32)
-    bits = tl.where(valid & (nodes // 32 == word), own, 0)
-    for _ in range(ROUNDS):
-        bits |= tl.gather(bits, jump, 0)
-        jump = tl.gather(jump, jump, 0)
-    line = (request * width + nodes).to(tl.int64)
-    lanes = tl.arange(0, 32)
-    columns = word * 32 + lanes
-    seen = (bits[:, None] >> lanes[None, :]) & 1
-    inside = (nodes < width)[:, None] & (columns < width)[None, :]
-    tl.store(out + line[:, None] * width + columns[None, :], seen.to(tl.int8), mask=inside)
+    here = out + request * width * width
+    store_mask(here, jump, valid, tl.program_id(1), width, ROUNDS, PAD)
 
 
 def _rounds(width: int) -> int:

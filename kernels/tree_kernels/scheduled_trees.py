@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from tree_kernels._dispatch import Op
 from tree_kernels._triton import jit, next_power_of_2, tl
-from tree_kernels.mask import depths
+from tree_kernels.mask import depths, store_mask, tree_mask
 
 _NONE = -1
 
@@ -27,10 +27,12 @@ class Layout(NamedTuple):
     Attributes:
         requests: Int64 `[B]`, 0 to B - 1.
         sizes: Int32 `[B]`, the number of each request's rows.
+        tree_sizes: Int32 `[B]`, the same; 0 after a chunk of a prompt, where nothing is verified.
         begun: Bool `[B]`, whether the root is a token that was sampled. If it belongs to a prompt,
             the columns behind it are placeholders, and there is no tree.
         partial: Bool `[B]`, whether the prompt goes on after the step.
         parents: Int32 `[B, N]`, the column of each node's parent; -1 where there is no node.
+        masks: Bool `[B, N, N]`, the trees' attention masks; see `mask.tree_mask`.
         row_of_node: Int64 `[B, N]`, places among the R rows; padding repeats a request's last.
         place_of_node: Int64 `[B, N]`, the same among the step's tokens.
         request_of_row: Int64 `[R]`.
@@ -38,9 +40,11 @@ class Layout(NamedTuple):
 
     requests: Tensor
     sizes: Tensor
+    tree_sizes: Tensor
     begun: Tensor
     partial: Tensor
     parents: Tensor
+    masks: Tensor
     row_of_node: Tensor
     place_of_node: Tensor
     request_of_row: Tensor
@@ -82,9 +86,11 @@ def _lay_out_kernel(
     positions: tl.tensor,
     requests: tl.tensor,
     sizes: tl.tensor,
+    tree_sizes: tl.tensor,
     begun: tl.tensor,
     partial: tl.tensor,
     parents: tl.tensor,
+    masks: tl.tensor,
     row_of_node: tl.tensor,
     place_of_node: tl.tensor,
     request_of_row: tl.tensor,
@@ -93,36 +99,44 @@ def _lay_out_kernel(
     ROUNDS: tl.constexpr,
     PAD: tl.constexpr,
 ) -> None:
+    """Lay out a request; one program for each 32 columns of its mask, the first for the rest."""
     request = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1)
     row = tl.load(rows + request).to(tl.int64)
     first = tl.load(ends + request).to(tl.int64)
     size = (tl.load(ends + request + 1) - first).to(tl.int32)
     length = tl.load(lengths + request)
     prompt = tl.load(prompts + row)
     is_begun = length - size >= prompt
-    tl.store(requests + request, request)
-    tl.store(sizes + request, size)
-    tl.store(begun + request, is_begun.to(tl.int8))
-    tl.store(partial + request, (length < prompt).to(tl.int8))
     column = tl.arange(0, PAD)
     inside = column < width
     verified = inside & (column < tl.where(is_begun, size, 1))
     parent = tl.load(kept + row * kept_width + column, mask=verified, other=-1)
-    out = request * width + column
-    tl.store(parents + out, parent, mask=inside)
-    node_row = first + tl.minimum(column, size - 1)
-    place = tl.load(indices + node_row, mask=inside, other=0).to(tl.int64)
-    tl.store(row_of_node + out, node_row, mask=inside)
-    tl.store(place_of_node + out, place, mask=inside)
-    scheduled = column < size
-    tl.store(request_of_row + first + column, tl.zeros([PAD], tl.int64) + request, mask=scheduled)
-    depth = (parent >= 0).to(tl.int32)
+    scheduled = inside & (column < size)
     jump = tl.where(parent >= 0, parent, column)
-    for _ in range(ROUNDS):
-        depth += tl.gather(depth, jump, 0)
-        jump = tl.gather(jump, jump, 0)
-    position = tl.load(positions + place, mask=scheduled & inside, other=0)
-    tl.store(positions + place, position + (depth - column), mask=scheduled & inside)
+    if word == 0:
+        is_partial = length < prompt
+        tl.store(requests + request, request)
+        tl.store(sizes + request, size)
+        tl.store(tree_sizes + request, tl.where(is_partial, 0, size))
+        tl.store(begun + request, is_begun.to(tl.int8))
+        tl.store(partial + request, is_partial.to(tl.int8))
+        out = request * width + column
+        tl.store(parents + out, parent, mask=inside)
+        node_row = first + tl.minimum(column, size - 1)
+        place = tl.load(indices + node_row, mask=inside, other=0).to(tl.int64)
+        tl.store(row_of_node + out, node_row, mask=inside)
+        tl.store(place_of_node + out, place, mask=inside)
+        of_row = tl.zeros([PAD], tl.int64) + request
+        tl.store(request_of_row + first + column, of_row, mask=scheduled)
+        depth = (parent >= 0).to(tl.int32)
+        higher = jump
+        for _ in range(ROUNDS):
+            depth += tl.gather(depth, higher, 0)
+            higher = tl.gather(higher, higher, 0)
+        position = tl.load(positions + place, mask=scheduled, other=0)
+        tl.store(positions + place, position + (depth - column), mask=scheduled)
+    store_mask(masks + request * width * width, jump, scheduled, word, width, ROUNDS, PAD)
 
 
 def _lay_out_triton(
@@ -140,15 +154,17 @@ def _lay_out_triton(
     layout = Layout(
         requests=torch.empty(count, dtype=torch.int64, device=device),
         sizes=torch.empty(count, dtype=torch.int32, device=device),
+        tree_sizes=torch.empty(count, dtype=torch.int32, device=device),
         begun=torch.empty(count, dtype=torch.bool, device=device),
         partial=torch.empty(count, dtype=torch.bool, device=device),
         parents=torch.empty(count, width, dtype=torch.int32, device=device),
+        masks=torch.empty(count, width, width, dtype=torch.bool, device=device),
         row_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
         place_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
         request_of_row=torch.empty(len(indices), dtype=torch.int64, device=device),
     )
     if count:
-        _lay_out_kernel[(count,)](
+        _lay_out_kernel[(count, -(-width // 32))](
             *(rows, ends, lengths, prompts, kept, indices, positions),
             *(each.view(torch.int8) if each.dtype == torch.bool else each for each in layout),
             *(width, kept.stride(0)),
@@ -180,12 +196,15 @@ def _lay_out_reference(
     column_of_row = torch.arange(len(indices), device=rows.device) - ends[request_of_row]
     depth = depths(parents, sizes)[request_of_row, column_of_row]
     positions.index_add_(0, indices.long(), (depth - column_of_row).to(positions.dtype))
+    partial = lengths < prompts[rows]
     return Layout(
         requests=requests,
         sizes=sizes,
+        tree_sizes=sizes.masked_fill(partial, 0),
         begun=begun,
-        partial=lengths < prompts[rows],
+        partial=partial,
         parents=parents,
+        masks=tree_mask(parents, sizes),
         row_of_node=row_of_node,
         place_of_node=place_of_node,
         request_of_row=request_of_row,

@@ -29,10 +29,13 @@ def _best_kernel(
     out_parents: tl.tensor,
     out_sources: tl.tensor,
     out_tree_size: tl.tensor,
+    lines: tl.tensor,
     columns: tl.tensor,
     kept: tl.tensor,
     most: tl.tensor,
+    line_columns: tl.tensor,
     min_score: tl.tensor,
+    BY_LINE: tl.constexpr,
     BY_SCORE: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,6 +68,8 @@ def _best_kernel(
     inside = inside & (place < most)
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, parent, mask=inside)
+    if BY_LINE:
+        here = tl.load(lines + request).to(tl.int64) * line_columns + place
     tl.store(out_sources + here, source, mask=inside)
     tl.store(out_tree_size + request, count)
 
@@ -75,11 +80,16 @@ def _best_triton(
     spine: int,
     min_score: float,
     by_score: bool = False,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
     device = expanded.tokens.device
-    out = torch.empty(3, batch, num_draft_tokens + spine + 1, dtype=torch.int32, device=device)
-    tokens, parents, sources = out.unbind()
+    shape = (batch, num_draft_tokens + spine + 1)
+    tokens, parents = torch.empty(2, *shape, dtype=torch.int32, device=device).unbind()
+    if into is None:
+        sources = lines = torch.empty(shape, dtype=torch.int32, device=device)
+    else:
+        sources, lines = into
     tree_size = torch.empty(batch, dtype=torch.int32, device=device)
     if batch:
         _best_kernel[(batch,)](
@@ -91,10 +101,13 @@ def _best_triton(
             parents,
             sources,
             tree_size,
+            lines,
             columns,
             num_draft_tokens + 1,
             num_draft_tokens + spine + 1,
+            sources.shape[1],
             min_score,
+            BY_LINE=into is not None,
             BY_SCORE=by_score,
             PAD=next_power_of_2(columns),
             BLOCK=_BLOCK,
@@ -109,6 +122,7 @@ def _best_reference(
     spine: int,
     min_score: float,
     by_score: bool = False,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scores = expanded.scores.clone()
     scores[:, 0] = torch.inf  # the root is always kept
@@ -129,7 +143,16 @@ def _best_reference(
     parents = place.gather(1, above.clamp(min=0)).masked_fill(gone | (above < 0), -1)
     tokens = expanded.tokens.gather(1, best).masked_fill(gone, -1)
     sources = expanded.sources.gather(1, best).masked_fill(gone, 0)
-    return tokens, parents, sources, (~gone).sum(1, dtype=torch.int32)
+    return tokens, parents, _written(sources, into), (~gone).sum(1, dtype=torch.int32)
+
+
+def _written(sources: Tensor, into: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Sources `[B, N]`, or the table that they are written into."""
+    if into is None:
+        return sources
+    table, lines = into
+    table[lines, : sources.shape[1]] = sources
+    return table
 
 
 def _best_cpp(
@@ -138,6 +161,7 @@ def _best_cpp(
     spine: int,
     min_score: float,
     by_score: bool = False,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
     tokens, parents, sources = torch.empty(
@@ -150,7 +174,7 @@ def _best_cpp(
         *(min_score, int(by_score)),
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), tree_size.data_ptr()),
     )
-    return tokens, parents, sources, tree_size
+    return tokens, parents, _written(sources, into), tree_size
 
 
 _BEST_NODES = Op(
@@ -165,6 +189,7 @@ def best_nodes(
     min_score: float = 0.0,
     *,
     by_score: bool = False,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft tokens of highest score of each tree.
 
@@ -179,13 +204,16 @@ def best_nodes(
         by_score: Whether the nodes are returned from the highest score to the lowest, so that a
             tree that is cut keeps its best nodes, and not in the order of the expanded trees. A
             parent comes before its children either way.
+        into: A table, int32 `[P, M]` of N + S + 1 columns or more, and its line for each tree,
+            int64 `[B]`: the sources are written there, in place of a tensor of their own.
 
     Returns:
         Tokens, parents and sources, int32 `[B, N + S + 1]`, which are -1, -1 and 0 where there is
-        no node, and the size of each tree, int32 `[B]`, including the root.
+        no node, and the size of each tree, int32 `[B]`, including the root. With `into` the table
+        is returned for the sources.
 
     Raises:
-        ValueError: The trees have N + S columns or fewer.
+        ValueError: The trees have N + S columns or fewer, or the table has.
     """
     columns = expanded.tokens.shape[1]
     if num_draft_tokens < 0 or spine < 0 or num_draft_tokens + spine >= columns:
@@ -193,5 +221,10 @@ def best_nodes(
             f"num_draft_tokens={num_draft_tokens} and spine={spine} must not be negative, and "
             f"{columns - 1} at most together"
         )
+    if into is not None and into[0].shape[1] <= num_draft_tokens + spine:
+        raise ValueError(
+            f"a table of {into[0].shape[1]} columns is too narrow for {num_draft_tokens} + {spine} "
+            "draft tokens"
+        )
     run = _BEST_NODES.on(expanded.tokens)
-    return run(expanded, num_draft_tokens, spine, min_score, by_score)
+    return run(expanded, num_draft_tokens, spine, min_score, by_score, into)

@@ -76,6 +76,19 @@ def test_kernel_walks_the_same_way(interpreter, case, max_depth):
 
 
 @CASES
+@given(trees(), st.integers(0, 9), st.integers(0, 99), st.sampled_from([torch.int32, torch.int64]))
+def test_the_targets_tokens_are_found_by_row(cpu_path, interpreter, case, max_depth, seed, dtype):
+    *given_trees, target = case
+    shuffled = torch.randperm(target.numel(), generator=torch.Generator().manual_seed(seed))
+    rows = shuffled.argsort().view_as(target)
+    arguments = *given_trees, target.flatten()[shuffled].to(dtype), max_depth, rows
+    for run in (accept_walk, accept._walk_triton):
+        found = run(*arguments)
+        assert {tensor.dtype for tensor in found} == {torch.int32}
+        assert lists(found) == walked(*case, max_depth)
+
+
+@CASES
 @given(trees(), st.data())
 def test_a_step_finds_the_first_child_with_the_token(cpu_path, case, data):
     tokens, parents, tree_size, _ = case
@@ -119,6 +132,8 @@ def test_shapes_that_do_not_fit_are_errors():
         accept_walk(tokens, parents, tree_size, target[:, :2], 1)
     with pytest.raises(ValueError, match="max_depth"):
         accept_walk(tokens, parents, tree_size, target, -1)
+    with pytest.raises(ValueError, match="rows"):
+        accept_walk(tokens, parents, tree_size, target.flatten(), 1, target[0])
     with pytest.raises(ValueError, match="tree_size"):
         accept_step(tokens, parents, tree_size[:1], tree_size, tree_size)
     with pytest.raises(ValueError, match="sampled"):

@@ -26,8 +26,8 @@ def make_cache(blocks, heads, block_size, head_dim, dtype, layout):
 LAYOUTS = ["plain", "heads_last", "interleaved", "dims_first"]
 
 
-def move_by_kernel(caches, slots, path):
-    kv_move._move_triton(KvMover(caches), slots, path)
+def move_by_kernel(caches, slots, path, places=None):
+    kv_move._move_triton(KvMover(caches), slots, path, places)
 
 
 @st.composite
@@ -93,6 +93,16 @@ def test_an_accepted_path_moves_to_the_front(cpu_path, interpreter):
     assert torch.equal(by_kernel, cache)
 
 
+def test_slots_are_found_by_place(cpu_path, interpreter):
+    slots = torch.arange(40).flip(0)
+    places = slots.argsort()[SLOTS]
+    for move in (lambda caches, *moves: KvMover(caches)(*moves), move_by_kernel):
+        caches = torch.randn(4, 3, 8, 5), torch.randn(4, 3, 8, 5)
+        expected = [moved(cache, SLOTS, PATH) for cache in caches]
+        move(caches, slots, PATH, places)
+        assert all(torch.equal(cache, after) for cache, after in zip(caches, expected, strict=True))
+
+
 def test_rows_move_bit_by_bit(cpu_path, interpreter):
     bits = torch.tensor([1, 2, 0x7FC1, -0x003F, -0x8000], dtype=torch.int16)
     slots = torch.arange(5)[None]
@@ -110,6 +120,8 @@ def test_shapes_that_do_not_fit_are_errors():
         KvMover([torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 6)])
     with pytest.raises(ValueError, match="must be \\[B, N\\]"):
         KvMover([torch.zeros(2, 3, 4, 5)])(SLOTS, PATH[:1])
+    with pytest.raises(ValueError, match="places"):
+        KvMover([torch.zeros(2, 3, 4, 5)])(SLOTS.flatten(), PATH, SLOTS.flatten())
 
 
 def engine_caches(layout):

@@ -80,6 +80,7 @@ def test_a_layout_is_that_of_each_request(drawn):
         assert layout.sizes[request] == size
         assert bool(layout.begun[request]) == begun
         assert bool(layout.partial[request]) == (length < prompt)
+        assert layout.tree_sizes[request] == (0 if length < prompt else size)
         root = int(chain[indices[first]])
         for column in range(width):
             parent = int(kept[row, column]) if begun and column < size else -1
@@ -90,11 +91,13 @@ def test_a_layout_is_that_of_each_request(drawn):
             assert layout.place_of_node[request, column] == place
             assert tokens.nodes[request, column] == (inputs[place] if is_node else -1)
             if column >= size:
+                assert not layout.masks[request, column].any()
                 continue
-            depth, above = 0, column
+            path, above = {column}, column
             while (above := int(layout.parents[request, above])) >= 0:
-                depth += 1
-            assert positions[place] == root + depth
+                path.add(above)
+            assert positions[place] == root + len(path) - 1
+            assert {*layout.masks[request, column].nonzero()[:, 0].tolist()} == path
             assert layout.request_of_row[first + column] == request
             assert tokens.rows[first + column] == inputs[place]
             assert tokens.observed[first + column] == (inputs[place] if is_node else -1)

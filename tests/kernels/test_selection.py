@@ -134,11 +134,30 @@ def test_an_empty_batch_gives_no_nodes(cpu_path, interpreter):
         assert [part.shape for part in run(expanded, 2, 1, 0.5)] == [(0, 4)] * 3 + [(0,)]
 
 
+@pytest.mark.parametrize("by_score", [False, True])
+def test_sources_are_written_into_the_lines_of_a_table(cpu_path, interpreter, by_score):
+    expanded, _ = random_trees(3, 3, 5, 3)
+    expected = best_nodes(expanded, 6, 2, 0.3, by_score=by_score)
+    lines = torch.tensor([4, 0, 3])
+    for run in (best_nodes, selection._best_triton):
+        table = torch.full((5, 12), 7, dtype=torch.int32)
+        *found, sources, tree_size = run(
+            expanded, 6, 2, 0.3, by_score=by_score, into=(table, lines)
+        )
+        assert sources is table
+        assert lists([*found, table[lines, :9], tree_size]) == lists(expected)
+        assert table[[1, 2]].eq(7).all()
+        assert table[:, 9:].eq(7).all()
+
+
 def test_more_nodes_than_columns_are_an_error():
     expanded, _ = random_trees(0, 1, 4, 2)
     for size in ((-1, 0), (columns_of(4, 2), 0), (0, -1), (3, 6)):
         with pytest.raises(ValueError, match=r"num_draft_tokens=.* and 8 at most together"):
             best_nodes(expanded, *size)
+    table = torch.zeros(2, 6, dtype=torch.int32), torch.tensor([0])
+    with pytest.raises(ValueError, match="6 columns"):
+        best_nodes(expanded, 4, 2, into=table)
 
 
 @pytest.mark.cuda

@@ -77,7 +77,8 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         columns = batch.expanded_local_pos.long()
         column = columns.clamp(max=verified.path.shape[1] - 1)
         path = verified.path[step.request_of_row, column].long()
-        accepted = (path >= 0) & (columns == column)
+        # Nothing is verified after a chunk of a prompt, whose root is read all the same.
+        accepted = ((path >= 0) | (columns == 0)) & (columns == column)
         places = step.place_of_node
         # The token after a row is that of the next row, except along the accepted path. A prompt
         # that is read in part goes on with its own next token.
@@ -96,5 +97,5 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         x = self._drafter.fuse(self._hidden[source], tokens)
         with override_forward_context(self._context):
             states = self._drafter.layer(x, positions, self._layer.attend)
-        last = places[:, 0] + (verified.path >= 0).sum(1) - 1
+        last = places[:, 0] + (verified.path[:, 1:] >= 0).sum(1)
         self._layer.states[rows] = states[last].to(self._layer.states.dtype)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tree_kernels.mask import tree_mask
 from tree_kernels.scheduled_trees import Layout
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -25,7 +26,6 @@ from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.hooks import check_forward
 from drafttree.vllm.v2.requests import in_chains
 from drafttree.vllm.v2.runner import TreeRunnerV2
-from drafttree.vllm.v2.step import masks_of
 
 
 class InStepRunnerV2(TreeRunnerV2):
@@ -132,7 +132,7 @@ class InStepRunnerV2(TreeRunnerV2):
 
     def _show_trees(self, step: Layout, parents: torch.Tensor) -> None:
         """Let attention apply the masks of trees, `int32 [B, N]`."""
-        self._shown.copy_(masks_of(step._replace(parents=parents)).masks)
+        self._shown.copy_(tree_mask(parents, step.sizes))
 
     def _show_chains(self) -> None:
         """Let attention treat the rows of every tree as a chain."""

@@ -9,7 +9,6 @@ another in the order of the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains
 from drafttree.vllm.v2.rope import TreeRope, adopt_rope
 from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
-from drafttree.vllm.v2.step import NO_TOKEN, lay_out_step, masks_of
+from drafttree.vllm.v2.step import lay_out_step
 from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
 from drafttree.vllm.v2.tier_report import TierReports
 from drafttree.vllm.v2.tiers import max_rows, sizes_up_to
@@ -194,7 +193,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         self._step = lay_out_step(input_batch, self._kept, self.req_states.prefill_len.gpu)
         if self._rope is not None:
             self._rope.move(input_batch.positions - chained)
-        self._tell_builders(masks_of(self._step) if input_batch.num_draft_tokens else None)
+        masks = None
+        if input_batch.num_draft_tokens:
+            masks = StepMasks(self._step.requests, self._step.sizes, self._step.masks)
+        self._tell_builders(masks)
         return prepared
 
     def _set_active_loras(self, of_logits: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -236,7 +238,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             *(batch.cu_num_logits, step, step.parents),
             self._trees.drafter.previous_tokens(batch.idx_mapping),
         )
-        trees = DraftTree(tokens.nodes, step.parents, step.sizes)
+        trees = DraftTree(tokens.nodes, step.parents, step.tree_sizes)
         self._learn(batch, tokens, logits)
         if grammar_output is not None:
             # The masks of the rows behind a root may be those of placeholders: such a request has
@@ -264,10 +266,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             self.req_states.prefill_len.gpu,
         )
         self._move_kv(step, verified)
-        # After a chunk of a prompt the engine drops the token.
-        emitted = verified.emitted.masked_fill(step.partial[:, None], NO_TOKEN)
-        kept = replace(verified, emitted=emitted)
-        self._on_verified(batch, step, trees, kept)
+        self._on_verified(batch, step, trees, verified)
         self.counters.add_step(step.begun, trees, verified)
         output = SamplerOutput(
             sampled_token_ids=verified.emitted,
@@ -303,6 +302,5 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         if step.width == 1:
             return
         for slots, movers in zip(self.block_tables.slot_mappings, self._movers, strict=True):
-            of_nodes = slots[step.place_of_node]
             for move in movers:
-                move(of_nodes, verified.path)
+                move(slots, verified.path, step.place_of_node)

@@ -130,7 +130,7 @@ def sample_trees(
         rule = rule_of(drafts, chunk.requests)
         if rule is None:
             drawn, processed = sampler.sample(*part, return_logprobs=dims is not None)
-            verified = verify_target(drafts, drawn[nodes].int(), depth)
+            verified = verify_target(drafts, drawn, depth, nodes)
         else:
             processed = sampler.apply_sampling_params(*part)
             greedy = sampler.sampling_states.temperature.gpu[part[2]] == 0

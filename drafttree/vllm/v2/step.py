@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tree_kernels.mask import tree_mask
 from tree_kernels.scheduled_trees import Layout, lay_out
-
-from drafttree.vllm.step_masks import StepMasks
 
 if TYPE_CHECKING:
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from drafttree.vllm.v2.kept_trees import KeptTrees
-
-NO_TOKEN = -1
 
 
 def lay_out_step(batch: InputBatch, kept: KeptTrees, prompts: torch.Tensor) -> Layout:
@@ -38,8 +33,3 @@ def lay_out_step(batch: InputBatch, kept: KeptTrees, prompts: torch.Tensor) -> L
         batch.positions,
         1 if counts is None else 1 + int(counts.max()),
     )
-
-
-def masks_of(step: Layout) -> StepMasks:
-    """Attention masks of the trees. A column without a node sees the context and itself."""
-    return StepMasks(step.requests, step.sizes, tree_mask(step.parents, step.sizes))
