@@ -6,6 +6,7 @@ On a GPU "ours" is the Triton kernel, on a CPU the C++ kernel. The floor is the 
 bytes that the kernel must read and write, each once, at the copy bandwidth that is measured here.
 On a CPU a kernel may be faster thanks to caches, and the floor has no meaning below the time of one
 launch, which is printed too. Kernel and reference must give the same result before a size is timed.
+A size that fails is reported, the others are still timed, and the exit status is 1.
 Where vLLM is installed, its causal kernels are timed beside attention over trees. `--plot` needs
 matplotlib.
 """
@@ -245,13 +246,14 @@ def main(
     with torch.inference_mode():
         bandwidth, launch = bench.bandwidth(_COPIED // 8 if quick else _COPIED), bench.launch()
         lines: list[Line] = []
+        failures: list[str] = []
         for name, case in cases.items():
             for size in [case.quick] if quick else case.sizes:
                 try:
                     lines += bench.lines(name, case, size, bandwidth)
-                except MismatchError as error:
-                    typer.echo(str(error), err=True)
-                    raise typer.Exit(1) from error
+                except Exception as error:  # a compiler's, a driver's or a mismatch
+                    failures.append(f"{name} {size}: {type(error).__name__}: {error}")
+                    typer.echo(failures[-1], err=True)
     versions = bench.versions()
     common = {**versions, "copy_gb_a_second": bandwidth / 1e3, "launch_microseconds": launch}
     speeds = f"copies at {bandwidth / 1e3:.0f} GB/s, a launch takes {launch:.1f} us"
@@ -259,11 +261,15 @@ def main(
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
-    console.print(table_of(lines, title))
-    if output is not None:
-        save(lines, common, output)
-    if plot_file is not None:
-        plot(lines, title, plot_file)
+    if lines:
+        console.print(table_of(lines, title))
+        if output is not None:
+            save(lines, common, output)
+        if plot_file is not None:
+            plot(lines, title, plot_file)
+    if failures:
+        typer.echo(f"{len(failures)} sizes failed", err=True)
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

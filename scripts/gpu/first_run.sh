@@ -1,0 +1,94 @@
+#!/bin/sh
+# The first run on a GPU: what works, what fails and how fast it is, in one folder to send home.
+#     sh scripts/gpu/first_run.sh OUT
+# In the repository's root, with the engines on Python's path: after `pip install drafttree[vllm,test]`, or
+# as scripts/gpu/README.md says where there is no package index. Takes an hour or two.
+#
+# A step that fails or takes too long is recorded, and the next one runs. Every step writes its own
+# log when it ends, so whatever stops the run leaves what came before. OUT/steps.tsv has a line for
+# each: its name, exit status (124: it took too long) and seconds. OUT.tar.gz has all of it.
+#
+# PYTHON names the interpreter, FIRST_RUN_SECONDS the most that a step may take.
+set -u
+out=${1:?"usage: sh scripts/gpu/first_run.sh OUT"}
+python=${PYTHON:-python}
+seconds=${FIRST_RUN_SECONDS:-1500}
+mkdir -p "$out" || exit 1
+printf 'step\tstatus\tseconds\n' > "$out/steps.tsv"
+
+step() {
+    name=$1
+    shift
+    began=$(date +%s)
+    printf '%s ... ' "$name"
+    timeout -k 30 "$seconds" "$@" > "$out/$name.log" 2>&1
+    status=$?
+    printf '%s\t%s\t%s\n' "$name" "$status" "$(($(date +%s) - began))" >> "$out/steps.tsv"
+    printf '%s\n' "$status"
+    tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
+    return "$status"
+}
+
+pytest() {
+    name=$1
+    shift
+    step "$name" "$python" -m pytest -m cuda -p no:cacheprovider -v "$@"
+}
+
+drafttree() {
+    name=$1
+    shift
+    step "$name" "$python" -m drafttree.cli "$@"
+}
+
+has() {
+    "$python" -c "import $1" 2> /dev/null
+}
+
+bench() {
+    name=$1
+    method=$2
+    shift 2
+    drafttree "$name" bench --method "$method" --model "$model" --output "$out/$name.json" "$@"
+}
+
+step versions sh -c "nvidia-smi; uname -a; git rev-parse HEAD; '$python' -VV; '$python' -m pip list"
+drafttree doctor doctor
+pytest kernels tests/kernels
+step kernel-times "$python" scripts/benchmarks/bench_kernels.py --output "$out/kernels.csv"
+if command -v compute-sanitizer > /dev/null; then
+    for tool in memcheck racecheck; do
+        step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            "$python" scripts/benchmarks/bench_kernels.py --quick
+    done
+fi
+
+drafttree model model smollm2-135m --pinned
+model=$(tail -n 1 "$out/model.log")
+if has vllm; then
+    pytest vllm-eager tests/engines/test_vllm_cuda.py -k "greedy and True"
+    pytest vllm-graphs tests/engines/test_vllm_cuda.py -k "greedy and False"
+    pytest vllm-others tests/engines/test_vllm_cuda.py -k "not greedy"
+    for runner in v1 v2; do
+        for nodes in 15 80; do
+            bench "vllm-$runner-same-$nodes" token-recycling --dtype float32 --runner "$runner" \
+                --option nodes=$nodes
+        done
+        bench "vllm-$runner-speed" token-recycling --dtype bfloat16 --runner "$runner" --repeat 3
+    done
+    bench vllm-ngram ngram --dtype bfloat16 --repeat 3
+    has arctic_inference && bench vllm-suffix suffix --dtype bfloat16 --repeat 3
+    step vllm-step-times "$python" scripts/benchmarks/bench_step.py "$model" --dtype bfloat16 \
+        --nodes 80 --output "$out/step.json"
+fi
+if has sglang; then
+    pytest sglang-eager tests/engines/test_sglang_cuda.py -k "False-triton or False-flashinfer"
+    pytest sglang-graphs tests/engines/test_sglang_cuda.py -k "True-triton or True-flashinfer"
+    for nodes in 15 80; do
+        bench "sglang-same-$nodes" token-recycling --engine sglang --dtype float32 \
+            --option nodes=$nodes
+    done
+    bench sglang-speed token-recycling --engine sglang --dtype bfloat16 --repeat 3
+fi
+cat "$out/steps.tsv"
+echo "all of it: $out.tar.gz"
