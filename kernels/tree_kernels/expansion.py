@@ -36,9 +36,8 @@ from tree_kernels.copies import (
     follow,
     node_copies,
 )
-from tree_kernels.memory import MEMORY_NGRAMS
-from tree_kernels.ngrams import AT_ROOT, GRAMS, LONGEST
-from tree_kernels.root_matches import MAX_MATCH, matches_at_root, root_matches
+from tree_kernels.ngrams import GRAMS, LONGEST
+from tree_kernels.root_matches import MAX_MATCH, root_matches
 from tree_kernels.spine import CAP, MIN_SCORE, extend_spine, spine_of
 
 _EXPAND = CppFunction(
@@ -80,7 +79,7 @@ def _ending(text: tl.tensor, place: tl.tensor, node: tl.tensor) -> tl.tensor:
 
 # The roots may be a slice of another tensor, and the results are slices of one tensor: how their
 # addresses are aligned depends on the batch.
-@jit(do_not_specialize=["roots", "tokens", "parents", "sources"])
+@jit(do_not_specialize=["roots", "matches", "tokens", "parents", "sources"])
 def _expand_kernel(
     matrix: tl.tensor,
     bigrams: tl.tensor,
@@ -89,10 +88,10 @@ def _expand_kernel(
     lengths: tl.tensor,
     index: tl.tensor,
     memory: tl.tensor,
-    memory_index: tl.tensor,
     priors: tl.tensor,
     slots: tl.tensor,
     roots: tl.tensor,
+    matches: tl.tensor,
     tokens: tl.tensor,
     parents: tl.tensor,
     sources: tl.tensor,
@@ -105,15 +104,11 @@ def _expand_kernel(
     length: tl.tensor,
     cells: tl.tensor,
     places: tl.tensor,
-    memory_cells: tl.tensor,
     columns: tl.tensor,
     depth: tl.tensor,
     spine: tl.tensor,
     LONGEST: tl.constexpr,
-    AT_ROOT: tl.constexpr,
     GRAMS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    NGRAMS: tl.constexpr,
     COPIES: tl.constexpr,
     BUCKETS: tl.constexpr,
     MAX_MATCH: tl.constexpr,
@@ -153,27 +148,12 @@ def _expand_kernel(
     second = _ending(text, end - 3, node)
     previous = _ending(text, end - 2, node)
     token = tl.where(node == 0, root, -1)
-    own_match, own_matched, memory_match, memory_matched = matches_at_root(
-        text,
-        end,
-        index + slot * cells,
-        cells,
-        memory,
-        memory_index,
-        places,
-        memory_cells,
-        LONGEST,
-        AT_ROOT,
-        GRAMS,
-        SHORTEST,
-        NGRAMS,
-        MAX_MATCH,
-    )
-    at_root = token >= 0
-    own_place = tl.where(at_root, own_match, 0)
-    own_length = tl.where(at_root, own_matched, 0)
-    memory_place = tl.where(at_root, memory_match, 0)
-    memory_length = tl.where(at_root, memory_matched, 0)
+    at_root = tl.where(node == 0, root, -1) >= 0
+    match = matches + request * 4
+    own_place = tl.load(match + tl.zeros_like(node), mask=at_root, other=0)
+    own_length = tl.load(match + 1 + tl.zeros_like(node), mask=at_root, other=0)
+    memory_place = tl.load(match + 2 + tl.zeros_like(node), mask=at_root, other=0)
+    memory_length = tl.load(match + 3 + tl.zeros_like(node), mask=at_root, other=0)
     stored = pointers + request * W
     stride = tl.num_programs(0).to(tl.int64) * W
     above = 0
@@ -304,6 +284,7 @@ def _at(values: tl.tensor, here: tl.tensor) -> tl.tensor:
 def _expand_triton(
     tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
 ) -> ExpandedTrees:
+    matches = root_matches(tables.ngrams, tables.memory, slots)
     columns = columns_of(width, depth, spine)
     shape = (3, len(roots), columns)
     device = tables.matrix.device
@@ -320,10 +301,10 @@ def _expand_triton(
             ngrams.lengths,
             ngrams.index,
             tables.memory.tokens,
-            tables.memory.index,
             tables.priors,
             slots,
             roots,
+            matches,
             tokens,
             parents,
             sources,
@@ -336,15 +317,11 @@ def _expand_triton(
             ngrams.history.shape[1],
             ngrams.index.shape[1],
             len(tables.memory.tokens),
-            tables.memory.index.shape[1],
             columns,
             depth,
             spine,
             LONGEST=LONGEST,
-            AT_ROOT=AT_ROOT,
             GRAMS=GRAMS,
-            SHORTEST=MEMORY_NGRAMS[0],
-            NGRAMS=len(MEMORY_NGRAMS),
             COPIES=COPIES,
             BUCKETS=BUCKETS,
             MAX_MATCH=MAX_MATCH,

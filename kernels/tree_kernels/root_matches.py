@@ -60,58 +60,6 @@ def _longest(
 
 
 @jit
-def matches_at_root(
-    text: tl.tensor,
-    end: tl.tensor,
-    index: tl.tensor,
-    cells: tl.tensor,
-    memory: tl.tensor,
-    memory_index: tl.tensor,
-    places: tl.tensor,
-    memory_cells: tl.tensor,
-    LONGEST: tl.constexpr,
-    AT_ROOT: tl.constexpr,
-    GRAMS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    NGRAMS: tl.constexpr,
-    MAX: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """`root_matches` of one request.
-
-    Args:
-        text: The request's text.
-        end: Its length.
-        index: The index of its n-grams, of `cells` cells.
-        memory: The memory's ring, of `places` tokens.
-        memory_index: Its index, of `memory_cells` cells for each length.
-    """
-    lane = tl.arange(0, GRAMS)
-    n = gram_lengths(LONGEST, AT_ROOT, GRAMS)
-    remembered = SHORTEST << lane
-    hashed = n.to(tl.uint32)
-    memory_hash = remembered.to(tl.uint32)
-    for i in tl.static_range(AT_ROOT):
-        back = AT_ROOT - i
-        token = tl.load(text + end - back, mask=end >= back, other=0)
-        hashed = tl.where(n >= back, mixed(hashed, token), hashed)
-        memory_hash = tl.where(remembered >= back, mixed(memory_hash, token), memory_hash)
-    cell = index + (hashed.to(tl.int64) & (cells - 1))
-    place = tl.load(cell, mask=(n > 0) & (n <= end), other=0)
-    own, own_length = _longest(text, end, text, -1, place, lane, MAX, GRAMS)
-    known = (lane < NGRAMS) & (remembered <= end)
-    cell = memory_index + lane * memory_cells + (memory_hash.to(tl.int64) & (memory_cells - 1))
-    place = tl.load(cell, mask=known, other=0)
-    found, found_length = _longest(text, end, memory, places - 1, place, lane, MAX, GRAMS)
-    there = found_length >= SHORTEST
-    return (
-        tl.where(own_length > 0, own, 0),
-        own_length,
-        tl.where(there, found & (places - 1), 0),
-        tl.where(there, found_length, 0),
-    )
-
-
-@jit
 def _match_kernel(
     history: tl.tensor,
     lengths: tl.tensor,
@@ -134,26 +82,30 @@ def _match_kernel(
     """Find the matches; one program per request."""
     request = tl.program_id(0)
     slot = tl.load(slots + request)
-    own, own_length, found, found_length = matches_at_root(
-        history + slot * length,
-        tl.load(lengths + slot),
-        index + slot * cells,
-        cells,
-        memory,
-        memory_index,
-        places,
-        memory_cells,
-        LONGEST,
-        AT_ROOT,
-        GRAMS,
-        SHORTEST,
-        NGRAMS,
-        MAX,
-    )
-    tl.store(out + request * 4, own)
+    text = history + slot * length
+    end = tl.load(lengths + slot)
+    lane = tl.arange(0, GRAMS)
+    n = gram_lengths(LONGEST, AT_ROOT, GRAMS)
+    remembered = SHORTEST << lane
+    hashed = n.to(tl.uint32)
+    memory_hash = remembered.to(tl.uint32)
+    for i in tl.static_range(AT_ROOT):
+        back = AT_ROOT - i
+        token = tl.load(text + end - back, mask=end >= back, other=0)
+        hashed = tl.where(n >= back, mixed(hashed, token), hashed)
+        memory_hash = tl.where(remembered >= back, mixed(memory_hash, token), memory_hash)
+    cell = index + slot * cells + (hashed.to(tl.int64) & (cells - 1))
+    place = tl.load(cell, mask=(n > 0) & (n <= end), other=0)
+    own, own_length = _longest(text, end, text, -1, place, lane, MAX, GRAMS)
+    known = (lane < NGRAMS) & (remembered <= end)
+    cell = memory_index + lane * memory_cells + (memory_hash.to(tl.int64) & (memory_cells - 1))
+    place = tl.load(cell, mask=known, other=0)
+    found, found_length = _longest(text, end, memory, places - 1, place, lane, MAX, GRAMS)
+    there = found_length >= SHORTEST
+    tl.store(out + request * 4, tl.where(own_length > 0, own, 0))
     tl.store(out + request * 4 + 1, own_length)
-    tl.store(out + request * 4 + 2, found)
-    tl.store(out + request * 4 + 3, found_length)
+    tl.store(out + request * 4 + 2, tl.where(there, found & (places - 1), 0))
+    tl.store(out + request * 4 + 3, tl.where(there, found_length, 0))
 
 
 def _match_triton(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> Tensor:

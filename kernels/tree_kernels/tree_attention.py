@@ -303,6 +303,8 @@ def _tree_attention_triton(
         WINDOW=variant.window,
         SOFT_CAP=cap > 0,
         SINKS=variant.sinks is not None,
+        # With fewer warps a thread would hold more values than it has registers.
+        num_warps=8 if lanes == _MAX_LANES else 4,
         num_stages=2,
     )
     if shares > 1:
