@@ -57,7 +57,7 @@ class Compiled:
 
 
 def stack_bytes(kernel: Any) -> int:
-    """Bytes of the stack that each thread of a compiled kernel uses: what it spills of registers."""
+    """Bytes of stack that each thread of a compiled kernel uses, for registers that it spills."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
