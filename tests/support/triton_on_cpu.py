@@ -5,7 +5,6 @@ On a CPU the engine has no Triton kernels, so the one that writes the KV cache i
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import pkgutil
@@ -63,10 +62,9 @@ def use_for_all_operations() -> None:
     from tree_kernels._dispatch import Op
 
     for module in pkgutil.iter_modules(tree_kernels.__path__):
-        importlib.import_module(f"tree_kernels.{module.name}")
-    for op in (each for each in gc.get_objects() if isinstance(each, Op)):
-        if op.triton is not None:
-            op.on_cpu = op.triton
+        for op in vars(importlib.import_module(f"tree_kernels.{module.name}")).values():
+            if isinstance(op, Op) and op.triton is not None:
+                op.on_cpu = op.triton
 
 
 def _write(
