@@ -1,4 +1,4 @@
-"""The stand-in for the engine's sampling kernel, with which the other tests of V2 run."""
+"""The stand-in for the engine's sampling kernels, with which the other tests of V2 run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import v2_on_cpu
 from engine_host.jobs import run_job
 
 
-def test_tokens_are_those_of_the_engines_kernel() -> None:
+def test_tokens_are_those_of_the_engines_kernels() -> None:
     cases = [
-        (shape, apply_temperature, is_drafting)
+        (shape, by_sampler, is_drafting)
         for shape in ((40, 10), (40, 512), (20, 1500))
-        for apply_temperature in (False, True)
+        for by_sampler in (False, True)
         for is_drafting in (False, True)
     ]
     answers, _ = run_job(
         "vllm", gumbel_on_cpu.sample_in_both_ways, (cases,), v2_on_cpu.ENVIRONMENT, timeout=400
     )
-    for (shape, *_), (by_kernel, in_numpy) in zip(cases, answers, strict=True):
-        assert by_kernel.shape == (shape[0],)
-        assert len({*by_kernel.tolist()}) > shape[0] // 5
-        assert in_numpy.tolist() == by_kernel.tolist()
+    for (shape, *_), (by_kernels, in_numpy) in zip(cases, answers, strict=True):
+        assert by_kernels.shape == (shape[0],)
+        assert len({*by_kernels.tolist()}) > shape[0] // 5
+        assert in_numpy.tolist() == by_kernels.tolist()

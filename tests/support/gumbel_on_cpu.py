@@ -1,6 +1,6 @@
-"""vLLM's kernel that samples tokens, in NumPy.
+"""vLLM's kernels that divide logits by temperatures and sample tokens, in NumPy.
 
-In Triton's interpreter it takes one program of many operations for each row, which is most of the
+In Triton's interpreter each takes one program of many operations for each row, which is most of the
 time of a step with draft trees.
 """
 
@@ -15,6 +15,19 @@ Array = np.ndarray[Any, Any]
 
 DRAFT_SALT = 1 << 30
 """Added to the positions of draft tokens."""
+
+
+def apply_temperature(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor) -> None:
+    """Divide logits, `[R, V]`, by the temperatures of their requests, in place.
+
+    Args:
+        logits: `[R, V]`.
+        rows: The request of each row, `[R]`.
+        temperature: Of each request; 0 stands for greedy ones, which are left alone.
+    """
+    heat = temperature.numpy()[rows.numpy()].astype(np.float32)
+    heat[heat == 0] = 1
+    logits.numpy()[:] /= heat[:, None]
 
 
 def gumbel_sample(
@@ -108,27 +121,32 @@ def _log_of_rest(value: Array) -> Array:
 
 
 def sample_in_both_ways(cases: list[tuple[tuple[int, ...], bool, bool]]) -> list[Array]:
-    """Tokens that the kernel and this module sample, `int64 [2, R]` for each case.
+    """Tokens that the kernels and this module sample, `int64 [2, R]` for each case.
 
     Args:
-        cases: The shape of the logits, whether they are to be divided by the temperature, and
-            whether tokens are drafts.
+        cases: The shape of the logits, whether the sampler is to divide them by the temperature,
+            which otherwise is done before, and whether tokens are drafts.
     """
     from vllm.v1.worker.gpu.sample import gumbel
 
     generator = torch.Generator().manual_seed(1)
     answers = []
-    for shape, apply_temperature, is_drafting in cases:
-        given = (
-            3 * torch.randn(shape, generator=generator),
-            torch.randint(4, shape[:1], generator=generator, dtype=torch.int32),
-            torch.tensor([0.0, 0.7, 1.0, 1.6]),
-            torch.tensor([3, 17, -5, 1 << 40]),
-            torch.randint(1 << 20, shape[:1], generator=generator),
-        )
-        both = (
-            sample(*given, apply_temperature, is_drafting)
-            for sample in (gumbel.gumbel_sample, gumbel_sample)
-        )
-        answers.append(torch.stack([*both]).numpy())
+    for shape, by_sampler, is_drafting in cases:
+        logits = 3 * torch.randn(shape, generator=generator)
+        rows = torch.randint(4, shape[:1], generator=generator, dtype=torch.int32)
+        temperature = torch.tensor([0.0, 0.7, 1.0, 1.6])
+        seeds = torch.tensor([3, 17, -5, 1 << 40])
+        positions = torch.randint(1 << 20, shape[:1], generator=generator)
+        both = []
+        for divide, sample in (
+            (gumbel.apply_temperature, gumbel.gumbel_sample),
+            (apply_temperature, gumbel_sample),
+        ):
+            divided = logits.clone()
+            if not by_sampler:
+                divide(divided, rows, temperature)
+            both.append(
+                sample(divided, rows, temperature, seeds, positions, by_sampler, is_drafting)
+            )
+        answers.append(torch.stack(both).numpy())
     return answers

@@ -64,9 +64,10 @@ def enable() -> None:
     topk_topp_sampler.apply_top_k_only = lambda logits, k: (
         topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, None)
     )
-    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample import sampler, states
 
     sampler.gumbel_sample = gumbel_on_cpu.gumbel_sample
+    states.apply_temperature = gumbel_on_cpu.apply_temperature
 
 
 def _accept_integer_masks() -> None:
