@@ -34,7 +34,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         ("tensor-parallelism", "tp_size", 1, "set it to 1"),
         ("pipeline-parallelism", "pp_size", 1, "set it to 1"),
         ("data-parallelism", "dp_size", 1, "set it to 1"),
-        ("data-parallelism", "enable_dp_attention", False, "leave it out"),
+        ("data-parallel-experts", "enable_dp_attention", False, "leave it out"),
         ("disaggregated-prefill", "disaggregation_mode", "null", "leave it out"),
         ("disaggregated-prefill", "enable_pdmux", False, "leave it out"),
         ("kv-offloading", "enable_hierarchical_cache", False, "leave it out"),

@@ -94,7 +94,6 @@ def check_engine(
     for feature, settings, option, served, fix in (
         ("tensor-parallelism", parallel, "tensor_parallel_size", 1, "set it to 1"),
         ("pipeline-parallelism", parallel, "pipeline_parallel_size", 1, "set it to 1"),
-        ("data-parallelism", parallel, "data_parallel_size", 1, "set it to 1"),
         ("context-parallelism", parallel, "decode_context_parallel_size", 1, "set it to 1"),
         ("context-parallelism", parallel, "prefill_context_parallel_size", 1, "set it to 1"),
         ("kv-transfer", engine, "kv_transfer_config", None, "leave the KV connector out"),
@@ -110,6 +109,13 @@ def check_engine(
             raise ValueError(f"{method.title} does not work with {option}={value!r}: {fix}")
         if value != served and is_in_chains("vllm", kind, feature):
             without_trees.append(f"{option} is set")
+    replicas = parallel.data_parallel_size
+    if replicas > 1 and model.is_moe and is_refused("vllm", kind, "data-parallel-experts"):
+        # The ranks share experts, so they must run the same steps.
+        raise ValueError(
+            f"{method.title} does not work with data_parallel_size={replicas} and a mixture of "
+            "experts: set it to 1"
+        )
     kv_cache_dtype = _kv_cache_dtype(engine, model)
     if kv_cache_dtype != "auto" and is_refused("vllm", kind, "quantised-kv"):
         raise ValueError(

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 ON_CONFIGURATION = "On the configuration of an engine with a drafttree method."
-ON_CUDA = "On the configuration of an engine with a drafttree method on CUDA."
 UNLESS_SET = "On CUDA, unless the user has set sizes."
 BEFORE_CAPTURE = "On CUDA, before graphs are captured, unless the user has set sizes."
 ON_BATCH = "On the input batch of an adopted model runner."
@@ -87,9 +86,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.config:SpeculativeConfig.uses_dynamic_speculative_decoding",
-        when=ON_CUDA,
-        reason="vLLM gives up CUDA graphs of whole trees when the number of draft tokens may "
-        "change with the batch size. The schedule given to it never changes the number.",
+        when="On the configuration of an engine with a drafttree method on the V1 model runner.",
+        reason="Where the number of draft tokens may change with the batch size, vLLM gives up "
+        "CUDA graphs of whole trees, and with data parallelism it drops the schedule. The schedule "
+        "given to it never changes the number.",
     ),
     Patch(
         target="vllm.engine.arg_utils:EngineArgs.attention_backend",
@@ -441,7 +441,7 @@ def drop_last_block(config: SpeculativeConfig) -> None:
 
 
 def hide_draft_schedule(config: SpeculativeConfig) -> None:
-    """Let vLLM capture whole trees in spite of the schedule of draft tokens by batch size."""
+    """Let vLLM keep the schedule of draft tokens by batch size, and capture whole trees with it."""
     _override_method(config, "uses_dynamic_speculative_decoding", False)
 
 

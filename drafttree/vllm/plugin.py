@@ -93,11 +93,12 @@ def _create(
         patches.drop_last_block(config)
     patches.mark_requested(config, method.name, options)
     patches.use_worker(target_parallel_config, serving.worker)
+    if not serving.uses_v2:
+        patches.hide_draft_schedule(config)
     if serving.device == "cuda":
         if not serving.uses_v2:
             from drafttree.vllm.graphs import capture_whole_trees
 
-            patches.hide_draft_schedule(config)
             capture_whole_trees(engine, config, num_draft_tokens)
         if serving.chains is None and engine.attention_config.backend is None:
             patches.use_attention_backend(engine, TRITON)

@@ -165,6 +165,7 @@ def _why_no_v2_with(engine: EngineArgs, parallel: ParallelConfig) -> str | None:
     """Which setting V2 does not serve, although V1 does; None if there is none."""
     for option, value, served in (
         ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
+        ("data_parallel_size", parallel.data_parallel_size, 1),
         ("enable_trace_replay", getattr(engine, "enable_trace_replay", False), False),
         ("return_sampling_mask", getattr(engine, "return_sampling_mask", False), False),
     ):

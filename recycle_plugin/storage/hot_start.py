@@ -78,7 +78,7 @@ class _Learned:
 
 
 def open_hot_start(
-    tables: Tables, file: Path, target: str, logger: logging.Logger
+    tables: Tables, file: Path, target: str, logger: logging.Logger, *, saves: bool = True
 ) -> TableSaver | None:
     """Load the tables from a file, if it exists, and save them to it from now on.
 
@@ -90,6 +90,7 @@ def open_hot_start(
         file: The user's file; it need not exist yet.
         target: The target's folder, whose tokenizer is part of the file's identity.
         logger: Logger for the warning.
+        saves: Whether to save the tables; another replica of the engine may.
     """
     learned = _Learned(tables, Path(target))
     try:
@@ -98,7 +99,7 @@ def open_hot_start(
     except (OSError, TablesError) as error:
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
-    return TableSaver(file, learned.snapshot, learned.identity, logger=logger)
+    return TableSaver(file, learned.snapshot, learned.identity, logger=logger) if saves else None
 
 
 def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str]) -> int:

@@ -24,8 +24,8 @@ def test_aborts_leave_the_other_requests_as_they_were(
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.6, "seed": 23}]
     most = TOKENS[runner]
     sampling = [{**kinds[row % 2], "max_tokens": most, "ignore_eos": True} for row in range(8)]
-    plain = stream_vllm(tiny_llama, prompts, sampling, {}, runner=runner)
-    drafted = stream_vllm(
+    plain, _ = stream_vllm(tiny_llama, prompts, sampling, {}, runner=runner)
+    drafted, _ = stream_vllm(
         *(tiny_llama, prompts, sampling, ABORTED),
         {"method": "token_recycling", "nodes": {"v1": 32, "v2": 15}[runner]},
         runner,

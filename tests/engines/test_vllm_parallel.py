@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks agree on drafts, on what is accepted, and on what is primed."""
+"""Two tensor-parallel ranks agree on drafts, on what is accepted, and on what is primed. Two
+data-parallel replicas are engines of their own."""
 
 from __future__ import annotations
 
@@ -9,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lyanna_parts import drafter_for
+from random_prompts import some_prompts
+from tiny_models import make_first_layers
 from top_tokens import top_tokens
 from vllm_runs import Answer, Case, run_vllm
+from vllm_stream import stream_vllm
 
 from drafttree.budget.recording import read_recording
+from lyanna_plugin.checkpoint import save
 from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -78,3 +84,32 @@ def test_the_first_rank_times_forwards_that_both_run(tiny_llama: Path, tmp_path:
     # On a busy machine the time for measuring may be over after the first.
     assert 1 in planner.forward_seconds
     assert steps
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["token_recycling", "rsd", "lyanna"])
+def test_data_parallel_replicas(method: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Both replicas serve. A request that joins is not padded to a whole tree; one replica writes
+    the file of a hot start."""
+    prompts = some_prompts(12) + [[token] for token in range(20, 24)]
+    sampling = SETTINGS[:1] * 16 if method == "rsd" else SETTINGS * 8
+    plain, _ = stream_vllm(tiny_llama, prompts, sampling, {})
+    file = tmp_path / "tables.safetensors"
+    options: dict[str, Any] = {"nodes": 32, "prime": False, "hot_start": str(file), "memory": 0}
+    if method == "rsd":
+        options = {"model": str(make_first_layers(tiny_llama, tmp_path, 1)), "tree": "beam:3x4"}
+    if method == "lyanna":
+        save(drafter_for(tiny_llama), tmp_path / "drafter")
+        options = {"model": str(tmp_path / "drafter")}
+    drafted, log = stream_vllm(
+        *(tiny_llama, prompts, sampling, {}, {"method": method, **options}),
+        data_parallel_size=2,
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.last == plain.last
+    assert drafted.session == plain.session
+    # The counts are those of the first replica.
+    assert drafted.counters["accepted_tokens"] > 0
+    for replica in ("EngineCore_DP0", "EngineCore_DP1"):
+        assert f"({replica}" in log
+    assert file.exists() == (method == "token_recycling")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from quantised_models import quantise
 from tiny_families import make_tiny_family
-from tiny_models import make_tiny_llama
+from tiny_models import make_tiny_llama, make_tiny_mixture
 from vllm_configured import configure, find_triton
 
 vllm = pytest.importorskip("vllm")
@@ -109,7 +109,6 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
     ("engine", "message"),
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16'"),
         ({"enable_dbo": True}, "enable_dbo=True"),
@@ -123,6 +122,18 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
 def test_engine_settings(tiny_llama: Path, engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         configure(tiny_llama, **engine)
+
+
+def test_data_parallelism(tiny_llama: Path, tmp_path: Path) -> None:
+    """Replicas of a dense model keep the schedule without which the engine pads drafts."""
+    for method in (None, {"method": "rsd", "model": str(tiny_llama)}):
+        config = configure(tiny_llama, method, data_parallel_size=2).speculative_config
+        sizes = config.num_speculative_tokens_per_batch_size
+        assert sizes == [(1, 1, config.num_speculative_tokens)]
+    mixture = make_tiny_mixture(tmp_path)
+    message = "data_parallel_size=2 and a mixture of experts: set it to 1"
+    with pytest.raises(ValueError, match=message):
+        configure(mixture, data_parallel_size=2)
 
 
 def test_the_models_own_kv_cache_dtype(tiny_llama: Path) -> None:

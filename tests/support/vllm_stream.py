@@ -27,7 +27,7 @@ class Streamed:
         tokens: The new token ids of each request, up to the abort if it was aborted.
         last: The new token ids of a request that was sent after all others had ended.
         session: The new token ids of a session, in which prompts come one after another.
-        counters: The tree worker's counts; empty without a method.
+        counters: The tree worker's counts, of the first replica; empty without a method.
     """
 
     tokens: list[list[int]]
@@ -43,7 +43,8 @@ def stream_vllm(
     abort_after: dict[int, int],
     speculative: dict[str, Any] | None = None,
     runner: str = "v1",
-) -> Streamed:
+    **engine: Any,
+) -> tuple[Streamed, str]:
     """Send all prompts at once, then the first one again.
 
     Args:
@@ -53,6 +54,10 @@ def stream_vllm(
         abort_after: Number of tokens after which to abort a request, by row.
         speculative: The engine's `speculative_config`; None for plain decoding.
         runner: vLLM's model runner, "v1" or "v2".
+        engine: Further arguments of the engine.
+
+    Returns:
+        The answers, and the engine's log.
 
     Raises:
         RunFailed: The engine did not start, or stopped.
@@ -65,14 +70,14 @@ def stream_vllm(
         "max_num_seqs": 4,
         "skip_tokenizer_init": True,
         "speculative_config": speculative,
+        **engine,
     }
     answer: Streamed
     environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | for_runner(runner)
     answer, log = run_job(
         "vllm", _stream, (arguments, prompts, sampling, abort_after), environment, timeout=400
     )
-    check_runner(runner, log)
-    return answer
+    return answer, check_runner(runner, log)
 
 
 def _stream(*arguments: Any) -> Streamed:
