@@ -71,8 +71,8 @@ class HostSupport:
             given as a path, so that no engine is imported before it is needed.
         runs_v2: `module:Class` of the runner for vLLM's V2 model runner; None if it does not serve
             the kind. Unused in SGLang.
-        runs_chains: `module:Class` of the vLLM model runner that serves the kind where only chains
-            of draft tokens can be verified; None if it is refused there. Unused in SGLang.
+        runs_chains: `module:Class` of the vLLM model runner or SGLang worker that serves the kind
+            where only chains of draft tokens can be verified; None if it is refused there.
         algorithm: `module:Class` of the algorithm that SGLang's scheduler sees; unused in vLLM. The
             default suits every kind without a draft model.
         devices: Types of devices on which the kind is served.
@@ -131,6 +131,7 @@ MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
     ),
     sglang=HostSupport(
         runs="drafttree.sglang.drafters.model_free:ModelFreeWorker",
+        runs_chains="drafttree.sglang.chains.worker:ChainWorker",
         devices=("cpu", "cuda"),
         older_versions=True,
     ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from drafttree.method import Method, load
+from drafttree.sglang.chains.choice import announce, choose_chains
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
 
@@ -55,12 +56,18 @@ class TreeAlgorithm(CustomSpecAlgo):
             server_args.speculative_num_draft_tokens,
             server_args.speculative_draft_model_path,
         )
+        num_draft_tokens, width = options.num_draft_tokens, 8
+        chains = choose_chains(self.method, server_args)
+        if chains is not None:
+            num_draft_tokens, width = min(num_draft_tokens, options.depth, chains.longest), 1
+            announce(self.method.title, chains.reason, num_draft_tokens)
         # SGLang counts the root.
-        tree_size = options.num_draft_tokens + 1
+        tree_size = num_draft_tokens + 1
         server_args.speculative_num_draft_tokens = tree_size
         # SGLang reserves max(steps * width, tree size) slots for a tree: these add nothing.
-        server_args.speculative_eagle_topk = min(8, tree_size)
-        server_args.speculative_num_steps = tree_size // min(8, tree_size)
+        width = min(width, tree_size)
+        server_args.speculative_eagle_topk = width
+        server_args.speculative_num_steps = max(1, num_draft_tokens // width)
         _check_kv_slots(server_args.max_total_tokens, tree_size)
         if server_args.device == "cpu":
             server_args.attention_backend = CPU_BACKEND

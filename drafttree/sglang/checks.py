@@ -9,6 +9,11 @@ from drafttree.compatibility import is_refused
 from drafttree.method import Method
 from drafttree.model_files import check_draft_model
 from drafttree.sglang.patches import take_corpora
+from drafttree.sglang.target_config import (
+    recurrent_config,
+    target_config,
+    uses_latent_attention,
+)
 from drafttree.sglang.versions import (
     CPU_BACKEND,
     CUDA_BACKENDS,
@@ -101,8 +106,8 @@ def _check_device(method: Method[Any], server_args: Any) -> None:
 
 
 def _check_model(method: Method[Any], server_args: Any) -> None:
-    model = _model_config(server_args)
-    attention = model.attention_arch.name
+    model = target_config(server_args)
+    recurrent = recurrent_config(model) is not None
     window = getattr(model.hf_text_config, "sliding_window", None)
     # A window that no text outgrows leaves nothing out.
     uses_window = (
@@ -114,9 +119,13 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
         ("encoders", not model.is_generation, "does not generate text"),
         *((each, model.is_multimodal, "is multimodal") for each in ("multimodal", "special-media")),
         ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
-        ("latent-attention", attention == "MLA", "uses latent attention (MLA)"),
-        ("attention-free", attention == "SSM", "has recurrent layers instead of attention"),
-        ("recurrent-layers", _has_recurrent_layers(model), "is a hybrid with recurrent layers"),
+        ("latent-attention", uses_latent_attention(model), "uses latent attention (MLA)"),
+        (
+            "attention-free",
+            model.attention_arch.name == "SSM",
+            "has recurrent layers instead of attention",
+        ),
+        ("recurrent-layers", recurrent, "is a hybrid with recurrent layers"),
         (
             "sliding-windows",
             model.is_hybrid_swa or uses_window,
@@ -134,15 +143,6 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
                 f"{method.title} does not work with --model-path={model.model_path}, which "
                 f"{trait}: use a decoder with full attention, or leave --speculative-algorithm out"
             )
-
-
-def _model_config(server_args: Any) -> Any:
-    try:
-        from sglang.srt.arg_groups.model_override_base import model_config_of
-    except ImportError:
-        return server_args.get_model_config()  # in 0.5.17
-    # SGLang passes plugins a recorder of their changes, which wraps the arguments.
-    return model_config_of(getattr(server_args, "_cfg", server_args))
 
 
 def _check_draft_model(method: Method[Any], server_args: Any) -> None:
@@ -163,9 +163,3 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
         check_draft_model(server_args.model_path, path, logger)
     if method.check_model is not None:
         method.check_model(server_args.model_path, path)
-
-
-def _has_recurrent_layers(model: Any) -> bool:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    return mambaish_config(model) is not None

@@ -35,6 +35,7 @@ def register_method(method: Method[Any]) -> None:
         from sglang.srt.speculative.spec_registry import get_spec
 
         from drafttree.sglang.algorithm import algorithm_for
+        from drafttree.sglang.chains.choice import drafts_chains
         from drafttree.sglang.checks import check_server
     except ImportError as error:
         raise RuntimeError(
@@ -48,7 +49,9 @@ def register_method(method: Method[Any]) -> None:
     route_attention()
 
     def worker_for(server_args: Any) -> Any:
-        return load(method.kind.sglang.runs).of(method)
+        support = method.kind.sglang
+        runs = support.runs_chains if drafts_chains(server_args) else None
+        return load(runs or support.runs).of(method)
 
     SpeculativeAlgorithm.register(
         name,

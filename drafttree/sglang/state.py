@@ -99,3 +99,23 @@ def advances_once_a_step(request: Any) -> bool:
     Grammars and custom logit processors have such state, which cannot follow a tree's branches.
     """
     return request.grammar is not None or request.custom_logit_processor is not None
+
+
+def are_parts(batch: Any) -> list[bool]:
+    """Whether more of each request's prompt follows in later batches."""
+    return [
+        length < len(request.origin_input_ids) + len(request.output_ids)
+        for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
+    ]
+
+
+def sampled_tokens(batch: Any, next_tokens: torch.Tensor) -> torch.Tensor:
+    """The tokens that a prefill sampled, `int32 [B]`; -1 after a part of a prompt.
+
+    SGLang drops what is sampled after a part of a prompt.
+    """
+    sampled = next_tokens.to(torch.int32, copy=True)
+    for row, is_part in enumerate(are_parts(batch)):
+        if is_part:
+            sampled[row] = -1
+    return sampled

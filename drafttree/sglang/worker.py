@@ -32,7 +32,13 @@ from drafttree.sglang.options import parse_options
 from drafttree.sglang.patches import report_counters, widen_request_rows
 from drafttree.sglang.penalties import RequestPenalties
 from drafttree.sglang.sampling import has_penalties, verify_trees
-from drafttree.sglang.state import RequestStates, Step, advances_once_a_step
+from drafttree.sglang.state import (
+    RequestStates,
+    Step,
+    advances_once_a_step,
+    are_parts,
+    sampled_tokens,
+)
 from drafttree.sglang.verify_input import drop_unusable, prepare_verify, relay
 from drafttree.tree import DraftTree, Verified
 
@@ -52,10 +58,12 @@ class TreeWorker(BaseSpecWorker):
     0.5.17 alone and is not needed by a method that runs in one process.
 
     Attributes:
+        in_chains: Whether chains are drafted in place of trees.
         drafter: The method's drafter.
         counters: Counts of drafted and accepted tokens.
     """
 
+    in_chains = False
     drafter: Drafter
 
     def __init__(
@@ -73,9 +81,11 @@ class TreeWorker(BaseSpecWorker):
         self._device = torch.device(self._runner.device)
         self._vocab_size: int = self._runner.model_config.vocab_size
         spec = get_spec()
-        self._options = parse_options(
-            method, spec.speculative_num_draft_tokens, spec.speculative_draft_model_path
-        )
+        tree_size = spec.speculative_num_draft_tokens
+        self._num_draft_tokens = tree_size - 1
+        # Chains may have fewer tokens than the trees that a method's options declare.
+        declared = None if self.in_chains else tree_size
+        options = parse_options(method, declared, spec.speculative_draft_model_path)
         server = self._runner.server_args
         target = Target(
             model=server.model_path,
@@ -87,9 +97,10 @@ class TreeWorker(BaseSpecWorker):
             bos=bos_token(self._runner.model_config.hf_text_config, self._vocab_size),
             folder=local_folder(server.model_path, server.revision, server.download_dir),
             pads_trees=True,
+            longest_chain=self._num_draft_tokens if self.in_chains else None,
         )
         # Before the memory pools are sized, so that the drafter's memory is counted.
-        self.drafter = method.drafter(self._options, target)
+        self.drafter = method.drafter(options, target)
         self.counters = Counters(self._device)
         self._running: dict[str, Any] = {}
         self._slots: dict[str, int] = {}
@@ -163,7 +174,8 @@ class TreeWorker(BaseSpecWorker):
         )
         slots, length = self.req_to_token_pool.req_to_token.shape
         self._states = RequestStates(slots, self._device)
-        self._movers = kv_movers(self.token_to_kv_pool_allocator.get_kvcache())
+        cache = self.token_to_kv_pool_allocator.get_kvcache()
+        self._movers = [] if self.in_chains else kv_movers(cache)
         self.drafter.allocate(slots, length)
 
     def init_cuda_graphs(self) -> None:
@@ -175,7 +187,7 @@ class TreeWorker(BaseSpecWorker):
         profile_drafter(
             self.drafter,
             of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room),
-            min(room, self._options.num_draft_tokens + 1),
+            min(room, self._num_draft_tokens + 1),
             logger,
         )
 
@@ -254,8 +266,8 @@ class TreeWorker(BaseSpecWorker):
             self._running[request.rid] = request
             self._penalties.pop(request.rid, None)
             self._start_request(request, slot)
-        are_parts = zip(batch.reqs, _are_parts(batch), strict=True)
-        self._unread = {request.rid for request, is_part in are_parts if is_part}
+        parts = zip(batch.reqs, are_parts(batch), strict=True)
+        self._unread = {request.rid for request, is_part in parts if is_part}
         if any(map(advances_once_a_step, arrived)):
             _warn_of_undrafted()
         self._states.start(batch.req_pool_indices, batch.reqs)
@@ -301,7 +313,7 @@ class TreeWorker(BaseSpecWorker):
     def _draft(self, batch: Any) -> Step:
         penalties = self._penalties_of(batch)
         trees, drawn = self._propose(batch, penalties)
-        trees = limit_trees(trees, self._options.num_draft_tokens, self.drafter)
+        trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
         states, slots = self._states, batch.req_pool_indices
         left = states.limits[slots] - (batch.seq_lens + 1)
         trees, depths = drop_unusable(trees, left, states.drafting[slots])
@@ -350,26 +362,6 @@ class TreeWorker(BaseSpecWorker):
         """The target's embeddings `[N, d]` of `tokens [N]`."""
         embeddings, _ = self._runner.model.get_embed_and_head()
         return F.embedding(tokens, embeddings)
-
-
-def _are_parts(batch: Any) -> list[bool]:
-    """Whether more of each request's prompt follows in later batches."""
-    return [
-        length < len(request.origin_input_ids) + len(request.output_ids)
-        for request, length in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
-    ]
-
-
-def sampled_tokens(batch: Any, next_tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens that a prefill sampled, `int32 [B]`; -1 after a part of a prompt.
-
-    SGLang drops what is sampled after a part of a prompt.
-    """
-    sampled = next_tokens.to(torch.int32, copy=True)
-    for row, is_part in enumerate(_are_parts(batch)):
-        if is_part:
-            sampled[row] = -1
-    return sampled
 
 
 @functools.cache

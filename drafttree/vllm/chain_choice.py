@@ -9,10 +9,11 @@ verifies it as it verifies the drafts of its own methods, with its own attention
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from drafttree.chains import ANNOUNCEMENT, LONGEST, LONGEST_RECURRENT, Chains
 from drafttree.vllm.versions import TESTED, serves_recurrent_layers
 
 if TYPE_CHECKING:
@@ -23,24 +24,6 @@ if TYPE_CHECKING:
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
-
-LONGEST = 31
-"""Greatest number of draft tokens of a chain. Longer ones are rarely accepted to the end."""
-
-LONGEST_RECURRENT = 7
-"""Greatest number with recurrent layers, which keep a state for each draft token of a request."""
-
-
-class Chains(NamedTuple):
-    """The chains that are drafted in place of trees.
-
-    Attributes:
-        reason: Why there are no trees.
-        longest: Greatest number of draft tokens of a chain.
-    """
-
-    reason: str
-    longest: int
 
 
 def choose_chains(
@@ -89,9 +72,4 @@ def _check_recurrent_layers(method: Method[Any], engine: EngineArgs, model: Mode
 
 def announce(method: Method[Any], reason: str, num_draft_tokens: int) -> None:
     """Log, once in a process, that there are chains in place of trees."""
-    logger.warning_once(
-        "%s drafts chains of up to %d tokens and no trees, because %s",
-        method.title,
-        num_draft_tokens,
-        reason,
-    )
+    logger.warning_once(ANNOUNCEMENT, method.title, num_draft_tokens, reason)

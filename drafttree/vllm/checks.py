@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
+from drafttree.chains import Chains
 from drafttree.compatibility import is_in_chains, is_refused
-from drafttree.vllm.chain_choice import Chains, choose_chains
+from drafttree.vllm.chain_choice import choose_chains
 from drafttree.vllm.media_checks import check_media
 from drafttree.vllm.runner_choice import choose_v2
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import conv1d, silu
 
+from drafttree.chains import as_chains
 from drafttree.tree import DraftTree
 from drafttree.vllm.chains.cpu_gdn import convolve
-from drafttree.vllm.chains.paths import as_chains
 
 
 def test_trees_are_cut_to_first_children() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
 
+from drafttree.chains import first_paths
 from drafttree.tree import DraftTree
-from drafttree.vllm.first_paths import first_paths
 from drafttree.vllm.v2.hooks import check, check_forward, check_next_tokens
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_up_to

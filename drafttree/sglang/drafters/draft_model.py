@@ -73,7 +73,7 @@ class DraftModelWorker(TreeWorker):
         target_worker: Any,
     ) -> None:
         super().__init__(method, server_args, gpu_id, nccl_port, target_worker)
-        most = self._options.num_draft_tokens
+        most = self._num_draft_tokens
         if len(self.drafter.columns) > 1 + most:
             # The draft model writes KV while it drafts, so truncating its trees would be too late.
             raise ValueError(

@@ -11,8 +11,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
-from drafttree.sglang.state import Step
-from drafttree.sglang.worker import Penalties, TreeWorker, sampled_tokens
+from drafttree.sglang.state import Step, sampled_tokens
+from drafttree.sglang.worker import Penalties, TreeWorker
 from drafttree.tree import DraftTree, Verified
 
 
@@ -47,7 +47,7 @@ class ModelFreeWorker(TreeWorker):
         return self._primed
 
     def _prime(self, tree_cache: Any, *, idle: bool) -> None:
-        tree_size = self._options.num_draft_tokens + 1
+        tree_size = self._num_draft_tokens + 1
         on_cpu = self._device.type == "cpu"
         allocator = self.token_to_kv_pool_allocator
         # SGLang's backends for GPUs verify trees of one size only.

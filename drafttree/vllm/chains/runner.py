@@ -18,9 +18,9 @@ from tree_kernels.kv_move import KvMover
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import gpu_model_runner
 
+from drafttree.chains import as_chains
 from drafttree.drafter import Target
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.chains.paths import as_chains
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.forward import step_seconds
 from drafttree.vllm.step import IntArray, StepState, StepTrees

@@ -16,12 +16,12 @@ from tree_kernels.scheduled_trees import Layout
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from drafttree.chains import first_paths
 from drafttree.drafter import Drafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import as_scheduled
-from drafttree.vllm.first_paths import first_paths
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.hooks import check_forward
 from drafttree.vllm.v2.requests import in_chains

@@ -10,10 +10,10 @@ from tree_kernels.scheduled_trees import next_roots
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from drafttree.chains import first_paths
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
-from drafttree.vllm.first_paths import first_paths
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.requests import Flags, Rows
 

@@ -1,16 +1,40 @@
-"""Trees cut to a chain: their path of first children.
+"""Chains of draft tokens, where trees cannot be verified, and trees cut to them.
 
-The V2 model runner needs them for requests whose logits depend on their text. It takes the draft
-tokens before a row for the end of the row's text: penalties, bad words, thinking budgets and custom
-logits processors read them so, which is right along a chain. Other engines verify chains alone.
+A tree needs attention that applies its mask, and KV that can be moved after the verification. An
+engine that has neither may still verify a chain, as it verifies the drafts of its own methods. Some
+samplers need chains too: they take the draft tokens before a row for the end of the row's text,
+which is right along a chain.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from drafttree.tree import DraftTree
+
+LONGEST = 31
+"""Greatest number of draft tokens of a chain. Longer ones are rarely accepted to the end."""
+
+LONGEST_RECURRENT = 7
+"""Greatest number with recurrent layers, which keep a state for each draft token of a request."""
+
+ANNOUNCEMENT = "%s drafts chains of up to %d tokens and no trees, because %s"
+"""What is logged, once, of the method's title, the number of draft tokens and the reason."""
+
+
+class Chains(NamedTuple):
+    """The chains that are drafted in place of trees.
+
+    Attributes:
+        reason: Why there are no trees.
+        longest: Greatest number of draft tokens of a chain.
+    """
+
+    reason: str
+    longest: int
 
 
 def first_paths(
@@ -47,3 +71,16 @@ def first_paths(
         trees.tree_size,
     )
     return cut, torch.where(which[:, None], nodes, columns)
+
+
+def as_chains(trees: DraftTree) -> DraftTree:
+    """The path of first children of each tree; trees that are chains stay as they are.
+
+    A drafter that knows `Target.longest_chain` drafts chains by itself.
+    """
+    if not trees.drafted:
+        return trees
+    size = trees.tree_size
+    paths, _ = first_paths(trees, size > 0, trees.tokens.shape[1] - 1)
+    drafts = (paths.tokens[:, 1:] >= 0).sum(1, dtype=size.dtype)
+    return DraftTree(paths.tokens, paths.parents, 1 + drafts)

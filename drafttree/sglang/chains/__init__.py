@@ -1,0 +1,1 @@
+"""Chains of draft tokens on SGLang's own state handling, where trees cannot be verified."""
