@@ -10,7 +10,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from drafttree.method import Method, load
 from drafttree.sglang.chains.choice import announce, choose_chains
 from drafttree.sglang.options import parse_options
-from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
+from drafttree.sglang.versions import CHAIN_BACKENDS, CPU_BACKEND, CUDA_BACKENDS
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,8 @@ class TreeAlgorithm(CustomSpecAlgo):
             # be sent a step late, and requests that have ended would be verified once more.
             server_args.disable_overlap_schedule = True
         else:
-            _choose_cuda_backend(server_args)
+            backends = CUDA_BACKENDS if chains is None else CHAIN_BACKENDS
+            _choose_cuda_backend(server_args, backends)
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
             logger.warning(
@@ -143,16 +144,17 @@ def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
     return type(base.__name__, (base,), {"method": method})
 
 
-def _choose_cuda_backend(server_args: Any) -> None:
+def _choose_cuda_backend(server_args: Any, backends: tuple[str, ...]) -> None:
     logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
-    if server_args.attention_backend not in CUDA_BACKENDS:
+    if server_args.attention_backend not in backends:
         logger.warning(
-            "Draft trees are not verified with --attention-backend=%s yet; %s is used instead, for "
-            "prompts too. --attention-backend=%s is the other choice",
+            "Drafts are not verified with --attention-backend=%s yet; %s is used instead, for "
+            "prompts too. Another choice is %s",
             server_args.attention_backend,
-            *CUDA_BACKENDS,
+            backends[0],
+            " or ".join(backends[1:]),
         )
-        server_args.attention_backend = CUDA_BACKENDS[0]
+        server_args.attention_backend = backends[0]
 
 
 def _check_kv_slots(max_total_tokens: int | None, tree_size: int) -> None:

@@ -80,7 +80,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Attention output, `[tokens, heads * head_size]` as `q`."""
+        """Attention output, `[tokens, heads * v_head_dim]`; latent vectors are longer in keys."""
         verify = self._verify
         if verify is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
@@ -95,7 +95,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         # read once and not once for each of them.
         queries = q.view(-1, per_request, heads, group, size).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(-1, heads, group * per_request, size)
-        output = torch.empty_like(q)
+        output = q.new_empty(len(q), layer.tp_q_head_num * layer.v_head_dim)
         rows = output.view(-1, per_request, heads, group, layer.v_head_dim).permute(0, 2, 3, 1, 4)
         biases = verify.biases_of(group)
         for query, out, slots, bias in zip(queries, rows, verify.slots, biases, strict=True):

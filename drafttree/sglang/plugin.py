@@ -31,6 +31,7 @@ def register_method(method: Method[Any]) -> None:
         RuntimeError: This SGLang lacks what registration needs; SGLang logs it and goes on.
     """
     try:
+        from sglang.srt import runtime_context
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
         from sglang.srt.speculative.spec_registry import get_spec
 
@@ -50,7 +51,7 @@ def register_method(method: Method[Any]) -> None:
 
     def worker_for(server_args: Any) -> Any:
         support = method.kind.sglang
-        runs = support.runs_chains if drafts_chains(server_args) else None
+        runs = support.runs_chains if drafts_chains(runtime_context.get_spec()) else None
         return load(runs or support.runs).of(method)
 
     SpeculativeAlgorithm.register(

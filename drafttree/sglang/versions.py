@@ -19,6 +19,10 @@ CUDA_BACKENDS = ("triton", "flashinfer")
 """SGLang's own attention backends with which draft trees are verified; the first is the default.
 FlashAttention 3 (`fa3`) accepts tree masks too, but takes pages of one token then."""
 
+CHAIN_BACKENDS = (*CUDA_BACKENDS, "fa3")
+"""SGLang's own attention backends with which chains are verified; the first is used in place of
+others."""
+
 
 def is_tested(version: str) -> bool:
     """Whether a version, whichever device it was built for, is the one that the tests use."""

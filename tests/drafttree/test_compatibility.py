@@ -79,10 +79,10 @@ def test_unknown_states_are_errors(text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_chains_are_served_by_a_runner_of_their_own(kind: DrafterKind[Any]) -> None:
-    served = [name for name in features() if is_in_chains("vllm", kind.name, name)]
-    assert bool(served) == (kind.vllm.runs_chains is not None)
-    assert {*served} <= consulted("vllm")
-    assert not any(is_in_chains("sglang", kind.name, name) for name in features())
+    for engine in ENGINES:
+        served = [name for name in features() if is_in_chains(engine, kind.name, name)]
+        assert bool(served) == (getattr(kind, engine).runs_chains is not None)
+        assert {*served} <= consulted(engine)
 
 
 def test_unknown_features_are_errors() -> None:

@@ -47,6 +47,12 @@ def resolve(cases: list[dict[str, Any]], options: str = "") -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
+HYBRID = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention"],
+}
+
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
     "tp-size=2": {"tp_size": 2},
@@ -75,8 +81,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     "caps the logits": {
         "model": {"architectures": ["LlamaForCausalLM"], "attn_logit_softcapping": 30.0}
     },
-    "recurrent layers": {
+    "recurrent layers instead of attention": {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
+    },
+    "cannot drop drafts from the layers' states": {"model": HYBRID},
+    "is a hybrid with recurrent layers": {
+        "model": HYBRID,
+        "speculative_algorithm": "rsd",
     },
 }
 

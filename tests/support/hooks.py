@@ -14,6 +14,7 @@ import forbid_waiting
 import lyanna_states
 import overlap_on_cpu
 import qwen_images
+import recurrent_on_cpu
 import small_chunks
 import steady_steps
 import torchvision_stubs
@@ -46,6 +47,8 @@ def install() -> None:
         qwen_images.enable()
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
+    if os.environ.get(recurrent_on_cpu.VARIABLE):
+        recurrent_on_cpu.enable()
     if os.environ.get(steady_steps.VARIABLE):
         steady_steps.enable()
     if os.environ.get(device_operations.VARIABLE):

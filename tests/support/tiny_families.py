@@ -116,6 +116,29 @@ def _qwen3_next() -> Any:
     )
 
 
+def _minicpm3() -> Any:
+    from transformers import MiniCPM3Config
+
+    heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "head_dim": 48}
+    ranks = {"kv_lora_rank": 64, "q_lora_rank": 96, "num_key_value_heads": 4}
+    return MiniCPM3Config(**_shape(**heads, **ranks))
+
+
+def _lfm2() -> Any:
+    from transformers import Lfm2Config
+
+    kinds = ["conv", "full_attention", "conv"]
+    shape = _shape(num_hidden_layers=3, layer_types=kinds, block_auto_adjust_ff_dim=False)
+    return Lfm2Config(**shape, conv_L_cache=3)
+
+
+def _falcon_h1() -> Any:
+    from transformers import FalconH1Config
+
+    heads = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1}
+    return FalconH1Config(**_shape(mamba_d_state=16, mamba_chunk_size=32, **heads))
+
+
 VISION: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
 """What the vision towers of tiny models share."""
 
@@ -195,7 +218,14 @@ WITHOUT_TREES: dict[str, Callable[[], Any]] = {
     "deepseek_v2": _deepseek_v2,
     "qwen3_next": _qwen3_next,
 }
-"""Configurations of families of which only chains of draft tokens can be verified."""
+"""Configurations of families of which vLLM verifies only chains of draft tokens."""
+
+CHAINS_IN_SGLANG: dict[str, Callable[[], Any]] = {
+    "falcon_h1": _falcon_h1,
+    "lfm2": _lfm2,
+    "minicpm3": _minicpm3,
+}
+"""Configurations of families of which SGLang verifies only chains of draft tokens."""
 
 
 def make_tiny_family(
@@ -210,7 +240,7 @@ def make_tiny_family(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    config = (FAMILIES | WITHOUT_TREES | MULTIMODAL)[name]()
+    config = (FAMILIES | WITHOUT_TREES | CHAINS_IN_SGLANG | MULTIMODAL)[name]()
     kind = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():

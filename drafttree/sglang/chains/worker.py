@@ -7,6 +7,7 @@ last token that was accepted, which SGLang chooses among those it kept for the t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from sglang.srt.speculative.spec_utils import (
     commit_mamba_states_after_verify,
     prepare_mamba_track_for_verify,
 )
+from torch.nn.functional import pad
 
 from drafttree.chains import as_chains
 from drafttree.sglang.drafters.model_free import ModelFreeWorker
+from drafttree.sglang.state import Step
+from drafttree.sglang.target_config import recurrent_config
 from drafttree.sglang.worker import Penalties
 from drafttree.tree import DraftTree, Verified
 
@@ -30,6 +34,19 @@ class ChainWorker(ModelFreeWorker):
     def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
         trees, drawn = super()._propose(batch, penalties)
         return as_chains(trees).truncated(self._num_draft_tokens), drawn
+
+    def _draft(self, batch: Any) -> Step:
+        step = super()._draft(batch)
+        missing = 1 + self._num_draft_tokens - step.trees.tokens.shape[1]
+        if missing <= 0 or recurrent_config(self._runner.model_config) is None:
+            return step
+        # SGLang lays states out for as many tokens of each request as a chain may have.
+        trees = replace(
+            step.trees,
+            tokens=pad(step.trees.tokens, (0, missing), value=-1),
+            parents=pad(step.trees.parents, (0, missing), value=-1),
+        )
+        return replace(step, trees=trees, depths=pad(step.depths, (0, missing)))
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
         prepare_mamba_track_for_verify(batch)
