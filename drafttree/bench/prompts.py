@@ -19,11 +19,13 @@ class Prompt:
         question_id: Identifier of the prompt.
         category: Kind of task.
         turns: The user's turns, answered one after another.
+        schema: JSON schema that every answer follows, as JSON; None for free answers.
     """
 
     question_id: int | str
     category: str
     turns: tuple[str, ...]
+    schema: str | None = None
 
 
 def default_prompts_path() -> Path:
@@ -69,4 +71,8 @@ def _parse(line: str, where: str) -> Prompt:
         raise InputError(f"{where}: category must be a string")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
         raise InputError(f"{where}: turns must be a non-empty list of strings")
-    return Prompt(question_id, category, tuple(turns))
+    schema = entry.get("schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise InputError(f"{where}: schema must be a JSON schema, which is a JSON object")
+    bound = None if schema is None else json.dumps(schema)
+    return Prompt(question_id, category, tuple(turns), bound)

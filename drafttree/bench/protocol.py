@@ -65,12 +65,14 @@ class Request:
         max_tokens: Greatest number of tokens to generate.
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed for sampling.
+        schema: JSON schema that the answer follows, as JSON; None for a free answer.
     """
 
     token_ids: list[int]
     max_tokens: int
     temperature: float = 0.0
     seed: int | None = None
+    schema: str | None = None
 
 
 @dataclass(frozen=True)

@@ -296,4 +296,4 @@ class _Run:
         seed = None
         if self.settings.temperature > 0:
             seed = zlib.crc32(f"{prompt.question_id}/{turn}".encode())
-        return Request(token_ids, max_new_tokens, self.settings.temperature, seed)
+        return Request(token_ids, max_new_tokens, self.settings.temperature, seed, prompt.schema)

@@ -51,6 +51,7 @@ class VllmEngine:
     def generate(self, requests: list[Request]) -> list[Generation]:
         """Answer all requests together and time each engine step."""
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         engine = self._llm.llm_engine
         running: dict[str, Generation] = {}
@@ -64,6 +65,9 @@ class VllmEngine:
                 max_tokens=request.max_tokens,
                 seed=request.seed,
                 detokenize=self._detokenize,
+                structured_outputs=(
+                    None if request.schema is None else StructuredOutputsParams(request.schema)
+                ),
             )
             engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, params)
             running[request_id] = Generation(prompt_tokens=len(request.token_ids))

@@ -119,11 +119,14 @@ def bench(
             raise InputError(f"--runner {runner.value} is vLLM's own: use --engine vllm")
         variants = resolve_variants(method, option or [], vary or [])
         check_engine(engine, variants[0])
+        asked = load_prompts(prompts or default_prompts_path(), limit)
+        if engine != "vllm" and any(prompt.schema is not None for prompt in asked):
+            raise InputError(f"{prompts} has prompts with a schema: use --engine vllm")
         settings = BenchSettings(
             engine=engine,
             method=variants[0],
             model=model,
-            prompts=load_prompts(prompts or default_prompts_path(), limit),
+            prompts=asked,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             temperature=temperature,

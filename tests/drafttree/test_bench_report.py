@@ -48,6 +48,16 @@ def test_shipped_prompts() -> None:
     assert sum(len(prompt.turns) == 2 for prompt in prompts) >= 5
 
 
+def test_shipped_prompts_with_schemas() -> None:
+    prompts = load_prompts(default_prompts_path().parent / "prompts" / "structured.jsonl")
+    assert len({prompt.question_id for prompt in prompts}) == len(prompts) == 60
+    assert set(Counter(prompt.category for prompt in prompts).values()) == {15}
+    for prompt in prompts:
+        assert prompt.schema is not None
+        schema = json.loads(prompt.schema)
+        assert schema.get("type") == "object" or schema.keys() == {"anyOf"}
+
+
 def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     good = json.dumps({"question_id": 1, "category": "qa", "turns": ["Why?"]})
@@ -65,6 +75,7 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
         ('{"question_id": 1, "category": "qa", "turns": "a"}', "turns must be"),
         ('{"question_id": [], "category": "qa", "turns": ["a"]}', "question_id must be"),
         ('{"question_id": 1, "category": 2, "turns": ["a"]}', "category must be"),
+        ('{"question_id": 1, "category": "a", "turns": ["a"], "schema": "b"}', "schema must be"),
         ("[]", "expected a JSON object"),
         ("", "no prompts"),
     ],

@@ -1,0 +1,11 @@
+"""Draft trees under a grammar: which nodes it allows, and which tokens it leaves after each.
+
+Depends on no engine and on no library of grammars: hosts adapt theirs to `Matcher`.
+"""
+
+from drafttree.grammar.binding import BoundTree, bind_tree
+from drafttree.grammar.masks import allows, sole_token
+from drafttree.grammar.matcher import Matcher, Walk
+from drafttree.grammar.node_masks import fill_masks
+
+__all__ = ["BoundTree", "Matcher", "Walk", "allows", "bind_tree", "fill_masks", "sole_token"]

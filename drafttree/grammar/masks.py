@@ -1,0 +1,27 @@
+"""Reads token bitmasks: 32 tokens in each int32, the lowest bit first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MaskRow = np.ndarray[Any, np.dtype[np.int32]]
+"""The tokens that may follow a node, `[W]`, one bit for each."""
+
+ALL = -1
+"""A word of a mask that allows all of its tokens."""
+
+
+def allows(mask: MaskRow, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+def sole_token(mask: MaskRow) -> int | None:
+    """The only token that a mask allows; None if it allows several, or none."""
+    if np.count_nonzero(mask) != 1:
+        return None
+    place = int(np.flatnonzero(mask)[0])
+    word = int(mask[place]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * place + word.bit_length() - 1

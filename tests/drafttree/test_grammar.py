@@ -1,0 +1,184 @@
+"""Trees under a grammar, against a language whose sequences can be enumerated."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from finite_language import END, VOCAB, FiniteLanguage, mask_of, tokens_of
+
+from drafttree.grammar import BoundTree, allows, bind_tree, fill_masks, sole_token
+
+ALPHABET = (3, 31, 32, 38)
+"""Tokens at the ends of both words of a mask."""
+
+
+def some_language(seed: int) -> FiniteLanguage:
+    """Some sequences, many with common beginnings; a few tokens are forced."""
+    draw = random.Random(seed)
+    return FiniteLanguage(
+        [draw.choice(ALPHABET) for _ in range(draw.randrange(1, 7))]
+        for _ in range(draw.randrange(2, 12))
+    )
+
+
+def some_tree(seed: int, size: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a random tree, no token twice under one parent."""
+    draw = random.Random(1000 + seed)
+    tokens, parents = [7], [-1]
+    while len(tokens) < size:
+        parent = draw.randrange(len(tokens))
+        token = draw.choice((*ALPHABET, END, 5))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return tokens, parents
+
+
+def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
+    path = []
+    while node > 0:
+        path.insert(0, tokens[node])
+        node = parents[node]
+    return path
+
+
+def is_allowed(language: FiniteLanguage, path: list[int]) -> bool:
+    return all(path[at] in language.following(path[:at]) for at in range(len(path)))
+
+
+def room(rows: int) -> torch.Tensor:
+    return torch.full((rows, 2), 77, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("tokens", [{0}, {31}, {32}, {39}, {0, 31}, {31, 32}, set(), {5, 6, 7}])
+def test_masks_are_read(tokens: set[int]) -> None:
+    mask = mask_of(tokens)
+    row = mask.numpy()
+    assert tokens_of(mask) == {each for each in range(64) if allows(row, each)} == tokens
+    assert sole_token(row) == (min(tokens) if len(tokens) == 1 else None)
+    assert sole_token(np.full(2, -1, np.int32)) is None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_mask_is_that_of_the_nodes_own_path(seed: int) -> None:
+    language = some_language(seed)
+    tokens, parents = some_tree(seed, 14)
+    masks = room(14)
+    count = fill_masks(language, tokens, parents, masks)
+    allowed = 0
+    for node in range(len(tokens)):
+        path = path_to(node, tokens, parents)
+        if is_allowed(language, path):
+            assert tokens_of(masks[node]) & {*range(VOCAB)} == (
+                language.following(path) or {*range(VOCAB)}
+            )
+            allowed += node > 0
+        else:
+            assert masks[node].tolist() == [-1, -1]
+    assert count == allowed
+    assert language.filled == 1 + allowed
+    assert language.accepted == []
+
+
+def test_columns_without_a_node_allow_everything() -> None:
+    language = FiniteLanguage([[3, 32], [31]])
+    masks = room(4)
+    assert fill_masks(language, [0, 3, -1, 32], [-1, 0, -1, 1], masks) == 2
+    assert tokens_of(masks[0]) == {3, 31}
+    assert tokens_of(masks[1]) == {32}
+    assert masks[2].tolist() == [-1, -1]
+    assert tokens_of(masks[3]) == {END}
+
+
+def bind(
+    language: FiniteLanguage,
+    tokens: list[int],
+    parents: list[int],
+    most_proposed: int = 99,
+    most: int = 99,
+    max_depth: int = 99,
+) -> BoundTree:
+    bound = bind_tree(
+        *(language, tokens, parents, room(most)),
+        most_proposed=most_proposed,
+        most=most,
+        max_depth=max_depth,
+    )
+    assert language.accepted == []
+    return bound
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_bound_tree_is_what_the_grammar_leaves_of_the_proposal(seed: int) -> None:
+    language = some_language(seed)
+    tokens, parents = some_tree(seed, 14)
+    bound = bind(language, tokens, parents)
+    paths = [path_to(node, bound.tokens, bound.parents) for node in range(len(bound.tokens))]
+    # Each proposed node whose path is allowed is in the tree once, with its column.
+    proposed = {
+        column: path
+        for column in range(len(tokens))
+        if is_allowed(language, path := path_to(column, tokens, parents))
+    }
+    found = {column: path for column, path in zip(bound.columns, paths, strict=True) if column >= 0}
+    assert found == proposed
+    # The others are those that follow with certainty from one in the tree.
+    assert all(
+        forced for forced, column in zip(bound.forced, bound.columns, strict=True) if column < 0
+    )
+    for node in range(1, len(paths)):
+        assert bound.forced[node] == (len(language.following(paths[node][:-1])) == 1)
+    for node, path in enumerate(paths):
+        assert bound.parents[node] < node
+        following = language.following(path)
+        assert tokens_of(bound.masks[node]) & {*range(VOCAB)} == (following or {*range(VOCAB)})
+        if len(following) == 1:
+            assert [*path, *following] in paths
+    assert len({*map(tuple, paths)}) == len(paths)
+    assert language.filled == len(paths)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_first_nodes_that_are_allowed_are_kept(seed: int) -> None:
+    """The most probable ones come first, so that what forbidden ones leave goes to the next."""
+    language = some_language(seed)
+    tokens, parents = some_tree(seed, 20)
+    whole = bind(language, tokens, parents)
+    few = bind(language, tokens, parents, most_proposed=3)
+    kept = [column for column in few.columns if column > 0]
+    assert few.columns == whole.columns[: len(few.columns)]
+    assert len(kept) >= min(3, sum(column > 0 for column in whole.columns))
+    small = bind(language, tokens, parents, most=4)
+    assert len(small.tokens) == min(4, len(whole.tokens))
+    assert (small.tokens, small.parents) == (whole.tokens[:4], whole.parents[:4])
+    flat = bind(language, tokens, parents, max_depth=1)
+    assert all(parent <= 0 for parent in flat.parents)
+
+
+def test_forced_tokens_come_first() -> None:
+    """Before anything is proposed, and after each node that was."""
+    language = FiniteLanguage([[3, 31, 32], [3, 31, 38, 38]])
+    bound = bind(language, [7], [-1])
+    assert (bound.tokens[1:], bound.parents, bound.columns) == ([3, 31], [-1, 0, 1], [0, -1, -1])
+    # The first forced token was proposed too, and so was one of the two that may follow.
+    bound = bind(language, [7, 5, 3, 31, 38], [-1, 0, 0, 2, 3])
+    assert bound.tokens[1:] == [3, 31, 38, 38, END]
+    assert bound.columns == [0, 2, 3, 4, -1, -1]
+    assert bound.forced == [False, True, True, False, True, True]
+    assert bound.parents == [-1, 0, 1, 2, 3, 4]
+
+
+def test_a_token_that_the_grammar_refuses_after_all_is_left_out() -> None:
+    class Stubborn(FiniteLanguage):
+        def accept(self, token: int) -> bool:
+            return token != 31 and super().accept(token)
+
+    language = Stubborn([[3, 31], [31, 3], [38]])
+    bound = bind(language, [7, 31, 3, 38], [-1, 0, 0, 0])
+    assert bound.tokens[1:] == [3, 38, END]
+    assert bound.columns == [0, 2, 3, -1]
+    masks = room(4)
+    assert fill_masks(language, [7, 31, 3, 3], [-1, 0, 0, 1], masks) == 1
