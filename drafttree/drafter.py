@@ -230,6 +230,27 @@ class ModelFreeDrafter(Drafter):
         """
         raise NotImplementedError
 
+    def propose_candidates(
+        self, slots: torch.Tensor, roots: torch.Tensor, bound: torch.Tensor
+    ) -> tuple[DraftTree, torch.Tensor]:
+        """Draft as `propose` does, with more candidates for requests that a grammar binds.
+
+        Called in place of `propose` by hosts that drop the nodes which a grammar forbids before
+        they verify a tree, and keep the most probable ones of the others.
+
+        Args:
+            slots: As in `propose`.
+            roots: As in `propose`.
+            bound: `int64 [G]`, the places of these requests among all; at least one.
+
+        Returns:
+            The trees, those of these requests from the most to the least probable node and with
+            more nodes than are to be verified, if the drafter has them; and how many draft tokens
+            of each of these requests are to be verified, `int32 [G]`.
+        """
+        trees = self.propose(slots, roots)
+        return trees, trees.tree_size[bound] - 1
+
     def observe(
         self,
         slots: torch.Tensor,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from tree_kernels.candidates import TOP
 from tree_kernels.expansion import ExpandedTrees, columns_of, expand_trees
 from tree_kernels.memory import append_texts, remember
@@ -34,12 +35,22 @@ PROMPT_TOKENS = 16
 """Tokens of a prompt that are remembered before its answer, so that an answer's beginning can be
 matched too."""
 
+_CANDIDATES = 4
+"""Candidates for each draft token to verify, where a grammar chooses among them."""
+
 _UNTIMED_ON_CPU = 7
 """Draft tokens per request with `nodes=auto` on a CPU whose forwards were not measured."""
 
 _UNTIMED_NODES = 512
 """Nodes of a step with `nodes=auto` on a GPU whose forwards were not measured: beyond them each
 costs time on any GPU."""
+
+
+def _of_requests(trees: ExpandedTrees, requests: torch.Tensor) -> ExpandedTrees:
+    """Some of the expanded trees."""
+    return ExpandedTrees(
+        *(each[requests] for each in (trees.tokens, trees.parents, trees.sources, trees.scores))
+    )
 
 
 def level_width(num_draft_tokens: int) -> int:
@@ -104,7 +115,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         device = self.tables.matrix.device
         self.tables.allocate_own(max_requests, private=self._private)
         self._texts = Texts(max_requests, max_model_len, device)
-        self._sources = zeros((max_requests, self._num_draft_tokens + 1), device)
+        self._sources = zeros((max_requests, columns_of(self._width, DEPTH)), device)
         self._compile()
 
     def _compile(self) -> None:
@@ -181,30 +192,70 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Build a tree under each root (`int32 [B]`): the request's last token, -1 for no tree."""
+        expanded, choice = self._choose(slots, roots)
+        if expanded is None:
+            return DraftTree.of_roots(roots)
+        return self._best(slots, expanded, choice)
+
+    def _choose(
+        self, slots: torch.Tensor, roots: torch.Tensor
+    ) -> tuple[ExpandedTrees | None, TreeChoice]:
+        """The expanded trees, and how much of them is drafted; None for nothing."""
         budget, num_draft_tokens = self._budget, self._limit
         if self._auto and budget is None:
             most = untimed_draft_tokens(len(roots), roots.device.type)
             num_draft_tokens = min(num_draft_tokens, most)
             if not num_draft_tokens:
-                return DraftTree.of_roots(roots)
+                return None, TreeChoice(0)
+        choice = TreeChoice(num_draft_tokens)
         if budget is not None and budget.should_skip_drafting(slots):
-            return DraftTree.of_roots(roots)
+            return None, TreeChoice(0)
         expanded = self._expand(slots, roots)
         self._scores = expanded.scores if self._by_score else None
-        choice = TreeChoice(num_draft_tokens)
         if budget is not None:
             choice = budget.choose_best_first(slots, expanded.scores)
             if not choice.drafts:
-                return DraftTree.of_roots(roots)
+                return None, choice
+        return expanded, choice
+
+    def _best(
+        self,
+        slots: torch.Tensor,
+        expanded: ExpandedTrees,
+        choice: TreeChoice,
+        *,
+        by_score: bool = False,
+    ) -> DraftTree:
+        """The best nodes of expanded trees; their sources are kept until they are verified."""
         tokens, parents, _, tree_size = best_nodes(
             expanded,
             choice.num_draft_tokens,
             choice.spine,
             choice.min_score,
-            by_score=self._by_score,
+            by_score=by_score or self._by_score,
             into=(self._sources, slots),
         )
         return DraftTree(tokens, parents, tree_size)
+
+    def propose_candidates(
+        self, slots: torch.Tensor, roots: torch.Tensor, bound: torch.Tensor
+    ) -> tuple[DraftTree, torch.Tensor]:
+        """Draft as `propose` does, with more candidates for requests that a grammar binds."""
+        expanded, choice = self._choose(slots, roots)
+        if expanded is None:
+            return DraftTree.of_roots(roots), torch.zeros_like(bound, dtype=torch.int32)
+        trees = self._best(slots, expanded, choice)
+        verified = trees.tree_size[bound] - 1
+        most = min(self._sources.shape[1], expanded.tokens.shape[1]) - 1
+        wanted = TreeChoice(min(_CANDIDATES * choice.num_draft_tokens + choice.spine, most))
+        own = self._best(slots[bound], _of_requests(expanded, bound), wanted, by_score=True)
+        missing = own.tokens.shape[1] - trees.tokens.shape[1]
+        tokens, parents = (
+            pad(each, (0, missing), value=-1) for each in (trees.tokens, trees.parents)
+        )
+        tokens[bound], parents[bound] = own.tokens, own.parents
+        sizes = trees.tree_size.index_copy(0, bound, own.tree_size)
+        return DraftTree(tokens, parents, sizes), verified
 
     def expected_tokens(self, sizes: Sequence[int]) -> torch.Tensor | None:
         """The sums of the best scores of the trees that were expanded last, `float32 [B, S]`."""

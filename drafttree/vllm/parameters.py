@@ -20,12 +20,16 @@ def has_opted_out(parameters: SamplingParams | None) -> bool:
     """Whether a request must not be drafted for, by its own wish or for want of parameters."""
     if parameters is None:
         return True
-    return (parameters.extra_args or {}).get(OPT_OUT) is False
+    # Over HTTP (`vllm_xargs`) there are numbers only.
+    return (parameters.extra_args or {}).get(OPT_OUT) in (False, 0)
 
 
 def is_grammar_bound(parameters: SamplingParams | None) -> bool:
-    """Whether a request's output follows a grammar; such requests are served without drafts."""
-    bound = parameters is not None and parameters.structured_outputs is not None
-    if bound:
-        logger.warning_once("Requests with structured output are served without drafts")
-    return bound
+    """Whether a request's output follows a grammar."""
+    structured = None if parameters is None else parameters.structured_outputs
+    return structured is not None and not structured.all_constraints_none()
+
+
+def announce_undrafted(reason: str) -> None:
+    """Say once that requests with structured output are served without drafts, and why."""
+    logger.warning_once("Requests with structured output are served without drafts: %s", reason)

@@ -21,7 +21,8 @@ class PendingDrafts:
     Attributes:
         request_ids: Names of the batch's requests.
         wanted: Whether each request is drafted for, `bool [B]`.
-        packed: Copy of tokens, parents and tree sizes, `int32 [B, 2 N + 1]`.
+        packed: Copy of tokens, parents, tree sizes and the numbers of draft tokens to verify,
+            `int32 [B, 2 N + 2]`.
     """
 
     request_ids: Sequence[str]
@@ -29,31 +30,47 @@ class PendingDrafts:
     packed: AsyncHostCopy
 
     @classmethod
-    def of(cls, request_ids: Sequence[str], wanted: BoolArray, trees: DraftTree) -> PendingDrafts:
-        """Start copying trees to the host, without waiting for them."""
-        packed = torch.cat((trees.tokens, trees.parents, trees.tree_size[:, None]), 1)
+    def of(
+        cls,
+        request_ids: Sequence[str],
+        wanted: BoolArray,
+        trees: DraftTree,
+        verified: torch.Tensor | None = None,
+    ) -> PendingDrafts:
+        """Start copying trees to the host, without waiting for them.
+
+        Args:
+            request_ids: Names of the batch's requests.
+            wanted: Whether each request is drafted for, `bool [B]`.
+            trees: Their trees.
+            verified: How many draft tokens of each are to be verified, `int32 [B]`; None for all.
+        """
+        size = trees.tree_size
+        verified = size - 1 if verified is None else verified
+        packed = torch.cat((trees.tokens, trees.parents, size[:, None], verified[:, None]), 1)
         return cls(tuple(request_ids), wanted, AsyncHostCopy.of(packed))
 
     def truncate(
         self,
-        max_tree_size: int,
+        max_tree_size: int | IntArray,
         tokens_left: IntArray,
         stops: Sequence[Collection[int]] | None = None,
     ) -> tuple[list[list[int]], list[StoredTree]]:
         """Wait for the trees, and drop the nodes that do not fit in the step or in the request.
 
         Args:
-            max_tree_size: Greatest number of nodes, the root counted, of a request's tree.
+            max_tree_size: Greatest number of nodes, the root counted, of a request's tree: one for
+                all, or `int32 [B]`.
             tokens_left: Number of tokens that each request may still emit, `int32 [B]`.
             stops: The tokens that end each request. Nodes below them are dropped, which could
                 only be emitted after the end; None for no such tokens.
 
         Returns:
-            The draft tokens of each request in breadth-first order, and the layout of its tree.
+            The draft tokens of each request, and the layout of its tree.
         """
         packed = self.packed.wait()
-        tokens, parents = packed[:, :-1].chunk(2, 1)
-        tree_size = packed[:, -1].contiguous()
+        tokens, parents = packed[:, :-2].chunk(2, 1)
+        tree_size = packed[:, -2].contiguous()
         depth = depths(parents.contiguous(), tree_size).numpy()
         # Deeper nodes could only emit tokens beyond the request's end.
         fits = (depth < tokens_left[:, None]) & self.wanted[:, None]
@@ -62,12 +79,17 @@ class PendingDrafts:
             if ends:
                 fits[row] &= _can_be_emitted(tokens.numpy()[row], parents.numpy()[row], ends)
         drafts, trees = [], []
-        rows = zip(tokens.tolist(), parents.numpy(), depth, fits, strict=True)
-        for tokens_of, parents_of, depth_of, fits_of in rows:
-            columns = np.flatnonzero(fits_of)[:max_tree_size]
+        sizes = np.broadcast_to(np.asarray(max_tree_size), len(fits))
+        rows = zip(tokens.tolist(), parents.numpy(), depth, fits, sizes, strict=True)
+        for tokens_of, parents_of, depth_of, fits_of, size in rows:
+            columns = np.flatnonzero(fits_of)[:size]
             drafts.append([tokens_of[column] for column in columns[1:]])
             trees.append(StoredTree(parents_of, depth_of).selected(columns))
         return drafts, trees
+
+    def to_verify(self) -> dict[str, int]:
+        """How many draft tokens of each request are to be verified; waits for the trees."""
+        return dict(zip(self.request_ids, self.packed.wait()[:, -1].tolist(), strict=True))
 
 
 def _can_be_emitted(tokens: IntArray, parents: IntArray, ends: Collection[int]) -> BoolArray:

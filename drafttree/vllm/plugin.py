@@ -76,10 +76,10 @@ def _create(
         adaptive = method.parse(options).is_adaptive
         tiers = plan(engine, target_model_config.max_model_len, num_draft_tokens, adaptive=adaptive)
         request = _as_ngram_gpu(tiers)
-        if adaptive:
-            patches.use_scheduler(engine)
+        patches.use_scheduler(engine, tiers=adaptive)
     else:
         request = _as_custom_class(num_draft_tokens)
+        patches.use_scheduler(engine)
     with patches.replace_speculative_arguments(engine, request):
         config = original(target_model_config, target_parallel_config)
     check_choice(

@@ -17,14 +17,13 @@ from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.model_inputs import rope_positions
-from drafttree.vllm.parameters import has_opted_out, is_grammar_bound
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
-from drafttree.vllm.step import NO_TOKEN, BoolArray, IntArray, StepState, StepTrees, StoredTree
+from drafttree.vllm.step import NO_TOKEN, BoolArray, IntArray, StepState, StepTrees
 from drafttree.vllm.step_logits import GrammarMasks, StepLogits
+from drafttree.vllm.structured.grammar_runner import GrammarRunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -36,7 +35,7 @@ logger = init_logger(f"vllm.{__name__}")
 S = TypeVar("S", bound=StepState)
 
 
-class TreeModelRunner(AdoptedRunner, Generic[S]):
+class TreeModelRunner(GrammarRunner, Generic[S]):
     """Base class of the model runners of all kinds of drafter.
 
     A subclass drafts in `_propose` and verifies in `_verify`. What a step passes from one of the
@@ -46,13 +45,11 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
 
     _step: S | None = None
     _pending: PendingDrafts | None = None
+    _verified: torch.Tensor | None = None
 
     def set_up(self, *args: Any, **kwargs: Any) -> None:
         """Prepare an adopted runner, before its model is loaded."""
         super().set_up(*args, **kwargs)
-        self._stored: dict[str, StoredTree] = {}
-        self._drafts_off: set[str] = set()
-        self._grammar_bound: set[str] = set()
         self._slots = RequestSlots(self.max_num_reqs)
         self._slots_of_batch: tuple[list[str], torch.Tensor] | None = None
         # No step here uses the engine's rejection sampler. When the engine measures a step, it
@@ -116,24 +113,17 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         # A preempted request is computed again from the beginning. A streaming session that goes on
         # arrives again under its old name.
         self._requests_ended([*finished, *(scheduler_output.preempted_req_ids or ()), *arrived])
-        self._drafts_off.difference_update(finished)
-        self._grammar_bound.difference_update(finished)
-        for request_id in finished:
-            self._stored.pop(request_id, None)
+        self._finished(finished)
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
-            parameters = self.requests[request_id].sampling_params
-            for names, member in (
-                (self._grammar_bound, is_grammar_bound(parameters)),
-                (self._drafts_off, has_opted_out(parameters)),
-            ):
-                (names.add if member else names.discard)(request_id)
+            self._arrived(request_id)
         return deferred
 
     def _prepare_inputs(
         self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
     ) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        self._take_bound(scheduler_output)
         trees = StepTrees.of_batch(
             self.input_batch.req_ids,
             scheduler_output.scheduled_spec_decode_tokens,
@@ -189,8 +179,9 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, verify and draft."""
         step = self._step
-        if grammar_output and step and len(step.trees.rows) > self._max_logits_rows:
-            # The engine would mask the logits of all rows at once.
+        if grammar_output and step:
+            # The drafter learns from the logits before they are masked, and where there are many
+            # rows, the engine would mask them all at once.
             scheduled = self.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
             rows = dict(zip(self.input_batch.req_ids, step.trees.starts.tolist(), strict=True))
             step.grammars = GrammarMasks.of(grammar_output, scheduled, rows)
@@ -214,6 +205,7 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         output, verified = self._verify(step, self._logits(step, logits))
         self._move_kv(step.trees, verified)
         self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
+        self._count_forced(step.trees, step.drafts, verified)
         self._step_verified(step, verified)
         drafts, learned = step.trees.as_proposed(step.drafts, self._learned(verified))
         self._drafter.on_verified(self._batch_slots(), drafts, learned)
@@ -263,17 +255,17 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
     ) -> list[list[int]]:
         """Draft the next step's trees, which `take_draft_token_ids` hands to the engine."""
         request_ids = self.input_batch.req_ids
-        undrafted = self._drafts_off | self._grammar_bound
+        self._verified = None
         roots = np.array(
             [
-                ids[-1] if ids and name not in undrafted else NO_TOKEN
+                ids[-1] if ids and name not in self._drafts_off else NO_TOKEN
                 for name, ids in zip(request_ids, sampled_token_ids, strict=True)
             ],
             np.int32,
         )
         trees = self._propose(roots)
         if trees.drafted:
-            self._pending = PendingDrafts.of(request_ids, roots >= 0, trees)
+            self._pending = PendingDrafts.of(request_ids, roots >= 0, trees, self._verified)
         return [[] for _ in request_ids]
 
     def _as_declared(self, trees: DraftTree) -> DraftTree:
@@ -295,30 +287,36 @@ class TreeModelRunner(AdoptedRunner, Generic[S]):
         This is the only place in a step where the host waits for the device.
         """
         pending, self._pending = self._pending, None
+        share = self._share_of_step()
         if pending is not None:
-            # Each request gets an equal share at most, so that no running request waits because
-            # others draft. While more requests may join, a quarter is left for their prompts.
-            budget = self._token_budget
-            if len(pending.request_ids) < self.max_num_reqs:
-                budget -= budget // 4
-            share = max(budget // len(pending.request_ids), 1)
             left = np.array([*map(self._tokens_left, pending.request_ids)], np.int32)
             stops = [*map(self._ending_tokens, pending.request_ids)]
-            self._draft_token_ids, trees = pending.truncate(share, left, stops)
+            # Of the candidates of requests with a grammar, the scheduler chooses.
+            width = pending.packed.values.shape[1]
+            shares = [
+                width if name in self._grammar_bound else share for name in pending.request_ids
+            ]
+            self._draft_token_ids, trees = pending.truncate(np.array(shares), left, stops)
             self._stored.update(zip(pending.request_ids, trees, strict=True))
         taken: DraftTokenIds | None = super().take_draft_token_ids()
+        if taken is not None and self._grammar_bound:
+            self._propose_bound(taken, share, pending.to_verify() if pending else {})
         return taken
+
+    def _share_of_step(self) -> int:
+        """Greatest number of nodes of a request's tree in the next step, the root counted.
+
+        Each request gets an equal share at most, so that no running request waits because others
+        draft. While more requests may join, a quarter is left for their prompts.
+        """
+        budget, requests = self._token_budget, max(self.input_batch.num_reqs, 1)
+        if requests < self.max_num_reqs:
+            budget -= budget // 4
+        return max(budget // requests, 1)
 
     def _ending_tokens(self, request_id: str) -> set[int]:
         """The tokens below which nothing is drafted, because they end the request."""
         return set()
-
-    def _tokens_left(self, request_id: str) -> int:
-        """Greatest number of tokens that a request may still emit."""
-        state = self.requests[request_id]
-        room = self.max_model_len - state.num_tokens
-        limit = state.sampling_params.max_tokens if state.sampling_params else None
-        return room if limit is None else min(room, limit - len(state.output_token_ids))
 
 
 def skip_rejection_sampling(*args: Any) -> None:

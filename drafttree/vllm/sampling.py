@@ -151,7 +151,7 @@ def sample_trees(
         trees: Layout of the step's trees.
         drafts: The trees.
         logits: The target's raw logits.
-        observe: Gets the logits of all rows, if it is given.
+        observe: Gets the logits of all rows before they are masked, if it is given.
         rule: Acceptance rule that chooses tokens in place of the sampler's random choice.
     """
     metadata: SamplingMetadata = batch.sampling_metadata
@@ -161,6 +161,8 @@ def sample_trees(
     chosen = []
     for rows, chunk in logits.chunks() if observe or greedy or ahead else ():
         best = observe(rows, chunk) if observe else None
+        if logits.mask(rows, chunk):
+            best = None
         if greedy:
             chosen.append(top_candidates(chunk, 1)[:, 0] if best is None else best)
         elif ahead:

@@ -15,6 +15,7 @@ from drafttree.transfer import all_on_device, on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.step_logits import GrammarMasks
 from drafttree.vllm.step_masks import StepMasks
+from drafttree.vllm.structured.shapes import Bound
 
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -28,15 +29,30 @@ class StoredTree:
     """The layout of a request's tree, kept on the host from drafting to verification.
 
     Attributes:
-        parents: Column of each node's parent, `int32 [n]`, in breadth-first order; -1 for the root.
+        parents: Column of each node's parent, which comes before it, `int32 [n]`; -1 for the root.
         depths: Depth of each node, `int32 [n]`; 0 for the root.
-        columns: Column of each node in the tree as it was proposed, `int64 [n]`; None for its
-            first n columns.
+        columns: Column of each node in the tree as it was proposed, `int64 [n]`, -1 for a node that
+            was not; None for its first n columns.
+        forced: Whether a grammar leaves no token but that of the node, `bool [n]`; None if it does
+            for no node.
     """
 
     parents: IntArray
     depths: IntArray
     columns: LongArray | None = None
+    forced: BoolArray | None = None
+
+    @classmethod
+    def bound(cls, proposed: StoredTree, shape: Bound) -> StoredTree:
+        """A proposed tree after the scheduler has bound it to a grammar."""
+        depths = [0]
+        for parent in shape.parents[1:]:
+            depths.append(1 + depths[parent])
+        columns = np.array(shape.columns, np.int64)
+        if proposed.columns is not None:
+            columns = np.where(columns < 0, -1, proposed.columns[columns])
+        forced = np.array(shape.forced, np.bool_) if any(shape.forced) else None
+        return cls(np.array(shape.parents, np.int32), np.array(depths, np.int32), columns, forced)
 
     @classmethod
     def chain(cls, size: int) -> StoredTree:
@@ -104,8 +120,10 @@ class StepTrees:
         parents: Column of each node's parent, `int32 [B, N]`, padded with -1.
         position_offsets: Offsets from a chain's positions to those of the trees, `int64 [tokens]`.
         max_depth: Greatest depth of a node.
-        columns: Column of each node in the tree as it was proposed, `int64 [B, N]`; for padding one
-            more than any. None if they are those of the nodes.
+        columns: Column of each node in the tree as it was proposed, `int64 [B, N]`; -1 for padding
+            and for nodes that were not proposed. None if they are those of the nodes.
+        forced: Whether a grammar leaves no token but that of the node, `bool [B, N]`; None if it
+            does for no node.
     """
 
     rows: torch.Tensor
@@ -117,6 +135,7 @@ class StepTrees:
     position_offsets: LongArray
     max_depth: int
     columns: LongArray | None = None
+    forced: BoolArray | None = None
 
     @classmethod
     def of_batch(
@@ -144,6 +163,7 @@ class StepTrees:
         ends = np.cumsum(num_scheduled_tokens)
         max_depth = 0
         proposed: list[LongArray | None] = []
+        forced: BoolArray | None = None
         for row, (name, size) in enumerate(zip(request_ids, sizes, strict=True)):
             tree = ROOT_ONLY
             if size > 1:
@@ -154,7 +174,10 @@ class StepTrees:
             proposed.append(tree.columns)
             if size > 1:
                 offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)
-            max_depth = max(max_depth, int(tree.depths[size - 1]))
+            max_depth = max(max_depth, int(tree.depths[:size].max()))
+            if tree.forced is not None:
+                forced = np.zeros(parents.shape, np.bool_) if forced is None else forced
+                forced[row, :size] = tree.forced[:size]
         return cls(
             rows=rows,
             starts=np.cumsum(sizes) - sizes,
@@ -167,6 +190,7 @@ class StepTrees:
             position_offsets=offsets,
             max_depth=max_depth,
             columns=_columns(proposed, sizes),
+            forced=forced,
         )
 
     @property
@@ -195,22 +219,29 @@ class StepTrees:
         )
 
     def as_proposed(self, drafts: DraftTree, verified: Verified) -> tuple[DraftTree, Verified]:
-        """The trees and their outcome with each node in the column in which it was proposed."""
+        """The trees and their outcome with each node in the column in which it was proposed.
+
+        Forced nodes are left out, as they say nothing of how well the drafter drafts. A path may go
+        through one that was proposed.
+        """
         if self.columns is None:
             return drafts, verified
-        # The last node of each tree is in its last column; the columns of padding are beyond.
-        last = np.take_along_axis(self.columns, self.tree_sizes[:, None] - 1, 1)
-        width = 1 + int(last.max())
-        columns = on_device(self.columns, drafts.tokens.device)
+        width = 1 + int(self.columns.max())
+        known = on_device(self.columns, drafts.tokens.device)
+        # What was not proposed is in a column beyond all others, which is dropped.
+        columns = known.masked_fill(known < 0, width)
         absent = torch.full_like(drafts.tokens[:, :1], NO_TOKEN).expand(-1, width + 1)
         above = columns.gather(1, drafts.parents.clamp(min=0).long()).int()
         above = above.masked_fill(drafts.parents < 0, -1)
-        path = columns.gather(1, verified.path.clamp(min=0).long()).int()
-        sizes = columns.masked_fill(columns == width, -1).amax(1).int() + 1
+        tokens = drafts.tokens
+        if self.forced is not None:
+            forced = on_device(self.forced, tokens.device)
+            above, tokens = above.masked_fill(forced, -1), tokens.masked_fill(forced, NO_TOKEN)
+        path = known.gather(1, verified.path.clamp(min=0).long()).int()
         trees = DraftTree(
-            absent.scatter(1, columns, drafts.tokens)[:, :width],
+            absent.scatter(1, columns, tokens)[:, :width],
             absent.scatter(1, columns, above)[:, :width],
-            sizes,
+            known.amax(1).int() + 1,
         )
         return trees, replace(verified, path=path.masked_fill(verified.path < 0, -1))
 
@@ -251,13 +282,9 @@ def _columns(proposed: Sequence[LongArray | None], sizes: LongArray) -> LongArra
     if all(columns is None for columns in proposed):
         return None
     whole = np.arange(sizes.max())
-    rows = [
-        (whole if columns is None else columns)[:size]
-        for columns, size in zip(proposed, sizes, strict=True)
-    ]
-    padded = np.full((len(rows), len(whole)), 1 + max(int(row[-1]) for row in rows))
-    for row, columns in enumerate(rows):
-        padded[row, : len(columns)] = columns
+    padded = np.full((len(proposed), len(whole)), -1)
+    for row, (columns, size) in enumerate(zip(proposed, sizes, strict=True)):
+        padded[row, :size] = (whole if columns is None else columns)[:size]
     return padded
 
 
@@ -268,7 +295,7 @@ class StepState:
     Attributes:
         trees: Layout of the step's trees.
         masks: Attention masks of the trees; None if the step has no drafts.
-        grammars: What grammars allow in each row; None where the engine applies it.
+        grammars: What grammars allow in each row; None without grammars.
         hidden: The target's hidden states, `[tokens, d]`.
         drafts: The trees as verified.
     """

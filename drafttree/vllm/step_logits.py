@@ -88,7 +88,7 @@ class StepLogits:
         first: Those of the first rows, `[n, V]`, or of all rows.
         compute: Returns those of any rows, `int64 [m]`, as `[m, V]`; needed if n is less than R.
         count: R.
-        masks: The masks of the rows that a grammar restricts, if they are not applied yet.
+        masks: The masks of the rows that a grammar restricts, which are not applied yet.
 
     Attributes:
         first: The logits of the first rows.
@@ -105,23 +105,33 @@ class StepLogits:
         self._compute = compute
         self._count = count
         self._masks = masks
-        if masks is not None:
-            masks.apply(first, range(len(first)))
+        self._is_first_masked = False
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The logits of all rows, in order: which rows, and `[n, V]`."""
+        """The logits of all rows without masks, in order: which rows, and `[n, V]`."""
         size = len(self.first)
         yield slice(0, size), self.first
         for start in range(size, self._count, size):
             stop = min(start + size, self._count)
             rows = torch.arange(start, stop, device=self.first.device)
-            logits = self._compute(rows)
-            if self._masks is not None:
-                self._masks.apply(logits, range(start, stop))
-            yield slice(start, stop), logits
+            yield slice(start, stop), self._compute(rows)
+
+    def mask(self, rows: slice, logits: torch.Tensor) -> bool:
+        """Mask a chunk in place.
+
+        Returns:
+            Whether there are grammars in this step.
+        """
+        if self._masks is None:
+            return False
+        self._masks.apply(logits, range(rows.start, rows.stop))
+        self._is_first_masked |= rows.start == 0
+        return True
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The logits of some rows, `[m, V]`; `rows` ascend, `int64 [m]`."""
+        """The masked logits of some rows, `[m, V]`; `rows` ascend, `int64 [m]`."""
+        if len(self.first) == self._count and not self._is_first_masked:
+            self.mask(slice(0, self._count), self.first)
         if len(rows) == len(self.first) == self._count:
             return self.first
         if len(self.first) == self._count:

@@ -23,6 +23,11 @@ def is_drafting_rank() -> bool:
     return bool(get_tp_group().rank_in_group == 0)
 
 
+def drafts_alone() -> bool:
+    """Whether no other rank verifies this one's trees."""
+    return bool(get_tp_group().world_size == 1)
+
+
 def broadcast_trees(trees: DraftTree, num_draft_tokens: int) -> DraftTree:
     """The first rank's trees, sent between devices without waiting on the host.
 

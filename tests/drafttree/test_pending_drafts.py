@@ -66,3 +66,13 @@ def test_the_other_nodes_keep_their_places() -> None:
     assert stored[0].depths.tolist() == [0, 1, 1, 2]
     assert stored[0].columns is not None
     assert stored[0].columns.tolist() == [0, 1, 2, 5]
+
+
+def test_each_request_may_have_its_own_share() -> None:
+    verified = torch.tensor([2, 1], dtype=torch.int32)
+    pending = PendingDrafts.of(["a", "b"], np.array([True, True]), TREES, verified)
+    drafts, _ = pending.truncate(np.array([6, 2], np.int32), np.array([9, 9], np.int32))
+    assert drafts == [[11, 12, 13, 14, 15], [21]]
+    assert pending.to_verify() == {"a": 2, "b": 1}
+    whole = PendingDrafts.of(["a", "b"], np.array([True, True]), TREES)
+    assert whole.to_verify() == {"a": 5, "b": 2}

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from drafttree.tree import Verified
-from drafttree.vllm.step import StepTrees, StoredTree
+from drafttree.vllm.step import ROOT_ONLY, StepTrees, StoredTree
+from drafttree.vllm.structured.forced_tokens import ForcedTokens
+from drafttree.vllm.structured.shapes import Bound
 
 TREE = StoredTree(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 1, 2], np.int32))
 CHAIN = StoredTree(np.array([-1, 0, 1], np.int32), np.array([0, 1, 2], np.int32))
@@ -123,3 +125,59 @@ def test_the_last_node_of_a_batch_without_padding_stays() -> None:
     assert proposed.tokens.tolist() == [[4, -1, 5, -1, 6]]
     assert proposed.tree_size.tolist() == [5]
     assert outcome.path.tolist() == [[0, 4]]
+
+
+def test_a_tree_that_was_bound_to_a_grammar() -> None:
+    """Column 2 is forced after column 1, and two tokens that were not proposed after column 2."""
+    proposed = StoredTree(
+        np.array([-1, 0, 1, 2, 2], np.int32), np.array([0, 1, 2, 3, 3]), np.array([0, 1, 3, 5, 6])
+    )
+    shape = Bound(
+        [-1, 0, 1, 2, 2, 4], [0, 1, 2, 4, -1, -1], [False, False, True, False, True, True]
+    )
+    tree = StoredTree.bound(proposed, shape)
+    assert tree.depths.tolist() == [0, 1, 2, 3, 3, 4]
+    assert tree.columns is not None
+    assert tree.columns.tolist() == [0, 1, 3, 6, -1, -1]
+    trees = StepTrees.of_batch(
+        ["a", "b"],
+        {"a": [5, 6, 7, 8, 9], "b": [3]},
+        {"a": tree, "b": CHAIN},
+        np.array([6, 2]),
+        np.array([True, True]),
+        torch.arange(8),
+    )
+    assert trees.max_depth == 4
+    assert trees.parents.tolist() == [[-1, 0, 1, 2, 2, 4], [-1, 0, -1, -1, -1, -1]]
+    drafts = trees.trees(torch.tensor([4, 5, 6, 7, 8, 9, 2, 3]))
+    path = torch.tensor([[0, 1, 2, 4], [0, 1, -1, -1]], dtype=torch.int32)
+    verified = Verified(path, path, torch.tensor([4, 2], dtype=torch.int32))
+    shown, outcome = trees.as_proposed(drafts, verified)
+    assert shown.tokens.tolist() == [[4, 5, -1, -1, -1, -1, 7], [2, 3, -1, -1, -1, -1, -1]]
+    assert shown.parents.tolist() == [[-1, 0, -1, -1, -1, -1, 3], [-1, 0, -1, -1, -1, -1, -1]]
+    assert outcome.path.tolist() == [[0, 1, 3, -1], [0, 1, -1, -1]]
+    assert trees.forced is not None
+    counted = ForcedTokens(torch.device("cpu"))
+    assert counted.by_source() == []
+    counted.add_step(torch.from_numpy(trees.forced), drafts, verified)
+    assert counted.by_source() == [
+        {"source": "forced by a grammar", "tried": 3, "hit": 2, "share": 2 / 3}
+    ]
+
+
+def test_a_root_alone_gets_forced_tokens() -> None:
+    shape = Bound([-1, 0, 1], [0, -1, -1], [False, True, True])
+    trees = StepTrees.of_batch(
+        ["a"],
+        {"a": [5, 6]},
+        {"a": StoredTree.bound(ROOT_ONLY, shape)},
+        np.array([3]),
+        np.array([True]),
+        torch.arange(3),
+    )
+    path = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    verified = Verified(path, path, torch.tensor([3], dtype=torch.int32))
+    shown, outcome = trees.as_proposed(trees.trees(torch.tensor([4, 5, 6])), verified)
+    assert (shown.tokens.tolist(), shown.parents.tolist()) == ([[4]], [[-1]])
+    assert not shown.drafted
+    assert outcome.path.tolist() == [[0, -1, -1]]

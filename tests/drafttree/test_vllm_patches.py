@@ -49,6 +49,9 @@ APPLIED_BY = {
     "drafttree_graphs": "object.__setattr__(settings, _GRAPHS, sizes)",
     "drafttree_looks_up": "setattr(output, _LOOKS_UP, looks_up)",
     "drafttree_report": "setattr(output, _REPORT, report)",
+    "drafttree_proposals": "setattr(drafts, _PROPOSALS, proposals)",
+    "drafttree_bound": "setattr(output, _BOUND, shapes)",
+    "drafttree_drafted": "setattr(output, _DRAFTED, trees)",
 }
 """Assignments and calls in `patches.py` that do not contain the name of what they replace."""
 

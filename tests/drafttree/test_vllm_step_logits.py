@@ -53,9 +53,14 @@ def test_grammars_mask_chunks_as_they_mask_all_rows(dtype: torch.dtype) -> None:
     first_rows = dict(zip(batch, [0, 3, 4, 8, 10], strict=True))
     found = GrammarMasks.of(grammar, scheduled, first_rows)
     logits = StepLogits(whole[:4].clone(), lambda rows: whole[rows], ROWS, found)
-    assert torch.equal(torch.cat([chunk for _, chunk in logits.chunks()]), expected)
+    assert torch.equal(torch.cat([chunk for _, chunk in logits.chunks()]), whole)
+    chunks = [chunk.clone() for rows, chunk in logits.chunks() if logits.mask(rows, chunk)]
+    assert torch.equal(torch.cat(chunks), expected)
     some = torch.tensor([0, 3, 7, 10])
     assert torch.equal(logits.of(some), expected[some])
+    at_once = StepLogits(whole.clone(), lambda rows: whole[rows], ROWS, found)
+    assert torch.equal(at_once.of(some), expected[some])
+    assert torch.equal(at_once.of(torch.arange(ROWS)), expected)
 
 
 def test_rows_of_a_large_vocabulary_take_at_most_256_mib() -> None:

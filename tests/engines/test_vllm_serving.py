@@ -186,19 +186,24 @@ def test_reloaded_weights(
     assert drafted[1].counters == drafted[0].counters
 
 
-def test_structured_output_is_served_without_drafts(smollm2: Path) -> None:
+def test_structured_output_with_a_scheduler_of_the_users_is_served_without_drafts(
+    smollm2: Path,
+) -> None:
     from transformers import AutoTokenizer
 
     ask = AutoTokenizer.from_pretrained(smollm2)("The best colour is")["input_ids"]
     free = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    grammar = {"choice": ["green", "yellow ochre"]}
+    chosen = {"temperature": 0.0, "max_tokens": 24, "structured": grammar}
     cases = [Case([ask, ask], [chosen, free]), Case([ask], chosen)]
-    plain, drafted, log = both(smollm2, cases, skip_tokenizer_init=False)
+    users = "vllm.v1.core.sched.scheduler.Scheduler"
+    plain, drafted, log = both(smollm2, cases, skip_tokenizer_init=False, scheduler_cls=users)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     assert drafted[0].counters["draft_tokens"] > 0
     assert drafted[1].counters["draft_tokens"] == 0
-    assert log.count("Requests with structured output are served without drafts") == 1
+    why = f"Requests with structured output are served without drafts: scheduler_cls={users!r}"
+    assert log.count(why) == 1
 
 
 @pytest.mark.parametrize("method", ["ngram", None])

@@ -240,7 +240,8 @@ def test_no_running_request_waits_because_others_draft(
 def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
     """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path))
-    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    grammar = {"choice": ["green", "yellow ochre"]}
+    chosen = {"temperature": 0.0, "max_tokens": 24, "structured": grammar}
     off = GREEDY | {"extra_args": {"drafttree": False}}
     cases = [
         Case(PROMPTS, [chosen, GREEDY, chosen, off]),

@@ -134,7 +134,8 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path / "target"))
     draft = make_first_layers(model, tmp_path / "draft", 1)
-    chosen = {"temperature": 0.0, "max_tokens": 24, "choice": ["green", "yellow ochre"]}
+    grammar = {"choice": ["green", "yellow ochre"]}
+    chosen = {"temperature": 0.0, "max_tokens": 24, "structured": grammar}
     off = GREEDY | {"extra_args": {"drafttree": False}}
     cases = [Case(PROMPTS, [chosen, GREEDY, chosen, off]), Case(PROMPTS[:2], off)]
     plainly, _ = run_v2(model, cases)

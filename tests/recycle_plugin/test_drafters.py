@@ -179,6 +179,42 @@ def test_emitted_tokens_are_appended_to_the_text() -> None:
     assert drafter.previous_tokens(slots(0)).tolist() == [-1]
 
 
+def test_requests_with_a_grammar_get_more_candidates() -> None:
+    """The best ones first; the trees of the other requests are those that `propose` gives."""
+
+    def prepared() -> DynamicTreeDrafter:
+        drafter = make(nodes=4)
+        assert isinstance(drafter, DynamicTreeDrafter)
+        observe(drafter, t5=(6, 7, 8), t6=(9, 10), t9=(11,))
+        drafter.start(0, [1, 5])
+        drafter.start(1, [2, 6])
+        return drafter
+
+    alone = prepared().propose(slots(0, 1), ids(5, 6))
+    drafter = prepared()
+    trees, verified = drafter.propose_candidates(slots(0, 1), ids(5, 6), slots(1))
+    assert verified.tolist() == [4]
+    assert trees.tokens[0, :5].tolist() == alone.tokens[0].tolist()
+    assert trees.tree_size.tolist() == [5, 17]
+    few = [alone.path(1, column) for column in range(5)]
+    many = [trees.path(1, column) for column in range(17)]
+    assert sorted(many[:5]) == sorted(few)
+    assert all(path[:-1] in many[:place] for place, path in enumerate(many) if path)
+    # Acceptance is counted by the candidates' sources, for those beyond the verified ones too.
+    target = torch.full_like(trees.tokens, many[16][0])
+    drafter.on_verified(slots(0, 1), trees, verify_target(trees, target, drafter.max_depth))
+    counted = drafter.acceptance()["sources"]
+    assert sum(row["tried"] for row in counted) > 4
+    whole, verified = prepared().propose_candidates(slots(0, 1), ids(5, 6), slots(0, 1))
+    assert verified.tolist() == [4, 4]
+    assert whole.tokens[1].tolist() == trees.tokens[1].tolist()
+    fixed = make(tree="branch:2-1", k=2)
+    observe(fixed, t5=(6, 7), t6=(8, 1), t7=(9, 2))
+    trees, verified = fixed.propose_candidates(slots(0), ids(5), slots(0))
+    assert trees.tree_size.tolist() == [5]
+    assert verified.tolist() == [4]
+
+
 def test_acceptance_statistics_change_the_ranking() -> None:
     """If the second candidate of a row is always accepted, it is eventually drafted first."""
     drafter = make(nodes=1)

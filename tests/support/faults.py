@@ -12,7 +12,8 @@ def plant(fault: str, engine: str) -> None:
     """Plant a fault in this process.
 
     Args:
-        fault: "most likely", "residual", "no chains", "root's mask" or "a chain's M-RoPE".
+        fault: "most likely", "residual", "no chains", "root's mask", "root's grammar" or "a
+            chain's M-RoPE".
         engine: The engine's name.
     """
     if fault == "residual":
@@ -21,6 +22,8 @@ def plant(fault: str, engine: str) -> None:
         _draft_trees_for_all()
     elif fault == "root's mask":
         _hide_ancestors()
+    elif fault == "root's grammar":
+        _mask_as_roots()
     elif fault == "a chain's M-RoPE":
         _leave_rope_positions()
     elif engine == "vllm":
@@ -67,6 +70,19 @@ def _hide_ancestors() -> None:
         return seen
 
     step.tree_mask = mask  # type: ignore[attr-defined]
+
+
+def _mask_as_roots() -> None:
+    """In vLLM, let grammars allow after each node what they allow after its root."""
+    from drafttree.vllm.structured.grammars import TreeGrammars
+
+    stock = TreeGrammars._masks
+
+    def faulty(self: TreeGrammars, request: Any, scheduled: Any) -> Any:
+        masks = stock(self, request, scheduled)
+        return masks[:1].repeat(len(masks), 0)
+
+    TreeGrammars._masks = faulty  # type: ignore[method-assign]
 
 
 def _leave_rope_positions() -> None:

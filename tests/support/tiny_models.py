@@ -91,13 +91,22 @@ def make_tiny_llama(
     return folder
 
 
-def add_byte_tokenizer(folder: Path, vocab_size: int = 512) -> Path:
-    """Give a tiny model a tokenizer: beginning, end, one token for each byte, and unused tokens."""
+def add_byte_tokenizer(
+    folder: Path, vocab_size: int = 512, special: dict[int, str] | None = None
+) -> Path:
+    """Give a tiny model a tokenizer: beginning, end, one token for each byte, and unused tokens.
+
+    Args:
+        folder: The model's folder.
+        vocab_size: Number of tokens.
+        special: Names of some of the unused tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    names += [f"<unused{number}>" for number in range(len(names), vocab_size)]
+    named = special or {}
+    names += [named.get(number, f"<unused{number}>") for number in range(len(names), vocab_size)]
     vocabulary = {name: number for number, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -105,6 +114,7 @@ def add_byte_tokenizer(folder: Path, vocab_size: int = 512) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
+    fast.add_tokens([*named.values()], special_tokens=True)
     fast.save_pretrained(folder)
     return folder
 

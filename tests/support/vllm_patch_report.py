@@ -181,7 +181,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     from vllm.v1.attention.backends import registry
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -211,11 +211,12 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     speculator = SimpleNamespace()
     scheduler = type("Scheduler", (SimpleNamespace,), {})(dynamic_sd_lookup=[0])
     step, output = SchedulerOutput.make_empty(), ModelRunnerOutput([], {})
+    drafts = DraftTokenIds([], [])
     states: dict[int, Any] = {0: {}}
     objects = [
         *(engine, speculative, model_config, parallel, compilation),
         *(dispatcher, batch, holders[0], overrides, runner_v2),
-        *(scheduler, step, output),
+        *(scheduler, step, output, drafts),
     ]
 
     def apply() -> None:
@@ -232,6 +233,9 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         patches.replace_table(scheduler, (0, 3))
         patches.request_lookup(step, True)
         patches.attach_report(output, "a report")
+        patches.send_proposals(drafts, {"a": None})
+        patches.send_bound(step, {})
+        patches.show_drafted(step, dict)
         patches.replace_logits_processors(batch, processors, True)
         patches.replace_thinking_budgets(batch, holders[0])
         patches.replace_budget_states(holders[0], states)

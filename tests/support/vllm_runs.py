@@ -21,7 +21,7 @@ class Case:
     Attributes:
         prompts: Token ids, one list per request.
         sampling: Keyword arguments of `SamplingParams`: one set for all requests, or one per
-            request.
+            request. `structured` has those of `StructuredOutputsParams`.
         reset: Whether to flush the prefix cache and forget everything learned before the case.
         reload: Whether to reload the weights before the case.
         sleep: The level at which the engine sleeps and wakes up before the case.
@@ -60,6 +60,7 @@ class Answer:
         preemptions: How often the scheduler has preempted a request so far.
         iterations: How many steps the engine has run so far.
         engine_counts: The engine's own counts of drafts so far, by the names of its metrics.
+        accepted: How often drafts were accepted since the last reset; empty without a method.
     """
 
     tokens: list[list[list[int]]]
@@ -72,6 +73,7 @@ class Answer:
     preemptions: int = 0
     iterations: int = 0
     engine_counts: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, Any] = field(default_factory=dict)
 
 
 DRAFTS = "vllm:spec_decode_num_"
@@ -186,6 +188,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                 reasons=[[each.finish_reason for each in one.outputs] for one in outputs],
                 counters={name: after[name] - before[name] for name in after},
                 explained=llm.collective_rpc("drafttree_explain")[0] if ours else [],
+                accepted=llm.collective_rpc("drafttree_acceptance")[0] if ours else {},
                 preemptions=metric(llm, "vllm:num_preemptions").value,
                 iterations=metric(llm, "vllm:iteration_tokens_total").count,
                 engine_counts={
@@ -233,8 +236,8 @@ def _parameters(setting: dict[str, Any]) -> Any:
     from vllm.sampling_params import StructuredOutputsParams
 
     setting = {"detokenize": False} | setting
-    if choice := setting.pop("choice", None):
-        setting["structured_outputs"] = StructuredOutputsParams(choice=choice)
+    if structured := setting.pop("structured", None):
+        setting["structured_outputs"] = StructuredOutputsParams(**structured)
     return SamplingParams(**setting)
 
 

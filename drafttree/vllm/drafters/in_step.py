@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tree_kernels.mask import tree_mask
@@ -17,11 +17,17 @@ from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import AcceptanceRule
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm import patches
 from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
 from drafttree.vllm.step import StepState
 from drafttree.vllm.step_logits import StepLogits
+from drafttree.vllm.structured.binding import not_in_schedulers_process
+from drafttree.vllm.structured.shapes import Drafted, Proposal
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 PLACEHOLDER = 0
 """Token id of each node until it is drafted."""
@@ -35,11 +41,13 @@ class InStepState(StepState):
         input_ids: Input tokens of the step's forward; draft tokens are written into them.
         positions: Positions of these tokens.
         root_positions: Positions of the roots, `int64 [B]`.
+        scheduled: The step as the scheduler has scheduled it.
     """
 
     input_ids: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)
     root_positions: torch.Tensor = field(init=False)
+    scheduled: SchedulerOutput = field(init=False)
 
 
 I = TypeVar("I", bound=InStepState)  # noqa: E741
@@ -82,7 +90,36 @@ class InStepRunner(TreeModelRunner[I]):
             step.drafts = self._draft(step, input_ids[root_rows].to(torch.int32))
             if step.trees.drafted:
                 self.draft_seconds += perf_counter() - started
+                self._show_bound(step)
         return super()._model_forward(input_ids, positions, *args, **kwargs)
+
+    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, *args)
+        step = self._step
+        assert step is not None
+        step.scheduled = scheduler_output
+        return prepared
+
+    def _why_no_bound_drafts(self) -> str | None:
+        return super()._why_no_bound_drafts() or not_in_schedulers_process(self.parallel_config)
+
+    def _bound_proposal(self, name: str, share: int, most_proposed: int) -> Proposal | None:
+        """None: the scheduler is given placeholders."""
+        return None
+
+    def _show_bound(self, step: I) -> None:
+        """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
+        if not self._grammar_bound:
+            return
+        rows = enumerate(zip(self.input_batch.req_ids, step.trees.tree_sizes, strict=True))
+        trees = {
+            name: Drafted(
+                step.drafts.tokens[row, :size].tolist(), step.drafts.parents[row, :size].tolist()
+            )
+            for row, (name, size) in rows
+            if size > 1 and name in self._grammar_bound
+        }
+        patches.show_drafted(step.scheduled, lambda: trees)
 
     def _as_scheduled(self, step: I, trees: DraftTree) -> DraftTree:
         """Truncate or pad trees to the columns that the engine scheduled, `[B, N]`.

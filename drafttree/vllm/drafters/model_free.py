@@ -17,9 +17,14 @@ from drafttree.vllm.model_inputs import text_without_placeholders, without_place
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
-from drafttree.vllm.step import NO_TOKEN, IntArray, StepState, StepTrees
+from drafttree.vllm.step import NO_TOKEN, IntArray, LongArray, StepState, StepTrees
 from drafttree.vllm.step_logits import StepLogits
-from drafttree.vllm.tensor_parallel import NonDraftingRank, broadcast_trees, is_drafting_rank
+from drafttree.vllm.tensor_parallel import (
+    NonDraftingRank,
+    broadcast_trees,
+    drafts_alone,
+    is_drafting_rank,
+)
 
 
 class ModelFreeRunner(TreeModelRunner[StepState]):
@@ -65,10 +70,10 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             # The drafter's text of a partially prefilled prompt goes beyond the root.
             roots_previous = roots_previous.masked_fill(partial, NO_TOKEN)
         previous = step.trees.by_row(step.drafts.previous_tokens(roots_previous))
-        observed, of_rows = self._observed(step.trees, slots, tokens)
+        of_rows = slots[step.trees.tensors.request_of_row] if step.trees.drafted else slots
 
         def observe(rows: slice, logits: torch.Tensor) -> torch.Tensor | None:
-            return self._drafter.observe(of_rows[rows], observed[rows], previous[rows], logits)
+            return self._drafter.observe(of_rows[rows], tokens[rows], previous[rows], logits)
 
         return sample_trees(
             self.input_batch, self.sampler, step.trees, step.drafts, logits, observe
@@ -82,22 +87,24 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         tokens = self.input_ids.gpu[:rows] if all_rows else self.input_ids.gpu[trees.rows]
         return without_placeholders(self, tokens)
 
-    def _observed(
-        self, trees: StepTrees, slots: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows' tokens, -1 where the drafter learns nothing, and the slots of their requests.
-
-        Requests with a grammar are skipped: the engine masks their logits.
-        """
-        if self._grammar_bound:
-            bound = np.array([name in self._grammar_bound for name in self.input_batch.req_ids])
-            masked = on_device(bound[trees.request_of_row], self.device)
-            tokens = tokens.masked_fill(masked, NO_TOKEN)
-        return tokens, slots[trees.tensors.request_of_row] if trees.drafted else slots
-
     def _propose(self, roots: IntArray) -> DraftTree:
         tensor = on_device(roots, self.device)
         if (roots < 0).all():
             return DraftTree.of_roots(tensor)
-        trees = self._as_declared(self._drafter.propose(self._batch_slots(), tensor))
-        return broadcast_trees(trees, self.num_spec_tokens)
+        slots, bound = self._batch_slots(), self._bound_rows(roots)
+        if not len(bound):
+            trees = self._as_declared(self._drafter.propose(slots, tensor))
+            return broadcast_trees(trees, self.num_spec_tokens)
+        places = on_device(bound, self.device)
+        trees, verified = self._drafter.propose_candidates(slots, tensor, places)
+        most = verified.clamp(max=self.num_spec_tokens)
+        self._verified = (trees.tree_size - 1).index_copy(0, places, most)
+        return trees
+
+    def _bound_rows(self, roots: IntArray) -> LongArray:
+        """The requests with a grammar that more candidates are proposed for, `int64 [G]`."""
+        names = self.input_batch.req_ids
+        if not self._grammar_bound or not drafts_alone():
+            return np.zeros(0, np.int64)
+        bound = [name in self._grammar_bound for name in names]
+        return np.flatnonzero(np.array(bound) & (roots >= 0))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from drafttree.vllm.parameters import has_opted_out, is_grammar_bound
+from drafttree.vllm.parameters import announce_undrafted, has_opted_out, is_grammar_bound
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -30,7 +30,10 @@ class RequestRules:
 
     def start(self, row: int, parameters: SamplingParams | None) -> None:
         """A request starts in a row."""
-        self._undrafted[row] = has_opted_out(parameters) | is_grammar_bound(parameters)
+        is_bound = is_grammar_bound(parameters)
+        if is_bound:
+            announce_undrafted("they are drafted for by the V1 model runner only")
+        self._undrafted[row] = has_opted_out(parameters) | is_bound
 
     def undrafted(self, rows: Rows) -> Flags:
         """Whether each request must not be drafted for, `bool [B]`."""

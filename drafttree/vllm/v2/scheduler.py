@@ -1,4 +1,4 @@
-"""vLLM's schedulers with tiers that follow what was measured.
+"""vLLM's schedulers with tiers that follow what was measured, and grammars that follow trees.
 
 `SchedulerConfig.scheduler_cls` names `make_scheduler`, as whether scheduling is asynchronous is
 known only when the scheduler is made.
@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from drafttree.vllm import patches
+from drafttree.vllm.structured.scheduler import GrammarTrees
 from drafttree.vllm.v2.tier_steps import TierSteps
 
 if TYPE_CHECKING:
@@ -65,11 +66,11 @@ class _Tiers:
         return outputs
 
 
-class TierScheduler(_Tiers, Scheduler):
+class TierScheduler(_Tiers, GrammarTrees, Scheduler):
     """For synchronous scheduling."""
 
 
-class AsyncTierScheduler(_Tiers, AsyncScheduler):
+class AsyncTierScheduler(_Tiers, GrammarTrees, AsyncScheduler):
     """For asynchronous scheduling."""
 
 

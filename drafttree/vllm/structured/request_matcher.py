@@ -1,0 +1,72 @@
+"""One request's grammar in vLLM, as a `drafttree.grammar.Matcher`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drafttree.grammar.masks import ALL
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state after a token.
+
+    Attributes:
+        is_bound: Whether the grammar restricts the next token.
+        fed: Number of tokens with which the grammar was advanced for this one.
+    """
+
+    is_bound: bool
+    fed: int
+
+
+class RequestMatcher:
+    """Follows a request's grammar, which a reasoning model's thoughts do not follow.
+
+    Args:
+        manager: The engine's `StructuredOutputManager`.
+        request: The engine's request, whose grammar is ready.
+    """
+
+    def __init__(self, manager: Any, request: Any) -> None:
+        self._manager = manager
+        self._request = request
+        self._grammar = request.structured_output_request.grammar
+        self._path: list[int] = []
+        begins = manager._get_constraint_bounds(request, []).constraint_start == 0
+        self._states = [_State(begins, 0)]
+
+    def accept(self, token: int) -> bool:
+        """Go on to the state after one more token; False if the grammar does not allow it."""
+        tokens, is_bound = [token], True
+        if not self._states[-1].is_bound:
+            path = [*self._path, token]
+            # Where the thoughts end, and whether the token that ends them is of the answer.
+            bounds = self._manager._get_constraint_bounds(self._request, path)
+            is_bound = bounds.constraint_start <= len(path)
+            tokens = path[bounds.grammar_start :]
+        fed = 0
+        if tokens and not self._grammar.is_terminated():
+            if not self._grammar.accept_tokens(self._request.request_id, tokens):
+                return False
+            fed = len(tokens)
+        self._path.append(token)
+        self._states.append(_State(is_bound, fed))
+        return True
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` tokens that were accepted."""
+        fed = sum(state.fed for state in self._states[-count:])
+        del self._states[-count:], self._path[-count:]
+        if fed:
+            self._grammar.rollback(fed)
+
+    def fill(self, masks: torch.Tensor, row: int) -> None:
+        """Write the tokens that may follow into a row of `masks`, `int32 [rows, W]`."""
+        if self._states[-1].is_bound and not self._grammar.is_terminated():
+            self._grammar.fill_bitmask(masks, row)
+        else:
+            masks[row] = ALL

@@ -1,0 +1,177 @@
+"""Requests with structured output are drafted for, and their answers are plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lyanna_parts import drafter_for
+from random_prompts import some_prompts
+from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
+from vllm_runs import Answer, Case, run_vllm
+
+from lyanna_plugin.checkpoint import save
+
+RECYCLE = {"method": "token_recycling", "nodes": 15}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 90}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 90}
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Oslo", "Rome", "Riga", "Osaka"]},
+        "days": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+        "note": {"type": "string", "pattern": "^[a-f]{0,6}$"},
+    },
+    "required": ["city", "days", "note"],
+    "additionalProperties": False,
+}
+PATTERN = r"(ab|ba){2,8}-[0-9]{3} (red|green|blue)"
+EBNF = 'root ::= pair{2,6}\npair ::= [xy] "=" ("10" | "20" | "300") ";"'
+CHOICES = ["green", "yellow ochre", "yellow", "blue-green"]
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "<call>"},
+            {"type": "json_schema", "json_schema": SCHEMA},
+            {"type": "const_string", "value": "</call>"},
+        ],
+    },
+}
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "a schema": {"json": SCHEMA},
+    "a regex": {"regex": PATTERN},
+    "EBNF": {"grammar": EBNF},
+    "choices": {"choice": CHOICES},
+    "a tag": {"structural_tag": json.dumps(TAG)},
+}
+
+
+def text_of(tokens: list[int]) -> str:
+    """The text of the byte tokenizer's tokens."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return "".join(letters[token - 2] for token in tokens if token > 1).replace("Ġ", " ")
+
+
+def check_form(kind: str, text: str) -> None:
+    """Check that a whole answer has the form that was asked for."""
+    if kind == "a tag":
+        text = text.removeprefix("<call>").removesuffix("</call>")
+    if kind in ("a schema", "a tag"):
+        answer = json.loads(text)
+        assert answer.keys() == SCHEMA["properties"].keys()  # type: ignore[attr-defined]
+        assert re.fullmatch("[a-f]{0,6}", answer["note"])
+    elif kind == "choices":
+        assert text in CHOICES
+    else:
+        pattern = PATTERN if kind == "a regex" else r"([xy]=(10|20|300);){2,6}"
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_byte_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("bytes"), sharpness=3.0))
+
+
+def bound_cases(settings: list[dict[str, Any]], **case: Any) -> Case:
+    """One request for each grammar and setting, and one without a grammar."""
+    sampling = [
+        setting | ({"structured": grammar} if grammar else {})
+        for grammar in [*GRAMMARS.values(), None]
+        for setting in settings
+    ]
+    return Case(some_prompts(len(sampling), 3, 40), sampling, **case)
+
+
+def check_forms(case: Case, answer: Answer) -> int:
+    """Check the answers of `bound_cases` that have ended by themselves; returns how many have."""
+    assert isinstance(case.sampling, list)
+    kinds = [*GRAMMARS]
+    ended = 0
+    for row, (tokens, reasons) in enumerate(zip(answer.tokens, answer.reasons, strict=True)):
+        grammar = case.sampling[row].get("structured")
+        if grammar is not None and reasons == ["stop"]:
+            check_form(kinds[[*GRAMMARS.values()].index(grammar)], text_of(tokens[0]))
+            ended += 1
+    return ended
+
+
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "max_num_seqs": 6,
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+CASES = {
+    "greedy and sampled": bound_cases([GREEDY, SEEDED, SEEDED | {"seed": 6, "top_p": 0.9}]),
+    "again": bound_cases([GREEDY], rounds=2),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[Answer]:
+    answers, _ = run_vllm(model, [*CASES.values()], **ENGINE)
+    return answers
+
+
+def test_answers_equal_plain_decoding(
+    model: Path, plain: list[Answer], proves_drafting: Callable[[Answer], None]
+) -> None:
+    """All kinds of grammar beside requests without one; greedy and seeded."""
+    drafted, log = run_vllm(model, [*CASES.values()], RECYCLE, **ENGINE)
+    for case, without, with_trees in zip(CASES.values(), plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        proves_drafting(with_trees)
+        assert check_forms(case, with_trees) >= 4
+    forced = drafted[-1].accepted["sources"][0]
+    assert forced["source"] == "forced by a grammar"
+    assert forced["hit"] == forced["tried"] > 0
+    assert "served without drafts" not in log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rsd", "lyanna"])
+def test_trees_that_are_drafted_within_a_step(
+    method: str, model: Path, plain: list[Answer], tmp_path: Path
+) -> None:
+    """RSD's seeds give other tokens than plain decoding's, but its answers have their form too."""
+    if method == "rsd":
+        drafter, options = make_first_layers(model, tmp_path / "draft", 1), {"tree": "beam:3x4"}
+    else:
+        drafter, options = tmp_path / "drafter", {}
+        save(drafter_for(model, hot_tokens=256), drafter)
+    speculative = {"method": method, "model": str(drafter), **options}
+    drafted, log = run_vllm(model, [*CASES.values()], speculative, **ENGINE)
+    for case, without, with_trees in zip(CASES.values(), plain, drafted, strict=True):
+        assert isinstance(case.sampling, list)
+        for setting, ours, theirs in zip(
+            case.sampling, with_trees.tokens, without.tokens, strict=True
+        ):
+            if method == "lyanna" or not setting["temperature"]:
+                assert ours == theirs
+        assert check_forms(case, with_trees) >= 4
+        assert with_trees.counters["accepted_tokens"] > 0
+    assert drafted[0].counters["non_first_child_accepted"] > 0
+    assert drafted[0].counters["kv_rows_moved"] > 0
+    assert "served without drafts" not in log
+
+
+@pytest.mark.full
+def test_the_masks_of_roots_are_not_enough(model: Path, plain: list[Answer]) -> None:
+    """Negative control: each node gets the mask of its root."""
+    drafted, _ = run_vllm(
+        model,
+        [*CASES.values()],
+        RECYCLE,
+        planted_fault="root's grammar",
+        **ENGINE,
+    )
+    assert drafted[0].counters["draft_tokens"] > 0
+    assert drafted[0].tokens != plain[0].tokens
