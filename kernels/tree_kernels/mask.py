@@ -154,7 +154,7 @@ def _depths_cpp(parents: Tensor, tree_size: Tensor) -> Tensor:
 
 
 def _tree_mask_cpp(parents: Tensor, tree_size: Tensor) -> Tensor:
-    out = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
+    out = parents.new_empty(*parents.shape, parents.shape[1], dtype=torch.bool)
     return _fill(_TREE_MASK, parents, tree_size, out)
 
 

@@ -94,8 +94,9 @@ class WithSpine(DynamicTreeDrafter):
     def propose(self, slots: Tensor, roots: Tensor) -> DraftTree:
         base = self._num_draft_tokens - SPINE
         expanded = self._expand(slots, roots)
-        tokens, parents, sources, tree_size = best_nodes(expanded, base, SPINE, SPINE_SCORE)
-        self._sources[slots] = sources
+        tokens, parents, _, tree_size = best_nodes(
+            expanded, base, SPINE, SPINE_SCORE, into=(self._sources, slots)
+        )
         return DraftTree(tokens, parents, tree_size)
 
 
@@ -138,7 +139,7 @@ class FixedTopology(DynamicTreeDrafter):
             tokens = torch.cat((tokens, token.int()), 1)
             sources = torch.cat((sources, source.gather(-1, best)[:, above, rank].int()), 1)
             first = start
-        self._sources[slots] = sources
+        self._sources[slots, : sources.shape[1]] = sources
         parents = self._parents.int()[None].masked_fill(tokens < 0, -1)
         return DraftTree(tokens, parents, torch.tensor([tokens.shape[1]], dtype=torch.int32))
 
