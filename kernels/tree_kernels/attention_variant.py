@@ -19,11 +19,14 @@ class AttentionVariant:
             2408.00118); 0 for none.
         sinks: `[H]`, for each query head a score without a value, which takes a share of the
             softmax (gpt-oss, arXiv 2508.10925); None for none.
+        kv_scales: Factors of the keys and of the values in a cache of 8-bit floats, float32
+            scalars; None for a cache of the query's type.
     """
 
     window: int = 0
     soft_cap: float = 0.0
     sinks: Tensor | None = None
+    kv_scales: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -21,6 +21,7 @@ from tree_kernels.attention_variant import PLAIN, AttentionVariant
 
 _BITS = 32
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _MIN_LANES = 16  # minimum rows of a matrix product on tensor cores
 _MAX_LANES = 64
 _QUERY_BYTES = 32768  # shared memory for the queries of a block of rows
@@ -74,6 +75,8 @@ def _attend_kernel(
     tree_starts: tl.tensor,
     masks: tl.tensor,
     sinks: tl.tensor,
+    key_scale: tl.tensor,
+    value_scale: tl.tensor,
     out: tl.tensor,
     log_sums: tl.tensor,
     requests: tl.tensor,
@@ -108,6 +111,7 @@ def _attend_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ) -> None:
     """Attend; one program per block of rows, KV head and share of the KV.
 
@@ -140,6 +144,8 @@ def _attend_kernel(
     cells = there[:, None] & (dims < HEAD_SIZE)[None, :]
     queries = query + line * query_stride + head * query_head_stride
     q = tl.load(queries[:, None] + dims[None, :], mask=cells, other=0.0)
+    if SCALED:
+        scale *= tl.load(key_scale)
     position = context + row
     in_tree = there & (row >= tree)
 
@@ -185,6 +191,8 @@ def _attend_kernel(
             loaded = inside[:, None] & (dims < HEAD_SIZE)[None, :]
             at = key_head + page * key_page_stride + slot * key_slot_stride
             key = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
+            if SCALED:
+                key = key.to(q.dtype)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
             if SOFT_CAP:
                 scores = soft_cap * _tanh(scores)
@@ -220,6 +228,8 @@ def _attend_kernel(
             rescale = tl.exp2(highest - base)
             at = value_head + page * value_page_stride + slot * value_slot_stride
             value = tl.load(at[:, None] + dims[None, :], mask=loaded, other=0.0)
+            if SCALED:
+                value = value.to(q.dtype)
             total = total * rescale + tl.sum(weights, 1)
             weighted = tl.dot(
                 weights.to(value.dtype), value, weighted * rescale[:, None], input_precision="ieee"
@@ -228,6 +238,8 @@ def _attend_kernel(
 
     # The result of a row without a visible token is zero.
     attended = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SCALED:
+        attended *= tl.load(value_scale)
     to = out + share.to(tl.int64) * out_share_stride + line * out_stride + head * out_head_stride
     tl.store(to[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=cells)
     if SHARES > 1:
@@ -283,9 +295,10 @@ def _tree_attention_triton(
         log_sums = query.new_empty(shares, tokens, heads, dtype=torch.float32)
     in_octaves, cap = math.log2(math.e), variant.soft_cap
     sinks = out if variant.sinks is None else variant.sinks
+    scales = variant.kv_scales or (out, out)
     _attend_kernel[(blocks, kv_heads, shares)](
         *(query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks),
-        *(sinks, parts, log_sums, requests, request_blocks, masks.shape[1]),
+        *(sinks, *scales, parts, log_sums, requests, request_blocks, masks.shape[1]),
         # The tangent's argument is the score relative to the cap.
         *(scale / cap if cap else scale * in_octaves, cap * in_octaves),
         *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
@@ -305,6 +318,7 @@ def _tree_attention_triton(
         SINKS=variant.sinks is not None,
         # With fewer warps a thread would hold more values than it has registers.
         num_warps=8 if lanes == _MAX_LANES else 4,
+        SCALED=variant.kv_scales is not None,
         num_stages=2,
     )
     if shares > 1:
@@ -360,6 +374,8 @@ def _tree_attention_reference(
             for cache in (key_cache, value_cache)
         )
         hidden = ~_in_view(stop - start, length, tree, masks[start:stop], variant.window)
+        if variant.kv_scales is not None:
+            key, value = key * variant.kv_scales[0], value * variant.kv_scales[1]
         scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), key) * scale
         weights = variant.weights(scores, hidden)
         out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
@@ -381,12 +397,15 @@ def _check(
     masks: Tensor,
     max_query: int,
     out: Tensor,
+    variant: AttentionVariant,
 ) -> None:
+    quantised = variant.kv_scales is not None
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dtype != query.dtype or query.dtype not in _DTYPES:
+        fits = cache.dtype in _FP8 if quantised else cache.dtype == query.dtype
+        if not fits or query.dtype not in _DTYPES:
             raise ValueError(
-                f"query is {query.dtype} and {name} {cache.dtype}: both must be the same of "
-                "float32, bfloat16 and float16; caches in FP8 are not supported"
+                f"query is {query.dtype} and {name} {cache.dtype}: the query must be in float32, "
+                "bfloat16 or float16, and so must the cache, or in FP8 with scales"
             )
     requests = len(block_table)
     if (
@@ -442,8 +461,8 @@ def tree_attention(
     Args:
         query: Float32, bfloat16 or float16 `[T, H, D]`, the rows of one request after another.
         key_cache: `[C, S, K, D]` of the query's type, C pages of S tokens. H is a multiple of K,
-            and consecutive query heads share a KV head.
-        value_cache: `[C, S, K, D]` of the query's type; its strides may differ from the keys'.
+            and consecutive query heads share a KV head. With scales it is in FP8.
+        value_cache: `[C, S, K, D]` of the keys' type; its strides may differ from theirs.
         block_table: Int32 `[B, P]`, the pages of each request in the order of its tokens.
         query_starts: Int32 `[B + 1]`, the first row of each request, and the number of all rows.
         lengths: Int32 `[B]`, the number of tokens of each request in the cache, including those of
@@ -464,13 +483,13 @@ def tree_attention(
         nothing.
 
     Raises:
-        ValueError: Shapes, types or strides do not fit, or a cache is in FP8.
+        ValueError: Shapes, types or strides do not fit.
     """
     if variant.sinks is not None and variant.sinks.shape != query.shape[1:2]:
         raise ValueError(f"{query.shape[1]} heads have sinks of shape {[*variant.sinks.shape]}")
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     paged = (key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks)
-    _check(query, *paged, max_query, out)
+    _check(query, *paged, max_query, out, variant)
     _TREE_ATTENTION.on(query)(query, *paged, scale, max_query, out, variant)
     return out

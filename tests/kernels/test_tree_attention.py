@@ -216,6 +216,26 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("name", [None, "all"])
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_cache_of_8_bit_floats(interpreter, stored, dtype, shares, name):
+    """The result is that of a cache in which each number is multiplied by its scale."""
+    scales = torch.tensor(0.25), torch.tensor(3.0)
+    variant = VARIANTS[name] if name else PLAIN
+    batch = make_batch(MIXED, layout="side_by_side", dtype=dtype)
+    query, *caches = batch.arguments[:3]
+    rest = batch.arguments[3:]
+    packed = [(cache / scale).to(stored) for cache, scale in zip(caches, scales, strict=True)]
+    wide = [(each.float() * scale).to(dtype) for each, scale in zip(packed, scales, strict=True)]
+    expected = defined(replace(batch, arguments=(query, *wide, *rest), variant=variant))
+    scaled = replace(variant, kv_scales=scales)
+    batch = replace(batch, arguments=(query, *packed, *rest), variant=scaled)
+    assert_near(by_kernel(batch, shares), expected)
+    assert_near(by_reference(batch), expected)
+
+
 @pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_windows_soft_caps_and_sinks(interpreter, name, shares):
