@@ -41,6 +41,12 @@ CHAIN_WORKERS = {
 }
 """Worker classes for chains of draft tokens by type of device."""
 
+FP8_KV = ("fp8", "fp8_e4m3")
+"""The engine's names of KV caches in 8-bit floats that are served, on CUDA."""
+
+BROUGHT = "auto (quantised by the checkpoint)"
+"""Stands for the data type of a KV cache that a checkpoint asks for."""
+
 TRITON = "TRITON_ATTN"
 """The attention backend on CUDA that draft trees replace."""
 
@@ -118,10 +124,15 @@ def check_engine(
             "experts: set it to 1"
         )
     kv_cache_dtype = _kv_cache_dtype(engine, model)
-    if kv_cache_dtype != "auto" and is_refused("vllm", kind, "quantised-kv"):
+    if kv_cache_dtype != "auto" and not (
+        # The layers refuse other formats that a checkpoint may bring.
+        device == "cuda"
+        and (kv_cache_dtype in FP8_KV or kv_cache_dtype == BROUGHT)
+        and not is_refused("vllm", kind, "quantised-kv")
+    ):
         raise ValueError(
-            f"{method.title} does not work with kv_cache_dtype={kv_cache_dtype!r}: set it to the "
-            "model's own data type"
+            f"{method.title} does not work with kv_cache_dtype={kv_cache_dtype!r} on {device!r}: "
+            "set it to the model's own data type"
         )
     if parallel.worker_cls != "auto":
         raise ValueError(
@@ -147,7 +158,7 @@ def _kv_cache_dtype(engine: EngineArgs, model: ModelConfig) -> str:
     """The data type of the KV cache; "auto" for the model's own, however it is asked for."""
     asked = str(engine.kv_cache_dtype)
     if asked == "auto" and brings_quantised_kv(model.hf_config):
-        return "auto (quantised by the checkpoint)"
+        return BROUGHT
     return "auto" if asked == str(model.dtype).removeprefix("torch.") else asked
 
 

@@ -105,3 +105,10 @@ def test_v2_serves_where_nothing_asks_for_v1(tiny_llama: Path) -> None:
     assert parallel["backend"] == "TRITON_ATTN"
     assert not parallel["asynchronous"]
     assert not plain["worker"].startswith("drafttree")
+
+
+def test_a_kv_cache_of_8_bit_floats(tiny_llama: Path) -> None:
+    model = {"model": str(tiny_llama), "max_model_len": 512, "dtype": "bfloat16"}
+    (trees,) = configured({**model, "speculative_config": OURS, "kv_cache_dtype": "fp8"})
+    assert trees["backend"] == "TRITON_ATTN"
+    assert trees["worker"].startswith("drafttree.vllm.")

@@ -43,7 +43,6 @@ def refuse_unsupported(layer: Any, *features: tuple[bool, str]) -> None:
     """
     for found, feature in (
         *features,
-        (layer.kv_cache_dtype.startswith("fp8"), f"a KV cache in {layer.kv_cache_dtype}"),
         (layer.alibi_slopes is not None, "ALiBi slopes"),
         (layer.kv_sharing_target_layer_name is not None, "KV shared between layers"),
     ):

@@ -122,7 +122,8 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse_unsupported(self)
+        dtype = self.kv_cache_dtype
+        refuse_unsupported(self, (dtype.startswith("fp8"), f"a KV cache in {dtype}"))
         self._cache: torch.Tensor | None = None
 
     def forward(

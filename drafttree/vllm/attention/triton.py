@@ -7,7 +7,7 @@ with as many tokens as a tree stays causal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from drafttree.vllm.attention.backends import (
     refuse_unsupported,
     variant_of,
 )
+from drafttree.vllm.checks import FP8_KV
 
 _WORD = 32
 
@@ -61,7 +62,7 @@ class TritonTreeMetadata:
 class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
     """Replaces the Triton backend, under its name, while a model is loaded for a tree runner."""
 
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8_KV]
 
     @staticmethod
     def get_impl_cls() -> type[TritonTreeImpl]:
@@ -172,7 +173,14 @@ class TritonTreeImpl(TritonAttentionImpl):
         refuse_unsupported(
             self,
             (self.attn_type != AttentionType.DECODER, f"attention type {self.attn_type}"),
+            (
+                self.kv_cache_dtype not in TritonTreeBackend.supported_kv_cache_dtypes,
+                f"a KV cache in {self.kv_cache_dtype}",
+            ),
         )
+        self._is_quantised = self.kv_cache_dtype in FP8_KV
+        # The engine would quantise queries too.
+        self.supports_quant_query_input = False
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Not supported."""
@@ -196,6 +204,11 @@ class TritonTreeImpl(TritonAttentionImpl):
         assert isinstance(attn_metadata, TritonTreeMetadata)
         rows = slice(attn_metadata.num_actual_tokens)
         keys, values = TritonTreeBackend.kv_rows(kv_cache)
+        # The engine counts the positions before a token's own.
+        variant = variant_of(self, self.sliding_window[0] + 1)
+        if self._is_quantised:
+            keys, values = (each.view(self.fp8_dtype) for each in (keys, values))
+            variant = replace(variant, kv_scales=scales_of(layer))
         tree_attention(
             query[rows],
             keys.transpose(1, 2),
@@ -208,7 +221,21 @@ class TritonTreeImpl(TritonAttentionImpl):
             self.scale,
             attn_metadata.max_query,
             out=output[rows],
-            # The engine counts the positions before a token's own.
-            variant=variant_of(self, self.sliding_window[0] + 1),
+            variant=variant,
         )
         return output
+
+
+def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of a layer's keys and values in a quantised cache.
+
+    Raises:
+        ValueError: It has several, such as one for each head.
+    """
+    scales = layer._k_scale, layer._v_scale
+    if any(each.numel() != 1 for each in scales):
+        raise ValueError(
+            "draft trees do not work with a KV cache that has several scales in a layer: leave the "
+            "speculative method out, or the quantised KV cache"
+        )
+    return scales
