@@ -148,10 +148,14 @@ class DraftingRunner:
 
     def prime_at_start(self) -> None:
         """Let the drafter prime, while the KV cache is still empty."""
-        size = min(group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups)
         # The engine keeps one block for itself.
-        last = min(blocks_for_priming(size), self.kv_cache_config.num_blocks - 1)
+        last = min(self.priming_blocks(), self.kv_cache_config.num_blocks - 1)
         self.prime(range(1, last + 1), idle=False)
+
+    def priming_blocks(self) -> int:
+        """Number of blocks of the KV cache that `prime` can use."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return blocks_for_priming(min(group.kv_cache_spec.block_size for group in groups))
 
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter compute something beforehand, if it can.

@@ -77,6 +77,11 @@ class DraftingWorker:
         self.model_runner.prime_at_start()
         return times
 
+    def drafttree_priming_blocks(self) -> int:
+        """Number of blocks of the KV cache that `drafttree_prime` can use."""
+        count: int = self.model_runner.priming_blocks()
+        return count
+
     def drafttree_prime(self, blocks: Sequence[int]) -> tuple[int, int]:
         """Let the drafter prime in one short forward, with KV in these blocks of the cache."""
         progress: tuple[int, int] = self.model_runner.prime(blocks, idle=True)

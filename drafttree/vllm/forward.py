@@ -134,6 +134,31 @@ def child_logits(runner: Any, root: int | None, tokens: torch.Tensor, blocks: Se
     return logits if logits is None else logits[before:]
 
 
+def next_logits(runner: Any, root: int | None, tokens: torch.Tensor, blocks: Sequence[int]) -> Any:
+    """A `PrimeForward` for attention without tree masks: each token is a request of its own.
+
+    Args:
+        runner: The worker's model runner.
+        root: The token before each of `tokens`; None for none.
+        tokens: `int32 [n]`.
+        blocks: At least n blocks, none of which any request uses.
+
+    Returns:
+        `[n, V]`; on other ranks than the first None, if the engine gathers the logits there alone.
+    """
+    device, count = runner.device, len(tokens)
+    length = 1 if root is None else 2
+    ids = torch.full((count, length), root or 0, dtype=torch.int32, device=device)
+    ids[:, -1] = tokens.to(device)
+    columns = torch.arange(length, device=device).repeat(count)
+    table = torch.tensor(blocks[:count], dtype=torch.int32, device=device)[:, None]
+    metadata, slots = _attention_metadata(runner, count, columns, None, table)
+    _without_adapters(runner, len(columns))
+    with torch.inference_mode():
+        logits = _logits(runner, ids.flatten(), columns, metadata, slots)
+    return logits if logits is None else logits[length - 1 :: length]
+
+
 def _without_adapters(runner: Any, tokens: int) -> None:
     """LoRA layers need the adapter of each row: none."""
     if runner.lora_config:

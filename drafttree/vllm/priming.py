@@ -8,7 +8,7 @@ that no request and no cached prefix has them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -16,7 +16,7 @@ import torch
 from vllm.logger import init_logger
 
 from drafttree.drafter import ModelFreeDrafter
-from drafttree.vllm.forward import child_logits
+from drafttree.vllm.forward import child_logits, next_logits
 from drafttree.vllm.tensor_parallel import follow_forwards, is_drafting_rank, leading_forwards
 
 if TYPE_CHECKING:
@@ -54,6 +54,41 @@ def prime(
     def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
         return child_logits(runner, root, tokens, blocks)
 
+    return _prime_with(forward, max_tokens, runner, drafter, idle=idle)
+
+
+def prime_without_trees(
+    runner: Any, drafter: ModelFreeDrafter, blocks: Sequence[int], *, idle: bool
+) -> tuple[int, int]:
+    """Like `prime`, for attention that verifies no trees: each token is a request of its own.
+
+    Args:
+        runner: The worker's model runner, whose layers all have attention.
+        drafter: This rank's drafter.
+        blocks: Blocks of the KV cache that nothing else uses, one for each token.
+        idle: See `ModelFreeDrafter.prime`.
+    """
+    scheduler = runner.scheduler_config
+    max_tokens = min(
+        MAX_TOKENS, len(blocks), scheduler.max_num_batched_tokens // 2, scheduler.max_num_seqs
+    )
+    if max_tokens < 1:
+        return 0, 0
+
+    def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
+        return next_logits(runner, root, tokens, blocks)
+
+    return _prime_with(forward, max_tokens, runner, drafter, idle=idle)
+
+
+def _prime_with(
+    forward: Callable[[int | None, torch.Tensor], torch.Tensor],
+    max_tokens: int,
+    runner: Any,
+    drafter: ModelFreeDrafter,
+    *,
+    idle: bool,
+) -> tuple[int, int]:
     if not is_drafting_rank():
         follow_forwards(forward, max_tokens, runner.device)
         return 0, 0
@@ -62,7 +97,7 @@ def prime(
 
 
 def blocks_for_priming(block_size: int) -> int:
-    """Number of blocks that the largest forward needs."""
+    """Number of blocks that the largest forward over a tree needs."""
     return -(-(MAX_TOKENS + 1) // block_size)
 
 
@@ -90,7 +125,7 @@ def prime_once(core: EngineCore) -> tuple[int, int]:
     """
     # Blocks without a cached prefix come first, and go back to the front.
     pool = core.scheduler.kv_cache_manager.block_pool
-    count = blocks_for_priming(core.vllm_config.cache_config.block_size)
+    count: int = core.collective_rpc("drafttree_priming_blocks")[0]
     blocks = pool.get_new_blocks(min(count, pool.get_num_free_blocks()))
     try:
         numbers = [block.block_id for block in blocks]

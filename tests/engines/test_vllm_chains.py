@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 from random_prompts import some_prompts
 from tiny_families import WITHOUT_TREES, make_tiny_family
+from top_tokens import top_tokens
 from vllm_runs import Answer, Case, run_vllm
+
+from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True}
@@ -183,3 +187,29 @@ def test_chunks_of_prompts_beside_chains(without_trees: Callable[[str], Path]) -
         assert with_chains.tokens == without.tokens
         proves_chains(with_chains, LONGEST["qwen3_next"])
     assert log.count(ANNOUNCED) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [math.inf, 0])
+def test_tables_are_primed(
+    seconds: float,
+    without_trees: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At start, or while the engine has no request; with the token that texts begin with."""
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
+    model = without_trees("deepseek_v2")
+    file = primed_file(model, 8)
+    short = Case([[5, 9, 11]], GREEDY | {"max_tokens": 3})
+    environment = {"DRAFTTREE_CACHE": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    (unprimed,), _ = run_vllm(model, [short], CHAINS | {"prime": False}, environment)
+    assert unprimed.counters["drafted_steps"] == 0
+    cases = [short] if seconds else [short, replace(short, after=file)]
+    method = CHAINS | {"prime": True, "prime_seconds": seconds, "nodes": 15}
+    answers, log = run_vllm(model, cases, method, environment)
+    assert "is primed for 512 of 512 tokens" in log
+    assert answers[-1].tokens == unprimed.tokens
+    assert answers[-1].counters["drafted_steps"] == 1
+    rows = load_primed(file, primed_identity(model, 8), 512)
+    assert (rows == top_tokens(model, 8)).float().mean() > 0.99

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from tree_kernels.kv_move import KvMover
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.worker import gpu_model_runner
 
 from drafttree.chains import as_chains
@@ -23,6 +24,7 @@ from drafttree.drafter import Target
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.forward import step_seconds
+from drafttree.vllm.priming import MAX_TOKENS, prime_without_trees
 from drafttree.vllm.step import IntArray, StepState, StepTrees
 
 ROLLS_BACK = (
@@ -83,6 +85,20 @@ class ChainRunner(ModelFreeRunner):
         # The engine's dummy run builds the metadata of any backend.
         return lambda tokens: step_seconds(self, tokens), self._max_step_rows
 
+    def _can_prime(self) -> bool:
+        """Whether forwards outside of steps leave everything but a few blocks as it was."""
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        # A KV connector saves what layers write. Recurrent layers keep states in these blocks too.
+        return not has_kv_transfer_group() and all(
+            isinstance(spec, AttentionSpec) for spec in specs
+        )
+
+    def priming_blocks(self) -> int:
+        """Number of blocks of the KV cache that `prime` can use."""
+        return MAX_TOKENS if self._can_prime() else 0
+
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
-        """Nothing is primed: its forwards are trees."""
-        return 0, 0
+        """Let the drafter compute something beforehand, if it can."""
+        if not blocks:
+            return 0, 0
+        return prime_without_trees(self, self._drafter, blocks, idle=idle)
