@@ -235,14 +235,17 @@ def _check_model(method: Method[Any], model: ModelConfig) -> list[str]:
         ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
         ("recurrent-layers", model.is_hybrid, "is a hybrid with recurrent layers"),
         ("attention-free", model.is_attention_free, "has no attention"),
+        ("mixtures-of-experts", model.is_moe, "is a mixture of experts"),
         ("multimodal", model.is_multimodal_model, "is multimodal"),
         ("latent-attention", model.use_mla, "uses latent attention (MLA)"),
         ("multimodal", model.uses_mrope, "uses M-RoPE positions"),
     ):
         if found and is_refused("vllm", kind, feature):
+            dense = feature == "mixtures-of-experts"
+            other = "dense model" if dense else "decoder with full attention"
             raise ValueError(
-                f"{method.title} does not work with model={name!r}, which {trait}: use a decoder "
-                "with full attention, or leave the speculative method out"
+                f"{method.title} does not work with model={name!r}, which {trait}: use a {other}, "
+                "or leave the speculative method out"
             )
         if found and is_in_chains("vllm", kind, feature):
             without_trees.append(f"the model {trait}")

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quantised_models import quantise
+from lyanna_parts import drafter_for
+from quantised_models import FORMATS, quantise
 from random_prompts import some_prompts
 from tiny_families import FAMILIES, make_tiny_family
+from tiny_models import make_first_layers, make_tiny_adapter, make_tiny_mixture
 from vllm_runs import Answer, Case, run_vllm
+
+from lyanna_plugin.checkpoint import save
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True}
@@ -18,24 +22,69 @@ SEEDED = {"temperature": 0.5, "max_tokens": 32, "ignore_eos": True}
 TREES = {"method": "token_recycling"}
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(8, "float32"), (4, "bfloat16")])
+DTYPES = {"int8": "float32"}
+"""Data types of quantised models' other weights, where it is not the one of 4-bit kernels."""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        name if name in ("int8", "int4") else pytest.param(name, marks=pytest.mark.full)
+        for name in FORMATS
+    ],
+)
 def test_quantised_weights(
-    bits: int,
-    dtype: str,
-    tiny_llama: Path,
-    tmp_path: Path,
-    proves_drafting: Callable[[Answer], None],
+    form: str, tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    equals_plain_decoding(quantise(tiny_llama, tmp_path, bits), proves_drafting, dtype=dtype)
+    model = quantise(tiny_llama, tmp_path, form)
+    equals_plain_decoding(model, proves_drafting, dtype=DTYPES.get(form, "bfloat16"))
 
 
 def test_a_quantised_draft_model(tiny_llama: Path, tmp_path: Path) -> None:
-    model = quantise(tiny_llama, tmp_path, 8)
+    model = quantise(tiny_llama, tmp_path, "int8")
     cases = [Case(some_prompts(8), GREEDY)]
     plain, _ = run_vllm(model, cases)
     drafted, _ = run_vllm(model, cases, {"method": "rsd", "model": str(model)})
     assert drafted[0].tokens == plain[0].tokens
     assert drafted[0].counters["accepted_tokens"] > drafted[0].counters["steps"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", ["a mixture of experts", "LoRA adapters"])
+def test_rsd(
+    setting: str,
+    tiny_llama: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    proves_drafting: Callable[[Answer], None],
+) -> None:
+    """The draft model is the target's first layer, without adapters."""
+    target, engine, case = tiny_llama, {}, Case(some_prompts(8), GREEDY, rounds=2)
+    if setting == "LoRA adapters":
+        engine = {"enable_lora": True, "max_lora_rank": 8}
+        case.adapter = str(make_tiny_adapter(tmp_path_factory.mktemp("adapter")))
+    else:
+        target = make_tiny_mixture(tmp_path_factory.mktemp("mixture"))
+    draft = make_first_layers(target, tmp_path_factory.mktemp("draft"), 1)
+    (plain,), _ = run_vllm(target, [case], **engine)
+    method = {"method": "rsd", "model": str(draft), "tree": "beam:3x4"}
+    (drafted,), _ = run_vllm(target, [case], method, **engine)
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_lyanna_with_quantised_weights(form: str, tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    model = quantise(tiny_llama, tmp_path / "target", form)
+    save(drafter_for(model), tmp_path / "drafter")
+    cases = [Case(some_prompts(12), GREEDY)]
+    engine = {"dtype": DTYPES.get(form, "bfloat16")}
+    plain, _ = run_vllm(model, cases, **engine)
+    method = {"method": "lyanna", "model": str(tmp_path / "drafter")}
+    drafted, _ = run_vllm(model, cases, method, **engine)
+    assert drafted[0].tokens == plain[0].tokens
+    assert drafted[0].counters["accepted_tokens"] > 0
 
 
 LONGER = ("mixtral", "heads_of_112", "wide_window", "gemma3")

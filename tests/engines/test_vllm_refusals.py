@@ -136,6 +136,12 @@ def test_data_parallelism(tiny_llama: Path, tmp_path: Path) -> None:
         configure(mixture, data_parallel_size=2)
 
 
+def test_a_mixture_of_experts_beside_lyanna(tmp_path: Path) -> None:
+    model = make_tiny_mixture(tmp_path)
+    with pytest.raises(ValueError, match=r"Lyanna .* is a mixture of experts: use a dense model"):
+        configure(model, {"method": "lyanna", "model": str(model)})
+
+
 def test_the_models_own_kv_cache_dtype(tiny_llama: Path) -> None:
     config = configure(tiny_llama, dtype="bfloat16", kv_cache_dtype="bfloat16")
     assert "drafttree" in config.parallel_config.worker_cls
@@ -272,7 +278,7 @@ def test_checkpoints_that_bring_a_quantised_kv_cache(brought: dict[str, Any]) ->
 
 
 def test_a_quantised_kv_cache_is_refused_by_name(tiny_llama: Path, tmp_path: Path) -> None:
-    quantise(tiny_llama, tmp_path, 8)
+    quantise(tiny_llama, tmp_path, "int8")
     assert configure(tmp_path).model_config.quantization == "compressed-tensors"
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
