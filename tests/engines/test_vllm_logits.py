@@ -49,7 +49,8 @@ def test_grammars(
 ) -> None:
     """Their masks are applied to chunks as well."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path))
-    letters = {"choice": ["abcabcabc", "bcdbcdbcd"], "ignore_eos": False}
+    grammar = {"choice": ["abcabcabc", "bcdbcdbcd"]}
+    letters = {"structured": grammar, "ignore_eos": False}
     settings = [sampling | (letters if row % 2 else {}) for row in range(8)]
     case = Case(PROMPTS, settings, rounds=2)
     engine: dict[str, Any] = {**LIMITS, "skip_tokenizer_init": False}
