@@ -26,8 +26,7 @@ def has_opted_out(parameters: SamplingParams | None) -> bool:
 
 def is_grammar_bound(parameters: SamplingParams | None) -> bool:
     """Whether a request's output follows a grammar."""
-    structured = None if parameters is None else parameters.structured_outputs
-    return structured is not None and not structured.all_constraints_none()
+    return parameters is not None and parameters.structured_outputs is not None
 
 
 def announce_undrafted(reason: str) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from drafttree.vllm import patches
-from drafttree.vllm.structured.grammars import TreeGrammars
+from drafttree.vllm.structured.grammars import TreeGrammars, why_not
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,18 +30,24 @@ class GrammarTrees:
 
     def __init__(
         self,
-        vllm_config: VllmConfig,
+        vllm_config: Any,
         *args: Any,
         structured_output_manager: StructuredOutputManager,
         **kwargs: Any,
     ) -> None:
-        self.grammars = TreeGrammars(structured_output_manager, vllm_config.num_speculative_tokens)
+        self.grammars: TreeGrammars | None = None
+        manager: Any = structured_output_manager
+        if why_not() is None:
+            # Otherwise requests with structured output have no drafts, and chains' masks are right.
+            num_draft_tokens = vllm_config.speculative_config.num_speculative_tokens
+            manager = self.grammars = TreeGrammars(manager, num_draft_tokens)
         stock: Any = super()
-        stock.__init__(vllm_config, *args, structured_output_manager=self.grammars, **kwargs)
+        stock.__init__(vllm_config, *args, structured_output_manager=manager, **kwargs)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the trees that were drafted for the next step."""
-        self.grammars.propose(patches.proposals_in(draft_token_ids))
+        if self.grammars is not None:
+            self.grammars.propose(patches.proposals_in(draft_token_ids))
         stock: Any = super()
         stock.update_draft_token_ids(draft_token_ids)
 
@@ -49,7 +55,8 @@ class GrammarTrees:
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
         """Take draft tokens that are in a step already, so none of them can be dropped."""
-        self.grammars.propose(patches.proposals_in(draft_token_ids))
+        if self.grammars is not None:
+            self.grammars.propose(patches.proposals_in(draft_token_ids))
         stock: Any = super()
         stock.update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
 
@@ -57,14 +64,16 @@ class GrammarTrees:
         """Schedule a step, and say which of its trees are bound to a grammar."""
         stock: Any = super()
         output: SchedulerOutput = stock.schedule(*args, **kwargs)
-        self.grammars.forget(output.finished_req_ids)
-        if shapes := self.grammars.bound(output.scheduled_spec_decode_tokens):
-            patches.send_bound(output, shapes)
+        if self.grammars is not None:
+            self.grammars.forget(output.finished_req_ids)
+            if shapes := self.grammars.bound(output.scheduled_spec_decode_tokens):
+                patches.send_bound(output, shapes)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """The masks of a step's nodes, some of whose trees may have been drafted within it."""
-        self.grammars.draft(patches.drafted_in(scheduler_output))
+        if self.grammars is not None:
+            self.grammars.draft(patches.drafted_in(scheduler_output))
         stock: Any = super()
         masks: GrammarOutput | None = stock.get_grammar_bitmask(scheduler_output)
         return masks
