@@ -12,7 +12,9 @@ import pytest
 from lyanna_parts import drafter_for
 from random_prompts import some_prompts
 from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
+from v2_on_cpu import LIMITS, check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
+from vllm_v2_runs import run_v2
 
 from lyanna_plugin.checkpoint import save
 
@@ -164,6 +166,30 @@ def test_trees_that_are_drafted_within_a_step(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("is_async", [True, False])
+def test_on_v2(is_async: bool, model: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    """On V2 the scheduler learns of a step's trees when the step has begun."""
+    every = bound_cases([GREEDY])
+    assert isinstance(every.sampling, list)
+    short = {"max_tokens": 28}
+    settings = [
+        (SEEDED if row % 2 else GREEDY) | short | {"structured": each.get("structured")}
+        for row, each in enumerate(every.sampling)
+    ]
+    case = Case(every.prompts, settings, rounds=2)
+    engine = {
+        "structured_outputs_config": ENGINE["structured_outputs_config"],
+        "async_scheduling": is_async,
+    }
+    (without,), _ = run_v2(model, [case], engine=engine)
+    (with_trees,), log = run_v2(model, [case], "token_recycling", engine=engine, nodes=7)
+    assert with_trees.tokens == without.tokens
+    proves_drafting(with_trees)
+    assert check_forms(case, with_trees) >= 2
+    assert "served without drafts" not in log
+
+
+@pytest.mark.full
 def test_the_masks_of_roots_are_not_enough(model: Path, plain: list[Answer]) -> None:
     """Negative control: each node gets the mask of its root."""
     drafted, _ = run_vllm(
@@ -175,3 +201,90 @@ def test_the_masks_of_roots_are_not_enough(model: Path, plain: list[Answer]) -> 
     )
     assert drafted[0].counters["draft_tokens"] > 0
     assert drafted[0].tokens != plain[0].tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["guidance", "outlines"])
+def test_other_backends(
+    backend: str, model: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    kinds = ["a schema", "a regex", "choices"]
+    sampling = [
+        setting | {"structured": GRAMMARS[kind]}
+        for kind in kinds
+        for setting in (GREEDY, SEEDED, SEEDED | {"seed": 8})
+    ]
+    case = Case(some_prompts(len(sampling), 3, 40), sampling, rounds=2)
+    engine = ENGINE | {"structured_outputs_config": {"backend": backend}}
+    (without,), _ = run_vllm(model, [case], **engine)
+    (with_trees,), log = run_vllm(model, [case], RECYCLE, **engine)
+    assert with_trees.tokens == without.tokens
+    proves_drafting(with_trees)
+    assert check_forms(case, with_trees) >= 4
+    assert "served without drafts" not in log
+
+
+@pytest.mark.full
+def test_chunked_prompts_preemption_and_prefix_hits(
+    model: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """A grammar's state survives whatever happens to the request's KV."""
+    many = bound_cases([GREEDY, SEEDED])
+    long = Case(some_prompts(len(many.prompts), 2, 300, 150), many.sampling)
+    cases = [long, Case(long.prompts, long.sampling)]
+    engine: dict[str, Any] = {
+        **ENGINE,
+        "max_num_batched_tokens": 96,
+        "max_model_len": 512,
+        "block_size": 32,
+        "num_gpu_blocks_override": 44,
+    }
+    whole, _ = run_vllm(model, [long], **ENGINE | {"max_num_batched_tokens": 4096})
+    drafted, _ = run_vllm(model, cases, RECYCLE, **engine)
+    for answer in drafted:
+        assert answer.tokens == whole[0].tokens
+        proves_drafting(answer)
+    assert drafted[-1].preemptions > 0
+    assert max(each or 0 for each in drafted[1].cached) >= 32
+
+
+THINK, END_OF_THINKING = 258, 259
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_reasoning_model_thinks_freely(runner: str, tmp_path: Path) -> None:
+    """The grammar binds what follows the thoughts, whose end may be anywhere in a tree."""
+    model = add_byte_tokenizer(
+        make_tiny_llama(tmp_path, sharpness=3.0),
+        special={THINK: "<think>", END_OF_THINKING: "</think>"},
+    )
+    biased = {"logit_bias": {END_OF_THINKING: 6.0}, "max_tokens": 60}
+    case = Case(
+        [[*prompt, THINK] for prompt in some_prompts(9, 3, 30)],
+        [
+            setting | biased | {"structured": {"choice": CHOICES}}
+            for seed in range(3)
+            for setting in (GREEDY, SEEDED | {"seed": seed}, SEEDED | {"seed": 10 + seed})
+        ],
+        rounds=2,
+    )
+    engine: dict[str, Any] = {
+        **(LIMITS if runner == "v2" else {}),
+        **ENGINE,
+        "max_num_seqs": 4,
+        "environment": for_runner(runner),
+        "structured_outputs_config": {"reasoning_parser": "deepseek_r1"},
+    }
+    (without,), _ = run_vllm(model, [case], **engine)
+    (with_trees,), log = run_vllm(model, [case], RECYCLE | {"nodes": 7}, **engine)
+    check_runner(runner, log)
+    assert with_trees.tokens == without.tokens
+    assert with_trees.counters["accepted_tokens"] > 0
+    thought = 0
+    for (tokens,), reasons in zip(with_trees.tokens, with_trees.reasons, strict=True):
+        if reasons == ["stop"]:
+            end = tokens.index(END_OF_THINKING)
+            assert text_of(tokens[end + 1 :]) in CHOICES
+            thought += end > 1
+    assert thought > 2

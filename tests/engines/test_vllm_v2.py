@@ -238,7 +238,7 @@ def test_no_running_request_waits_because_others_draft(
 
 
 def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
-    """Requests that follow a grammar, and requests that ask for it, are served without drafts."""
+    """Requests that ask for it are served without drafts, and those with bad words with chains."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path))
     grammar = {"choice": ["green", "yellow ochre"]}
     chosen = {"temperature": 0.0, "max_tokens": 24, "structured": grammar}
@@ -254,12 +254,13 @@ def test_structured_output_opting_out_and_bad_words(tmp_path: Path) -> None:
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["accepted_tokens"] > 0
-    assert answers[1].counters["draft_tokens"] == answers[2].counters["draft_tokens"] == 0
+    assert answers[1].counters["draft_tokens"] > 0
+    assert answers[2].counters["draft_tokens"] == 0
     assert answers[2].counters["steps"] > 0
     # Bad words depend on the text, so those requests have chains.
     assert answers[3].counters["accepted_tokens"] > 0
     assert answers[3].counters["non_first_child_accepted"] == 0
-    assert log.count("Requests with structured output are served without drafts") == 1
+    assert "served without drafts" not in log
 
 
 @pytest.mark.full

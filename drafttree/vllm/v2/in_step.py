@@ -105,7 +105,11 @@ class InStepRunnerV2(TreeRunnerV2):
         if step is None or batch is None:  # a forward that serves no request
             return
         self._context, self._seen = get_forward_context(), batch
-        self._step = self.draft(batch, step)
+        self._step = drafted = self.draft(batch, step)
+        super()._show_bound(batch, drafted)
+
+    def _show_bound(self, batch: InputBatch, step: Layout) -> None:
+        """Nothing is drafted yet when a step is laid out."""
 
     # What drafting needs.
 

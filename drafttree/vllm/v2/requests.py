@@ -23,17 +23,20 @@ class RequestRules:
 
     Args:
         requests: Number of rows.
+        no_bound_drafts: Why requests with a grammar are not drafted for; None if they are.
     """
 
-    def __init__(self, requests: int) -> None:
+    def __init__(self, requests: int, no_bound_drafts: str | None = None) -> None:
+        self._no_bound_drafts = no_bound_drafts
         self._undrafted = np.zeros(requests, np.bool_)
 
     def start(self, row: int, parameters: SamplingParams | None) -> None:
         """A request starts in a row."""
-        is_bound = is_grammar_bound(parameters)
-        if is_bound:
-            announce_undrafted("they are drafted for by the V1 model runner only")
-        self._undrafted[row] = has_opted_out(parameters) | is_bound
+        is_off = has_opted_out(parameters)
+        if self._no_bound_drafts and is_grammar_bound(parameters):
+            announce_undrafted(self._no_bound_drafts)
+            is_off = True
+        self._undrafted[row] = is_off
 
     def undrafted(self, rows: Rows) -> Flags:
         """Whether each request must not be drafted for, `bool [B]`."""

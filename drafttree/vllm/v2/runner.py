@@ -30,6 +30,7 @@ from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.step_masks import StepMasks
+from drafttree.vllm.structured.binding import no_bound_drafts, not_in_schedulers_process
 from drafttree.vllm.tensor_parallel import NonDraftingRank
 from drafttree.vllm.v2.hooks import check_hooks
 from drafttree.vllm.v2.kept_trees import KeptTrees
@@ -38,12 +39,14 @@ from drafttree.vllm.v2.rope import TreeRope, adopt_rope
 from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
 from drafttree.vllm.v2.step import lay_out_step
+from drafttree.vllm.v2.step_drafts import StepDrafts
 from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
 from drafttree.vllm.v2.tier_report import TierReports
 from drafttree.vllm.v2.tiers import max_rows, sizes_up_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -72,7 +75,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         parsed = method.parse(options)
         self.counters = Counters(self.device)
         self._set_up_drafter(method, parsed)
-        self._rules = RequestRules(self.max_num_reqs)
+        self._rules = RequestRules(
+            self.max_num_reqs,
+            no_bound_drafts(self) or not_in_schedulers_process(self.parallel_config),
+        )
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
         self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
         sizes = sizes_up_to(self.num_speculative_steps) if patches.chooses_tiers(self) else ()
@@ -183,6 +189,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Run the target; the scheduler may want drafts looked up after it only for its report."""
         self._trees.looks_up = patches.wants_lookup(scheduler_output)
+        self._scheduled = scheduler_output
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
@@ -197,7 +204,14 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         if input_batch.num_draft_tokens:
             masks = StepMasks(self._step.requests, self._step.sizes, self._step.masks)
         self._tell_builders(masks)
+        self._show_bound(input_batch, self._step)
         return prepared
+
+    def _show_bound(self, batch: InputBatch, step: Layout) -> None:
+        """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
+        if batch.has_structured_output_reqs and step.width > 1:
+            trees = StepDrafts.of(batch, step)
+            patches.show_drafted(self._scheduled, trees.by_request)
 
     def _set_active_loras(self, of_logits: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Activate LoRA adapters: one for each row of logits, where vLLM names each request's."""
@@ -241,8 +255,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         trees = DraftTree(tokens.nodes, step.parents, step.tree_sizes)
         self._learn(batch, tokens, logits)
         if grammar_output is not None:
-            # The masks of the rows behind a root may be those of placeholders: such a request has
-            # no tree, so its path ends at the root.
             self.structured_outputs_worker.apply_grammar_bitmask(
                 logits,
                 batch,
@@ -276,6 +288,13 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The draft tokens, none of which the scheduler drops: they are in the step already."""
+        taken: DraftTokenIds | None = super().take_draft_token_ids()
+        if taken is not None:
+            patches.send_proposals(taken, dict.fromkeys(taken.req_ids))
+        return taken
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Sample, verify and draft; let the report for the scheduler travel with the tokens."""
