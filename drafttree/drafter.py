@@ -63,8 +63,6 @@ class Target:
         longest_chain: Greatest number of draft tokens where the host verifies chains alone: no
             node should have a second child, as only the path of first children is kept. None
             where it verifies trees.
-        writes_files: Whether the drafter may write files that the user named. Of several replicas
-            of an engine that have the same options, one does.
     """
 
     model: str
@@ -78,7 +76,6 @@ class Target:
     pads_trees: bool = False
     sizes_trees: bool = False
     longest_chain: int | None = None
-    writes_files: bool = True
 
 
 class Drafter:

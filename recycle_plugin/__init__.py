@@ -76,9 +76,7 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             logger=target.logger,
         )
     if isinstance(options.hot_start, Path):
-        tables.saver = open_hot_start(
-            *(tables, options.hot_start, target.model, target.logger), saves=target.writes_files
-        )
+        tables.saver = open_hot_start(tables, options.hot_start, target.model, target.logger)
     tables.fill_unknown()
     longest = target.longest_chain
     if options.is_dynamic:

@@ -61,15 +61,7 @@ class DraftingRunner:
             bos=bos_token(model.hf_text_config, vocab_size),
             folder=local_folder(model.model, model.revision, self.load_config.download_dir),
             sizes_trees=sizes_trees,
-            writes_files=self._is_first_replica(),
         )
-
-    def _is_first_replica(self) -> bool:
-        """Whether this is the first of an engine's data-parallel replicas."""
-        parallel = self.parallel_config
-        # An older version has no place of its own for it.
-        number: int = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        return number == 0
 
     def _step_budget(self) -> int:
         """Greatest number of tokens of a step."""

@@ -15,6 +15,7 @@ from recycle_plugin.storage.table_files import (
     TableSaver,
     TablesError,
     TableSpec,
+    claim,
     load_tables,
     save_tables,
     tokenizer_identity,
@@ -78,19 +79,18 @@ class _Learned:
 
 
 def open_hot_start(
-    tables: Tables, file: Path, target: str, logger: logging.Logger, *, saves: bool = True
+    tables: Tables, file: Path, target: str, logger: logging.Logger
 ) -> TableSaver | None:
     """Load the tables from a file, if it exists, and save them to it from now on.
 
     A file that cannot be used is left untouched: a warning with the reason is logged, None is
-    returned and nothing is saved.
+    returned and nothing is saved. One process at a time saves to a file; others load it alone.
 
     Args:
         tables: Tables to fill and to save.
         file: The user's file; it need not exist yet.
         target: The target's folder, whose tokenizer is part of the file's identity.
         logger: Logger for the warning.
-        saves: Whether to save the tables; another replica of the engine may.
     """
     learned = _Learned(tables, Path(target))
     try:
@@ -99,7 +99,14 @@ def open_hot_start(
     except (OSError, TablesError) as error:
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
-    return TableSaver(file, learned.snapshot, learned.identity, logger=logger) if saves else None
+    if not claim(file):
+        logger.warning(
+            "Token Recycling starts with the tables in %s and will not save them, because another "
+            "engine or replica does: name another file with hot_start to keep them too",
+            file,
+        )
+        return None
+    return TableSaver(file, learned.snapshot, learned.identity, logger=logger)
 
 
 def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str]) -> int:

@@ -7,6 +7,8 @@ match for them to be usable, such as the tokenizer's fingerprint and k.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -93,6 +95,37 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+_claimed: dict[Path, int] = {}
+
+
+def claim(file: Path) -> bool:
+    """Become the only process that writes a file, until this process ends.
+
+    The lock is on a hidden file beside it, as saving replaces the file itself.
+
+    Returns:
+        Whether no other process has claimed it. Where files cannot be locked, that is not known and
+        assumed.
+    """
+    file = file.resolve()
+    # Closing any other descriptor of the same file would give up a process's own lock.
+    if file in _claimed:
+        return True
+    lock = file.with_name(f".{file.name}.lock")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return True  # saving will fail too, and say so
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    _claimed[file] = descriptor
+    return True
 
 
 def load_tables(

@@ -20,6 +20,7 @@ from recycle_plugin.storage.table_files import (
     TableSaver,
     TablesError,
     TableSpec,
+    claim,
     load_tables,
     save_tables,
 )
@@ -266,3 +267,28 @@ saver.touch()
     forked.start()
     forked.join()
     assert saved(tmp_path / "forked") == 1
+
+
+def test_one_process_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "tables"
+    program = f"""
+from pathlib import Path
+from recycle_plugin.storage.table_files import claim
+print(claim(Path({str(file)!r})), flush=True)
+input()
+"""
+    path = os.pathsep.join(filter(None, sys.path))
+    other = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "True\n"
+    assert not claim(file)
+    assert claim(file.with_name("others"))
+    other.communicate("\n")
+    assert claim(file)
+    assert claim(file)  # engines of one process follow one another
