@@ -1,86 +1,169 @@
-"""Penalties along a tree's path, computed by SGLang's own penalizers.
+"""Penalties along a tree's path, by the arithmetic of SGLang's own penalizers.
 
-SGLang feeds its penalizers one token per decode step, whatever the step emitted. So each request
-with penalties has its own penalizers here, which are fed every token that it emits.
+SGLang feeds its penalizers one token per decode step, whatever the step emitted. So what each
+request has emitted is counted here, in tensors indexed by slot, and the tokens along a path are
+added to the counts of its request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.penaltylib import (
+    BatchedMinNewTokensPenalizer,
+    BatchedPenalizerOrchestrator,
+)
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from torch.nn.utils.rnn import pad_sequence
 
-_KINDS = {
-    penaltylib.BatchedFrequencyPenalizer,
-    penaltylib.BatchedMinNewTokensPenalizer,
-    penaltylib.BatchedPresencePenalizer,
-    penaltylib.BatchedRepetitionPenalizer,
-}
+_ABSENT = -1
+"""In place of a token: none."""
+
+
+def has_penalties(batch: Any) -> bool:
+    """Whether any request of a batch that is being computed has penalties."""
+    info = batch.sampling_info
+    return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None
 
 
 @dataclass
 class _BatchOfOne:
-    """The attributes of a batch that the penalizers read."""
+    """The attributes of a batch that SGLang's penalizers read."""
 
     reqs: list[Any]
     device: torch.device
 
 
-class RequestPenalties:
-    """Penalties of one request.
+class Penalties:
+    """Penalties of all requests, by slot; S is the number of slots and V that of tokens.
 
-    Args:
-        request: SGLang's `Req`.
-        emitted: Tokens that the request has emitted so far.
-        vocab_size: Number of tokens of the target's logits.
-        device: Device of the logits.
+    Nothing is allocated before a request has a penalty: then 5 bytes for each slot and token.
     """
 
-    def __init__(
-        self, request: Any, emitted: Iterable[int], vocab_size: int, device: torch.device
-    ) -> None:
-        # The penalizers keep only a weak reference to the batch.
-        self._batch = _BatchOfOne([request], device)
-        self._penalizers = penaltylib.BatchedPenalizerOrchestrator(vocab_size, self._batch, _KINDS)
-        for token in emitted:
-            self.add(token)
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = slots, vocab_size
+        self._device = device
+        self._allocated = False
+        self._scales = False
 
-    @property
-    def is_required(self) -> bool:
-        """Whether the request has any penalty."""
-        return bool(self._penalizers.is_required)
+    def start(self, starting: Sequence[tuple[Any, int]]) -> None:
+        """Requests start in their slots, or restart after they were retracted."""
+        requests = [request for request, _ in starting]
+        parameters = [request.sampling_params for request in requests]
+        if not requests:
+            return
+        if not self._allocated:
+            if not any(map(_has_any, parameters)):
+                return
+            self._allocate()
+        slots = torch.tensor([slot for _, slot in starting], device=self._device)
+        self._scales |= any(each.repetition_penalty != 1.0 for each in parameters)
+        for table, name in (
+            (self._presence, "presence_penalty"),
+            (self._frequency, "frequency_penalty"),
+            (self._repetition, "repetition_penalty"),
+            (self._least, "min_new_tokens"),
+        ):
+            values = [getattr(each, name) for each in parameters]
+            table[slots] = torch.tensor(values, dtype=table.dtype, device=self._device)
+        self._seen[slots] = False
+        self._summed[slots] = 0
+        self._emitted[slots] = 0
+        self._start_stops(slots, requests)
+        emitted = [torch.tensor(list(each.output_ids), dtype=torch.int64) for each in requests]
+        self.add(slots, pad_sequence(emitted, True, _ABSENT).to(self._device))
 
-    def add(self, token: int) -> None:
-        """Count a token that the request has emitted."""
-        self._penalizers.cumulate_output_tokens(torch.tensor([token], device=self._batch.device))
+    def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Count tokens that requests have emitted.
 
-    @contextmanager
-    def ahead(self, path: Iterable[int]) -> Iterator[None]:
-        """Count the tokens of `path` as emitted inside the block."""
-        kept = [
-            (penalizer, name, value.clone())
-            for penalizer in self._penalizers.penalizers.values()
-            for name, value in vars(penalizer).items()
-            if isinstance(value, torch.Tensor)
-        ]
-        try:
-            for token in path:
-                self.add(token)
-            yield
-        finally:
-            for penalizer, name, value in kept:
-                setattr(penalizer, name, value)
+        Args:
+            slots: `int64 [B]`.
+            tokens: `int [B, D]`, -1 for none.
+        """
+        if not self._allocated:
+            return
+        columns = self._columns(tokens)
+        self._seen[slots[:, None], columns] = True
+        flat = (slots[:, None] * self._summed.shape[1] + columns).flatten()
+        # Added up one by one, as SGLang does: the product with a count is rounded differently.
+        penalties = self._frequency[slots][:, None].expand_as(columns).flatten()
+        self._summed.view(-1).scatter_add_(0, flat, penalties)
+        self._emitted[slots] += (tokens >= 0).sum(1, dtype=torch.int32)
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Change `logits [1, V]` as SGLang does: additive penalties first, then scaling ones."""
-        additive = torch.zeros_like(logits, dtype=torch.float32)
-        self._penalizers.accumulate_additive_penalties(additive)
+    def apply(self, logits: torch.Tensor, slots: torch.Tensor, path: torch.Tensor) -> None:
+        """Change logits as SGLang does: additive penalties first, then scaling ones.
+
+        Args:
+            logits: `[R, V]`.
+            slots: `int64 [R]`, the slot of each row's request.
+            path: `int [R, D]`, tokens that count as emitted too; -1 for none.
+        """
+        columns = self._columns(path)
+        # Indexing copies.
+        seen, summed = self._seen[slots], self._summed[slots]
+        seen.scatter_(1, columns, True)
+        summed.scatter_add_(1, columns, self._frequency[slots][:, None].expand_as(columns))
+        seen = seen[:, :-1]
+        additive = -summed[:, :-1] - self._presence[slots][:, None] * seen
+        if self._stops is not None:
+            emitted = self._emitted[slots] + (path >= 0).sum(1, dtype=torch.int32)
+            stops = torch.zeros_like(summed).scatter_(1, self._stops[slots], -torch.inf)
+            additive += torch.where((emitted < self._least[slots])[:, None], stops[:, :-1], 0.0)
         logits.add_(additive)
-        scaling = self._penalizers.accumulate_scaling_penalties()
-        if scaling is not None:
+        if self._scales:
+            scaling = torch.where(seen, self._repetition[slots][:, None], 1.0)
             apply_scaling_penalties(logits, scaling)
+
+    def _allocate(self) -> None:
+        slots, vocab_size = self._shape
+        zeros = partial(torch.zeros, device=self._device)
+        # The last column is that of no token.
+        self._seen = zeros(slots, vocab_size + 1, dtype=torch.bool)
+        self._summed = zeros(slots, vocab_size + 1)
+        self._emitted = zeros(slots, dtype=torch.int32)
+        self._least = zeros(slots, dtype=torch.int32)
+        self._presence, self._frequency, self._repetition = zeros(3, slots)
+        self._stops: torch.Tensor | None = None
+        self._allocated = True
+
+    def _start_stops(self, slots: torch.Tensor, requests: Sequence[Any]) -> None:
+        """Keep the tokens that end each request, which are forbidden before its least length."""
+        _, vocab_size = self._shape
+        stops = [_stop_tokens(request, vocab_size) for request in requests]
+        if self._stops is None:
+            if not any(map(len, stops)):
+                return
+            self._stops = torch.full((self._shape[0], 1), vocab_size, device=self._device)
+        padded = pad_sequence(stops, True, vocab_size).to(self._device)
+        more = padded.shape[1] - self._stops.shape[1]
+        if more > 0:
+            self._stops = torch.nn.functional.pad(self._stops, (0, more), value=vocab_size)
+        self._stops[slots] = vocab_size
+        self._stops[slots, : padded.shape[1]] = padded
+
+    def _columns(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.where(tokens >= 0, tokens, self._shape[1]).long()
+
+
+def _has_any(parameters: Any) -> bool:
+    return (
+        parameters.presence_penalty != 0.0
+        or parameters.frequency_penalty != 0.0
+        or parameters.repetition_penalty != 1.0
+        or parameters.min_new_tokens > 0
+    )
+
+
+def _stop_tokens(request: Any, vocab_size: int) -> torch.Tensor:
+    """The tokens that SGLang forbids before a request's least length, `int64 [n]`."""
+    if not request.sampling_params.min_new_tokens:
+        return torch.empty(0, dtype=torch.int64)
+    # On the CPU, where reading the result does not wait for a device.
+    batch = _BatchOfOne([request], torch.device("cpu"))
+    kind = BatchedMinNewTokensPenalizer
+    penalizers = BatchedPenalizerOrchestrator(vocab_size, batch, {kind}).penalizers
+    return penalizers[kind].stop_token_penalties[0].nonzero()[:, 0]

@@ -22,7 +22,7 @@ from tree_kernels.adjacency import top_candidates
 
 from drafttree.drafter import AcceptanceRule
 from drafttree.sglang.acceptance_sampler import AcceptanceSampler
-from drafttree.sglang.penalties import RequestPenalties
+from drafttree.sglang.penalties import has_penalties
 from drafttree.sglang.state import Step
 from drafttree.tree import Verified
 from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_target
@@ -34,12 +34,6 @@ def is_plain_greedy(batch: Any) -> bool:
     Then the argmax that some drafters compute in `observe` can be used.
     """
     return batch.sampling_info.is_all_greedy and _asks_for_tokens_alone(batch)
-
-
-def has_penalties(batch: Any) -> bool:
-    """Whether any request of a batch that is being computed has penalties."""
-    info = batch.sampling_info
-    return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None
 
 
 def verify_trees(
@@ -124,11 +118,12 @@ class _Draw:
         self._penalties = step.penalties
         self._rule = rule
         self._rows = torch.arange(len(logits), device=logits.device)
-        # SGLang's penalties count one token of the last step; `RequestPenalties` counts all.
+        # SGLang's penalties count one token of the last step; `Penalties` counts all.
         self._info = dataclasses.replace(
             step.batch.sampling_info, acc_additive_penalties=None, acc_scaling_penalties=None
         )
         self._levels: list[LogitsProcessorOutput] = []
+        self._path = torch.empty(len(logits), 0, dtype=torch.int32, device=logits.device)
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         level, info = len(self._levels), self._info
@@ -140,9 +135,8 @@ class _Draw:
             info.has_custom_logit_processor = False
         # Indexing copies, as the sampler overwrites its input.
         rows = self._logits[self._rows, node.long()]
-        penalised = self._penalised(alive)
-        for row, penalties in penalised:
-            penalties.apply(rows[row : row + 1])
+        if self._penalties is not None:
+            self._penalties.apply(rows, self._batch.req_pool_indices, self._path)
         info.apply_logits_bias(rows)
         output = LogitsProcessorOutput(next_token_logits=rows)
         batch = self._batch
@@ -159,16 +153,9 @@ class _Draw:
                 batch.seq_lens + level,
             )
         self._levels.append(output)
-        for row, penalties in penalised:
-            penalties.add(int(tokens[row]))
-        return tokens.to(torch.int32)
-
-    def _penalised(self, alive: torch.Tensor) -> list[tuple[int, RequestPenalties]]:
-        return [
-            (row, penalties)
-            for row, penalties in enumerate(self._penalties)
-            if penalties is not None and bool(alive[row])
-        ]
+        tokens = tokens.to(torch.int32)
+        self._path = torch.cat((self._path, tokens[:, None]), 1)
+        return tokens
 
     def write_logprobs(self, output: LogitsProcessorOutput) -> None:
         """Write the logprobs of all levels into `output`, request by request."""

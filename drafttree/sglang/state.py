@@ -7,7 +7,6 @@ tensors on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree
 
 if TYPE_CHECKING:
-    from drafttree.sglang.penalties import RequestPenalties
+    from drafttree.sglang.penalties import Penalties
 
 OPT_OUT = "drafttree"
 """Key in a request's `custom_params` that turns drafting off for it when false."""
@@ -32,8 +31,7 @@ class Step:
         trees: Draft trees as they are verified, N columns.
         depths: `int32 [B, N]`, depth of each node.
         deepest: The greatest depth of a node, `int32 []`, on its way to the host.
-        penalties: Penalties of each request; None for a request without any. Empty if no request of
-            the batch has any.
+        penalties: Penalties by slot; None if no request of the batch has any.
         drawn: What `DraftModelDrafter.propose` returned beside the trees.
     """
 
@@ -41,7 +39,7 @@ class Step:
     trees: DraftTree
     depths: torch.Tensor
     deepest: AsyncHostCopy
-    penalties: Sequence[RequestPenalties | None] = ()
+    penalties: Penalties | None = None
     drawn: Any = None
 
     @classmethod
@@ -50,7 +48,7 @@ class Step:
         batch: Any,
         trees: DraftTree,
         depths: torch.Tensor,
-        penalties: Sequence[RequestPenalties | None],
+        penalties: Penalties | None,
         drawn: Any,
     ) -> Step:
         """A step, whose greatest depth starts its way to the host."""

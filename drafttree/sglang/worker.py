@@ -30,8 +30,8 @@ from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.patches import report_counters, widen_request_rows
-from drafttree.sglang.penalties import RequestPenalties
-from drafttree.sglang.sampling import has_penalties, verify_trees
+from drafttree.sglang.penalties import Penalties, has_penalties
+from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import (
     RequestStates,
     Step,
@@ -47,8 +47,6 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 Publish = Callable[[torch.Tensor], None]
 """Receives the requests' new lengths, `int64 [B]`, as soon as they are known."""
-
-Penalties = list[RequestPenalties | None]
 
 
 class TreeWorker(BaseSpecWorker):
@@ -104,7 +102,6 @@ class TreeWorker(BaseSpecWorker):
         self.counters = Counters(self._device)
         self._running: dict[str, Any] = {}
         self._slots: dict[str, int] = {}
-        self._penalties: dict[str, RequestPenalties] = {}
         # Requests of whose prompts only a part has been read.
         self._unread: set[str] = set()
         self._corpora: dict[str, int] = {}
@@ -118,7 +115,7 @@ class TreeWorker(BaseSpecWorker):
         return functools.partial(cls, method)
 
     @abstractmethod
-    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
         """The step's trees, one per request, and the value of `Step.drawn`."""
 
     @abstractmethod
@@ -174,6 +171,7 @@ class TreeWorker(BaseSpecWorker):
         )
         slots, length = self.req_to_token_pool.req_to_token.shape
         self._states = RequestStates(slots, self._device)
+        self._penalties = Penalties(slots, self._vocab_size, self._device)
         cache = self.token_to_kv_pool_allocator.get_kvcache()
         self._movers = [] if self.in_chains else kv_movers(cache)
         self.drafter.allocate(slots, length)
@@ -212,9 +210,12 @@ class TreeWorker(BaseSpecWorker):
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         self._start(batch)
         result = self._forward_prompt(batch)
-        lengths = batch.seq_lens.clone()
+        # The tensor itself: without overlapping scheduling SGLang would copy another one back.
+        lengths = batch.seq_lens
         if on_publish is not None:
             on_publish(lengths)
+        sampled = sampled_tokens(batch, result.next_token_ids)
+        self._penalties.add(batch.req_pool_indices, sampled[:, None])
         self._states.roots[batch.req_pool_indices] = result.next_token_ids.to(torch.int32)
         result.accept_lens = torch.ones_like(lengths, dtype=torch.int32)
         result.new_seq_lens = lengths
@@ -247,7 +248,6 @@ class TreeWorker(BaseSpecWorker):
         finished = [name for name, request in self._running.items() if request.finished()]
         for name in finished:
             del self._running[name]
-            self._penalties.pop(name, None)
         arrived = [request for request in batch.reqs if request.rid not in self._running]
         # Requests that were retracted start again; those whose prompts are being read go on.
         starting = [
@@ -261,11 +261,10 @@ class TreeWorker(BaseSpecWorker):
                 # Retracted, and may never come back: SGLang does not mark as finished what is
                 # aborted while it waits.
                 del self._slots[name], self._running[name]
-                self._penalties.pop(name, None)
             self._slots[request.rid] = slot
             self._running[request.rid] = request
-            self._penalties.pop(request.rid, None)
             self._start_request(request, slot)
+        self._penalties.start(starting)
         parts = zip(batch.reqs, are_parts(batch), strict=True)
         self._unread = {request.rid for request, is_part in parts if is_part}
         if any(map(advances_once_a_step, arrived)):
@@ -290,6 +289,8 @@ class TreeWorker(BaseSpecWorker):
         sanitize_nan_logits(output.next_token_logits, "logits of draft trees")
         verified = self._verify(step, output)
         self.drafter.on_verified(batch.req_pool_indices, step.trees, verified)
+        if has_penalties(batch):
+            self._penalties.add(batch.req_pool_indices, verified.emitted)
         lengths = batch.seq_lens + verified.num_emitted
         self._move_kv(batch, verified)
         if on_publish is not None:
@@ -311,12 +312,12 @@ class TreeWorker(BaseSpecWorker):
         )
 
     def _draft(self, batch: Any) -> Step:
-        penalties = self._penalties_of(batch)
-        trees, drawn = self._propose(batch, penalties)
+        trees, drawn = self._propose(batch)
         trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
         states, slots = self._states, batch.req_pool_indices
         left = states.limits[slots] - (batch.seq_lens + 1)
         trees, depths = drop_unusable(trees, left, states.drafting[slots])
+        penalties = self._penalties if has_penalties(batch) else None
         return Step.of(batch, trees, depths, penalties, drawn)
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
@@ -333,24 +334,6 @@ class TreeWorker(BaseSpecWorker):
         """Call `verify_trees` with the target's sampler."""
         sampler = self._runner.sampler
         return verify_trees(sampler, step, self.drafter.max_depth, output, argmax, rule)
-
-    def _penalties_of(self, batch: Any) -> Penalties:
-        if not has_penalties(batch):
-            return []
-        lengths = batch.seq_lens.tolist()
-        roots = self._states.roots[batch.req_pool_indices].tolist()
-        found: Penalties = []
-        for request, length, root in zip(batch.reqs, lengths, roots, strict=True):
-            penalties = self._penalties.get(request.rid)
-            if penalties is None:
-                emitted = list(request.output_ids)
-                # With overlapping scheduling SGLang has not appended the last token yet.
-                if len(request.origin_input_ids) + len(emitted) == length:
-                    emitted.append(root)
-                penalties = RequestPenalties(request, emitted, self._vocab_size, self._device)
-                self._penalties[request.rid] = penalties
-            found.append(penalties if penalties.is_required else None)
-        return found
 
     def _move_kv(self, batch: Any, verified: Verified) -> None:
         """Move the accepted path's KV to the slots right after the root's."""

@@ -73,7 +73,7 @@ def drafted():
         batch = SimpleNamespace(sampling_info=info, seq_lens=lengths, return_logprob=False,
                                 has_grammar=False, top_logprobs_nums=None, token_ids_logprobs=None)
         depth = depths(trees.parents, trees.tree_size)
-        verified = verify_trees(sampler, Step.of(batch, trees, depth, (), None), 2, output)
+        verified = verify_trees(sampler, Step.of(batch, trees, depth, None, None), 2, output)
         for row, emitted, count in zip(written, verified.emitted, verified.num_emitted):
             row.extend(emitted[:count].tolist())
         accepted += int(verified.num_emitted.sum()) - 4

@@ -17,7 +17,14 @@ def request(name: str, tokens: int) -> Any:
         output_ids=[],
         grammar=None,
         custom_logit_processor=None,
-        sampling_params=SimpleNamespace(max_new_tokens=8, custom_params=None),
+        sampling_params=SimpleNamespace(
+            max_new_tokens=8,
+            custom_params=None,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            min_new_tokens=0,
+        ),
     )
 
 
@@ -52,12 +59,14 @@ class Drafter:
 def worker() -> Any:
     """A worker without an engine, whose target samples token 7 after each prompt."""
     from drafttree.sglang.drafters.model_free import ModelFreeWorker
+    from drafttree.sglang.penalties import Penalties
     from drafttree.sglang.state import RequestStates
 
     made = ModelFreeWorker.__new__(ModelFreeWorker)
     made.drafter = Drafter()
-    made._running, made._slots, made._penalties, made._unread = {}, {}, {}, set()
+    made._running, made._slots, made._unread = {}, {}, set()
     made._states = RequestStates(4, torch.device("cpu"))
+    made._penalties = Penalties(4, 512, torch.device("cpu"))
     made._target_worker = SimpleNamespace(
         forward_batch_generation=lambda batch: SimpleNamespace(
             next_token_ids=torch.full((len(batch.reqs),), 7)
@@ -69,10 +78,8 @@ def worker() -> Any:
 def test_a_request_that_lost_its_slot_is_forgotten(worker: Any) -> None:
     """It was retracted, and aborted while it waited: SGLang never marks it as finished."""
     worker._prefill(prefill((request("first", 5), 1, 5)), None)
-    worker._penalties["first"] = object()
     worker._prefill(prefill((request("second", 5), 1, 5)), None)
     assert list(worker._running) == list(worker._slots) == ["second"]
-    assert not worker._penalties
 
 
 def test_a_prompt_that_is_read_in_parts_starts_once(worker: Any) -> None:

@@ -22,7 +22,6 @@ from drafttree.chains import as_chains
 from drafttree.sglang.drafters.model_free import ModelFreeWorker
 from drafttree.sglang.state import Step
 from drafttree.sglang.target_config import recurrent_config
-from drafttree.sglang.worker import Penalties
 from drafttree.tree import DraftTree, Verified
 
 
@@ -31,8 +30,8 @@ class ChainWorker(ModelFreeWorker):
 
     in_chains = True
 
-    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
-        trees, drawn = super()._propose(batch, penalties)
+    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
+        trees, drawn = super()._propose(batch)
         return as_chains(trees).truncated(self._num_draft_tokens), drawn
 
     def _draft(self, batch: Any) -> Step:

@@ -15,7 +15,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import attention_backends
 from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
-from tree_kernels.mask import depths
+from tree_kernels.mask import depths, tree_mask
 
 from drafttree.drafter import DraftModelDrafter
 from drafttree.method import Method
@@ -23,10 +23,10 @@ from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.patches import install_acceptance_sampler
-from drafttree.sglang.penalties import RequestPenalties
+from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Step
 from drafttree.sglang.verify_input import prepare_verify
-from drafttree.sglang.worker import Penalties, TreeWorker
+from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree, Verified
 
 
@@ -113,7 +113,7 @@ class DraftModelWorker(TreeWorker):
     def _seeds_of(self, batch: Any) -> torch.Tensor:
         return self._seeds.of([request.sampling_params.sampling_seed for request in batch.reqs])
 
-    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
         started = perf_counter()
         info = batch.sampling_info
         sampled = (info.top_ks != 1).view(-1)
@@ -123,9 +123,8 @@ class DraftModelWorker(TreeWorker):
             if trees.tokens.shape[1] == len(self.drafter.columns):
                 return logits  # nothing is sampled below the leaves
             logits = logits.float()
-            for row, own in enumerate(penalties):
-                if own is not None:
-                    _penalise(logits[row], own, trees, row, first)
+            if has_penalties(batch):
+                _penalise(logits, self._penalties, trees, slots, first)
             return _distributions(logits, info, sampled)
 
         slots = batch.req_pool_indices
@@ -155,12 +154,15 @@ class DraftModelWorker(TreeWorker):
 
 
 def _penalise(
-    logits: torch.Tensor, penalties: RequestPenalties, trees: DraftTree, row: int, first: int
+    logits: torch.Tensor, penalties: Penalties, trees: DraftTree, slots: torch.Tensor, first: int
 ) -> None:
-    """Apply a request's penalties to its logits `[n, V]` of the nodes from column `first` on."""
-    for column in range(first, trees.tokens.shape[1]):
-        with penalties.ahead(trees.path(row, column)):
-            penalties.apply(logits[column - first][None])
+    """Apply penalties to the logits `[B, n, V]` of the nodes from column `first` on."""
+    rows = logits.shape[1]
+    masks = tree_mask(trees.parents, trees.tree_size)[:, first:]
+    path = trees.tokens[:, None].masked_fill(~masks, -1)
+    path[..., 0] = -1  # the root has been emitted
+    flat = slots.repeat_interleave(rows)
+    penalties.apply(logits.flatten(0, 1), flat, path.flatten(0, 1))
 
 
 def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from drafttree.drafter import HiddenStateDrafter
 from drafttree.sglang.kv_cache import LayerCache
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
 from drafttree.sglang.state import Step
-from drafttree.sglang.worker import Penalties, TreeWorker
+from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree, Verified
 
 
@@ -101,7 +101,7 @@ class HiddenStateWorker(TreeWorker):
         ends = torch.tensor(counts).cumsum(0) - 1
         self._outputs[batch.req_pool_indices] = outputs[ends]
 
-    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
         started = perf_counter()
         indices = batch.req_pool_indices
         outputs = self._continue(batch)

@@ -12,7 +12,7 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Step, sampled_tokens
-from drafttree.sglang.worker import Penalties, TreeWorker
+from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree, Verified
 
 
@@ -82,7 +82,7 @@ class ModelFreeWorker(TreeWorker):
     def _start_request(self, request: Any, slot: int) -> None:
         self.drafter.start(slot, [*request.origin_input_ids, *request.output_ids])
 
-    def _propose(self, batch: Any, penalties: Penalties) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
         slots = batch.req_pool_indices
         roots, drafting = self._states.roots[slots], self._states.drafting[slots]
         if self._device.type == "cpu" and not drafting.any():
