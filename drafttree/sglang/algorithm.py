@@ -10,6 +10,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from drafttree.method import Method, load
 from drafttree.sglang.chains.choice import announce, choose_chains
 from drafttree.sglang.options import parse_options
+from drafttree.sglang.target_config import target_config
 from drafttree.sglang.versions import CHAIN_BACKENDS, CPU_BACKEND, CUDA_BACKENDS
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class TreeAlgorithm(CustomSpecAlgo):
             server_args.disable_overlap_schedule = True
         else:
             backends = CUDA_BACKENDS if chains is None else CHAIN_BACKENDS
-            _choose_cuda_backend(server_args, backends)
+            model = target_config(server_args)
+            windows = model.is_hybrid_swa or getattr(model.hf_text_config, "sliding_window", None)
+            _choose_cuda_backend(server_args, backends, windows=bool(windows))
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
             logger.warning(
@@ -144,8 +147,22 @@ def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
     return type(base.__name__, (base,), {"method": method})
 
 
-def _choose_cuda_backend(server_args: Any, backends: tuple[str, ...]) -> None:
+def _choose_cuda_backend(server_args: Any, backends: tuple[str, ...], *, windows: bool) -> None:
+    """Choose an attention backend that verifies drafts.
+
+    Args:
+        server_args: SGLang's arguments.
+        backends: Those that do.
+        windows: Whether layers may have sliding windows; FlashInfer's are not combined with trees.
+    """
     logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
+    if windows and server_args.attention_backend == "flashinfer":
+        logger.warning(
+            "Draft trees are not verified with flashinfer in sliding windows; %s is used instead, "
+            "for prompts too",
+            backends[0],
+        )
+        server_args.attention_backend = backends[0]
     if server_args.attention_backend not in backends:
         logger.warning(
             "Drafts are not verified with --attention-backend=%s yet; %s is used instead, for "

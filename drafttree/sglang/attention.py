@@ -17,24 +17,55 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 @dataclass(frozen=True)
 class VerifyMasks:
-    """Attention masks of one verification, the same for every layer.
+    """Attention masks of one verification, the same for every layer of a kind.
 
     Attributes:
-        rows: Number of rows of each request, padding included.
+        lengths: Length of each request's context.
         slots: KV slots of each request's context and then of its nodes, `int64 [length]` each.
-        biases: Biases added to each request's attention scores, 0 or -inf, `[rows, length]` each.
+        masks: `bool [B, R, N]`, ancestor masks of the last R of N nodes, padding included.
+        dtype: Data type of the biases.
     """
 
-    rows: int
+    lengths: list[int]
     slots: list[torch.Tensor]
-    biases: list[torch.Tensor]
-    _repeated: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    masks: torch.Tensor
+    dtype: torch.dtype
+    _made: dict[tuple[int, int | None], list[tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=dict
+    )
 
-    def biases_of(self, group: int) -> list[torch.Tensor]:
-        """Biases of `group` query heads one after another, `[group * rows, length]` each."""
-        if group not in self._repeated:
-            self._repeated[group] = [bias.repeat(group, 1) for bias in self.biases]
-        return self._repeated[group]
+    def visible(self, group: int, window: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the rows of each request may attend to.
+
+        Args:
+            group: Number of query heads for which a row is repeated, one head after another.
+            window: Number of tokens before its own that a row attends to; None for all.
+
+        Returns:
+            For each request KV slots, `int64 [n]`, and biases of the scores, 0 or -inf,
+            `[group * R, n]`.
+        """
+        key = group, window
+        if key not in self._made:
+            requests = zip(self.lengths, self.slots, self.masks, strict=True)
+            self._made[key] = [self._of_request(*each, group, window) for each in requests]
+        return self._made[key]
+
+    def _of_request(
+        self, length: int, slots: torch.Tensor, mask: torch.Tensor, group: int, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        first = 0 if window is None else max(length - window, 0)
+        bias = torch.zeros(len(mask), len(slots) - first, dtype=self.dtype)
+        nodes = mask
+        if window is not None:
+            # Nodes come after their ancestors, so those that a row sees are in order of depth.
+            seen = mask.sum(1, keepdim=True)
+            nodes = mask & (seen - mask.cumsum(1) <= window)
+            positions = length + seen - 1
+            outside = torch.arange(first, length) < positions - window
+            bias[:, : length - first].masked_fill_(outside, -torch.inf)
+        bias[:, length - first :].masked_fill_(~nodes, -torch.inf)
+        return slots[first:], bias.repeat(group, 1)
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):
@@ -58,18 +89,11 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         if not forward_batch.forward_mode.is_target_verify():
             return
         masks = forward_batch.spec_info.custom_mask
-        rows, columns = masks.shape[1:]
         lengths = forward_batch.seq_lens.tolist()
         table = self.req_to_token_pool.req_to_token
-        slots, biases = [], []
-        for row, length, mask in zip(
-            forward_batch.req_pool_indices.tolist(), lengths, masks, strict=True
-        ):
-            slots.append(table[row, : length + columns].long())
-            bias = torch.zeros(rows, length + columns, dtype=self._dtype)
-            bias[:, length:].masked_fill_(~mask, -torch.inf)
-            biases.append(bias)
-        self._verify = VerifyMasks(rows, slots, biases)
+        rows = zip(forward_batch.req_pool_indices.tolist(), lengths, strict=True)
+        slots = [table[row, : length + masks.shape[2]].long() for row, length in rows]
+        self._verify = VerifyMasks(lengths, slots, masks, self._dtype)
 
     def forward_extend(
         self,
@@ -89,7 +113,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        per_request, heads, size = verify.rows, layer.tp_k_head_num, layer.qk_head_dim
+        per_request, heads, size = verify.masks.shape[1], layer.tp_k_head_num, layer.qk_head_dim
         group = layer.tp_q_head_num // heads
         # The query heads of a group become rows of their KV head, so that its keys and values are
         # read once and not once for each of them.
@@ -97,8 +121,9 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         queries = queries.reshape(-1, heads, group * per_request, size)
         output = q.new_empty(len(q), layer.tp_q_head_num * layer.v_head_dim)
         rows = output.view(-1, per_request, heads, group, layer.v_head_dim).permute(0, 2, 3, 1, 4)
-        biases = verify.biases_of(group)
-        for query, out, slots, bias in zip(queries, rows, verify.slots, biases, strict=True):
+        window = layer.sliding_window_size
+        visible = verify.visible(group, None if window in (None, -1) else window)
+        for query, out, (slots, bias) in zip(queries, rows, visible, strict=True):
             # The batch dimension selects the fused kernel. `index_select` copies whole rows.
             attended = F.scaled_dot_product_attention(
                 query[None],

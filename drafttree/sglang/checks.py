@@ -26,6 +26,11 @@ from drafttree.sglang.versions import (
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
+PLAIN_KV = ("auto", "bf16", "bfloat16")
+FP8_KV = ("fp8_e4m3", "fp8_e5m2")
+"""Types of the KV cache."""
+
+
 def check_server(method: Method[Any], server_args: Any) -> None:
     """Refuse a server that cannot verify a method's trees.
 
@@ -38,8 +43,8 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     for feature, option, served, fix in (
         ("tensor-parallelism", "tp_size", 1, "set it to 1"),
         ("pipeline-parallelism", "pp_size", 1, "set it to 1"),
-        ("data-parallelism", "dp_size", 1, "set it to 1"),
-        ("data-parallel-experts", "enable_dp_attention", False, "leave it out"),
+        ("attention-parallelism", "enable_dp_attention", False, "leave it out"),
+        ("attention-parallelism", "attn_dp_size", 1, "set it to 1"),
         ("disaggregated-prefill", "disaggregation_mode", "null", "leave it out"),
         ("disaggregated-prefill", "enable_pdmux", False, "leave it out"),
         ("kv-offloading", "enable_hierarchical_cache", False, "leave it out"),
@@ -54,10 +59,8 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         ("lora", "lora_paths", [], "leave it out"),
         # SGLang does not load its plugins in these processes, so there is no such algorithm there.
         ("tokenizer-workers", "tokenizer_worker_num", 1, "set it to 1"),
-        ("quantised-kv", "kv_cache_dtype", "auto", "leave it at auto"),
-        ("quantised-weights", "quantization", None, "use a model that is not quantised"),
     ):
-        value = getattr(server_args, option, served)
+        value: Any = getattr(server_args, option, served)
         if value is not None and value != served and is_refused("sglang", kind, feature):
             flag = option.replace("_", "-")
             raise ValueError(f"{method.title} does not work with --{flag}={value}: {fix}")
@@ -74,7 +77,9 @@ def check_server(method: Method[Any], server_args: Any) -> None:
                 f"draft trees do not work with --{flag}={value}: leave it out or name "
                 + " or ".join(backends)
             )
+    _check_kv_cache(method, server_args)
     _check_model(method, server_args)
+    _check_windows(method, server_args)
     _check_draft_model(method, server_args)
     if _is_tested_version():
         take_corpora()
@@ -105,16 +110,20 @@ def _check_device(method: Method[Any], server_args: Any) -> None:
         )
 
 
+def _check_kv_cache(method: Method[Any], server_args: Any) -> None:
+    dtype = server_args.kv_cache_dtype
+    # Other types keep scales beside the rows, which would have to move with them.
+    refuses_fp8 = is_refused("sglang", method.kind.name, "quantised-kv")
+    served = PLAIN_KV if refuses_fp8 else PLAIN_KV + FP8_KV
+    if dtype not in served:
+        raise ValueError(
+            f"{method.title} does not work with --kv-cache-dtype={dtype}: use "
+            + " or ".join(served)
+        )
+
+
 def _check_model(method: Method[Any], server_args: Any) -> None:
     model = target_config(server_args)
-    recurrent = recurrent_config(model) is not None
-    window = getattr(model.hf_text_config, "sliding_window", None)
-    # A window that no text outgrows leaves nothing out.
-    uses_window = (
-        window
-        and getattr(model.hf_text_config, "use_sliding_window", True)
-        and window < model.context_len
-    )
     for feature, found, trait in (
         ("encoders", not model.is_generation, "does not generate text"),
         *((each, model.is_multimodal, "is multimodal") for each in ("multimodal", "special-media")),
@@ -125,24 +134,31 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
             model.attention_arch.name == "SSM",
             "has recurrent layers instead of attention",
         ),
-        ("recurrent-layers", recurrent, "is a hybrid with recurrent layers"),
         (
-            "sliding-windows",
-            model.is_hybrid_swa or uses_window,
-            f"has a sliding window of {window}",
+            "recurrent-layers",
+            recurrent_config(model) is not None,
+            "is a hybrid with recurrent layers",
         ),
-        (
-            "soft-caps",
-            bool(getattr(model.hf_text_config, "attn_logit_softcapping", None)),
-            "caps the logits of its attention",
-        ),
-        ("quantised-weights", model.quantization is not None, "is quantised"),
     ):
         if found and is_refused("sglang", method.kind.name, feature):
+            text_alone = "add --language-model-only to serve its text alone"
+            fix = text_alone if model.is_multimodal else "use a decoder with full attention"
             raise ValueError(
                 f"{method.title} does not work with --model-path={model.model_path}, which "
-                f"{trait}: use a decoder with full attention, or leave --speculative-algorithm out"
+                f"{trait}: {fix}, or leave --speculative-algorithm out"
             )
+
+
+def _check_windows(method: Method[Any], server_args: Any) -> None:
+    """Refuse pools for the KV of sliding windows alone, where they cannot be used."""
+    # SGLang's attention for CPUs looks for windows in the slots of the other layers, and a model of
+    # the drafter's has its KV in those.
+    unusable = server_args.device == "cpu" or method.kind.needs_model
+    if unusable and target_config(server_args).is_hybrid_swa:
+        raise ValueError(
+            f"{method.title} does not work with --model-path={server_args.model_path} and a pool "
+            "for the KV of sliding windows alone: add --disable-hybrid-swa-memory"
+        )
 
 
 def _check_draft_model(method: Method[Any], server_args: Any) -> None:

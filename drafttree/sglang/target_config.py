@@ -14,7 +14,7 @@ def target_config(server_args: Any) -> Any:
     try:
         from sglang.srt.arg_groups.model_override_base import model_config_of
     except ImportError:
-        return server_args.get_model_config()  # in 0.5.17
+        return server_args.get_model_config()  # up to 0.5.18
     return model_config_of(getattr(server_args, "_cfg", server_args))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tree_kernels.mask import tree_mask
 
 KV_HEADS, SIZE, CONTEXT = 2, 16, 7
 
@@ -32,8 +33,9 @@ class Pool:
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("nodes", [1, 5])
+@pytest.mark.parametrize("window", [-1, 0, 3, 6, 9])
 def test_heads_of_a_group_share_one_reading_of_keys_and_values(
-    monkeypatch: pytest.MonkeyPatch, group: int, nodes: int
+    monkeypatch: pytest.MonkeyPatch, group: int, nodes: int, window: int
 ) -> None:
     from drafttree.sglang.attention import TreeAttentionBackend
 
@@ -41,7 +43,10 @@ def test_heads_of_a_group_share_one_reading_of_keys_and_values(
     requests, heads = 2, KV_HEADS * group
     table = torch.randperm(requests * (CONTEXT + nodes)).view(requests, -1)
     pool = Pool(table.numel())
-    masks = torch.eye(nodes, dtype=torch.bool) | (torch.rand(requests, nodes, nodes) < 0.4).tril()
+    parents = torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, 2, 3]])[:, :nodes].int()
+    masks = tree_mask(parents, torch.full((requests,), nodes).int())
+    depth = masks.sum(2) - 1
+    earliest = max(CONTEXT - window, 0) if window >= 0 else 0
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_target_verify=lambda: True),
         spec_info=SimpleNamespace(custom_mask=masks),
@@ -56,6 +61,7 @@ def test_heads_of_a_group_share_one_reading_of_keys_and_values(
         qk_head_dim=SIZE,
         v_head_dim=SIZE,
         scaling=0.25,
+        sliding_window_size=window,
     )
     backend = TreeAttentionBackend(
         SimpleNamespace(
@@ -77,10 +83,13 @@ def test_heads_of_a_group_share_one_reading_of_keys_and_values(
     q, k, v = torch.randn(rows, heads * SIZE), *torch.randn(2, rows, KV_HEADS, SIZE)
     backend.init_forward_metadata(batch)
     output = backend.forward_extend(q, k, v, layer, batch).view(requests, nodes, heads, SIZE)
-    assert shapes == [(1, KV_HEADS, CONTEXT + nodes, SIZE)] * requests
+    assert shapes == [(1, KV_HEADS, CONTEXT - earliest + nodes, SIZE)] * requests
 
     for request, slots in enumerate(table):
         seen = F.pad(masks[request], (CONTEXT, 0), value=True)
+        positions = torch.cat([torch.arange(CONTEXT), CONTEXT + depth[request]])
+        if window >= 0:
+            seen &= CONTEXT + depth[request][:, None] - positions <= window
         for head in range(heads):
             query = q.view(requests, nodes, heads, SIZE)[request, :, head]
             scores = 0.25 * query @ pool.keys[slots, head // group].T

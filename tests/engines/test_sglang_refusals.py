@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang_runs import environment
 from tiny_models import make_tiny_llama
+
+import recycle_plugin
+import rsd_plugin
 
 PROGRAM = """
 import json, sys
@@ -53,10 +57,17 @@ HYBRID = {
     "layer_types": ["conv", "full_attention"],
 }
 
+WINDOWED = {
+    "architectures": ["LlamaForCausalLM"],
+    "is_hybrid_swa": True,
+    "hybrid_layer_pattern": [0, 1],
+    "sliding_window": 64,
+}
+"""A model whose KV of sliding windows SGLang keeps in a pool of its own."""
+
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
     "tp-size=2": {"tp_size": 2},
-    "dp-size=2": {"dp_size": 2},
     "max-total-tokens=128": {"max_total_tokens": 128},
     "MLA": {
         "model": {
@@ -71,16 +82,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "disaggregation-mode=prefill": {"disaggregation_mode": "prefill"},
     "speculative-num-draft-tokens=1": {"speculative_num_draft_tokens": 1},
     "nodes=999": {"speculative_num_draft_tokens": 1000},
-    "quantization": {"quantization": "fp8"},
     "attention-backend=triton": {"attention_backend": "triton"},
     "lora-paths=['adapter']": {"lora_paths": ["adapter"]},
     "tokenizer-worker-num=2: set it to 1": {"tokenizer_worker_num": 2},
     "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},
-    "sliding window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
-    "caps the logits": {
-        "model": {"architectures": ["LlamaForCausalLM"], "attn_logit_softcapping": 30.0}
-    },
+    "add --disable-hybrid-swa-memory": {"model": WINDOWED},
     "recurrent layers instead of attention": {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
     },
@@ -92,9 +99,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 SERVED: dict[str, dict[str, Any]] = {
-    "a window that is as long as the context": {
-        "model": {"architectures": ["MistralForCausalLM"], "sliding_window": 2048}
-    },
+    "a window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
+    "a window without a KV pool of its own": {"model": WINDOWED, "disable_hybrid_swa_memory": True},
+    "soft caps": {"model": {"architectures": ["LlamaForCausalLM"], "attn_logit_softcapping": 30.0}},
+    "quantised weights": {"quantization": "w8a8_fp8", "dtype": "bfloat16"},
+    "an FP8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "a BF16 KV cache": {"kv_cache_dtype": "bfloat16"},
+    "replicas": {"dp_size": 2},
+    "a hierarchical cache": {"enable_hierarchical_cache": True},
 }
 
 
@@ -156,6 +168,33 @@ def test_options_that_do_not_fit_are_named(tiny_llama: Path) -> None:
     conflict, default = resolve(cases, '{"tree": "branch:2-2"}')
     assert "--speculative-num-draft-tokens=16" in conflict
     assert default["speculative_num_draft_tokens"] == 7
+
+
+def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
+    from drafttree.sglang.checks import _check_kv_cache
+
+    with pytest.raises(ValueError, match="--kv-cache-dtype=mxfp8: use auto or bf16 or"):
+        _check_kv_cache(recycle_plugin.METHOD, SimpleNamespace(kv_cache_dtype="mxfp8"))
+    with pytest.raises(ValueError, match="--kv-cache-dtype=fp8_e4m3: use auto or bf16 or"):
+        _check_kv_cache(rsd_plugin.METHOD, SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("given", "windows", "chosen"),
+    [
+        ("fa3", False, "triton"),
+        ("flashinfer", False, "flashinfer"),
+        ("flashinfer", True, "triton"),
+        ("triton", True, "triton"),
+    ],
+)
+def test_attention_backends_on_cuda(given: str, windows: bool, chosen: str) -> None:
+    from drafttree.sglang.algorithm import _choose_cuda_backend
+    from drafttree.sglang.versions import CUDA_BACKENDS
+
+    arguments = SimpleNamespace(attention_backend=given)
+    _choose_cuda_backend(arguments, CUDA_BACKENDS, windows=windows)
+    assert arguments.attention_backend == chosen
 
 
 def test_errors_about_draft_models(

@@ -59,7 +59,7 @@ class Answer:
         cached: Prompt tokens of each request that were found in the cache.
         retractions: How often each request was retracted.
         pieces: The row of the request of each streamed piece, in order; empty if not streamed.
-        counters: The tree worker's counts over the case; empty without a method.
+        counters: The tree workers' counts over the case, of all replicas; empty without a method.
     """
 
     tokens: list[list[int]]
@@ -244,5 +244,8 @@ async def _stream(
 
 
 def _counters(engine: Any) -> dict[str, int]:
-    counters: dict[str, int] = engine.get_server_info()["internal_states"][0].get("drafttree", {})
+    counters: dict[str, int] = {}
+    for replica in engine.get_server_info()["internal_states"]:
+        for name, count in replica.get("drafttree", {}).items():
+            counters[name] = counters.get(name, 0) + count
     return counters

@@ -43,7 +43,9 @@ def _mistral(window: int) -> Any:
 def _gemma2() -> Any:
     from transformers import Gemma2Config
 
+    # The activation under both names, as in the published models.
     changes = {"attn_logit_softcapping": 2.0, "tie_word_embeddings": True}
+    changes |= {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
     return Gemma2Config(**_shape(sliding_window=32, query_pre_attn_scalar=32, **changes))
 
 

@@ -117,27 +117,3 @@ def add_byte_tokenizer(
     fast.add_tokens([*named.values()], special_tokens=True)
     fast.save_pretrained(folder)
     return folder
-
-
-def make_tiny_mixture(folder: Path, *, sharpness: float = 12.0, seed: int = 11) -> Path:
-    """Save a random two-layer Qwen3-MoE of four experts, of which two serve a token."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=512,
-            moe_intermediate_size=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            num_attention_heads=4,
-            **SHAPE,
-        )
-    )
-    with torch.no_grad():
-        model.model.embed_tokens.weight *= 3
-        model.lm_head.weight *= sharpness
-    model.save_pretrained(folder)
-    return folder
