@@ -287,10 +287,10 @@ def _judge_sglang() -> Finding:
         finding.advice = "make demo ENGINE=sglang creates an environment with it"
     elif not sglang_versions.is_supported(found.version, older_versions=True):
         finding.value, finding.status = f"{found.version}, unsupported", "problem"
-        finding.advice = f"use {sglang_versions.TESTED}"
+        finding.advice = f"use {sglang_versions.window()}"
     elif not sglang_versions.is_tested(found.version):
-        finding.value = f"{found.version}, supported by Token Recycling alone, untested"
-        finding.advice = f"for all methods use {sglang_versions.TESTED}"
+        finding.value = f"{found.version}, supported but untested with this version"
+        finding.advice = f"should work; tested is {sglang_versions.TESTED} on a CPU"
     elif _has_cuda():
         finding.value = f"{found.version}, untested on a GPU"
         finding.advice = f"should work; tested is {sglang_versions.TESTED} on a CPU"

@@ -18,6 +18,7 @@ from drafttree.sglang.versions import (
     CPU_BACKEND,
     CUDA_BACKENDS,
     TESTED,
+    is_newer,
     is_supported,
     is_tested,
 )
@@ -94,11 +95,15 @@ def _is_tested_version() -> bool:
 def _check_version(method: Method[Any]) -> None:
     import sglang
 
-    if not is_supported(sglang.__version__, method.kind.sglang.older_versions):
+    version = sglang.__version__
+    if not is_supported(version, method.kind.sglang.older_versions):
+        newer = ", which is newer than drafttree knows" if is_newer(version) else ""
         raise ValueError(
-            f"{method.title} does not work with SGLang {sglang.__version__}: install {TESTED}, or "
+            f"{method.title} does not work with SGLang {version}{newer}: install {TESTED}, or "
             "leave --speculative-algorithm out"
         )
+    if not is_tested(version):
+        logger.warning("Draft trees were tested with SGLang %s; %s is untested", TESTED, version)
 
 
 def _check_device(method: Method[Any], server_args: Any) -> None:

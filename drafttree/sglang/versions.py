@@ -1,15 +1,15 @@
-"""What is supported of SGLang: its versions and attention backends; needs no engine.
-
-SGLang's plugin interface changes from release to release, so only versions that were run are
-supported.
-"""
+"""What is supported of SGLang: its versions and attention backends; needs no engine."""
 
 from __future__ import annotations
 
+import re
+
 TESTED = "0.5.23"
 
-OLDER = "0.5.17"
-"""Serves the kinds of drafter that declare `older_versions`; run by hand only."""
+FIRST = (0, 5, 17)
+LAST = (0, 5, 23)
+"""SGLang's plugin interface changes from release to release, so only versions that were run, or lie
+between such versions, are supported."""
 
 CPU_BACKEND = "torch_native"
 """Attention backend for draft trees on a CPU. SGLang branches on this name in several places, so
@@ -36,7 +36,23 @@ def is_supported(version: str, older_versions: bool) -> bool:
         version: SGLang's version, which may name the device it was built for, as in `0.5.23+cpu`.
         older_versions: What the kind declares in `HostSupport.older_versions`.
     """
-    return is_tested(version) or (version.partition("+")[0] == OLDER and older_versions)
+    return is_tested(version) or (older_versions and FIRST <= _parts(version) <= LAST)
+
+
+def is_newer(version: str) -> bool:
+    """Whether a version is newer than the last supported one."""
+    return _parts(version) > LAST
+
+
+def window() -> str:
+    """The range of supported versions, for messages."""
+    first, last = (".".join(map(str, version)) for version in (FIRST, LAST))
+    return f"{first} to {last}"
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split(".")[:3])) if found else ()
 
 
 def unknown(reason: str) -> RuntimeError:

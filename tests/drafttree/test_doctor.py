@@ -152,8 +152,8 @@ def test_a_plugin_that_an_engine_will_not_load_is_a_problem(
     ("version", "status", "value"),
     [
         ("0.5.23", "ok", "tested"),
-        ("0.5.22", "problem", "unsupported"),
-        ("0.5.17", "note", "supported by Token Recycling alone, untested"),
+        ("0.5.24", "problem", "unsupported"),
+        ("0.5.17", "note", "supported but untested with this version"),
     ],
 )
 def test_the_version_of_sglang_is_checked(
