@@ -11,7 +11,7 @@ from lyanna_parts import drafter_for
 from quantised_models import FORMATS, quantise
 from random_prompts import some_prompts
 from tiny_families import FAMILIES, make_tiny_family
-from tiny_models import make_first_layers, make_tiny_adapter, make_tiny_mixture
+from tiny_models import make_first_layers, make_tiny_adapter
 from vllm_runs import Answer, Case, run_vllm
 
 from lyanna_plugin.checkpoint import save
@@ -63,7 +63,7 @@ def test_rsd(
         engine = {"enable_lora": True, "max_lora_rank": 8}
         case.adapter = str(make_tiny_adapter(tmp_path_factory.mktemp("adapter")))
     else:
-        target = make_tiny_mixture(tmp_path_factory.mktemp("mixture"))
+        target = make_tiny_family("qwen3_moe", tmp_path_factory.mktemp("mixture"))
     draft = make_first_layers(target, tmp_path_factory.mktemp("draft"), 1)
     (plain,), _ = run_vllm(target, [case], **engine)
     method = {"method": "rsd", "model": str(draft), "tree": "beam:3x4"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from quantised_models import quantise
 from tiny_families import make_tiny_family
-from tiny_models import make_tiny_llama, make_tiny_mixture
+from tiny_models import make_tiny_llama
 from vllm_configured import configure, find_triton
 
 vllm = pytest.importorskip("vllm")
@@ -130,14 +130,14 @@ def test_data_parallelism(tiny_llama: Path, tmp_path: Path) -> None:
         config = configure(tiny_llama, method, data_parallel_size=2).speculative_config
         sizes = config.num_speculative_tokens_per_batch_size
         assert sizes == [(1, 1, config.num_speculative_tokens)]
-    mixture = make_tiny_mixture(tmp_path)
+    mixture = make_tiny_family("qwen3_moe", tmp_path)
     message = "data_parallel_size=2 and a mixture of experts: set it to 1"
     with pytest.raises(ValueError, match=message):
         configure(mixture, data_parallel_size=2)
 
 
 def test_a_mixture_of_experts_beside_lyanna(tmp_path: Path) -> None:
-    model = make_tiny_mixture(tmp_path)
+    model = make_tiny_family("qwen3_moe", tmp_path)
     with pytest.raises(ValueError, match=r"Lyanna .* is a mixture of experts: use a dense model"):
         configure(model, {"method": "lyanna", "model": str(model)})
 
