@@ -89,6 +89,7 @@ def test_token_recycling_on_v2(host: Host, target: Path) -> None:
     assert p_value(answer.tokens, joint(target, VOCAB)) > 0.001
 
 
+@pytest.mark.full
 def test_token_recycling_where_tokens_are_drawn_ahead(host: Host, target: Path) -> None:
     case = Case([PROMPT] * AHEAD, FREE)
     (free,), log = serve(
@@ -99,6 +100,7 @@ def test_token_recycling_where_tokens_are_drawn_ahead(host: Host, target: Path) 
     assert log.count(draw_ahead_on_cpu.DRAWN) >= free.counters["steps"] / 64
 
 
+@pytest.mark.full
 def test_greedy_requests_beside_sampled_ones_drawn_ahead(host: Host, target: Path) -> None:
     """They stay greedy. The engine runs no other cases, whose steps its log would count too."""
     cases = [Case([PROMPT], GREEDY), Case([PROMPT] * 64, [FREE, GREEDY] * 32)]
@@ -111,6 +113,7 @@ def test_greedy_requests_beside_sampled_ones_drawn_ahead(host: Host, target: Pat
         assert log.count(draw_ahead_on_cpu.DRAWN) >= mixed.counters["steps"] / 64
 
 
+@pytest.mark.full
 def test_a_fault_planted_into_token_recycling_is_found(host: Host, target: Path) -> None:
     case = Case([PROMPT] * FAULTY, SAMPLING)
     (answer,), _ = serve(
@@ -131,6 +134,7 @@ def test_rsd(host: Host, target: Path, draft: Path) -> None:
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
 
 
+@pytest.mark.full
 def test_seeds_of_rsd_do_not_depend_on_the_batch(host: Host, target: Path, draft: Path) -> None:
     long = {**SAMPLING, "max_tokens": 40}
     if host.name == "vllm":
@@ -148,6 +152,7 @@ def test_seeds_of_rsd_do_not_depend_on_the_batch(host: Host, target: Path, draft
     assert len({tuple(tokens) for tokens in together.tokens}) == 3
 
 
+@pytest.mark.full
 def test_a_fault_planted_into_rsd_is_found(host: Host, target: Path, draft: Path) -> None:
     case = Case([PROMPT] * FAULTY, SAMPLING)
     (answer,), _ = serve(

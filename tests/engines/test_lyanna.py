@@ -145,6 +145,7 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
         assert answer.counters["emitted"] / answer.counters["steps"] > least
 
 
+@pytest.mark.full
 def test_preemption_does_not_change_tokens(host: Host, tiny_llama: Path, drafter: Path) -> None:
     count = {"vllm": 6, "sglang": 8}[host.name]
     case = Case(some_prompts(count, longest=30), {**GREEDY, "max_tokens": 300})
@@ -167,10 +168,12 @@ def test_preemption_does_not_change_tokens(host: Host, tiny_llama: Path, drafter
     assert drafted.counters["accepted_tokens"] > 0
 
 
+@pytest.mark.full
 def test_bench_gives_its_figures(host: Host, smollm2: Path, tmp_path: Path) -> None:
     check_figures(host.name, smollm2, tmp_path)
 
 
+@pytest.mark.full
 def test_the_demo_with_the_shipped_drafter(host: Host) -> None:
     check_demo(host.name)
 

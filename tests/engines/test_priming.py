@@ -92,6 +92,7 @@ def test_an_idle_engine_computes_the_rows_to_the_end(host: Host, model: Path, ca
     assert 1 <= second.counters["drafted_steps"] <= MOST_STEPS[host.runner]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2, 5])
 def test_cached_prefixes_are_as_before(host: Host, tmp_path: Path, count: int) -> None:
     """In SGLang two prompts stay in the cache; five fill it, so that priming evicts the oldest."""
@@ -105,6 +106,7 @@ def test_cached_prefixes_are_as_before(host: Host, tmp_path: Path, count: int) -
     assert second == first
 
 
+@pytest.mark.full
 def test_the_command_primes_a_model(host: Host, model: Path, cache: Path) -> None:
     arguments = ("--method", "token-recycling", "--model", str(model), "--dtype", "float32")
     result = CliRunner().invoke(app, ["prepare", *arguments, "--engine", host.name])

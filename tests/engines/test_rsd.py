@@ -166,6 +166,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
         assert served[10].cached == [48] * 5
 
 
+@pytest.mark.full
 def test_preemption_does_not_change_tokens(
     host: Host, tiny_llama: Path, draft: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:

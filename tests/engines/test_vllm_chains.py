@@ -144,6 +144,7 @@ def test_sizes_are_chosen_by_measured_forwards(without_trees: Callable[[str], Pa
         assert max(sizes) <= LONGEST[family]
 
 
+@pytest.mark.full
 def test_a_kv_connector(tiny_llama: Path, tmp_path: Path) -> None:
     """It loads the prompts that it has saved, beside the drafts; both models have attention."""
     connector = {
@@ -174,6 +175,7 @@ def test_a_static_tree(without_trees: Callable[[str], Path]) -> None:
     proves_chains(drafted[0], 4)
 
 
+@pytest.mark.full
 def test_chunks_of_prompts_beside_chains(without_trees: Callable[[str], Path]) -> None:
     """Recurrent states go on from chunk to chunk, in an engine core of its own process."""
     prompts = some_prompts(8, seed=9, shortest=50, longest=160)

@@ -40,6 +40,7 @@ def test_quantised_weights(
     equals_plain_decoding(model, proves_drafting, dtype=DTYPES.get(form, "bfloat16"))
 
 
+@pytest.mark.full
 def test_a_quantised_draft_model(tiny_llama: Path, tmp_path: Path) -> None:
     model = quantise(tiny_llama, tmp_path, "int8")
     cases = [Case(some_prompts(8), GREEDY)]

@@ -56,6 +56,7 @@ def equal_plain_decoding(
     return plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", ["gemma3_vision", "qwen2_5_vl"])
 def test_text_alone(

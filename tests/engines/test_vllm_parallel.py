@@ -29,6 +29,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.full
 def test_both_ranks_run_the_forwards_that_prime_the_first(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_tokens_equal_plain_decoding(
     proves_drafting(drafted[-1])
 
 
+@pytest.mark.full
 def test_the_first_rank_times_forwards_that_both_run(tiny_llama: Path, tmp_path: Path) -> None:
     """With `auto`, the first rank chooses the number of draft tokens by its own times."""
     file = tmp_path / "%p.jsonl"

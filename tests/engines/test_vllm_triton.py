@@ -47,6 +47,7 @@ def test_greedy_tokens_equal_plain_decoding(
     serve_both_ways(tiny_llama, proves_drafting)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["heads_of_80", "gemma2", "gpt_oss"])
 def test_windows_soft_caps_sinks_and_head_sizes(
     family: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]

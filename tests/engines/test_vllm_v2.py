@@ -138,6 +138,7 @@ def test_greedy_tokens_equal_those_of_v1(tiny_llama: Path, plain: dict[str, Answ
     assert answer.tokens == plain["greedy"].tokens
 
 
+@pytest.mark.full
 def test_synchronous_scheduling_and_a_static_tree_sampled_in_chunks(
     tiny_llama: Path,
     plain: dict[str, Answer],
@@ -192,6 +193,7 @@ def test_the_kernels_of_gpus(tiny_llama: Path, proves_drafting: Callable[[Answer
     proves_drafting(answer)
 
 
+@pytest.mark.full
 def test_prefix_hits_and_a_memory_of_answers(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
@@ -223,6 +225,7 @@ def test_prefix_hits_and_a_memory_of_answers(
     assert max(each or 0 for each in answers[2].cached) >= 32
 
 
+@pytest.mark.full
 def test_no_running_request_waits_because_others_draft(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:

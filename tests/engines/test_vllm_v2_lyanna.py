@@ -100,6 +100,7 @@ def overfitted(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.full
 def test_a_drafter_that_has_memorised_the_answers_is_accepted(
     tiny_llama: Path, overfitted: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     assert "served without drafts" not in log
 
 
+@pytest.mark.full
 def test_the_layers_states_are_those_of_pytorch(
     tiny_llama: Path, drafter: Path, tmp_path: Path
 ) -> None:

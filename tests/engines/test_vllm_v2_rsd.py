@@ -89,6 +89,7 @@ def test_logprobs_are_those_of_plain_decoding(
             assert position == pytest.approx(same, abs=1e-3)
 
 
+@pytest.mark.full
 def test_seeded_requests_depend_neither_on_the_batch_nor_on_scheduling(
     tiny_llama: Path, draft: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_seeded_requests_depend_neither_on_the_batch_nor_on_scheduling(
 ADJUSTED: dict[str, Any] = {"logit_bias": {7: 2.0, 9: -3.0}, "min_tokens": 30, "top_k": 40}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     tiny_llama: Path, temperature: float

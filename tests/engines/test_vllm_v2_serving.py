@@ -117,6 +117,7 @@ def test_logprobs_are_those_of_plain_decoding(
             assert best == pytest.approx(others, abs=1e-3)
 
 
+@pytest.mark.full
 def test_what_was_learned_is_forgotten_with_the_weights(drafted: dict[str, Answer]) -> None:
     """A reset and new weights start drafting from nothing; sleep alone does not."""
     cold = drafted["greedy"].counters
@@ -124,6 +125,7 @@ def test_what_was_learned_is_forgotten_with_the_weights(drafted: dict[str, Answe
     assert drafted["after sleep and new weights"].counters == cold
 
 
+@pytest.mark.full
 def test_the_engines_metrics_count_the_drafts(drafted: dict[str, Answer]) -> None:
     """They leave out what a request does not use of its last step."""
     counts = [*drafted.values()][-1].engine_counts
@@ -134,6 +136,7 @@ def test_the_engines_metrics_count_the_drafts(drafted: dict[str, Answer]) -> Non
     assert counts[f"{DRAFTS}draft_tokens"] >= 7 * counts[f"{DRAFTS}drafts"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafted", ["lyanna"], indirect=True)
 def test_synchronous_scheduling_gives_lyannas_tokens_too(
     model: Path, drafted: dict[str, Answer], tmp_path: Path
