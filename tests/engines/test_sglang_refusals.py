@@ -77,7 +77,8 @@ REFUSED: dict[str, dict[str, Any]] = {
             "qk_nope_head_dim": 32,
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
-        }
+        },
+        "speculative_algorithm": "rsd",
     },
     "disaggregation-mode=prefill": {"disaggregation_mode": "prefill"},
     "speculative-num-draft-tokens=1": {"speculative_num_draft_tokens": 1},
