@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from lyanna_parts import drafter_for
-from quantised_models import FORMATS, quantise
+from quantised_models import FORMATS, needs_avx512, quantise
 from random_prompts import some_prompts
 from tiny_families import FAMILIES, make_tiny_family
 from tiny_models import make_first_layers, make_tiny_adapter
@@ -26,6 +26,12 @@ DTYPES = {"int8": "float32"}
 """Data types of quantised models' other weights, where it is not the one of 4-bit kernels."""
 
 
+def skip_where_unserved(form: str) -> None:
+    """Skip a test on a CPU on which vLLM does not serve a format of weights."""
+    if needs_avx512(form) and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"vLLM's kernel for {form} weights needs AVX-512")
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -36,6 +42,7 @@ DTYPES = {"int8": "float32"}
 def test_quantised_weights(
     form: str, tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
+    skip_where_unserved(form)
     model = quantise(tiny_llama, tmp_path, form)
     equals_plain_decoding(model, proves_drafting, dtype=DTYPES.get(form, "bfloat16"))
 
@@ -76,6 +83,7 @@ def test_rsd(
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_lyanna_with_quantised_weights(form: str, tiny_llama: Path, tmp_path: Path) -> None:
+    skip_where_unserved(form)
     (tmp_path / "target").mkdir()
     model = quantise(tiny_llama, tmp_path / "target", form)
     save(drafter_for(model), tmp_path / "drafter")

@@ -24,6 +24,11 @@ FORMATS = ("int8", "int4", "gptq", "awq", "fp8", "fp8-channels")
 with one scale for a matrix or for each of its rows."""
 
 
+def needs_avx512(form: str) -> bool:
+    """Whether vLLM serves a format on CPUs with AVX-512 alone."""
+    return form in ("int4", "gptq", "awq")
+
+
 def _compressed_tensors(form: str) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint in the compressed-tensors format."""
     weights: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}

@@ -134,13 +134,6 @@ def _lfm2() -> Any:
     return Lfm2Config(**shape, conv_L_cache=3)
 
 
-def _falcon_h1() -> Any:
-    from transformers import FalconH1Config
-
-    heads = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1}
-    return FalconH1Config(**_shape(mamba_d_state=16, mamba_chunk_size=32, **heads))
-
-
 VISION: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
 """What the vision towers of tiny models share."""
 
@@ -223,7 +216,6 @@ WITHOUT_TREES: dict[str, Callable[[], Any]] = {
 """Configurations of families of which vLLM verifies only chains of draft tokens."""
 
 CHAINS_IN_SGLANG: dict[str, Callable[[], Any]] = {
-    "falcon_h1": _falcon_h1,
     "lfm2": _lfm2,
     "minicpm3": _minicpm3,
 }
