@@ -161,6 +161,7 @@ def test_a_fault_planted_into_rsd_is_found(host: Host, target: Path, draft: Path
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) < 1e-6
 
 
+@pytest.mark.full
 def test_lyanna(host: Host, target: Path, tmp_path: Path) -> None:
     save(drafter_for(target, hot_tokens=VOCAB), tmp_path)
     (answer,), _ = serve(

@@ -94,6 +94,7 @@ DIVERGENCES = {"vllm": [255, 256, 257, 299], "sglang": [31, 32, 33, 250, 299]}
 """Positions at which prompts diverge from the first one."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunked", [False, True])
 def test_the_layers_states_are_those_of_pytorch(
     host: Host, tiny_llama: Path, drafter: Path, tmp_path: Path, chunked: bool

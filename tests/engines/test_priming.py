@@ -78,6 +78,7 @@ def test_rows_that_are_computed_at_start_are_drafted_in_the_first_step(
     assert 1 <= answer.counters["drafted_steps"] <= MOST_STEPS[host.runner]
 
 
+@pytest.mark.full
 @on_v2_too
 def test_an_idle_engine_computes_the_rows_to_the_end(host: Host, model: Path, cache: Path) -> None:
     """The file is written when all rows are computed."""

@@ -132,6 +132,7 @@ def always_accepted(host: Host, model: Path, cases: list[Case], **settings: Any)
     return served
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     host: Host, tiny_llama: Path, temperature: float

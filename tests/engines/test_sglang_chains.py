@@ -91,6 +91,7 @@ def test_latent_attention(without_trees: Callable[[str], Path]) -> None:
     assert min(drafted[1].cached) > 0
 
 
+@pytest.mark.full
 def test_recurrent_layers(without_trees: Callable[[str], Path]) -> None:
     model = without_trees("lfm2")
     plain, _ = run_sglang(model, some_cases(), drafted=False, **RECURRENT)

@@ -15,6 +15,7 @@ TOKENS = {"v1": 60, "v2": 24}
 ABORTED = {1: 5, 4: 12, 6: 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.full)])
 def test_aborts_leave_the_other_requests_as_they_were(
     runner: str, tiny_llama: Path, proves_drafting: Callable[[Streamed], None]

@@ -103,6 +103,7 @@ def test_tokens_are_those_of_plain_decoding(without_trees: Callable[[str], Path]
     check_drafted("deepseek_v2", drafted, log)
 
 
+@pytest.mark.full
 def test_recurrent_layers(without_trees: Callable[[str], Path]) -> None:
     """In an engine that may draft, vLLM's code for a CPU rounds the convolutions over a prompt to
     bfloat16 once more than in one that may not. So all tokens are compared with those of undrafted

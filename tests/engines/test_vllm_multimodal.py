@@ -103,6 +103,7 @@ def test_images(
     assert plain[0].tokens != plain[1].tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_forwards_outside_of_steps(compiled: bool, tmp_path: Path) -> None:
     """Priming and the measurements at start give the model embeddings, and M-RoPE positions."""

@@ -132,6 +132,7 @@ TOOL = {
 }
 
 
+@pytest.mark.full
 def test_tool_calls(server: str) -> None:
     """With OpenAI's client: the same calls as without drafts, and most of their tokens drafted."""
     client = OpenAI(base_url=f"{server}/v1", api_key="none")

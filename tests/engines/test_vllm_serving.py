@@ -206,6 +206,7 @@ def test_structured_output_with_a_scheduler_of_the_users_is_served_without_draft
     assert log.count(why) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["ngram", None])
 def test_other_methods_stay_the_engines_own(tiny_llama: Path, method: str | None) -> None:
     """An engine that requests no drafttree method logs nothing about draft trees."""

@@ -51,6 +51,7 @@ def chosen(log: str) -> list[tuple[int, int, int]]:
     return [(int(size), int(most), int(requests)) for size, most, requests in found]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
 def test_trees_are_large_where_rows_are_cheap(
     asynchronous: bool,
