@@ -189,7 +189,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Run the target; the scheduler may want drafts looked up after it only for its report."""
         self._trees.looks_up = patches.wants_lookup(scheduler_output)
-        self._scheduled = scheduler_output
+        self._scheduler_output = scheduler_output
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
@@ -211,7 +211,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
         if batch.has_structured_output_reqs and step.width > 1:
             trees = StepDrafts.of(batch, step)
-            patches.show_drafted(self._scheduled, trees.by_request)
+            patches.show_drafted(self._scheduler_output, trees.by_request)
 
     def _set_active_loras(self, of_logits: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Activate LoRA adapters: one for each row of logits, where vLLM names each request's."""
