@@ -19,7 +19,8 @@ from drafttree import (
     Target,
     Verified,
 )
-from drafttree.testing import check_drafter, check_method
+from drafttree.budget.step_timer import StepTimer
+from drafttree.testing import check_drafter, check_method, session
 from recycle_plugin import METHOD as TOKEN_RECYCLING
 
 WIDTH, DEPTH = 2, 3
@@ -118,7 +119,22 @@ def test_a_drafter_may_omit_everything_optional() -> None:
     ],
     ids=str,
 )
-def test_token_recycling_passes_and_is_accepted(options: dict[str, Any]) -> None:
+def test_token_recycling_passes_and_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """For `auto`, forwards of the target alone take time, whatever else the machine does."""
+    now = 0.0
+    stock = StepTimer.__init__
+
+    def with_clock(self: StepTimer, clock: Callable[[], float], *, pads_trees: bool) -> None:
+        stock(self, lambda: now, pads_trees=pads_trees)
+
+    def forward(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(StepTimer, "__init__", with_clock)
+    monkeypatch.setattr(session, "sleep", forward)
     assert check_method(TOKEN_RECYCLING, {"prime": False, **options}) > 50
 
 

@@ -64,12 +64,16 @@ def _hide_ancestors() -> None:
 
     from drafttree.vllm.v2 import step
 
-    def mask(parents: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        seen = torch.eye(parents.shape[1], dtype=torch.bool).repeat(len(parents), 1, 1)
-        seen[:, :, 0] = True
-        return seen
+    stock = step.lay_out
 
-    step.tree_mask = mask  # type: ignore[attr-defined]
+    def lay_out(*args: Any, **kwargs: Any) -> Any:
+        layout = stock(*args, **kwargs)
+        width = layout.masks.shape[1]
+        layout.masks[:] = torch.eye(width, dtype=torch.bool)
+        layout.masks[:, :, 0] = True
+        return layout
+
+    step.lay_out = lay_out  # type: ignore[attr-defined]
 
 
 def _mask_as_roots() -> None:
