@@ -337,8 +337,10 @@ class Verified:
         path: `int32 [B, D + 1]`, the node after which each token was emitted; padded with -1.
         emitted: `int32 [B, D + 1]`, the accepted tokens, then the bonus token; padded with -1.
         num_emitted: `int32 [B]`; 0 for a request whose tree has no root.
+        rows: Number of rows that were verified; None if they are those of the trees.
     """
 
     path: torch.Tensor
     emitted: torch.Tensor
     num_emitted: torch.Tensor
+    rows: int | None = None

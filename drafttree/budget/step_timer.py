@@ -53,6 +53,7 @@ class _PendingStep:
         tokens: `int32 [B, N]`, tokens of the verified trees; -1 where there is no node. None before
             the verification.
         emitted: `int32 [B, D + 1]`, emitted tokens, padded with -1; None before the verification.
+        rows: Number of rows that were verified; None if they are those of the trees.
     """
 
     slots: torch.Tensor
@@ -61,6 +62,7 @@ class _PendingStep:
     draft_seconds: float = 0.0
     tokens: AsyncHostCopy | None = None
     emitted: AsyncHostCopy | None = None
+    rows: int | None = None
 
 
 def _equal(slots: torch.Tensor, others: torch.Tensor) -> bool:
@@ -102,7 +104,7 @@ class StepTimer:
         return StepOutcome(
             len(slots),
             step.choice,
-            step.tokens.values.numel() if self._pads_trees else int(_is_token(step.tokens).sum()),
+            self._rows(step.tokens) if step.rows is None else step.rows,
             self._began - step.began,
             step.draft_seconds,
             int(emitted.sum()),
@@ -127,7 +129,11 @@ class StepTimer:
             return
         step.tokens = AsyncHostCopy.of(trees.tokens)
         step.emitted = AsyncHostCopy.of(verified.emitted)
+        step.rows = verified.rows
 
     def discard(self) -> None:
         """Discard the pending measurement, because a prefill ran in between, for example."""
         self._step = None
+
+    def _rows(self, tokens: AsyncHostCopy) -> int:
+        return tokens.values.numel() if self._pads_trees else int(_is_token(tokens).sum())

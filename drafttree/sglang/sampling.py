@@ -116,6 +116,7 @@ class _Draw:
         self._batch = step.batch
         self._logits = logits
         self._penalties = step.penalties
+        self._bound = step.bound
         self._rule = rule
         self._rows = torch.arange(len(logits), device=logits.device)
         # SGLang's penalties count one token of the last step; `Penalties` counts all.
@@ -127,11 +128,15 @@ class _Draw:
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         level, info = len(self._levels), self._info
-        if level == 0:
+        if self._bound is not None:
+            info.grammar_mask = self._bound.of_nodes(node)
+        elif level == 0:
             info.update_regex_vocab_mask()
         else:
-            # Requests with a grammar or a custom processor have no drafts, so none are left here.
+            # Requests whose grammars cannot follow trees have no drafts, so none are left here.
             info.grammar_mask = None
+        if level > 0:
+            # Nor are requests with a custom processor.
             info.has_custom_logit_processor = False
         # Indexing copies, as the sampler overwrites its input.
         rows = self._logits[self._rows, node.long()]

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drafttree.sglang.grammars import follows_trees
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree
 
 if TYPE_CHECKING:
+    from drafttree.sglang.grammars import BoundTrees
     from drafttree.sglang.penalties import Penalties
 
 OPT_OUT = "drafttree"
@@ -33,6 +35,7 @@ class Step:
         deepest: The greatest depth of a node, `int32 []`, on its way to the host.
         penalties: Penalties by slot; None if no request of the batch has any.
         drawn: What `DraftModelDrafter.propose` returned beside the trees.
+        bound: The trees as bound to the requests' grammars; None if no request has one.
     """
 
     batch: Any
@@ -41,6 +44,7 @@ class Step:
     deepest: AsyncHostCopy
     penalties: Penalties | None = None
     drawn: Any = None
+    bound: BoundTrees | None = None
 
     @classmethod
     def of(
@@ -50,9 +54,10 @@ class Step:
         depths: torch.Tensor,
         penalties: Penalties | None,
         drawn: Any,
+        bound: BoundTrees | None = None,
     ) -> Step:
         """A step, whose greatest depth starts its way to the host."""
-        return cls(batch, trees, depths, AsyncHostCopy.of(depths.max()), penalties, drawn)
+        return cls(batch, trees, depths, AsyncHostCopy.of(depths.max()), penalties, drawn, bound)
 
     @property
     def max_depth(self) -> int:
@@ -88,15 +93,24 @@ class RequestStates:
 def may_draft(request: Any) -> bool:
     """Whether a request allows drafts and they can be verified for it."""
     allowed = (request.sampling_params.custom_params or {}).get(OPT_OUT) is not False
-    return allowed and not advances_once_a_step(request)
+    return allowed and why_undrafted(request) is None
 
 
-def advances_once_a_step(request: Any) -> bool:
-    """Whether a request has sampling state that SGLang advances by one token per step.
+def why_undrafted(request: Any) -> str | None:
+    """What of a request cannot follow a tree's branches; None if everything can."""
+    if request.custom_logit_processor is not None:
+        return "a custom logit processor"
+    if request.grammar is None:
+        return None
+    if not follows_trees(request.grammar):
+        return f"a grammar of type {type(request.grammar).__name__}"
+    # Beyond the end of its grammar SGLang would drop tokens that were verified.
+    return "a grammar and ignore_eos" if request.sampling_params.ignore_eos else None
 
-    Grammars and custom logit processors have such state, which cannot follow a tree's branches.
-    """
-    return request.grammar is not None or request.custom_logit_processor is not None
+
+def is_drafted_bound(request: Any) -> bool:
+    """Whether a request has a grammar and is drafted for."""
+    return request.grammar is not None and may_draft(request)
 
 
 def are_parts(batch: Any) -> list[bool]:

@@ -21,11 +21,13 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import AcceptanceRule, Drafter, Target
+from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder
 from drafttree.sglang.corpus import split_documents
 from drafttree.sglang.forward import forward_seconds
+from drafttree.sglang.grammars import BoundTrees, has_grammars, mask_trees
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees
 from drafttree.sglang.options import parse_options
@@ -35,9 +37,9 @@ from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import (
     RequestStates,
     Step,
-    advances_once_a_step,
     are_parts,
     sampled_tokens,
+    why_undrafted,
 )
 from drafttree.sglang.verify_input import drop_unusable, prepare_verify, relay
 from drafttree.tree import DraftTree, Verified
@@ -100,6 +102,7 @@ class TreeWorker(BaseSpecWorker):
         # Before the memory pools are sized, so that the drafter's memory is counted.
         self.drafter = method.drafter(options, target)
         self.counters = Counters(self._device)
+        self._forced = ForcedTokens(self._device)
         self._running: dict[str, Any] = {}
         self._slots: dict[str, int] = {}
         # Requests of whose prompts only a part has been read.
@@ -128,7 +131,7 @@ class TreeWorker(BaseSpecWorker):
 
     def acceptance(self) -> dict[str, Any]:
         """How often drafts were accepted; see `Drafter.acceptance`."""
-        return self.drafter.acceptance()
+        return self._forced.beside(self.drafter.acceptance())
 
     # SGLang's calls for `/add_external_corpus` and the like, as to its own n-gram speculation.
 
@@ -198,6 +201,7 @@ class TreeWorker(BaseSpecWorker):
         self.drafter.reset()
         self._corpora.clear()
         self.counters = Counters(self._device)
+        self._forced = ForcedTokens(self._device)
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
@@ -267,8 +271,8 @@ class TreeWorker(BaseSpecWorker):
         self._penalties.start(starting)
         parts = zip(batch.reqs, are_parts(batch), strict=True)
         self._unread = {request.rid for request, is_part in parts if is_part}
-        if any(map(advances_once_a_step, arrived)):
-            _warn_of_undrafted()
+        for reason in filter(None, map(why_undrafted, arrived)):
+            _warn_of_undrafted(reason)
         self._states.start(batch.req_pool_indices, batch.reqs)
 
     def _start_request(self, request: Any, slot: int) -> None:
@@ -288,7 +292,7 @@ class TreeWorker(BaseSpecWorker):
         # As before SGLang's own sampling: if asked to, it replaces NaN, which would be the argmax.
         sanitize_nan_logits(output.next_token_logits, "logits of draft trees")
         verified = self._verify(step, output)
-        self.drafter.on_verified(batch.req_pool_indices, step.trees, verified)
+        self._learn_outcome(step, verified)
         if has_penalties(batch):
             self._penalties.add(batch.req_pool_indices, verified.emitted)
         lengths = batch.seq_lens + verified.num_emitted
@@ -313,12 +317,26 @@ class TreeWorker(BaseSpecWorker):
 
     def _draft(self, batch: Any) -> Step:
         trees, drawn = self._propose(batch)
+        bound = self._bind(batch, trees) if has_grammars(batch) else None
+        trees = trees if bound is None else bound.trees
         trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
         states, slots = self._states, batch.req_pool_indices
         left = states.limits[slots] - (batch.seq_lens + 1)
         trees, depths = drop_unusable(trees, left, states.drafting[slots])
         penalties = self._penalties if has_penalties(batch) else None
-        return Step.of(batch, trees, depths, penalties, drawn)
+        return Step.of(batch, trees, depths, penalties, drawn, bound)
+
+    def _bind(self, batch: Any, trees: DraftTree) -> BoundTrees:
+        """Bind the trees to the requests' grammars; as a rule they are verified as they are."""
+        return mask_trees(batch.reqs, trees, self._vocab_size)
+
+    def _learn_outcome(self, step: Step, verified: Verified) -> None:
+        trees, bound = step.trees, step.bound
+        if bound is not None:
+            if bound.forced is not None:
+                self._forced.add_step(bound.forced[:, : trees.tokens.shape[1]], trees, verified)
+            trees, verified = bound.as_proposed(trees, verified)
+        self.drafter.on_verified(step.batch.req_pool_indices, trees, verified)
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
         """The target's forward over the trees."""
@@ -348,5 +366,5 @@ class TreeWorker(BaseSpecWorker):
 
 
 @functools.cache
-def _warn_of_undrafted() -> None:
-    logger.warning("Requests with a grammar or a custom logit processor are served without drafts")
+def _warn_of_undrafted(reason: str) -> None:
+    logger.warning("Requests with %s are served without drafts", reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tree_kernels.mask import tree_mask
 
+from drafttree.proposed import as_proposed
 from drafttree.transfer import all_on_device, on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.step_logits import GrammarMasks
@@ -219,31 +220,18 @@ class StepTrees:
         )
 
     def as_proposed(self, drafts: DraftTree, verified: Verified) -> tuple[DraftTree, Verified]:
-        """The trees and their outcome with each node in the column in which it was proposed.
-
-        Forced nodes are left out, as they say nothing of how well the drafter drafts. A path may go
-        through one that was proposed.
-        """
+        """The trees and their outcome with each node in the column in which it was proposed."""
         if self.columns is None:
             return drafts, verified
-        width = 1 + int(self.columns.max())
-        known = on_device(self.columns, drafts.tokens.device)
-        # What was not proposed is in a column beyond all others, which is dropped.
-        columns = known.masked_fill(known < 0, width)
-        absent = torch.full_like(drafts.tokens[:, :1], NO_TOKEN).expand(-1, width + 1)
-        above = columns.gather(1, drafts.parents.clamp(min=0).long()).int()
-        above = above.masked_fill(drafts.parents < 0, -1)
-        tokens = drafts.tokens
-        if self.forced is not None:
-            forced = on_device(self.forced, tokens.device)
-            above, tokens = above.masked_fill(forced, -1), tokens.masked_fill(forced, NO_TOKEN)
-        path = known.gather(1, verified.path.clamp(min=0).long()).int()
-        trees = DraftTree(
-            absent.scatter(1, columns, tokens)[:, :width],
-            absent.scatter(1, columns, above)[:, :width],
-            known.amax(1).int() + 1,
+        device = drafts.tokens.device
+        return as_proposed(
+            drafts,
+            verified,
+            on_device(self.columns, device),
+            1 + int(self.columns.max()),
+            len(self.rows),
+            None if self.forced is None else on_device(self.forced, device),
         )
-        return trees, replace(verified, path=path.masked_fill(verified.path < 0, -1))
 
     def masks(self) -> StepMasks:
         """Attention masks of the trees with drafts."""

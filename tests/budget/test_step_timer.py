@@ -107,6 +107,17 @@ def test_plain_steps_are_timed_too() -> None:
     assert steps.planner.recorded == [(2, TreeChoice(0), 2, 2.0, 0.0, 2)]
 
 
+def test_rows_are_those_that_were_verified_if_the_outcome_says_so() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    steps.now = 2.0
+    tokens = torch.tensor([[5, -1, -1], [5, 6, -1]], dtype=torch.int32)
+    counts = torch.tensor([1, 2], dtype=torch.int32)
+    steps.budget.verified(steps.slots, steps.trees, Verified(tokens, tokens, counts, rows=5))
+    steps.propose(4, 2)
+    assert steps.planner.recorded == [(2, CHOICE, 5, 2.0, DRAFT_SECONDS, 3)]
+
+
 def test_the_expected_tokens_of_a_size_are_those_of_its_best_nodes() -> None:
     steps = Steps()
     steps.propose(4, 2)

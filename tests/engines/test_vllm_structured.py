@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from lyanna_parts import drafter_for
 from random_prompts import some_prompts
+from structured_answers import CHOICES, EBNF, PATTERN, SCHEMA, TAG, check_form, text_of
 from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
 from v2_on_cpu import LIMITS, check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
@@ -22,30 +22,6 @@ RECYCLE = {"method": "token_recycling", "nodes": 15}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 90}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 90}
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Oslo", "Rome", "Riga", "Osaka"]},
-        "days": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
-        "note": {"type": "string", "pattern": "^[a-f]{0,6}$"},
-    },
-    "required": ["city", "days", "note"],
-    "additionalProperties": False,
-}
-PATTERN = r"(ab|ba){2,8}-[0-9]{3} (red|green|blue)"
-EBNF = 'root ::= pair{2,6}\npair ::= [xy] "=" ("10" | "20" | "300") ";"'
-CHOICES = ["green", "yellow ochre", "yellow", "blue-green"]
-TAG = {
-    "type": "structural_tag",
-    "format": {
-        "type": "sequence",
-        "elements": [
-            {"type": "const_string", "value": "<call>"},
-            {"type": "json_schema", "json_schema": SCHEMA},
-            {"type": "const_string", "value": "</call>"},
-        ],
-    },
-}
 GRAMMARS: dict[str, dict[str, Any]] = {
     "a schema": {"json": SCHEMA},
     "a regex": {"regex": PATTERN},
@@ -53,29 +29,6 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "choices": {"choice": CHOICES},
     "a tag": {"structural_tag": json.dumps(TAG)},
 }
-
-
-def text_of(tokens: list[int]) -> str:
-    """The text of the byte tokenizer's tokens."""
-    from tokenizers import pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return "".join(letters[token - 2] for token in tokens if token > 1).replace("Ġ", " ")
-
-
-def check_form(kind: str, text: str) -> None:
-    """Check that a whole answer has the form that was asked for."""
-    if kind == "a tag":
-        text = text.removeprefix("<call>").removesuffix("</call>")
-    if kind in ("a schema", "a tag"):
-        answer = json.loads(text)
-        assert answer.keys() == SCHEMA["properties"].keys()  # type: ignore[attr-defined]
-        assert re.fullmatch("[a-f]{0,6}", answer["note"])
-    elif kind == "choices":
-        assert text in CHOICES
-    else:
-        pattern = PATTERN if kind == "a regex" else r"([xy]=(10|20|300);){2,6}"
-        assert re.fullmatch(pattern, text)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def plant(fault: str, engine: str) -> None:
     elif fault == "root's mask":
         _hide_ancestors()
     elif fault == "root's grammar":
-        _mask_as_roots()
+        _mask_as_roots(engine)
     elif fault == "a chain's M-RoPE":
         _leave_rope_positions()
     elif engine == "vllm":
@@ -76,8 +76,18 @@ def _hide_ancestors() -> None:
     step.lay_out = lay_out  # type: ignore[attr-defined]
 
 
-def _mask_as_roots() -> None:
-    """In vLLM, let grammars allow after each node what they allow after its root."""
+def _mask_as_roots(engine: str) -> None:
+    """Let grammars allow after each node what they allow after its root."""
+    if engine == "sglang":
+        from drafttree.sglang.grammars import BoundTrees
+
+        of_nodes = BoundTrees.of_nodes
+
+        def of_roots(self: BoundTrees, nodes: Any) -> Any:
+            return of_nodes(self, nodes * 0)
+
+        BoundTrees.of_nodes = of_roots  # type: ignore[method-assign]
+        return
     from drafttree.vllm.structured.grammars import TreeGrammars
 
     stock = TreeGrammars._masks

@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import faults
 import overlap_on_cpu
@@ -102,7 +102,7 @@ def run_sglang(
     method: str = "token-recycling",
     draft_model: Path | None = None,
     timeout: float = 400,
-    planted_fault: Literal["most likely", "residual"] | None = None,
+    planted_fault: str | None = None,
     variables: dict[str, str] | None = None,
     **engine: Any,
 ) -> tuple[list[Answer], str]:

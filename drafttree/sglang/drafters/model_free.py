@@ -9,9 +9,10 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import ModelFreeDrafter
+from drafttree.sglang.grammars import BoundTrees, bind_trees
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
-from drafttree.sglang.state import Step, sampled_tokens
+from drafttree.sglang.state import Step, is_drafted_bound, sampled_tokens
 from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree, Verified
 
@@ -26,6 +27,8 @@ class ModelFreeWorker(TreeWorker):
         observe_prefill(self._runner, self._observe_prefill)
         prime_when_idle()
         self._primed = 0, 0
+        # By row of the batch, how many of the candidates for a request with a grammar are verified.
+        self._to_verify: dict[int, int] = {}
 
     def init_cuda_graphs(self) -> None:
         """SGLang's last call before it serves: let the drafter time forwards, and prime."""
@@ -84,13 +87,32 @@ class ModelFreeWorker(TreeWorker):
 
     def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
         slots = batch.req_pool_indices
+        self._to_verify = {}
         roots, drafting = self._states.roots[slots], self._states.drafting[slots]
         if self._device.type == "cpu" and not drafting.any():
             return DraftTree.of_roots(roots), None
-        trees = self.drafter.propose(slots, roots.masked_fill(~drafting, -1))
+        asked = roots.masked_fill(~drafting, -1)
+        if bound := [row for row, each in enumerate(batch.reqs) if is_drafted_bound(each)]:
+            places = torch.tensor(bound, device=self._device)
+            trees, verified = self.drafter.propose_candidates(slots, asked, places)
+            self._to_verify = dict(zip(bound, verified.tolist(), strict=True))
+        else:
+            trees = self.drafter.propose(slots, asked)
         # A copy, as the tensors belong to the drafter.
         tokens = torch.cat((roots[:, None], trees.tokens[:, 1:]), 1)
         return replace(trees, tokens=tokens), None
+
+    def _bind(self, batch: Any, trees: DraftTree) -> BoundTrees:
+        """Let nodes that grammars allow and tokens that they force take the place of others."""
+        left = [each.sampling_params.max_new_tokens - len(each.output_ids) for each in batch.reqs]
+        return bind_trees(
+            batch.reqs,
+            trees,
+            [self._to_verify.get(row, 0) for row in range(len(left))],
+            [max(0, left[row] - 1) if row in self._to_verify else 0 for row in range(len(left))],
+            self._num_draft_tokens,
+            self._vocab_size,
+        )
 
     def _verify(self, step: Step, output: Any) -> Verified:
         slots, tokens = step.batch.req_pool_indices, step.trees.tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
@@ -12,7 +13,6 @@ from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.parameters import announce_undrafted, has_opted_out, is_grammar_bound
 from drafttree.vllm.step import ROOT_ONLY, StepTrees, StoredTree
 from drafttree.vllm.structured.binding import no_bound_drafts
-from drafttree.vllm.structured.forced_tokens import ForcedTokens
 from drafttree.vllm.structured.shapes import Proposal
 
 if TYPE_CHECKING:
@@ -105,7 +105,4 @@ class GrammarRunner(AdoptedRunner):
 
     def acceptance(self) -> dict[str, Any]:
         """How often drafts were accepted, those that grammars force as a source of their own."""
-        counted = super().acceptance()
-        if (forced := self._forced.by_source()) and "sources" in counted:
-            counted = counted | {"sources": forced + counted["sources"]}
-        return counted
+        return self._forced.beside(super().acceptance())

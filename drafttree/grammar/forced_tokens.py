@@ -37,3 +37,9 @@ class ForcedTokens:
         if not tried:
             return []
         return [{"source": SOURCE, "tried": tried, "hit": hit, "share": hit / tried}]
+
+    def beside(self, counted: dict[str, Any]) -> dict[str, Any]:
+        """What a drafter has counted by source, with forced tokens as a source of their own."""
+        if "sources" not in counted or not (forced := self.by_source()):
+            return counted
+        return counted | {"sources": forced + counted["sources"]}

@@ -1,0 +1,51 @@
+"""A step's trees in the columns in which a drafter has proposed their nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from drafttree.tree import DraftTree, Verified
+
+NO_TOKEN = -1
+
+
+def as_proposed(
+    drafts: DraftTree,
+    verified: Verified,
+    columns: torch.Tensor,
+    width: int,
+    rows: int,
+    forced: torch.Tensor | None,
+) -> tuple[DraftTree, Verified]:
+    """The trees and their outcome with each node in the column in which it was proposed.
+
+    Forced nodes are left out, as they say nothing of how well the drafter drafts. A path may go
+    through one that was proposed.
+
+    Args:
+        drafts: The trees as verified, N columns.
+        verified: The outcome.
+        columns: Column of each node in the tree as it was proposed, `int64 [B, N]`; -1 for padding
+            and for nodes that were not proposed.
+        width: Number of columns of the trees as proposed; may be less where the last were not used.
+        rows: Number of rows that were verified.
+        forced: Whether a grammar leaves no token but that of the node, `bool [B, N]`; None if it
+            does for no node.
+    """
+    # What was not proposed is in a column beyond all others, which is dropped.
+    places = columns.masked_fill(columns < 0, width)
+    absent = torch.full_like(drafts.tokens[:, :1], NO_TOKEN).expand(-1, width + 1)
+    above = places.gather(1, drafts.parents.clamp(min=0).long()).int()
+    above = above.masked_fill(drafts.parents < 0, -1)
+    tokens = drafts.tokens
+    if forced is not None:
+        above, tokens = above.masked_fill(forced, -1), tokens.masked_fill(forced, NO_TOKEN)
+    path = columns.gather(1, verified.path.clamp(min=0).long()).int()
+    trees = DraftTree(
+        absent.scatter(1, places, tokens)[:, :width],
+        absent.scatter(1, places, above)[:, :width],
+        columns.amax(1).int() + 1,
+    )
+    return trees, replace(verified, path=path.masked_fill(verified.path < 0, -1), rows=rows)

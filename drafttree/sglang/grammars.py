@@ -1,0 +1,209 @@
+"""The grammars of SGLang's requests in steps with draft trees.
+
+A worker runs in the scheduler's process. When it drafts a step, the scheduler has advanced the
+requests' grammars over all tokens of earlier steps, also where it overlaps the steps of other
+requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sglang
+import torch
+
+from drafttree.grammar import bind_tree, fill_masks
+from drafttree.grammar.masks import ALL
+from drafttree.proposed import as_proposed
+from drafttree.sglang.versions import is_tested
+from drafttree.tree import DraftTree, Verified
+
+WALKS = ("XGrammarGrammar", "GuidanceGrammar")
+"""SGLang's classes of grammars that can undo tokens and whose masks have a bit for each token."""
+
+
+def follows_trees(grammar: Any) -> bool:
+    """Whether a request's grammar can be walked through a tree."""
+    if type(grammar).__name__ == "ReasonerGrammarObject":
+        grammar = grammar.grammar
+    return type(grammar).__name__ in WALKS and is_tested(sglang.__version__)
+
+
+def has_grammars(batch: Any) -> bool:
+    """Whether a batch has requests with a grammar, which in this server can follow trees."""
+    if not batch.has_grammar:
+        return False
+    return any(each.grammar is not None and follows_trees(each.grammar) for each in batch.reqs)
+
+
+class RequestMatcher:
+    """Follows a request's grammar, as a `drafttree.grammar.Matcher`.
+
+    A token that ends the grammar is not allowed in a tree, though it is in the masks: SGLang drops
+    whatever comes after it.
+
+    Args:
+        grammar: SGLang's grammar of the request.
+    """
+
+    def __init__(self, grammar: Any) -> None:
+        self._grammar = grammar
+
+    def accept(self, token: int) -> bool:
+        """Go on to the state after one more token; False if the grammar does not allow it."""
+        if self._grammar.is_terminated():
+            return False
+        self._grammar.accept_token(token)
+        if not self._grammar.is_terminated():
+            return True
+        self._grammar.rollback(1)
+        return False
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` tokens that were accepted."""
+        for _ in range(count):
+            # SGLang's grammars of reasoning models count tokens up to the end of the thoughts, and
+            # undo across it one token at a time alone.
+            self._grammar.rollback(1)
+
+    def fill(self, masks: torch.Tensor, row: int) -> None:
+        """Write the tokens that may follow into a row of `masks`, `int32 [rows, W]`."""
+        masks[row] = ALL  # a reasoning model's thoughts leave it as it is
+        if not self._grammar.finished and not self._grammar.is_terminated():
+            self._grammar.fill_vocab_mask(masks, row)
+
+
+@dataclass(frozen=True)
+class BoundTrees:
+    """The trees of a step some of whose requests have a grammar.
+
+    Attributes:
+        trees: The trees, N columns.
+        masks: The tokens that may follow each node, `int32 [B, N, W]`, a bit for each.
+        grammar: SGLang's grammar of one of the requests, which applies masks for all.
+        columns: Column of each node in the tree as it was proposed, `int64 [B, N]`; -1 for padding
+            and for nodes that were not proposed. None if they are those of the nodes.
+        width: Number of columns of the trees as proposed.
+        forced: Whether a grammar leaves no token but that of the node, `bool [B, N]`; None if it
+            does for no node.
+    """
+
+    trees: DraftTree
+    masks: torch.Tensor
+    grammar: Any
+    columns: torch.Tensor | None = None
+    width: int = 0
+    forced: torch.Tensor | None = None
+
+    def of_nodes(self, nodes: torch.Tensor) -> Any:
+        """SGLang's mask of a level: that of a node of each request, `int32 [B]`."""
+        from sglang.srt.constrained.base_grammar_backend import GrammarMask
+
+        rows = torch.arange(len(nodes), device=self.masks.device)
+        return GrammarMask(self.grammar, self.masks[rows, nodes.long()])
+
+    def as_proposed(self, drafts: DraftTree, verified: Verified) -> tuple[DraftTree, Verified]:
+        """A step's trees and their outcome with each node in the column in which it was proposed.
+
+        Args:
+            drafts: The trees as verified, of at most N columns; some nodes may have been dropped.
+            verified: The outcome.
+        """
+        if self.columns is None:
+            return drafts, verified
+        width = drafts.tokens.shape[1]
+        columns = self.columns[:, :width].masked_fill(drafts.tokens < 0, -1)
+        forced = None if self.forced is None else self.forced[:, :width]
+        rows = drafts.tokens.numel()
+        return as_proposed(drafts, verified, columns, self.width, rows, forced)
+
+
+def mask_trees(requests: Sequence[Any], trees: DraftTree, vocab_size: int) -> BoundTrees:
+    """Mask trees that are verified as they are.
+
+    Args:
+        requests: SGLang's requests, of which at least one has a grammar.
+        trees: Their trees, N columns.
+        vocab_size: Size of the vocabulary.
+    """
+    batch, width = trees.tokens.shape
+    grammar, masks = _room(requests, batch * width, vocab_size)
+    by_row = masks.view(batch, width, -1)
+    tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+    for row, request in enumerate(requests):
+        if request.grammar is not None:
+            matcher = RequestMatcher(request.grammar)
+            fill_masks(matcher, tokens[row], parents[row], by_row[row])
+    return BoundTrees(trees, by_row.to(trees.tokens.device, non_blocking=True), grammar)
+
+
+def bind_trees(
+    requests: Sequence[Any],
+    trees: DraftTree,
+    proposed: Sequence[int],
+    rooms: Sequence[int],
+    num_draft_tokens: int,
+    vocab_size: int,
+) -> BoundTrees:
+    """Drop the nodes that grammars forbid, and add the tokens that they force.
+
+    Args:
+        requests: SGLang's requests, of which at least one has a grammar.
+        trees: Their trees, nodes of those with a grammar from the most to the least probable one.
+        proposed: Greatest number of proposed nodes to verify, by request.
+        rooms: Greatest depth of a node, by request; 0 for requests that are not drafted for.
+        num_draft_tokens: Greatest number of draft tokens.
+        vocab_size: Size of the vocabulary.
+    """
+    device, (batch, width) = trees.tokens.device, trees.tokens.shape
+    size = 1 + num_draft_tokens
+    grammar, masks = _room(requests, batch * size, vocab_size)
+    by_row = masks.view(batch, size, -1)
+    given = [trees.tokens.tolist(), trees.parents.tolist()]
+    tokens, parents, columns = (
+        torch.full((batch, size), -1, dtype=dtype)
+        for dtype in (torch.int32, torch.int32, torch.int64)
+    )
+    forced = torch.zeros(batch, size, dtype=torch.bool)
+    sizes = trees.tree_size.clamp(max=size).tolist()
+    for row, request in enumerate(requests):
+        if request.grammar is None:
+            taken = min(width, size)
+            tokens[row, :taken] = torch.tensor(given[0][row][:taken])
+            parents[row, :taken] = torch.tensor(given[1][row][:taken])
+            columns[row, :taken] = torch.arange(taken).masked_fill(tokens[row, :taken] < 0, -1)
+            continue
+        tree = bind_tree(
+            RequestMatcher(request.grammar),
+            given[0][row],
+            given[1][row],
+            by_row[row],
+            most_proposed=proposed[row],
+            most=size if rooms[row] else 1,
+            max_depth=rooms[row],
+        )
+        sizes[row] = count = len(tree.tokens)
+        tokens[row, :count] = torch.tensor([given[0][row][0], *tree.tokens[1:]])
+        parents[row, :count] = torch.tensor(tree.parents)
+        columns[row, :count] = torch.tensor(tree.columns)
+        forced[row, :count] = torch.tensor(tree.forced)
+    on_device = [each.to(device, non_blocking=True) for each in (tokens, parents, columns)]
+    bound = DraftTree(on_device[0], on_device[1], torch.tensor(sizes, dtype=torch.int32).to(device))
+    return BoundTrees(
+        bound,
+        by_row.to(device, non_blocking=True),
+        grammar,
+        on_device[2],
+        width,
+        forced.to(device, non_blocking=True) if bool(forced.any()) else None,
+    )
+
+
+def _room(requests: Sequence[Any], rows: int, vocab_size: int) -> tuple[Any, torch.Tensor]:
+    """A grammar of these requests, and masks that allow everything, `int32 [rows, W]`."""
+    grammar = next(each.grammar for each in requests if each.grammar is not None)
+    return grammar, grammar.allocate_vocab_mask(
+        vocab_size=vocab_size, batch_size=rows, device="cpu"
+    )
