@@ -58,7 +58,7 @@ ENGINES = {
             "from sglang.srt.managers.scheduler import Scheduler; import drafttree.cli"
         ),
         bare_extra="sglang",
-        bare=("apache-tvm-ffi==0.1.11", "xgrammar==0.2.8"),
+        bare=("apache-tvm-ffi==0.1.11", "llguidance==1.7.6", "xgrammar==0.2.8"),
         libraries=(
             *("aiohttp", "compressed-tensors==0.18.0", "dill", "einops", "fastapi", "ipython"),
             *("jsonschema", "loguru", "msgspec", "openai==2.8.0", "orjson", "packaging"),

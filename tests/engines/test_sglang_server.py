@@ -15,7 +15,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from openai import OpenAI
 from sglang_runs import Case, environment, run_sglang
+from tool_calls import called_arguments
 
 MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
 TOKENS = 48
@@ -33,6 +35,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         *("--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--max-total-tokens", "8192", "--context-length", "1024"),
         *("--max-running-requests", "4", "--enable-metrics", "--skip-server-warmup"),
+        *("--grammar-backend", "xgrammar", "--tool-call-parser", "hermes"),
+        "--constrained-json-disable-any-whitespace",
     ]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -127,6 +131,28 @@ def test_the_accept_length_is_in_the_metrics(server: str) -> None:
     info = httpx.get(f"{server}/get_server_info", timeout=10).json()
     counters = info["internal_states"][0]["drafttree"]
     assert counters["non_first_child_accepted"] > 0
+
+
+@pytest.mark.full
+def test_tool_calls(server: str) -> None:
+    """With OpenAI's client: the same calls as without drafts, and their tokens are drafted."""
+    client = OpenAI(base_url=f"{server}/v1", api_key="none")
+
+    def counters() -> dict[str, int]:
+        info = httpx.get(f"{server}/get_server_info", timeout=10).json()
+        return dict(info["internal_states"][0]["drafttree"])
+
+    before = counters()
+    plain = called_arguments(client, 2 * TOKENS, {"custom_params": {"drafttree": False}})
+    undrafted = counters()
+    assert undrafted["draft_tokens"] == before["draft_tokens"]
+    drafted = called_arguments(client, 2 * TOKENS, {"custom_params": {"drafttree": True}})
+    assert drafted == plain
+    after = counters()
+    accepted, steps = (
+        after[name] - undrafted[name] for name in ("accepted_tokens", "drafted_steps")
+    )
+    assert accepted > steps > 0
 
 
 def test_a_corpus_is_drafted_from_until_the_cache_is_flushed(server: str) -> None:

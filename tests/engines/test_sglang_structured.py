@@ -106,6 +106,23 @@ def test_trees_that_are_verified_as_they_are(
 
 
 @pytest.mark.full
+def test_llguidance(model: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    kinds = ["a schema", "a regex", "choices"]
+    sampling = [
+        setting | GRAMMARS[kind]
+        for kind in kinds
+        for setting in (GREEDY, GREEDY | {"repetition_penalty": 1.2})
+    ]
+    case = Case(some_prompts(len(sampling), 3, 40), sampling, rounds=2)
+    server = SERVER | {"grammar_backend": "llguidance"}
+    (without,), _ = run_sglang(model, [case], drafted=False, **server)
+    (with_trees,), log = run_sglang(model, [case], {"nodes": 15}, **server)
+    assert with_trees.tokens == without.tokens
+    proves_drafting(with_trees)
+    assert "served without drafts" not in log
+
+
+@pytest.mark.full
 def test_the_masks_of_roots_are_not_enough(model: Path) -> None:
     """Negative control: each node gets the mask of its root, and SGLang finds a forbidden token."""
     with pytest.raises(RunFailed, match="Grammar accept_token failed"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from openai import OpenAI
-from openai.types.chat import ChatCompletionMessageToolCall
+from tool_calls import called_arguments
 from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT, Case, run_vllm
 
@@ -114,43 +114,13 @@ def test_a_streamed_chat_equals_plain_decoding(server: str, smollm2: Path) -> No
     assert drafts + accepted > emitted / 2
 
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "enum": ["Lisbon", "Oslo", "Rome", "Riga"]},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 9},
-            },
-            "required": ["city", "unit", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
-
-
 @pytest.mark.full
 def test_tool_calls(server: str) -> None:
     """With OpenAI's client: the same calls as without drafts, and most of their tokens drafted."""
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
 
     def call(drafted: int) -> str:
-        answer = client.chat.completions.create(
-            model="smollm2",
-            messages=[{"role": "user", "content": "The weather in Oslo for three days, please."}],
-            tools=[TOOL],  # type: ignore[list-item]
-            tool_choice={"type": "function", "function": {"name": "get_weather"}},
-            temperature=0,
-            max_tokens=TOKENS,
-            extra_body={"vllm_xargs": {"drafttree": drafted}},
-        )
-        (called,) = answer.choices[0].message.tool_calls or ()
-        assert isinstance(called, ChatCompletionMessageToolCall)
-        assert called.function.name == "get_weather"
-        return called.function.arguments
+        return called_arguments(client, TOKENS, {"vllm_xargs": {"drafttree": drafted}})
 
     names = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
     before = [metric(server, name) for name in names]
@@ -161,6 +131,4 @@ def test_tool_calls(server: str) -> None:
         metric(server, name) - count for name, count in zip(names, before, strict=True)
     )
     assert drafted == plain
-    arguments = json.loads(drafted)
-    assert arguments.keys() == {"city", "unit", "days"}
     assert accepted > steps > 0

@@ -31,12 +31,22 @@ TAG = {
 }
 
 
-def text_of(tokens: list[int]) -> str:
-    """The text of the byte tokenizer's tokens."""
+def _letters() -> list[str]:
     from tokenizers import pre_tokenizers
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def text_of(tokens: list[int]) -> str:
+    """The text of the byte tokenizer's tokens."""
+    letters = _letters()
     return "".join(letters[token - 2] for token in tokens if token > 1).replace("Ġ", " ")
+
+
+def tokens_of(text: str) -> list[int]:
+    """The byte tokenizer's tokens of a text."""
+    letters = _letters()
+    return [2 + letters.index(letter) for letter in text.replace(" ", "Ġ")]
 
 
 def check_form(kind: str, text: str) -> None:
