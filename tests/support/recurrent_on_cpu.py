@@ -1,4 +1,4 @@
-"""Recurrent layers in SGLang on a CPU, with its Triton kernels in Triton's interpreter.
+"""Short convolutions in SGLang on a CPU, with its Triton kernels in Triton's interpreter.
 
 SGLang's own code for CPUs has kernels of its own for them, which are on no package index, and it
 refuses to drop drafts from their states.
@@ -24,13 +24,6 @@ def enable() -> None:
     from drafttree.sglang.chains import choice
 
     choice.RECURRENT_DEVICES = ("cuda", "cpu")
-    # On a CPU this module imports no convolutions.
-    from sglang.kernels.ops.mamba import causal_conv1d_triton
-    from sglang.srt.layers.attention.mamba import causal_conv1d, mamba
-
-    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
-        setattr(mamba, name, getattr(causal_conv1d, name))
-        setattr(mamba, f"{name}_triton", getattr(causal_conv1d_triton, name))
     # The engine's own function for states on other devices.
     move = HybridLinearAttnBackend._scatter_speculative_state_with_mask
     scatter.fused_mamba_state_scatter_with_mask = move
