@@ -1,6 +1,6 @@
 """Patches of an engine: their description, and how a function is replaced once and with checks.
 
-Each host's `patches.py` lists all of its patches.
+Each host's `patches` lists all of its patches.
 """
 
 from __future__ import annotations

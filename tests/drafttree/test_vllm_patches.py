@@ -1,4 +1,4 @@
-"""Only `patches.py` replaces or sets parts of vLLM, as the sources of the package show."""
+"""Only `patches` replaces or sets parts of vLLM, as the sources of the package show."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import drafttree.vllm
 from drafttree.vllm.patches import PATCHES
 
 FOLDER = Path(drafttree.vllm.__file__).parent
+SOURCES = [file.read_text() for file in (FOLDER / "patches").glob("*.py")]
 
 SETTERS = (
-    *("_set", "setattr", "__setattr__"),
+    *("set_attributes", "setattr", "__setattr__"),
     *("register_backend", "clear_override", "cache_clear", "initialize_cudagraph_keys"),
 )
 
@@ -35,7 +36,7 @@ NO_PATCHES = {
     "sampling.py: metadata.generators": "a copy, for one level of the trees",
     "sampling.py: plain.speculative_config": "a copy, from which logits processors are built",
 }
-"""Assignments outside of `patches.py`, and why they change no object of the engine."""
+"""Assignments outside of `patches`, and why they change no object of the engine."""
 
 READ_AGAIN = "dispatcher.initialize_cudagraph_keys(dispatcher.cudagraph_mode, tree_size)"
 
@@ -53,7 +54,7 @@ APPLIED_BY = {
     "drafttree_bound": "setattr(output, _BOUND, shapes)",
     "drafttree_drafted": "setattr(output, _DRAFTED, trees)",
 }
-"""Assignments and calls in `patches.py` that do not contain the name of what they replace."""
+"""Assignments and calls in `patches` that do not contain the name of what they replace."""
 
 
 def test_a_replacement_is_found() -> None:
@@ -63,7 +64,7 @@ engine.attention_backend, local = 2, 3
 object.__setattr__(config, NAME, True)
 dispatcher.initialize_cudagraph_keys(mode)
 backend.clear_override()
-_set(batch, logitsprocs=4, holder=5)
+set_attributes(batch, logitsprocs=4, holder=5)
 """
     assert sorted(assignments(source, SETTERS, STEP_STATE)) == [
         "backend.clear_override()",
@@ -80,10 +81,10 @@ def test_only_patches_replaces_anything() -> None:
 
 
 def test_each_patch_is_applied_in_patches() -> None:
-    source = (FOLDER / "patches.py").read_text()
-    found = set(assignments(source, SETTERS))
+    found = {each for source in SOURCES for each in assignments(source, SETTERS)}
     overridden = {
         ast.literal_eval(node.args[1])
+        for source in SOURCES
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_override_method"
     }
@@ -97,11 +98,11 @@ def test_each_patch_is_applied_in_patches() -> None:
 
 
 def test_each_replaced_attribute_is_listed() -> None:
-    """All attributes that `patches.py` assigns are names in `PATCHES`."""
+    """All attributes that `patches` assigns are names in `PATCHES`."""
     listed = {patch.target.replace(":", ".").rpartition(".")[2] for patch in PATCHES}
-    source = (FOLDER / "patches.py").read_text()
     unlisted = {
         each
+        for source in SOURCES
         for each in assignments(source, SETTERS)
         if "(" not in each and each.rpartition(".")[2] not in listed
     }

@@ -50,10 +50,10 @@ def _set_by_call(call: ast.Call, setters: Collection[str], own: Collection[str])
 def assignments_in(
     folder: Path, setters: Collection[str] = ("setattr",), own: Collection[str] = ()
 ) -> set[str]:
-    """`file: assignment` for each assignment in the files of a folder but its `patches.py`."""
+    """`file: assignment` for each assignment in the files of a folder but those of patches."""
     return {
         f"{file.relative_to(folder)}: {each}"
         for file in folder.rglob("*.py")
-        if file.name != "patches.py"
+        if "patches" not in (file.stem, file.parent.name)
         for each in assignments(file.read_text(), setters, own)
     }
