@@ -11,7 +11,8 @@ from tree_kernels.mask import depths
 
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree
-from drafttree.vllm.step import BoolArray, IntArray, StoredTree
+from drafttree.vllm.arrays import BoolArray, IntArray
+from drafttree.vllm.stored_tree import StoredTree
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.arrays import BoolArray, IntArray
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
-from drafttree.vllm.step import NO_TOKEN, BoolArray, IntArray, StepState, StepTrees
+from drafttree.vllm.step import NO_TOKEN, StepState, StepTrees
 from drafttree.vllm.step_logits import GrammarMasks, StepLogits
 from drafttree.vllm.structured.grammar_runner import GrammarRunner
 

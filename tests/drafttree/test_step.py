@@ -7,7 +7,8 @@ import torch
 
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.tree import Verified
-from drafttree.vllm.step import ROOT_ONLY, StepTrees, StoredTree
+from drafttree.vllm.step import StepTrees
+from drafttree.vllm.stored_tree import ROOT_ONLY, StoredTree
 from drafttree.vllm.structured.shapes import Bound
 
 TREE = StoredTree(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 1, 2], np.int32))

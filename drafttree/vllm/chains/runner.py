@@ -22,10 +22,11 @@ from vllm.v1.worker import gpu_model_runner
 from drafttree.chains import as_chains
 from drafttree.drafter import Target
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.forward import step_seconds
 from drafttree.vllm.priming import MAX_TOKENS, prime_without_trees
-from drafttree.vllm.step import IntArray, StepState, StepTrees
+from drafttree.vllm.step import StepState, StepTrees
 
 ROLLS_BACK = (
     "BailingLinearAttentionMetadataBuilder",

@@ -22,10 +22,11 @@ from drafttree.method import Method
 from drafttree.seeds import Seeds
 from drafttree.tree import DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
+from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.draft_model_loader import load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.drafters.level_forwards import LevelForwards
-from drafttree.vllm.step import IntArray, StepTrees
+from drafttree.vllm.step import StepTrees
 
 _GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
 

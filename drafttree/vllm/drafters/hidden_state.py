@@ -20,10 +20,11 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_layer import DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
-from drafttree.vllm.step import IntArray, StepTrees
+from drafttree.vllm.step import StepTrees
 
 
 @dataclass

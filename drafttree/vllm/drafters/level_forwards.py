@@ -16,8 +16,9 @@ from tree_kernels.mask import tree_mask
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from drafttree.vllm.arrays import LongArray
 from drafttree.vllm.drafters.draft_model_loader import PREFIX
-from drafttree.vllm.step import LongArray, StepTrees
+from drafttree.vllm.step import StepTrees
 from drafttree.vllm.step_masks import StepMasks
 
 

@@ -13,11 +13,12 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.arrays import IntArray, LongArray
 from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
-from drafttree.vllm.step import NO_TOKEN, IntArray, LongArray, StepState, StepTrees
+from drafttree.vllm.step import NO_TOKEN, StepState, StepTrees
 from drafttree.vllm.step_logits import StepLogits
 from drafttree.vllm.tensor_parallel import (
     NonDraftingRank,

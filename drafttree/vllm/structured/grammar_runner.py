@@ -11,7 +11,8 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
 from drafttree.vllm.adopted import AdoptedRunner
 from drafttree.vllm.parameters import announce_undrafted, has_opted_out, is_grammar_bound
-from drafttree.vllm.step import ROOT_ONLY, StepTrees, StoredTree
+from drafttree.vllm.step import StepTrees
+from drafttree.vllm.stored_tree import ROOT_ONLY, StoredTree
 from drafttree.vllm.structured.binding import no_bound_drafts
 from drafttree.vllm.structured.shapes import Proposal
 

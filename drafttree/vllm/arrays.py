@@ -1,0 +1,11 @@
+"""Types of NumPy arrays of tokens, columns and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+IntArray = np.ndarray[Any, np.dtype[np.int32]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+LongArray = np.ndarray[Any, np.dtype[np.int64]]
