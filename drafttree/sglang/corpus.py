@@ -1,8 +1,63 @@
-"""Corpora that SGLang's `/add_external_corpus` sends, as tokens."""
+"""Corpora that SGLang's `/add_external_corpus` sends, as to its own n-gram speculation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from drafttree.drafter import Drafter
+
+
+class CorpusWorker(BaseSpecWorker):
+    """SGLang's worker with the calls for corpora, whose texts its drafter remembers.
+
+    Attributes:
+        drafter: The method's drafter.
+    """
+
+    drafter: Drafter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._corpora: dict[str, int] = {}
+        self._loading: list[list[int]] = []
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: Sequence[Sequence[int]]) -> int:
+        """Read a corpus, and return its number of tokens; SGLang calls this in a thread.
+
+        Raises:
+            ValueError: There is a corpus of this name.
+        """
+        if corpus_id in self._corpora:
+            raise ValueError(f"there is a corpus {corpus_id!r} already: give another corpus_id")
+        self._loading = split_documents(token_chunks)
+        return sum(map(len, self._loading))
+
+    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """Let the drafter remember the corpus that was read, between two steps."""
+        for document in self._loading:
+            self.drafter.remember(document)
+        self._loading = []
+        self._corpora[corpus_id] = loaded_token_count
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Refuse: a memory's texts are forgotten together.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"corpus {corpus_id!r} cannot be removed alone: /flush_cache forgets all texts"
+        )
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """The number of tokens of each corpus."""
+        return dict(self._corpora)
+
+    def _forget_corpora(self) -> None:
+        """Forget the names of all corpora."""
+        self._corpora.clear()
 
 
 def split_documents(token_chunks: Sequence[Sequence[int]]) -> list[list[int]]:

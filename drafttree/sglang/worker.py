@@ -9,23 +9,22 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from drafttree.budget.forward_profile import of_one_request, profile_drafter
-from drafttree.drafter import AcceptanceRule, Drafter, Target
+from drafttree.drafter import AcceptanceRule, Target
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder
-from drafttree.sglang.corpus import split_documents
+from drafttree.sglang.corpus import CorpusWorker
 from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.grammars import BoundTrees, has_grammars, mask_trees
 from drafttree.sglang.kv_cache import kv_movers
@@ -51,7 +50,7 @@ Publish = Callable[[torch.Tensor], None]
 """Receives the requests' new lengths, `int64 [B]`, as soon as they are known."""
 
 
-class TreeWorker(BaseSpecWorker):
+class TreeWorker(CorpusWorker):
     """Drafts and verifies for one target; made by `of`. A subclass serves one kind of drafter.
 
     The arguments after the method are SGLang's. `ps`, its parallel ranks, is given by version
@@ -64,7 +63,6 @@ class TreeWorker(BaseSpecWorker):
     """
 
     in_chains = False
-    drafter: Drafter
 
     def __init__(
         self,
@@ -107,8 +105,6 @@ class TreeWorker(BaseSpecWorker):
         self._slots: dict[str, int] = {}
         # Requests of whose prompts only a part has been read.
         self._unread: set[str] = set()
-        self._corpora: dict[str, int] = {}
-        self._loading: list[list[int]] = []
         widen_request_rows()
         report_counters()
 
@@ -132,40 +128,6 @@ class TreeWorker(BaseSpecWorker):
     def acceptance(self) -> dict[str, Any]:
         """How often drafts were accepted; see `Drafter.acceptance`."""
         return self._forced.beside(self.drafter.acceptance())
-
-    # SGLang's calls for `/add_external_corpus` and the like, as to its own n-gram speculation.
-
-    def add_external_corpus(self, corpus_id: str, token_chunks: Sequence[Sequence[int]]) -> int:
-        """Read a corpus, and return its number of tokens; SGLang calls this in a thread.
-
-        Raises:
-            ValueError: There is a corpus of this name.
-        """
-        if corpus_id in self._corpora:
-            raise ValueError(f"there is a corpus {corpus_id!r} already: give another corpus_id")
-        self._loading = split_documents(token_chunks)
-        return sum(map(len, self._loading))
-
-    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
-        """Let the drafter remember the corpus that was read, between two steps."""
-        for document in self._loading:
-            self.drafter.remember(document)
-        self._loading = []
-        self._corpora[corpus_id] = loaded_token_count
-
-    def remove_external_corpus(self, corpus_id: str) -> None:
-        """Refuse: a memory's texts are forgotten together.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            f"corpus {corpus_id!r} cannot be removed alone: /flush_cache forgets all texts"
-        )
-
-    def list_external_corpora(self) -> dict[str, int]:
-        """The number of tokens of each corpus."""
-        return dict(self._corpora)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and allocate the state of their requests."""
@@ -199,7 +161,7 @@ class TreeWorker(BaseSpecWorker):
         remains.
         """
         self.drafter.reset()
-        self._corpora.clear()
+        self._forget_corpora()
         self.counters = Counters(self._device)
         self._forced = ForcedTokens(self._device)
 
