@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
