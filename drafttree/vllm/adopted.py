@@ -13,17 +13,17 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
+from drafttree.tensor_parallel import (
+    follow_measurements,
+    is_drafting_rank,
+    leading_measurements,
+)
 from drafttree.vllm import patches
 from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.forward import forward_seconds, step_seconds
 from drafttree.vllm.graphs import capture_small_batches
 from drafttree.vllm.sampling import build_logits_processors
 from drafttree.vllm.step_logits import max_rows
-from drafttree.vllm.tensor_parallel import (
-    follow_measurements,
-    is_drafting_rank,
-    leading_measurements,
-)
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -136,10 +136,11 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
     def profile_forwards(self) -> None:
         """Let the drafter measure forwards of the model, while the KV cache is still empty."""
         measure, most = self._timed_forwards()
-        if not is_drafting_rank():
-            follow_measurements(measure, self.device)
+        group = get_tp_group()
+        if not is_drafting_rank(group):
+            follow_measurements(measure, group, self.device)
             return
-        with leading_measurements(measure, self.device) as led:
+        with leading_measurements(measure, group, self.device) as led:
             profile_drafter(self._drafter, led, most, logger)
 
     def _timed_forwards(self) -> tuple[Callable[[int], float], int]:

@@ -8,16 +8,17 @@ that no request and no cached prefix has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from drafttree.drafter import ModelFreeDrafter
+from drafttree.tensor_parallel import prime_ranks
 from drafttree.vllm.forward import child_logits, next_logits
-from drafttree.vllm.tensor_parallel import follow_forwards, is_drafting_rank, leading_forwards
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -54,7 +55,7 @@ def prime(
     def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
         return child_logits(runner, root, tokens, blocks)
 
-    return _prime_with(forward, max_tokens, runner, drafter, idle=idle)
+    return prime_ranks(drafter, forward, max_tokens, get_tp_group(), runner.device, idle=idle)
 
 
 def prime_without_trees(
@@ -78,22 +79,7 @@ def prime_without_trees(
     def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
         return next_logits(runner, root, tokens, blocks)
 
-    return _prime_with(forward, max_tokens, runner, drafter, idle=idle)
-
-
-def _prime_with(
-    forward: Callable[[int | None, torch.Tensor], torch.Tensor],
-    max_tokens: int,
-    runner: Any,
-    drafter: ModelFreeDrafter,
-    *,
-    idle: bool,
-) -> tuple[int, int]:
-    if not is_drafting_rank():
-        follow_forwards(forward, max_tokens, runner.device)
-        return 0, 0
-    with leading_forwards(forward, max_tokens, runner.device) as led:
-        return drafter.prime(led, max_tokens, idle=idle)
+    return prime_ranks(drafter, forward, max_tokens, get_tp_group(), runner.device, idle=idle)
 
 
 def blocks_for_priming(block_size: int) -> int:

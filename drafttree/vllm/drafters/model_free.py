@@ -7,10 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import SamplerOutput
 
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
+from drafttree.tensor_parallel import (
+    NonDraftingRank,
+    broadcast_trees,
+    drafts_alone,
+    is_drafting_rank,
+)
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.arrays import IntArray, LongArray
@@ -20,12 +27,6 @@ from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
 from drafttree.vllm.step import NO_TOKEN, StepState, StepTrees
 from drafttree.vllm.step_logits import StepLogits
-from drafttree.vllm.tensor_parallel import (
-    NonDraftingRank,
-    broadcast_trees,
-    drafts_alone,
-    is_drafting_rank,
-)
 
 
 class ModelFreeRunner(TreeModelRunner[StepState]):
@@ -36,7 +37,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
         parsed = method.parse(options)
         self._drafter = NonDraftingRank(parsed.depth)
-        if is_drafting_rank():
+        if is_drafting_rank(get_tp_group()):
             self._drafter = method.drafter(parsed, self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
 
@@ -95,7 +96,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         slots, bound = self._batch_slots(), self._bound_rows(roots)
         if not len(bound):
             trees = self._as_declared(self._drafter.propose(slots, tensor))
-            return broadcast_trees(trees, self.num_spec_tokens)
+            return broadcast_trees(trees, self.num_spec_tokens, get_tp_group())
         places = on_device(bound, self.device)
         trees, verified = self._drafter.propose_candidates(slots, tensor, places)
         most = verified.clamp(max=self.num_spec_tokens)
@@ -105,7 +106,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     def _bound_rows(self, roots: IntArray) -> LongArray:
         """The requests with a grammar that more candidates are proposed for, `int64 [G]`."""
         names = self.input_batch.req_ids
-        if not self._grammar_bound or not drafts_alone():
+        if not self._grammar_bound or not drafts_alone(get_tp_group()):
             return np.zeros(0, np.int64)
         bound = [name in self._grammar_bound for name in names]
         return np.flatnonzero(np.array(bound) & (roots >= 0))

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from drafttree.drafter import AcceptanceRule, ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
+from drafttree.tensor_parallel import NonDraftingRank
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
@@ -31,7 +32,6 @@ from drafttree.vllm.model_inputs import text_without_placeholders, without_place
 from drafttree.vllm.priming import prime
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.structured.binding import no_bound_drafts, not_in_schedulers_process
-from drafttree.vllm.tensor_parallel import NonDraftingRank
 from drafttree.vllm.v2.hooks import check_hooks
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains

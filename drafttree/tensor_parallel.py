@@ -8,34 +8,49 @@ run to prime its drafter, and which to time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
 
 from drafttree.drafter import ModelFreeDrafter, PrimeForward
-from drafttree.tree import DraftTree
+from drafttree.tree import DraftTree, Verified
 
 
-def is_drafting_rank() -> bool:
+class Group(Protocol):
+    """An engine's group of tensor-parallel ranks.
+
+    Attributes:
+        world_size: Number of ranks.
+        rank_in_group: Number of this process among them.
+    """
+
+    world_size: int
+    rank_in_group: int
+
+    def broadcast(self, input_: torch.Tensor) -> Any:
+        """Overwrite a tensor with the first rank's, between devices without waiting on the host."""
+
+
+def is_drafting_rank(group: Group) -> bool:
     """Whether this rank is the one that drafts."""
-    return bool(get_tp_group().rank_in_group == 0)
+    return group.rank_in_group == 0
 
 
-def drafts_alone() -> bool:
+def drafts_alone(group: Group) -> bool:
     """Whether no other rank verifies this one's trees."""
-    return bool(get_tp_group().world_size == 1)
+    return group.world_size == 1
 
 
-def broadcast_trees(trees: DraftTree, num_draft_tokens: int) -> DraftTree:
+def broadcast_trees(trees: DraftTree, num_draft_tokens: int, group: Group) -> DraftTree:
     """The first rank's trees, sent between devices without waiting on the host.
 
     Args:
         trees: This rank's trees, which are ignored unless it is the first.
         num_draft_tokens: Greatest number of draft tokens of a tree.
+        group: The ranks.
     """
-    group = get_tp_group()
     if group.world_size == 1:
         return trees
     batch, width = trees.tokens.shape
@@ -49,55 +64,76 @@ def broadcast_trees(trees: DraftTree, num_draft_tokens: int) -> DraftTree:
     return DraftTree(tokens.contiguous(), parents.contiguous(), tensors[:, -1].contiguous())
 
 
+def broadcast_verified(verified: Verified, group: Group) -> Verified:
+    """The first rank's outcome of a verification of the same trees on all ranks."""
+    if group.world_size == 1:
+        return verified
+    depth = verified.path.shape[1]
+    parts = verified.path, verified.emitted, verified.num_emitted[:, None]
+    tensors = torch.cat([part.int() for part in parts], 1)
+    group.broadcast(tensors)
+    path, emitted = tensors[:, :depth], tensors[:, depth:-1]
+    return Verified(path.contiguous(), emitted.contiguous(), tensors[:, -1].contiguous())
+
+
 _NO_ROOT = -1
 
 
-@contextmanager
-def leading_forwards(
-    forward: PrimeForward, max_tokens: int, device: torch.device
-) -> Iterator[PrimeForward]:
-    """On the first rank: a forward that the other ranks run too, while they `follow_forwards`.
+def prime_ranks(
+    drafter: ModelFreeDrafter,
+    forward: PrimeForward,
+    max_tokens: int,
+    group: Group,
+    device: torch.device,
+    *,
+    idle: bool,
+) -> tuple[int, int]:
+    """Let the first rank's drafter prime with forwards that all ranks run.
 
     Args:
+        drafter: This rank's drafter.
         forward: This rank's forward.
         max_tokens: Greatest number of tokens of a forward.
+        group: The ranks.
         device: The ranks' device.
+        idle: See `ModelFreeDrafter.prime`.
+
+    Returns:
+        The progress that the first rank's drafter reports, on all ranks.
     """
-    group = get_tp_group()
     if group.world_size == 1:
-        yield forward
-        return
+        return drafter.prime(forward, max_tokens, idle=idle)
+    # The number of tokens, 0 at the end; the root, or how much is computed; the tokens, of which
+    # the first is at the end how much there is in all.
     message = torch.zeros(2 + max_tokens, dtype=torch.int32, device=device)
+
+    def send(count: int, root: int, tokens: Sequence[int] | torch.Tensor) -> None:
+        message[0], message[1] = count, root
+        message[2 : 2 + len(tokens)] = torch.as_tensor(tokens)
+        group.broadcast(message)
 
     def led(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
-        message[0] = len(tokens)
-        message[1] = _NO_ROOT if root is None else root
-        message[2 : 2 + len(tokens)] = tokens
-        group.broadcast(message)
+        send(len(tokens), _NO_ROOT if root is None else root, tokens)
         return forward(root, tokens)
 
-    try:
-        yield led
-    finally:
-        message[0] = 0
-        group.broadcast(message)
-
-
-def follow_forwards(forward: PrimeForward, max_tokens: int, device: torch.device) -> None:
-    """On the other ranks: run the forwards of the first rank until it ends."""
-    group = get_tp_group()
-    message = torch.zeros(2 + max_tokens, dtype=torch.int32, device=device)
+    if is_drafting_rank(group):
+        progress = 0, 0
+        try:
+            progress = drafter.prime(led, max_tokens, idle=idle)
+        finally:
+            send(0, progress[0], progress[1:])
+        return progress
     while True:
         group.broadcast(message)
-        count, root = message[:2].tolist()
+        count, root, everything = message[:3].tolist()
         if not count:
-            return
+            return root, everything
         forward(None if root == _NO_ROOT else root, message[2 : 2 + count])
 
 
 @contextmanager
 def leading_measurements(
-    measure: Callable[[int], float], device: torch.device
+    measure: Callable[[int], float], group: Group, device: torch.device
 ) -> Iterator[Callable[[int], float]]:
     """On the first rank: timed forwards that the other ranks run too.
 
@@ -105,9 +141,9 @@ def leading_measurements(
 
     Args:
         measure: Runs one forward over a number of tokens and returns its seconds.
+        group: The ranks.
         device: The ranks' device.
     """
-    group = get_tp_group()
     if group.world_size == 1:
         yield measure
         return
@@ -123,9 +159,10 @@ def leading_measurements(
         group.broadcast(message.zero_())
 
 
-def follow_measurements(measure: Callable[[int], float], device: torch.device) -> None:
+def follow_measurements(
+    measure: Callable[[int], float], group: Group, device: torch.device
+) -> None:
     """On the other ranks: run the timed forwards of the first rank until it ends."""
-    group = get_tp_group()
     message = torch.zeros(1, dtype=torch.int32, device=device)
     while True:
         group.broadcast(message)
@@ -144,3 +181,6 @@ class NonDraftingRank(ModelFreeDrafter):
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """No drafts: the first rank's trees replace these."""
         return DraftTree.of_roots(roots)
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Nothing: the first rank's drafter remembers the text."""

@@ -1,0 +1,115 @@
+"""Ranks of a tensor-parallel group agree on trees, on outcomes and on what is primed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+from torch.distributed import HashStore, ProcessGroupGloo
+
+from drafttree.drafter import ModelFreeDrafter, PrimeForward
+from drafttree.tensor_parallel import (
+    NonDraftingRank,
+    broadcast_trees,
+    broadcast_verified,
+    prime_ranks,
+)
+from drafttree.tree import DraftTree, Verified
+
+RANKS = 2
+CPU = torch.device("cpu")
+R = TypeVar("R")
+
+
+class Ranks:
+    """Each thread is a rank."""
+
+    world_size = RANKS
+
+    def __init__(self, store: HashStore, rank: int) -> None:
+        self.rank_in_group = rank
+        self._group = ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=20))
+
+    def broadcast(self, input_: torch.Tensor) -> torch.Tensor:
+        self._group.broadcast(input_, 0).wait()
+        return input_
+
+
+def on_ranks(run: Callable[[Ranks], R]) -> list[R]:
+    """What a function returns on each rank."""
+    store = HashStore()
+    with ThreadPoolExecutor(RANKS) as threads:
+        futures = [threads.submit(lambda rank: run(Ranks(store, rank)), n) for n in range(RANKS)]
+        return [future.result() for future in futures]
+
+
+def integers(*rows: object) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+TREES = DraftTree(
+    integers([7, 8, 9], [5, 6, -1]), integers([-1, 0, 0], [-1, 0, -1]), integers(3, 2)
+)
+
+
+def test_all_ranks_get_the_first_ones_trees() -> None:
+    def run(group: Ranks) -> DraftTree:
+        roots = DraftTree.of_roots(integers(7, 5))
+        return broadcast_trees(roots if group.rank_in_group else TREES, 4, group)
+
+    for trees in on_ranks(run):
+        assert trees.tokens.tolist() == [[7, 8, 9, -1, -1], [5, 6, -1, -1, -1]]
+        assert trees.parents.tolist() == [[-1, 0, 0, -1, -1], [-1, 0, -1, -1, -1]]
+        assert trees.tree_size.tolist() == [3, 2]
+
+
+def test_all_ranks_get_the_first_ones_outcome() -> None:
+    def run(group: Ranks) -> Verified:
+        drawn = 20 + group.rank_in_group
+        return broadcast_verified(
+            Verified(integers([0, 2], [0, -1]), integers([9, drawn], [drawn, -1]), integers(2, 1)),
+            group,
+        )
+
+    for verified in on_ranks(run):
+        assert verified.path.tolist() == [[0, 2], [0, -1]]
+        assert verified.emitted.tolist() == [[9, 20], [20, -1]]
+        assert verified.num_emitted.tolist() == [2, 1]
+
+
+class Primed(ModelFreeDrafter):
+    """Runs two forwards, and then fails if it has to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
+        forward(None, integers(4, 5, 6))
+        forward(0, torch.arange(max_tokens, dtype=torch.int32))
+        if self.fails:
+            raise RuntimeError("no memory")
+        return 3, 8
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_ranks_run_the_forwards_of_the_first_ones_drafter(fails: bool) -> None:
+    def run(group: Ranks) -> tuple[object, object]:
+        ran: list[tuple[int | None, list[int]]] = []
+
+        def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
+            ran.append((root, tokens.tolist()))
+            return tokens
+
+        drafter = NonDraftingRank(1) if group.rank_in_group else Primed(fails)
+        try:
+            return prime_ranks(drafter, forward, 4, group, CPU, idle=True), ran
+        except RuntimeError as error:
+            return str(error), ran
+
+    (first, of_first), (second, of_second) = on_ranks(run)
+    assert of_first == of_second == [(None, [4, 5, 6]), (0, [0, 1, 2, 3])]
+    assert [first, second] == (["no memory", (0, 0)] if fails else [(3, 8)] * 2)
