@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from drafttree.budget.forward_profile import of_one_request, profile_drafter
-from drafttree.drafter import AcceptanceRule, Target
+from drafttree.drafter import AcceptanceRule, Drafter, Target
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
@@ -41,6 +42,14 @@ from drafttree.sglang.state import (
     why_undrafted,
 )
 from drafttree.sglang.verify_input import drop_unusable, prepare_verify, relay
+from drafttree.tensor_parallel import (
+    broadcast_trees,
+    broadcast_verified,
+    drafts_alone,
+    follow_measurements,
+    is_drafting_rank,
+    leading_measurements,
+)
 from drafttree.tree import DraftTree, Verified
 
 # A child of SGLang's logger: other loggers are not printed.
@@ -54,7 +63,7 @@ class TreeWorker(CorpusWorker):
     """Drafts and verifies for one target; made by `of`. A subclass serves one kind of drafter.
 
     The arguments after the method are SGLang's. `ps`, its parallel ranks, is given by version
-    0.5.17 alone and is not needed by a method that runs in one process.
+    0.5.17 alone and is not needed.
 
     Attributes:
         in_chains: Whether chains are drafted in place of trees.
@@ -76,6 +85,7 @@ class TreeWorker(CorpusWorker):
         super().__init__()
         self._target_worker = target_worker
         self._runner = target_worker.model_runner
+        self._group = get_tp_group()
         self._device = torch.device(self._runner.device)
         self._vocab_size: int = self._runner.model_config.vocab_size
         spec = get_spec()
@@ -98,7 +108,7 @@ class TreeWorker(CorpusWorker):
             longest_chain=self._num_draft_tokens if self.in_chains else None,
         )
         # Before the memory pools are sized, so that the drafter's memory is counted.
-        self.drafter = method.drafter(options, target)
+        self.drafter = self._make_drafter(method, options, target)
         self.counters = Counters(self._device)
         self._forced = ForcedTokens(self._device)
         self._running: dict[str, Any] = {}
@@ -112,6 +122,10 @@ class TreeWorker(CorpusWorker):
     def of(cls, method: Method[Any]) -> Callable[..., TreeWorker]:
         """The function that SGLang calls to make the worker of a method."""
         return functools.partial(cls, method)
+
+    def _make_drafter(self, method: Method[Any], options: Any, target: Target) -> Drafter:
+        """The drafter of this process, which may be one of several ranks."""
+        return method.drafter(options, target)
 
     @abstractmethod
     def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
@@ -147,12 +161,12 @@ class TreeWorker(CorpusWorker):
         if self._device.type != "cpu":
             return
         room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
-        profile_drafter(
-            self.drafter,
-            of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room),
-            min(room, self._num_draft_tokens + 1),
-            logger,
-        )
+        measure = of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room)
+        if not is_drafting_rank(self._group):
+            follow_measurements(measure, self._group, self._device)
+            return
+        with leading_measurements(measure, self._group, self._device) as led:
+            profile_drafter(self.drafter, led, min(room, self._num_draft_tokens + 1), logger)
 
     def clear_cache_pool(self) -> None:
         """Forget everything learned and counted; SGLang calls this for `flush_cache`.
@@ -253,7 +267,8 @@ class TreeWorker(CorpusWorker):
         output = result.logits_output
         # As before SGLang's own sampling: if asked to, it replaces NaN, which would be the argmax.
         sanitize_nan_logits(output.next_token_logits, "logits of draft trees")
-        verified = self._verify(step, output)
+        # With several ranks SGLang does the same for its own methods.
+        verified = broadcast_verified(self._verify(step, output), self._group)
         self._learn_outcome(step, verified)
         if has_penalties(batch):
             self._penalties.add(batch.req_pool_indices, verified.emitted)
@@ -279,6 +294,9 @@ class TreeWorker(CorpusWorker):
 
     def _draft(self, batch: Any) -> Step:
         trees, drawn = self._propose(batch)
+        if not drafts_alone(self._group):
+            trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
+            trees = broadcast_trees(trees, self._num_draft_tokens, self._group)
         bound = self._bind(batch, trees) if has_grammars(batch) else None
         trees = trees if bound is None else bound.trees
         trees = limit_trees(trees, self._num_draft_tokens, self.drafter)

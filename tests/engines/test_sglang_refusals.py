@@ -67,7 +67,7 @@ WINDOWED = {
 
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
-    "tp-size=2": {"tp_size": 2},
+    "tp-size=2": {"tp_size": 2, "speculative_algorithm": "rsd"},
     "max-total-tokens=128": {"max_total_tokens": 128},
     "MLA": {
         "model": {
@@ -107,6 +107,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "an FP8 KV cache": {"kv_cache_dtype": "fp8_e4m3"},
     "a BF16 KV cache": {"kv_cache_dtype": "bfloat16"},
     "replicas": {"dp_size": 2},
+    "tensor parallelism": {"tp_size": 2},
     "a hierarchical cache": {"enable_hierarchical_cache": True},
 }
 

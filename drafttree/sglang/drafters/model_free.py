@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from drafttree.drafter import ModelFreeDrafter
+from drafttree.drafter import Drafter, ModelFreeDrafter, Target
+from drafttree.method import Method
 from drafttree.sglang.grammars import BoundTrees, bind_trees
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Step, is_drafted_bound, sampled_tokens
 from drafttree.sglang.worker import TreeWorker
+from drafttree.tensor_parallel import (
+    NonDraftingRank,
+    drafts_alone,
+    is_drafting_rank,
+    prime_ranks,
+)
 from drafttree.tree import DraftTree, Verified
 
 
@@ -29,6 +36,11 @@ class ModelFreeWorker(TreeWorker):
         self._primed = 0, 0
         # By row of the batch, how many of the candidates for a request with a grammar are verified.
         self._to_verify: dict[int, int] = {}
+
+    def _make_drafter(self, method: Method[Any], options: Any, target: Target) -> Drafter:
+        if not is_drafting_rank(self._group):
+            return NonDraftingRank(options.depth)
+        return super()._make_drafter(method, options, target)
 
     def init_cuda_graphs(self) -> None:
         """SGLang's last call before it serves: let the drafter time forwards, and prime."""
@@ -62,7 +74,9 @@ class ModelFreeWorker(TreeWorker):
                 width = len(tokens) + (root is not None) if on_cpu else tree_size
                 return child_logits(self._runner, root, tokens, slots, width)
 
-            self._primed = self.drafter.prime(forward, most - 1, idle=idle)
+            self._primed = prime_ranks(
+                self.drafter, forward, most - 1, self._group, self._device, idle=idle
+            )
 
     @property
     def draft_worker(self) -> None:
@@ -92,7 +106,8 @@ class ModelFreeWorker(TreeWorker):
         if self._device.type == "cpu" and not drafting.any():
             return DraftTree.of_roots(roots), None
         asked = roots.masked_fill(~drafting, -1)
-        if bound := [row for row, each in enumerate(batch.reqs) if is_drafted_bound(each)]:
+        bound = [row for row, each in enumerate(batch.reqs) if is_drafted_bound(each)]
+        if bound and drafts_alone(self._group):
             places = torch.tensor(bound, device=self._device)
             trees, verified = self.drafter.propose_candidates(slots, asked, places)
             self._to_verify = dict(zip(bound, verified.tolist(), strict=True))
@@ -104,6 +119,8 @@ class ModelFreeWorker(TreeWorker):
 
     def _bind(self, batch: Any, trees: DraftTree) -> BoundTrees:
         """Let nodes that grammars allow and tokens that they force take the place of others."""
+        if not drafts_alone(self._group):
+            return super()._bind(batch, trees)
         left = [each.sampling_params.max_new_tokens - len(each.output_ids) for each in batch.reqs]
         return bind_trees(
             batch.reqs,
