@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import FloatArray
+from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.decaying_ratio import DecayingRatio
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from drafttree.budget.costs import FloatArray
+from drafttree.budget.cost_factors import FloatArray
 
 
 def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

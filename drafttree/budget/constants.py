@@ -71,7 +71,7 @@ class BudgetConstants(BaseModel):
         "of one group, in expected draft tokens or in steps.",
     )
     most_paid: float = Field(
-        default=30.0,
+        default=60.0,
         gt=1,
         description="A step's time counts as at most this multiple of its prediction.",
     )
@@ -109,6 +109,12 @@ class BudgetConstants(BaseModel):
         ge=1,
         description="Steps after a lasting change at which drafting is tried again; then whenever "
         "twice as many have passed.",
+    )
+    recheck_share: float = Field(
+        default=0.006,
+        gt=0,
+        description="Share of the time that may be spent on trying drafting again after a lasting "
+        "change, so that it is tried no later than its cost allows.",
     )
     agreeing_outliers: int = Field(
         default=4,

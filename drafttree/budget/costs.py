@@ -16,15 +16,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.cost_factors import Factors, FloatArray, Recheck, project, value_at
 from drafttree.budget.decaying_ratio import DecayingRatio
 from drafttree.budget.forward_curve import ForwardCurve
-
-FloatArray = np.ndarray[Any, Any]
 
 _LEAST_VARIANCE = 1e-4
 """Of the logarithm of a step's time: times vary by 1% at least."""
@@ -41,47 +39,12 @@ def batch_bucket(batch_size: int) -> int:
     return 1 << round(math.log2(batch_size))
 
 
-def _at(values: FloatArray, size: int, weight: float) -> float:
-    """A value between those of the size at index `size`, with `weight`, and of the next."""
-    value: float = values[size]
-    return value if weight == 1 else weight * value + (1 - weight) * float(values[size + 1])
-
-
-def _project(covariance: FloatArray, size: int, weight: float) -> tuple[FloatArray, float]:
-    """Covariances of all factors with the one at a place between two sizes, and its variance."""
-    row: FloatArray = covariance[size]
-    if weight < 1:
-        row = weight * row + (1 - weight) * covariance[size + 1]
-    return row, _at(row, size, weight)
-
-
-class _Factors:
-    """The logarithms of one batch bucket's factors, and how uncertain they are.
-
-    Attributes:
-        mean: `[S]`, the estimates.
-        covariance: `[S, S]`, of their errors.
-        seen_at: Step of the last sample.
-        outliers: `[S]`, the consecutive outliers to one side of each size.
-        changed_at: Step of the last lasting change; None if there was none.
-        wait: Steps after the change at which drafting is due to be measured again.
-    """
-
-    def __init__(self, mean: FloatArray, covariance: FloatArray, clock: int) -> None:
-        self.mean = mean.copy()
-        self.covariance = covariance.copy()
-        self.seen_at = clock
-        self.outliers: list[list[float]] = [[] for _ in mean]
-        self.changed_at: int | None = None
-        self.wait = 0
-
-
 class CostModel:
     """Mean seconds of a decode step as a function of its batch size and rows.
 
     Attributes:
         candidate_sizes: Draft tokens of a request to choose from, ascending from 0.
-        clock: Number of steps observed so far.
+        clock: Number of steps so far.
     """
 
     def __init__(
@@ -109,7 +72,7 @@ class CostModel:
         self._prior = constants.level_spread**2 + constants.row_spread**2 * np.minimum(
             doublings, doublings[:, None]
         )
-        self._buckets: dict[int, _Factors] = {}
+        self._buckets: dict[int, Factors] = {}
         self._variance = constants.initial_noise**2
         self._paid = DecayingRatio(constants)
         self._paid_by_kind = DecayingRatio(constants), DecayingRatio(constants)
@@ -117,7 +80,7 @@ class CostModel:
 
     def seconds(self, batch_size: int, rows: int) -> float:
         """Predicted mean seconds of a step."""
-        factor = _at(self._factors(batch_size).mean, *self._place(batch_size, rows))
+        factor = value_at(self._factors(batch_size).mean, *self._place(batch_size, rows))
         return self.curve.seconds(rows) * math.exp(factor) * self._mean_ratio(rows > batch_size)
 
     def unstalled_plain_seconds(self, batch_size: int) -> float:
@@ -162,20 +125,21 @@ class CostModel:
         deviations: FloatArray = np.sqrt(np.maximum(variances, 0.0))
         return deviations
 
-    def is_doubtful(self, batch_size: int, index: int) -> bool:
-        """Whether the size at `index` ought to be measured again while plain decoding is in use.
+    def surprises(self, batch_size: int) -> FloatArray:
+        """The factor by which the last step of each size took less time than expected, `[S]`.
 
-        Its last step may have been the first of many that take less time. Or the times have
-        changed, and what changed them may have ended while plain decoding was in use: steps with
-        drafts are due after 16 steps, for example, and then whenever twice as many have passed.
+        It may have been the first of many. 1 if it was no outlier, or took more time.
         """
-        factors = self._factors(batch_size)
-        if factors.outliers[index] and factors.outliers[index][-1] < 0:
-            return True
-        return self._is_due(factors)
+        runs = self._factors(batch_size).outliers
+        return np.exp([min(run[-1], 0.0) if run else 0.0 for run in runs])
 
-    def _is_due(self, factors: _Factors) -> bool:
-        return factors.changed_at is not None and self.clock - factors.changed_at >= factors.wait
+    def recheck(self, batch_size: int) -> Recheck | None:
+        """What there is to measure again since the last lasting change; None if there was none."""
+        factors = self._factors(batch_size)
+        if factors.changed_at is None:
+            return None
+        wait = max(self._constants.recheck_steps, factors.checked_at - factors.changed_at)
+        return Recheck(factors.changed, self.clock - factors.checked_at, wait)
 
     def observe(self, batch_size: int, rows: int, seconds: float) -> bool:
         """Learn from the measured time of a step.
@@ -196,25 +160,30 @@ class CostModel:
         factors.covariance += (1 - kept) * self._prior
         factors.seen_at = self.clock
         sample = math.log(seconds / self.curve.seconds(rows))
-        gradient, variance = _project(factors.covariance, *place)
-        surprise = sample - _at(factors.mean, *place)
+        gradient, variance = project(factors.covariance, *place)
+        surprise = sample - value_at(factors.mean, *place)
         change = self._change(factors, place[0], surprise, variance)
         if change is not None:
             surprise = change
-            factors.changed_at, factors.wait = self.clock, self._constants.recheck_steps
+            factors.changed_at = factors.checked_at = self.clock
+            factors.changed = place[0]
             factors.covariance[:] = self._prior + change**2 * self._of_change(place[0])
-            gradient, variance = _project(factors.covariance, *place)
-        elif rows > batch_size and self._is_due(factors):
-            factors.wait = 2 * (self.clock - (factors.changed_at or 0))
+            gradient, variance = project(factors.covariance, *place)
+        elif place[0] and factors.changed in (0, place[0]):
+            factors.checked_at = self.clock
         self._update(factors, gradient, variance, surprise)
-        residual = sample - _at(factors.mean, *place)
+        residual = sample - value_at(factors.mean, *place)
         ratio = min(self._constants.most_paid, math.exp(residual))
         for paid in (self._paid, self._paid_by_kind[rows > batch_size]):
             paid.add(1.0, ratio, self.clock)
         return change is not None
 
+    def skip(self) -> None:
+        """Let a step pass whose time is of something else too."""
+        self.clock += 1
+
     def _change(
-        self, factors: _Factors, size: int, surprise: float, variance: float
+        self, factors: Factors, size: int, surprise: float, variance: float
     ) -> float | None:
         """The least of several outliers of a size in a row to one side: it has changed."""
         constants, run = self._constants, factors.outliers[size]
@@ -244,7 +213,7 @@ class CostModel:
         return both
 
     def _update(
-        self, factors: _Factors, gradient: FloatArray, variance: float, surprise: float
+        self, factors: Factors, gradient: FloatArray, variance: float, surprise: float
     ) -> None:
         """The update of a Kalman filter, in which an outlier counts as a noisy sample."""
         constants = self._constants
@@ -278,7 +247,7 @@ class CostModel:
         width = sizes[above] - sizes[above - 1]
         return above - 1, (sizes[above] - tokens) / width
 
-    def _factors(self, batch_size: int) -> _Factors:
+    def _factors(self, batch_size: int) -> Factors:
         """The factors of a batch's bucket; at first those of the nearest bucket, as uncertain as
         without any sample."""
         bucket = batch_bucket(batch_size)
@@ -292,5 +261,5 @@ class CostModel:
                 if nearest is None
                 else self._buckets[nearest].mean
             )
-            factors = self._buckets[bucket] = _Factors(mean, self._prior, self.clock)
+            factors = self._buckets[bucket] = Factors(mean, self._prior, self.clock)
         return factors

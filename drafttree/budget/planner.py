@@ -26,7 +26,8 @@ from drafttree.budget.allowance import Allowance
 from drafttree.budget.calibration import AcceptanceCalibration
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import CostModel, FloatArray, batch_bucket
+from drafttree.budget.cost_factors import FloatArray
+from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner_state import BucketState, StepPlan
 from drafttree.budget.spine import worthwhile_spine
 from drafttree.budget.step_report import StepReport

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import FloatArray
+from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
 

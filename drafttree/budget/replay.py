@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import FloatArray, batch_bucket
+from drafttree.budget.cost_factors import FloatArray
+from drafttree.budget.costs import batch_bucket
 from drafttree.budget.planner import Planner
 from drafttree.budget.recording import RecordedPlanner, RecordedStep
 from drafttree.budget.tree_choice import TreeChoice

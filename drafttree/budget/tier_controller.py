@@ -23,7 +23,8 @@ from drafttree.budget.allowance import Allowance
 from drafttree.budget.calibration import AcceptanceCalibration
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import CostModel, FloatArray, batch_bucket
+from drafttree.budget.cost_factors import FloatArray
+from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.expected_gains import ExpectedGains
 from drafttree.budget.step_report import StepReport
 from drafttree.budget.trials import Trials
@@ -48,6 +49,11 @@ class TierPlan:
     size: int
     looks_up: bool = False
     is_trial: bool = False
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether drafts are looked up only to see whether they would help."""
+        return self.looks_up and not self.size
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class TierController:
         self._report = StepReport()
         self._lookups: dict[int, float] = {}
         self._trial_in_flight = False
+        self._probe_in_flight = False
 
     def choose(self, requests: Sequence[Hashable], most: int) -> TierPlan:
         """Choose the trees that the next step verifies.
@@ -149,6 +156,8 @@ class TierController:
         plan, batch_size = outcome.plan, len(outcome.requests)
         if plan.is_trial:
             self._trial_in_flight = False
+        if plan.is_probe:
+            self._probe_in_flight = False
         self._gains.advance()
         if not batch_size:
             return
@@ -156,9 +165,10 @@ class TierController:
         if outcome.seconds is None:
             return
         predicted = self.costs.seconds(batch_size, outcome.rows)
-        if plan.looks_up and not plan.size:
+        if plan.is_probe:
             predicted += self._lookup_seconds(batch_size, predicted)
             self._learn_lookup(batch_size, outcome.seconds)
+            self.costs.skip()
         elif self.costs.observe(batch_size, outcome.rows, outcome.seconds):
             self.trials.allowance.renew()
         self._report.add(
@@ -171,7 +181,7 @@ class TierController:
             expected_tokens=expected,
             emitted_tokens=float(outcome.emitted.sum()),
             is_trial=plan.is_trial,
-            is_wasted=plan.looks_up and not plan.size,
+            is_wasted=plan.is_probe,
         )
 
     def explain(self) -> list[dict[str, float]]:
@@ -203,9 +213,11 @@ class TierController:
     def _probe(self, batch_size: int, plain_seconds: float) -> bool:
         """Whether drafts are due to be looked up while plain decoding is in use."""
         cost = self._lookup_seconds(batch_size, plain_seconds) / plain_seconds
-        if not self.probes.covers(cost):
+        # One at a time, so that plain steps are measured too however little a lookup takes.
+        if self._probe_in_flight or not self.probes.covers(cost):
             return False
         self.probes.charge(cost)
+        self._probe_in_flight = True
         return True
 
     def _lookup_seconds(self, batch_size: int, plain_seconds: float) -> float:

@@ -8,7 +8,8 @@ import numpy as np
 
 from drafttree.budget.allowance import Allowance
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.costs import CostModel, FloatArray
+from drafttree.budget.cost_factors import FloatArray
+from drafttree.budget.costs import CostModel
 
 
 class Trials:
@@ -60,27 +61,41 @@ class Trials:
             rates: `[S]`, tokens per second of a request; 0 for sizes that add no drafts.
         """
         constants, costs = self._constants, self._costs
-        deviations = costs.deviations(batch_size, best)
+        wanted = float(rates[best]) * (1 if best else constants.margin)
         seconds = gains / np.maximum(rates, 1e-9)
-        # No step takes less time than a plain one.
-        least = np.maximum(seconds * np.exp(-constants.optimism * deviations), 1 / rates[0])
-        optimistic = gains / least
-        # A size that gains less could not win even if it cost no more than plain decoding.
-        optimistic[gains <= constants.margin] = 0.0
-        optimistic[rates == 0] = optimistic[0] = optimistic[best] = 0.0
-        index = int(optimistic.argmax())
-        if best == 0 and optimistic[index] > 0:
-            usual = costs.usual_of_sizes(batch_size)[index]
-            # A few stalls say little of how often steps with drafts stall.
-            is_unlucky = not costs.knows_stalls_of_drafts and gains[index] > usual * rates[0]
-            if is_unlucky or costs.is_doubtful(batch_size, index):
-                return index
-        wanted = rates[best] * (1 if best else constants.margin)
-        if optimistic[index] <= (0 if self.allowance.is_full else wanted):
+
+        def fastest(factors: FloatArray) -> tuple[int, float]:
+            """The size with the highest rate if each took its time times a factor."""
+            # No step takes less time than a plain one.
+            optimistic = gains / np.maximum(seconds * factors, 1 / rates[0])
+            # A size that gains less could not win even if it cost no more than plain decoding.
+            optimistic[gains <= constants.margin] = 0.0
+            optimistic[rates == 0] = optimistic[0] = optimistic[best] = 0.0
+            index = int(optimistic.argmax())
+            return index, float(optimistic[index])
+
+        def loss(index: int) -> float:
+            relative = float(seconds[index] * rates[best] / gains[best])
+            return self._loss(relative, float(gains[best]), float(lowest[index]))
+
+        index, rate = fastest(costs.surprises(batch_size))
+        if rate > wanted:
+            return index
+        index, rate = fastest(np.exp(-constants.optimism * costs.deviations(batch_size, best)))
+        # A few stalls say little of how often steps with drafts stall.
+        is_unlucky = best == 0 and rate > 0 and not costs.knows_stalls_of_drafts
+        if is_unlucky and gains[index] > costs.usual_of_sizes(batch_size)[index] * rates[0]:
+            return index
+        check = costs.recheck(batch_size)
+        if check is not None and (check.changed or best == 0):
+            size = check.changed or index
+            wait = max(constants.recheck_steps, loss(size) / constants.recheck_share)
+            gains_most = gains[size] > max(constants.margin, gains[best]) and rates[size] > 0
+            if gains_most and check.waited >= min(check.wait, wait):
+                return size
+        if rate <= (0 if self.allowance.is_full else wanted):
             return None
-        relative = float(seconds[index] * rates[best] / gains[best])
-        loss = self._loss(relative, float(gains[best]), float(lowest[index]))
-        return index if self.allowance.covers(loss) else None
+        return index if self.allowance.covers(loss(index)) else None
 
     def charge(self, seconds: float, best_gain: float, gain: float) -> None:
         """Charge the allowance for a trial; see `_loss`."""

@@ -21,6 +21,11 @@ def _bursts(time: float, drafted: bool) -> float:
     return 5.0 if time % 20 < 1 else 1.0
 
 
+def _dear_drafts(time: float, drafted: bool) -> float:
+    """Steps with drafts take four times as long for half a minute."""
+    return 4.0 if drafted and 30 <= time < 60 else 1.0
+
+
 def _fills_and_drains(step: int) -> int:
     """From 1 to 32 requests and back in 400 steps."""
     return max(1, round(32 * math.sin(math.pi * (step % 400) / 400) ** 2))
@@ -39,6 +44,7 @@ SCENARIOS = {
     "stalls of drafts": Scenario(stalls=0.02, stall_seconds=0.15, stalls_of_drafts=2.0),
     "bursts": Scenario(slow=_bursts),
     "slow minute": Scenario(slow=_slow_minute),
+    "dear drafts": Scenario(slow=_dear_drafts),
     "neighbour": Scenario(slow=_neighbour),
     "growing contexts": Scenario(by_context=0.0004, answer=3000),
     "most stalls in drafts": Scenario(stalls=0.002, stall_seconds=0.3, stalls_of_drafts=60.0),
