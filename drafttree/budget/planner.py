@@ -30,7 +30,7 @@ from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner_state import BucketState, StepPlan
 from drafttree.budget.spine import worthwhile_spine
-from drafttree.budget.step_report import StepReport
+from drafttree.budget.step_report import MeasuredStep, StepReport
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.budget.trials import Trials
 
@@ -169,16 +169,18 @@ class Planner:
             )
         self._settle(state, batch_size, plan, seconds)
         self._report.add(
-            bucket,
-            choice.num_draft_tokens,
-            batch_size,
-            rows=rows,
-            predicted_seconds=predicted,
-            seconds=seconds,
-            expected_tokens=batch_size * plan.calibrated,
-            emitted_tokens=emitted_tokens,
-            is_trial=plan.is_trial,
-            is_wasted=plan.is_wasted,
+            MeasuredStep(
+                bucket=bucket,
+                num_draft_tokens=choice.num_draft_tokens,
+                batch_size=batch_size,
+                rows=rows,
+                predicted_seconds=predicted,
+                seconds=seconds,
+                expected_tokens=batch_size * plan.calibrated,
+                emitted_tokens=emitted_tokens,
+                is_trial=plan.is_trial,
+                is_wasted=plan.is_wasted,
+            )
         )
 
     def calibrate(self, batch_size: int, expected_tokens: FloatArray) -> FloatArray:

@@ -5,6 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step, what was predicted of it, and what was measured; tokens are those of the whole batch.
+
+    Attributes:
+        bucket: Batch bucket of the step, from `batch_bucket`.
+        num_draft_tokens: Draft tokens of each request that were chosen.
+        batch_size: Number of requests.
+        rows: Tokens that were verified, roots included.
+        predicted_seconds: Predicted duration.
+        seconds: Duration.
+        expected_tokens: Tokens that were expected.
+        emitted_tokens: Tokens that were emitted.
+        is_trial: Whether the step was taken only to measure its size.
+        is_wasted: Whether drafts were looked up and not used.
+    """
+
+    bucket: int
+    num_draft_tokens: int
+    batch_size: int
+    rows: int
+    predicted_seconds: float
+    seconds: float
+    expected_tokens: float
+    emitted_tokens: float
+    is_trial: bool
+    is_wasted: bool
+
+
 @dataclass
 class _Sums:
     steps: int = 0
@@ -24,31 +53,18 @@ class StepReport:
     def __init__(self) -> None:
         self._sums: dict[tuple[int, int], _Sums] = {}
 
-    def add(
-        self,
-        bucket: int,
-        num_draft_tokens: int,
-        batch_size: int,
-        *,
-        rows: int,
-        predicted_seconds: float,
-        seconds: float,
-        expected_tokens: float,
-        emitted_tokens: float,
-        is_trial: bool,
-        is_wasted: bool,
-    ) -> None:
-        """Add one step; tokens are those of the whole batch."""
-        sums = self._sums.setdefault((bucket, num_draft_tokens), _Sums())
+    def add(self, step: MeasuredStep) -> None:
+        """Add one step."""
+        sums = self._sums.setdefault((step.bucket, step.num_draft_tokens), _Sums())
         sums.steps += 1
-        sums.trials += is_trial
-        sums.wasted += is_wasted
-        sums.predicted_seconds += predicted_seconds
-        sums.seconds += seconds
-        sums.expected_tokens += expected_tokens
-        sums.emitted_tokens += emitted_tokens
-        sums.requests += batch_size
-        sums.rows += rows
+        sums.trials += step.is_trial
+        sums.wasted += step.is_wasted
+        sums.predicted_seconds += step.predicted_seconds
+        sums.seconds += step.seconds
+        sums.expected_tokens += step.expected_tokens
+        sums.emitted_tokens += step.emitted_tokens
+        sums.requests += step.batch_size
+        sums.rows += step.rows
 
     def rows(self) -> list[dict[str, float]]:
         """One row for each batch bucket and size that was used, in ascending order.

@@ -26,7 +26,8 @@ from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.expected_gains import ExpectedGains
-from drafttree.budget.step_report import StepReport
+from drafttree.budget.step_report import MeasuredStep
+from drafttree.budget.tier_explanation import TierChoice, TierNews
 from drafttree.budget.trials import Trials
 
 _FIRST_LOOKUP = 0.05
@@ -116,7 +117,8 @@ class TierController:
         self.probes = Allowance(self.constants.learning_share, self.constants.probe_capacity)
         self._calibration = AcceptanceCalibration(self.constants)
         self._gains = ExpectedGains(len(self.sizes), self.constants)
-        self._report = StepReport()
+        self._choice: TierChoice | None = None
+        self._measured: list[MeasuredStep] = []
         self._lookups: dict[int, float] = {}
         self._trial_in_flight = False
         self._probe_in_flight = False
@@ -141,15 +143,32 @@ class TierController:
         )
         self.trials.allowance.refill()
         self.probes.refill()
-        index = None
+        trial = None
         if not self._trial_in_flight:
-            index = self._trial(batch_size, best, gains, lowest, rates, seconds)
-        if index is not None:
+            trial = self._trial(batch_size, best, gains, lowest, rates, seconds)
+        if trial is not None:
             self._trial_in_flight = True
-            return TierPlan(self.sizes[index], index > 0, is_trial=True)
-        if best > 0:
-            return TierPlan(self.sizes[best], True)
-        return TierPlan(0, bool(fits[1:2].any()) and self._probe(batch_size, float(seconds[0])))
+            plan = TierPlan(self.sizes[trial], trial > 0, is_trial=True)
+        elif best > 0:
+            plan = TierPlan(self.sizes[best], True)
+        else:
+            has_room = bool(fits[1:2].any())
+            plan = TierPlan(0, has_room and self._probe(batch_size, float(seconds[0])))
+        wanted = best
+        if not fits.all():
+            wanted, _ = best_size(gains, expected.mean(0), seconds, self.constants.margin)
+        chosen = self.sizes.index(plan.size)
+        self._choice = TierChoice(
+            size=plan.size,
+            reason=_reason(plan, is_limited=not fits[wanted]),
+            requests=batch_size,
+            most=most,
+            gain=float(gains[chosen] * seconds[0] / seconds[chosen]),
+            sizes=self.sizes,
+            tokens=tuple(gains.tolist()),
+            seconds=tuple(seconds.tolist()),
+        )
+        return plan
 
     def record(self, outcome: TierOutcome) -> None:
         """Learn from a step whose outputs have arrived."""
@@ -171,22 +190,27 @@ class TierController:
             self.costs.skip()
         elif self.costs.observe(batch_size, outcome.rows, outcome.seconds):
             self.trials.allowance.renew()
-        self._report.add(
-            batch_bucket(batch_size),
-            plan.size,
-            batch_size,
-            rows=outcome.rows,
-            predicted_seconds=predicted,
-            seconds=outcome.seconds,
-            expected_tokens=expected,
-            emitted_tokens=float(outcome.emitted.sum()),
-            is_trial=plan.is_trial,
-            is_wasted=plan.is_probe,
+        self._measured.append(
+            MeasuredStep(
+                bucket=batch_bucket(batch_size),
+                num_draft_tokens=plan.size,
+                batch_size=batch_size,
+                rows=outcome.rows,
+                predicted_seconds=predicted,
+                seconds=outcome.seconds,
+                expected_tokens=expected,
+                emitted_tokens=float(outcome.emitted.sum()),
+                is_trial=plan.is_trial,
+                is_wasted=plan.is_probe,
+            )
         )
 
-    def explain(self) -> list[dict[str, float]]:
-        """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
-        return self._report.rows()
+    def news(self) -> TierNews:
+        """The choice that was made and the steps that were measured since the last call."""
+        news = TierNews(self._choice, tuple(self._measured))
+        self._choice = None
+        self._measured.clear()
+        return news
 
     def _trial(
         self,
@@ -258,3 +282,14 @@ class TierController:
             self.costs.clock,
         )
         return batch_size + ratio * float(drafts.sum())
+
+
+def _reason(plan: TierPlan, *, is_limited: bool) -> str:
+    """Why a tier was chosen, as `TierChoice` names it."""
+    if plan.is_trial:
+        return "trial"
+    if is_limited:
+        return "limit"
+    if plan.is_probe:
+        return "probe"
+    return "best" if plan.size else "rest"

@@ -174,6 +174,10 @@ class DraftingRunner:
         """How the sizes of trees were chosen; see `Drafter.explain`."""
         return self._drafter.explain()
 
+    def choices(self) -> list[dict[str, Any]]:
+        """Why the last sizes were chosen, where the scheduler chooses them; else empty."""
+        return []
+
     def acceptance(self) -> dict[str, Any]:
         """How often drafts were accepted; see `Drafter.acceptance`."""
         return self._drafter.acceptance()

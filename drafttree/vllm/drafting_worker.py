@@ -92,6 +92,11 @@ class DraftingWorker:
         explained: list[dict[str, Any]] = self.model_runner.explain()
         return explained
 
+    def drafttree_choices(self) -> list[dict[str, Any]]:
+        """Why the last sizes were chosen, where the scheduler chooses them; else empty."""
+        last: list[dict[str, Any]] = self.model_runner.choices()
+        return last
+
     def drafttree_acceptance(self) -> dict[str, Any]:
         """How often drafts were accepted since the last reset; see `Drafter.acceptance`."""
         accepted: dict[str, Any] = self.model_runner.acceptance()

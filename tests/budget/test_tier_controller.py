@@ -6,7 +6,9 @@ the sizes of the two or three steps after it are settled already.
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +21,7 @@ from simulated_decoding import Decoder, Fixed, Run, Scenario
 from tier_policy import TIERS, run_tiers
 
 from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
+from drafttree.budget.tier_explanation import RECENT, TierExplanation
 
 STEPS = 1500
 SEEDS = range(2)
@@ -261,14 +264,39 @@ def test_without_room_nothing_is_drafted_or_tried() -> None:
 
 
 def test_what_was_measured_is_explained() -> None:
-    controller = TierController(TIERS, {1: 0.01, 64: 0.011})
+    controller, explanation = TierController(TIERS, {1: 0.01, 64: 0.011}), TierExplanation()
     for _ in range(300):
         controller.record(outcome(controller.choose(["a"], 63), ["a"]))
-    rows = {int(row["num_draft_tokens"]): row for row in controller.explain()}
+        explanation.add(controller.news())
+    rows = {int(row["num_draft_tokens"]): row for row in explanation.rows()}
     assert sum(row["steps"] for row in rows.values()) == 300
     assert rows[15]["steps"] > 200
     assert rows[15]["realised_tokens"] == pytest.approx(4.0)
     assert rows[15]["observed_ms"] == pytest.approx(10.0)
+
+
+def test_each_choice_gives_its_reason() -> None:
+    controller, explanation = TierController(TIERS, {1: 0.01, 64: 0.011}), TierExplanation()
+
+    def reasons(most: int, steps: int) -> Counter[str]:
+        for _ in range(steps):
+            controller.record(outcome(controller.choose(["a"], most), ["a"]))
+            explanation.add(controller.news())
+        return Counter(row["reason"] for row in explanation.choices()[-steps:])
+
+    assert set(reasons(63, 10)) <= {"probe", "rest", "trial", "best"}
+    assert reasons(63, 60)["best"] > 50
+    last = json.loads(json.dumps(explanation.choices()))[-1]
+    assert len(explanation.choices()) == RECENT
+    assert (last["num_draft_tokens"], last["requests"], last["most"]) == (15, 1, 63)
+    assert last["tokens_0"] == 1
+    assert last["tokens_15"] == pytest.approx(4.0, rel=0.05)
+    assert last["ms_0"] == pytest.approx(10.0, rel=0.1)
+    assert last["gain"] == pytest.approx(last["tokens_15"] * last["ms_0"] / last["ms_15"])
+    # With room for 7, and then for none.
+    assert reasons(7, 20)["limit"] > 15
+    assert explanation.choices()[-1]["num_draft_tokens"] == 7
+    assert reasons(0, 20)["limit"] > 15
 
 
 def test_sizes_start_at_zero_and_ascend() -> None:

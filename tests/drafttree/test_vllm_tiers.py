@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import ModelRunnerOutput
 
 from drafttree.budget.scores import expected_tokens
+from drafttree.budget.tier_explanation import TierExplanation
 from drafttree.vllm import patches
 from drafttree.vllm.v2.tier_report import TierReport, TierReports
 from drafttree.vllm.v2.tier_steps import TierSteps
@@ -29,6 +30,7 @@ class Engine:
     Attributes:
         running: The requests.
         sizes: Draft tokens of each request in each step that was scheduled.
+        explanation: What the scheduler has told of its choices.
     """
 
     def __init__(self, ahead: int, table: list[int] | None = None) -> None:
@@ -36,6 +38,7 @@ class Engine:
         self.now = 100.0
         self.steps = TierSteps(table or [0, 7, 7, 3, 0], lambda: self.running, lambda: self.now)
         self.sizes: list[int] = []
+        self.explanation = TierExplanation()
         self._ahead = ahead
         self._drafts = 0
         self._looked_up = False
@@ -78,6 +81,8 @@ class Engine:
             expected[:] = (1, 2, 2)
         patches.attach_report(output, TierReport(SIZES, COSTS, expected))
         self.steps.arrived(scheduled, output)
+        if (news := self.steps.news()) is not None:
+            self.explanation.add(pickle.loads(pickle.dumps(news)))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -85,7 +90,7 @@ def test_each_decision_meets_its_outcome(ahead: int) -> None:
     engine = Engine(ahead)
     for _ in range(300):
         engine.step()
-    rows = {row["num_draft_tokens"]: row for row in engine.steps.explain()}
+    rows = {row["num_draft_tokens"]: row for row in engine.explanation.rows()}
     assert rows[3]["steps"] > 200
     assert rows[3]["expected_tokens"] == pytest.approx(2.0, rel=0.05)
     assert rows[3]["realised_tokens"] == pytest.approx(2.0)
@@ -101,7 +106,7 @@ def test_steps_with_prompts_say_nothing_of_times() -> None:
     engine = Engine(1)
     for step in range(300):
         engine.step(prompts=step % 2, seconds=0.03 if step % 2 else 0.01)
-    rows = engine.steps.explain()
+    rows = engine.explanation.rows()
     assert sum(row["steps"] for row in rows) == pytest.approx(150, abs=2)
     # Outputs of a step with prompts arrive a step after it was scheduled.
     assert {round(row["observed_ms"]) for row in rows} == {30}
@@ -119,7 +124,7 @@ def test_a_pause_is_no_step() -> None:
     engine.running = running
     for _ in range(100):
         engine.step()
-    assert max(row["observed_ms"] for row in engine.steps.explain()) < 11
+    assert max(row["observed_ms"] for row in engine.explanation.rows()) < 11
 
 
 def test_the_table_of_the_engine_is_an_upper_bound() -> None:

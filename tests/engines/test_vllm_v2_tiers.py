@@ -70,6 +70,20 @@ def test_trees_are_large_where_rows_are_cheap(
     sizes = [size for size, _, _ in steps]
     assert {31, 63} & set(sizes[len(sizes) // 2 :])
     assert set(sizes) <= {0, 3, 7, 15, 31, 63}
+    # What the scheduler has chosen, a worker explains.
+    explained = answers[-1].explained
+    assert sum(row["steps"] for row in explained) > 0.5 * len(steps)
+    assert {row["num_draft_tokens"] for row in explained} <= set(sizes)
+    assert {31, 63} & {row["num_draft_tokens"] for row in explained}
+    choices = answers[-1].choices
+    last = [(row["num_draft_tokens"], row["most"], row["requests"]) for row in choices]
+    assert len(last) > 8
+    assert last == steps[-len(last) :] or last == steps[-len(last) - 1 : -1]
+    for row in choices:
+        assert row["reason"] in {"best", "limit", "rest", "probe", "trial"}
+        assert (row["reason"] in {"rest", "probe"}) <= (row["num_draft_tokens"] == 0)
+        assert row["ms_63"] > row["ms_0"] > 0
+        assert row["tokens_0"] == 1
 
 
 def test_nothing_is_drafted_for_long_where_rows_are_dear(
@@ -82,3 +96,5 @@ def test_nothing_is_drafted_for_long_where_rows_are_dear(
     sizes = [size for size, _, _ in chosen(log)]
     assert sizes.count(0) > 0.9 * len(sizes)
     assert answers[0].iterations >= 0.9 * plain[0].iterations
+    reasons = [row["reason"] for row in answers[-1].choices]
+    assert reasons.count("rest") + reasons.count("probe") > 0.8 * len(reasons)

@@ -57,6 +57,7 @@ class Answer:
         cached: Prompt tokens of each request that were found in the cache.
         counters: The tree worker's counts over the case; empty without a method.
         explained: How the sizes of trees were chosen so far; empty without a method.
+        choices: Why the last sizes were chosen, where the scheduler chooses them; else empty.
         preemptions: How often the scheduler has preempted a request so far.
         iterations: How many steps the engine has run so far.
         engine_counts: The engine's own counts of drafts so far, by the names of its metrics.
@@ -70,6 +71,7 @@ class Answer:
     cached: list[int | None]
     counters: dict[str, int] = field(default_factory=dict)
     explained: list[dict[str, Any]] = field(default_factory=list)
+    choices: list[dict[str, Any]] = field(default_factory=list)
     preemptions: int = 0
     iterations: int = 0
     engine_counts: dict[str, int] = field(default_factory=dict)
@@ -189,6 +191,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                 counters={name: after[name] - before[name] for name in after},
                 explained=llm.collective_rpc("drafttree_explain")[0] if ours else [],
                 accepted=llm.collective_rpc("drafttree_acceptance")[0] if ours else {},
+                choices=llm.collective_rpc("drafttree_choices")[0] if ours else [],
                 preemptions=metric(llm, "vllm:num_preemptions").value,
                 iterations=metric(llm, "vllm:iteration_tokens_total").count,
                 engine_counts={

@@ -54,6 +54,12 @@ PATCHES: tuple[Patch, ...] = (
         reason="An additional attribute: whether drafts are looked up even if none is verified.",
     ),
     Patch(
+        target="vllm.v1.core.sched.output:SchedulerOutput.drafttree_news",
+        when="On each step that such a scheduler schedules.",
+        reason="An additional attribute: why the number of draft tokens was chosen, for the "
+        "worker to explain.",
+    ),
+    Patch(
         target="vllm.v1.outputs:ModelRunnerOutput.drafttree_report",
         when="On the output of each step that such a scheduler has scheduled.",
         reason="An additional attribute: what the drafts were worth at each number of draft "
@@ -67,6 +73,7 @@ _PROPOSALS = "drafttree_proposals"  # attribute of drafts on their way to the sc
 _BOUND = "drafttree_bound"  # attribute of a scheduled step
 _DRAFTED = "drafttree_drafted"  # attribute of a step that has begun
 _LOOKS_UP = "drafttree_looks_up"  # attribute of a scheduled step
+_NEWS = "drafttree_news"  # another attribute of a scheduled step
 _REPORT = "drafttree_report"  # attribute of a step's output
 
 
@@ -136,6 +143,16 @@ def request_lookup(output: SchedulerOutput, looks_up: bool) -> None:
 def wants_lookup(output: SchedulerOutput) -> bool:
     """Whether a scheduled step says so."""
     return getattr(output, _LOOKS_UP, False)
+
+
+def attach_news(output: SchedulerOutput, news: object) -> None:
+    """Let a scheduled step tell the worker what there is to explain of the choices."""
+    setattr(output, _NEWS, news)
+
+
+def news_of(output: SchedulerOutput) -> Any:
+    """What a scheduled step tells; None if nothing."""
+    return getattr(output, _NEWS, None)
 
 
 def attach_report(output: ModelRunnerOutput, report: object) -> None:

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from drafttree.budget.tier_explanation import TierExplanation
 from drafttree.drafter import AcceptanceRule, ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
@@ -92,6 +93,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             sizes,
         )
         self._reports = TierReports(sizes)
+        self._explanation = TierExplanation()
         patches.replace_speculator(self, self._trees)
         self._state_bytes = allocated(self.device) - before
         self._check_tiers()
@@ -154,6 +156,14 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         if self._reports.sizes:
             self._reports.forward_seconds = forward_seconds_by_rows(self, self._step_budget())
 
+    def explain(self) -> list[dict[str, Any]]:
+        """How tiers were chosen, as the scheduler tells; or how the drafter chose its sizes."""
+        return self._explanation.rows() if self._reports.sizes else super().explain()
+
+    def choices(self) -> list[dict[str, Any]]:
+        """The scheduler's last choices, the newest at the end; see `TierChoice.row`."""
+        return self._explanation.choices()
+
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter compute something beforehand, if it can."""
         return prime(self, self._drafter, blocks, idle=idle)
@@ -190,6 +200,9 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Run the target; the scheduler may want drafts looked up after it only for its report."""
         self._trees.looks_up = patches.wants_lookup(scheduler_output)
         self._scheduler_output = scheduler_output
+        news = patches.news_of(scheduler_output)
+        if news is not None:
+            self._explanation.add(news)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
