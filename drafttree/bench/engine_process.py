@@ -102,6 +102,10 @@ class EngineProcess:
         """How the method chose its tree sizes; empty if they are fixed."""
         return cast(list[dict[str, Any]], self._call("explain", None))
 
+    def choices(self) -> list[dict[str, Any]]:
+        """Why the last sizes were chosen, where the engine's scheduler chooses them."""
+        return cast(list[dict[str, Any]], self._call("choices", None))
+
     def acceptance(self) -> dict[str, Any]:
         """Acceptance statistics by node or by candidate source; see `Drafter.acceptance`."""
         return cast(dict[str, Any], self._call("acceptance", None))

@@ -157,8 +157,9 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         ]
         costs: dict[str, float | int] = {}
         explained: list[dict[str, Any]] = []
+        choices: list[dict[str, Any]] = []
         if drafts_trees:
-            explained = pair.method.explain()
+            explained, choices = pair.method.explain(), pair.method.choices()
         if drafts_trees and info.timed and info.runner != "v2":
             observer.status("timing forwards")
             drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
@@ -192,6 +193,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         "cut_prompts": len(pair.cut),
         "counters": counters[-1] if counters else {},
         "explained": explained,
+        "choices": choices,
         "acceptance": acceptance,
         **(figures if info.timed else without_times(figures)),
     }

@@ -127,6 +127,10 @@ class SglangEngine:
         rows: list[dict[str, Any]] = self._scheduler.draft_worker.explain()
         return rows
 
+    def choices(self, _: None) -> list[dict[str, Any]]:
+        """Empty, as the drafter chooses the sizes."""
+        return []
+
     def acceptance(self, _: None) -> dict[str, Any]:
         """The method's acceptance statistics."""
         counts: dict[str, Any] = self._scheduler.draft_worker.acceptance()

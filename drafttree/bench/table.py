@@ -135,6 +135,17 @@ def waves_table(report: dict[str, Any], explain: bool) -> Table:
     return table
 
 
+def choices_table(report: dict[str, Any]) -> Table:
+    """Why a scheduler chose its last 16 sizes; the report has more of them, and of each tier."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("draft tokens", "reason", "requests", "at most", "gain"):
+        table.add_column(heading, justify="right")
+    for row in report["choices"][-16:]:
+        size, reason, requests = row["num_draft_tokens"], row["reason"], row["requests"]
+        table.add_row(str(size), reason, str(requests), str(row["most"]), f"{row['gain']:.2f}")
+    return table
+
+
 def explained_table(report: dict[str, Any]) -> Table:
     """How a method chose `num_draft_tokens`: the rows of its `explain()`."""
     # Narrow enough for 80 columns; values in a wider table would be truncated.

@@ -134,6 +134,11 @@ class VllmEngine:
         rows: list[dict[str, Any]] = self._llm.collective_rpc("drafttree_explain")[0]
         return rows
 
+    def choices(self, _: None) -> list[dict[str, Any]]:
+        """Why the last sizes were chosen, where the scheduler chooses them; else empty."""
+        rows: list[dict[str, Any]] = self._llm.collective_rpc("drafttree_choices")[0]
+        return rows
+
     def acceptance(self, _: None) -> dict[str, Any]:
         """The method's acceptance statistics."""
         counts: dict[str, Any] = self._llm.collective_rpc("drafttree_acceptance")[0]

@@ -20,6 +20,7 @@ from drafttree.bench.protocol import Generation
 from drafttree.bench.run import BenchSettings, batches, run
 from drafttree.bench.table import (
     category_table,
+    choices_table,
     comparison_table,
     explained_table,
     figures_table,
@@ -165,6 +166,8 @@ def bench(
         for report in reports:
             if report["explained"]:
                 console.print(explained_table(report))
+                if report["choices"]:
+                    console.print(choices_table(report))
             else:
                 console.print(f"{report['method']}: tree sizes are fixed")
     console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,13 @@ from drafttree.bench.report import (
     report,
     without_times,
 )
-from drafttree.bench.table import category_table, comparison_table, figures_table
+from drafttree.bench.table import (
+    category_table,
+    choices_table,
+    comparison_table,
+    figures_table,
+)
+from drafttree.budget.tier_explanation import TierChoice
 
 
 def answer(tokens: list[int], steps: int, seconds: float) -> Generation:
@@ -241,3 +247,14 @@ def test_counters_must_agree() -> None:
     for wrong in ({"steps": 3}, {"emitted": 2}, {"emitted": 5}):
         with pytest.raises(EngineError, match="disagree"):
             check_counters(repetition, {**good, **wrong})
+
+
+def test_the_last_choices_of_a_scheduler_are_a_table() -> None:
+    choices = [
+        TierChoice(7, "best", 2, 15, 1.0 + index / 100, (0, 7), (1.0, 2.0), (0.01, 0.011)).row()
+        for index in range(20)
+    ]
+    output = StringIO()
+    Console(file=output, width=80).print(choices_table({"choices": choices}))
+    rows = [line.split() for line in output.getvalue().splitlines() if "best" in line]
+    assert rows == [["7", "best", "2", "15", f"{1 + index / 100:.2f}"] for index in range(4, 20)]
