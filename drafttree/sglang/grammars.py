@@ -2,7 +2,7 @@
 
 A worker runs in the scheduler's process. When it drafts a step, the scheduler has advanced the
 requests' grammars over all tokens of earlier steps, also where it overlaps the steps of other
-requests.
+requests. Trees under a grammar are read on the host, which waits for a device to draft them.
 """
 
 from __future__ import annotations
