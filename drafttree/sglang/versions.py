@@ -11,6 +11,9 @@ LAST = (0, 5, 23)
 """SGLang's plugin interface changes from release to release, so only versions that were run, or lie
 between such versions, are supported."""
 
+UNSERVED = (0, 5, 19)
+"""The version that gives plugins its arguments as the user gave them, in part without values."""
+
 CPU_BACKEND = "torch_native"
 """Attention backend for draft trees on a CPU. SGLang branches on this name in several places, so
 tree attention is registered under it and not under a name of its own."""
@@ -36,7 +39,8 @@ def is_supported(version: str, older_versions: bool) -> bool:
         version: SGLang's version, which may name the device it was built for, as in `0.5.23+cpu`.
         older_versions: What the kind declares in `HostSupport.older_versions`.
     """
-    return is_tested(version) or (older_versions and FIRST <= _parts(version) <= LAST)
+    parts = _parts(version)
+    return is_tested(version) or (older_versions and FIRST <= parts <= LAST and parts != UNSERVED)
 
 
 def is_newer(version: str) -> bool:
@@ -46,8 +50,8 @@ def is_newer(version: str) -> bool:
 
 def window() -> str:
     """The range of supported versions, for messages."""
-    first, last = (".".join(map(str, version)) for version in (FIRST, LAST))
-    return f"{first} to {last}"
+    first, last, unserved = (".".join(map(str, version)) for version in (FIRST, LAST, UNSERVED))
+    return f"{first} to {last} except {unserved}"
 
 
 def _parts(version: str) -> tuple[int, ...]:

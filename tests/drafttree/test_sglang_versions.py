@@ -15,6 +15,7 @@ from drafttree.sglang.versions import is_newer, is_supported, window
         ("0.5.17", True, False),
         ("0.5.22", True, False),
         ("0.5.20.post1", True, False),
+        ("0.5.19", False, False),
         ("0.5.9", False, False),
         ("0.5.24", False, False),
         ("0.6.0rc1", False, False),
@@ -37,4 +38,4 @@ def test_versions_after_the_last_are_newer(version: str, newer: bool) -> None:
 
 
 def test_messages_name_the_range() -> None:
-    assert window() == "0.5.17 to 0.5.23"
+    assert window() == "0.5.17 to 0.5.23 except 0.5.19"

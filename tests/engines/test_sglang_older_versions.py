@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import newer_transformers
 import pytest
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
@@ -23,14 +24,14 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["0.5.22", "0.5.19"])
+@pytest.fixture(params=["0.5.22", "0.5.20", "0.5.17"])
 def version(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
 def older(version: str, tmp_path: Path) -> dict[str, str]:
-    """Variables with which a new Python imports the older version."""
+    """Variables with which a new Python imports and runs the older version."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run(
         [*command, "--dest", str(tmp_path / "wheel"), f"sglang=={version}"],
@@ -44,7 +45,7 @@ def older(version: str, tmp_path: Path) -> dict[str, str]:
     with ZipFile(wheel) as package:
         package.extractall(tmp_path / "package")
     paths = [str(tmp_path / "package"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    return {"PYTHONPATH": os.pathsep.join(paths), **newer_transformers.ENVIRONMENT}
 
 
 def test_tokens_equal_plain_decoding(

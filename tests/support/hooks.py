@@ -12,6 +12,7 @@ import faults
 import forbid_device_sync
 import forbid_waiting
 import lyanna_states
+import newer_transformers
 import overlap_on_cpu
 import qwen_images
 import recurrent_on_cpu
@@ -35,6 +36,8 @@ def install() -> None:
     engine = os.environ.get("TESTS_ENGINE_PROCESS", "")
     if os.environ.get(torchvision_stubs.VARIABLE):
         torchvision_stubs.enable()
+    if os.environ.get(newer_transformers.VARIABLE):
+        newer_transformers.enable()
     if os.environ.get(v2_on_cpu.VARIABLE):
         v2_on_cpu.enable()
     if file := os.environ.get(lyanna_states.VARIABLE):
