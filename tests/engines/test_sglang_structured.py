@@ -109,19 +109,16 @@ def test_trees_that_are_verified_as_they_are(
 
 
 @pytest.mark.full
-def test_llguidance(model: Path, proves_drafting: Callable[[Answer], None]) -> None:
+def test_llguidance(model: Path) -> None:
     kinds = ["a schema", "a regex", "choices"]
-    sampling = [
-        setting | GRAMMARS[kind]
-        for kind in kinds
-        for setting in (GREEDY, GREEDY | {"repetition_penalty": 1.2})
-    ]
+    settings = (GREEDY, GREEDY | {"repetition_penalty": 1.2})
+    sampling = [setting | GRAMMARS[kind] for kind in kinds for setting in settings]
     case = Case(some_prompts(len(sampling), 3, 40), sampling, rounds=2)
     server = SERVER | {"grammar_backend": "llguidance"}
     (without,), _ = run_sglang(model, [case], drafted=False, **server, **IN_TIME)
     (with_trees,), log = run_sglang(model, [case], {"nodes": 15, "memory": 0}, **server)
     assert with_trees.tokens == without.tokens
-    proves_drafting(with_trees)
+    assert with_trees.counters["accepted_tokens"] > with_trees.counters["steps"] / 2
     assert "served without drafts" not in log
 
 
