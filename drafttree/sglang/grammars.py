@@ -161,7 +161,7 @@ def bind_trees(
     size = 1 + num_draft_tokens
     grammar, masks = _room(requests, batch * size, vocab_size)
     by_row = masks.view(batch, size, -1)
-    given = [trees.tokens.tolist(), trees.parents.tolist()]
+    all_tokens, all_parents = trees.tokens.tolist(), trees.parents.tolist()
     tokens, parents, columns = (
         torch.full((batch, size), -1, dtype=dtype)
         for dtype in (torch.int32, torch.int32, torch.int64)
@@ -171,21 +171,21 @@ def bind_trees(
     for row, request in enumerate(requests):
         if request.grammar is None:
             taken = min(width, size)
-            tokens[row, :taken] = torch.tensor(given[0][row][:taken])
-            parents[row, :taken] = torch.tensor(given[1][row][:taken])
+            tokens[row, :taken] = torch.tensor(all_tokens[row][:taken])
+            parents[row, :taken] = torch.tensor(all_parents[row][:taken])
             columns[row, :taken] = torch.arange(taken).masked_fill(tokens[row, :taken] < 0, -1)
             continue
         tree = bind_tree(
             RequestMatcher(request.grammar),
-            given[0][row],
-            given[1][row],
+            all_tokens[row],
+            all_parents[row],
             by_row[row],
             most_proposed=proposed[row],
             most=size if rooms[row] else 1,
             max_depth=rooms[row],
         )
         sizes[row] = count = len(tree.tokens)
-        tokens[row, :count] = torch.tensor([given[0][row][0], *tree.tokens[1:]])
+        tokens[row, :count] = torch.tensor([all_tokens[row][0], *tree.tokens[1:]])
         parents[row, :count] = torch.tensor(tree.parents)
         columns[row, :count] = torch.tensor(tree.columns)
         forced[row, :count] = torch.tensor(tree.forced)
