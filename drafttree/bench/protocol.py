@@ -20,7 +20,8 @@ class EngineSpec:
         max_model_len: Greatest number of tokens of a request, prompt and output together.
         eager: Whether to skip compilation and CUDA graphs.
         speculative_config: The engine's speculative configuration; None for plain decoding.
-        tokenizer: Whether vLLM loads the tokenizer, without which requests do not end at the EOS.
+        tokenizer: Whether the engine loads the tokenizer. Without it answers have no schema, and in
+            vLLM they do not end at the EOS.
         runner: vLLM's model runner, `v1` or `v2`; None for the one that it takes by itself.
     """
 

@@ -34,7 +34,7 @@ class SglangEngine:
             max_running_requests=spec.batch_size,
             max_total_tokens=_kv_slots(spec),
             disable_overlap_schedule=True,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=not spec.tokenizer,
             random_seed=0,
             log_level="error",
             **_speculative(spec),
@@ -60,6 +60,7 @@ class SglangEngine:
                 "temperature": request.temperature,
                 "max_new_tokens": request.max_tokens,
                 "sampling_seed": request.seed,
+                "json_schema": request.schema,
             }
             results.append(Generation(prompt_tokens=len(request.token_ids)))
             running.append((self._submit(request.token_ids, sampling), results[-1]))
@@ -148,7 +149,9 @@ class SglangEngine:
         parameters = SamplingParams(**sampling)
         parameters.normalize(None)
         self._next_id += 1
-        before = len(self._scheduler.waiting_queue)
+        # A request with a schema that is new waits until its grammar is compiled.
+        queues = self._scheduler.waiting_queue, self._scheduler.grammar_manager.grammar_queue
+        before = [len(queue) for queue in queues]
         self._scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=f"bench-{self._next_id}",
@@ -165,9 +168,10 @@ class SglangEngine:
                 stream=False,
             )
         )
-        if len(self._scheduler.waiting_queue) != before + 1:
-            raise RuntimeError(f"SGLang refused a request of {len(token_ids)} tokens")
-        return self._scheduler.waiting_queue[-1]
+        for queue, length in zip(queues, before, strict=True):
+            if len(queue) > length:
+                return queue[-1]
+        raise RuntimeError(f"SGLang refused a request of {len(token_ids)} tokens")
 
     def _step(self) -> None:
         """Run one iteration of the scheduler's own loop."""

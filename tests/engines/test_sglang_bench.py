@@ -57,6 +57,34 @@ def test_a_tree_method(smollm2: Path, tmp_path: Path) -> None:
     assert report["chain_cost"] > 0
 
 
+@pytest.mark.full
+def test_answers_that_follow_a_schema(smollm2: Path, tmp_path: Path) -> None:
+    """Both sides are bound by it, and what it forces is a source of drafts."""
+    city = {"type": "string", "enum": ["Lisbon", "Oslo", "Rome"]}
+    schema = {
+        "type": "object",
+        "properties": {"city": city, "sunny": {"type": "boolean"}},
+        "required": ["city", "sunny"],
+        "additionalProperties": False,
+    }
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text("".join(json.dumps(each | {"schema": schema}) + "\n" for each in PROMPTS))
+    result = bench(
+        smollm2,
+        output,
+        *("--method", "token-recycling", "--option", "nodes=16", "--option", "prime=false"),
+        *("--prompts", str(prompts), "--max-new-tokens", "24"),
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(output.read_text())
+    assert report["identical"] == report["prompts"] == 3
+    forced, *sources = report["acceptance"]["sources"]
+    assert forced["source"] == "forced by a grammar"
+    assert forced["hit"] == forced["tried"] > 0
+    hits = forced["hit"] + sum(row["hit"] for row in sources)
+    assert hits == report["counters"]["accepted_tokens"]
+
+
 def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
     from drafttree.bench.engine_process import EngineProcess
     from drafttree.bench.protocol import EngineSpec, Request
