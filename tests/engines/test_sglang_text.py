@@ -63,7 +63,10 @@ def test_answers_equal_plain_decoding(
     assert drafted.texts == plain.texts
     assert drafted.tokens == plain.tokens
     assert drafted.reasons == plain.reasons
-    proves_drafting(drafted)
+    if setting in ("regular expression", "JSON schema"):  # which seldom leave two likely tokens
+        assert drafted.counters["accepted_tokens"] > drafted.counters["drafted_steps"] / 2
+    else:
+        proves_drafting(drafted)
 
 
 def test_grammars_hold(smollm2: Path) -> None:
