@@ -121,8 +121,6 @@ def bench(
         variants = resolve_variants(method, option or [], vary or [])
         check_engine(engine, variants[0])
         asked = load_prompts(prompts or default_prompts_path(), limit)
-        if engine != "vllm" and any(prompt.schema is not None for prompt in asked):
-            raise InputError(f"{prompts} has prompts with a schema: use --engine vllm")
         settings = BenchSettings(
             engine=engine,
             method=variants[0],
