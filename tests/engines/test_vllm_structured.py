@@ -158,9 +158,7 @@ def test_the_masks_of_roots_are_not_enough(model: Path, plain: list[Answer]) -> 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["guidance", "outlines"])
-def test_other_backends(
-    backend: str, model: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
+def test_other_backends(backend: str, model: Path) -> None:
     kinds = ["a schema", "a regex", "choices"]
     sampling = [
         setting | {"structured": GRAMMARS[kind]}
@@ -172,7 +170,7 @@ def test_other_backends(
     (without,), _ = run_vllm(model, [case], **engine)
     (with_trees,), log = run_vllm(model, [case], RECYCLE, **engine)
     assert with_trees.tokens == without.tokens
-    proves_drafting(with_trees)
+    assert with_trees.counters["accepted_tokens"] > with_trees.counters["steps"] / 2
     assert check_forms(case, with_trees) >= 4
     assert "served without drafts" not in log
 
@@ -184,21 +182,16 @@ def test_chunked_prompts_preemption_and_prefix_hits(
     """A grammar's state survives whatever happens to the request's KV."""
     many = bound_cases([GREEDY, SEEDED])
     long = Case(some_prompts(len(many.prompts), 2, 300, 150), many.sampling)
-    cases = [long, Case(long.prompts, long.sampling)]
-    engine: dict[str, Any] = {
-        **ENGINE,
-        "max_num_batched_tokens": 96,
-        "max_model_len": 512,
-        "block_size": 32,
-        "num_gpu_blocks_override": 44,
-    }
+    again = Case(long.prompts, long.sampling)
+    engine = ENGINE | {"max_num_batched_tokens": 96, "max_model_len": 512, "block_size": 32}
     whole, _ = run_vllm(model, [long], **ENGINE | {"max_num_batched_tokens": 4096})
-    drafted, _ = run_vllm(model, cases, RECYCLE, **engine)
-    for answer in drafted:
+    (cramped,), _ = run_vllm(model, [long], RECYCLE, **engine, num_gpu_blocks_override=24)
+    (first, second), _ = run_vllm(model, [long, again], RECYCLE, **engine)
+    for answer in (cramped, first, second):
         assert answer.tokens == whole[0].tokens
         proves_drafting(answer)
-    assert drafted[-1].preemptions > 0
-    assert max(each or 0 for each in drafted[1].cached) >= 32
+    assert cramped.preemptions > 0
+    assert max(each or 0 for each in second.cached) >= 32
 
 
 THINK, END_OF_THINKING = 258, 259
