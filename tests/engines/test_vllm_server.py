@@ -45,6 +45,7 @@ def server(
         *("--model", str(smollm2), "--served-model-name", "smollm2"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "1024", "--max-num-seqs", "4", "--max-num-batched-tokens", "1024"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--speculative-config", json.dumps({"method": "token_recycling", "nodes": NODES})),
     ]
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -120,7 +121,7 @@ def test_tool_calls(server: str) -> None:
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
 
     def call(drafted: int) -> str:
-        return called_arguments(client, TOKENS, {"vllm_xargs": {"drafttree": drafted}})
+        return called_arguments(client, 4 * TOKENS, {"vllm_xargs": {"drafttree": drafted}})
 
     names = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
     before = [metric(server, name) for name in names]
