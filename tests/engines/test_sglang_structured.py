@@ -9,14 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lyanna_parts import drafter_for
 from random_prompts import some_prompts
 from scipy.stats import chi2_contingency
 from sglang_runs import Answer, Case, RunFailed, run_sglang
-from structured_answers import CHOICES, EBNF, PATTERN, SCHEMA, TAG, check_form, text_of
-from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
-
-from lyanna_plugin.checkpoint import save
+from structured_answers import (
+    CHOICES,
+    EBNF,
+    PATTERN,
+    SCHEMA,
+    TAG,
+    check_form,
+    make_drafter,
+    make_model,
+    text_of,
+)
+from tiny_models import make_first_layers
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 90}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 90}
@@ -37,7 +44,7 @@ SERVER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_byte_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("bytes"), sharpness=3.0))
+    return make_model(tmp_path_factory.mktemp("bytes"))
 
 
 def bound_case(settings: list[dict[str, Any]], **case: Any) -> Case:
@@ -95,11 +102,7 @@ def test_answers_equal_plain_decoding(
 def test_trees_that_are_verified_as_they_are(
     method: str, model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:
-    if method == "rsd":
-        drafter, options = make_first_layers(model, tmp_path / "draft", 1), {"tree": "beam:3x4"}
-    else:
-        drafter, options = tmp_path / "drafter", {}
-        save(drafter_for(model, hot_tokens=256), drafter)
+    drafter, options = make_drafter(method, model, tmp_path)
     drafted, log = run_sglang(model, CASES, options, method=method, draft_model=drafter, **SERVER)
     for case, without, with_trees in zip(CASES, plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens

@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lyanna_parts import drafter_for
 from random_prompts import some_prompts
-from structured_answers import CHOICES, EBNF, PATTERN, SCHEMA, TAG, check_form, text_of
-from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
+from structured_answers import (
+    CHOICES,
+    EBNF,
+    PATTERN,
+    SCHEMA,
+    TAG,
+    check_form,
+    make_drafter,
+    make_model,
+    text_of,
+)
+from tiny_models import add_byte_tokenizer, make_tiny_llama
 from v2_on_cpu import LIMITS, check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 from vllm_v2_runs import run_v2
-
-from lyanna_plugin.checkpoint import save
 
 RECYCLE = {"method": "token_recycling", "nodes": 15}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 90}
@@ -33,7 +40,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_byte_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("bytes"), sharpness=3.0))
+    return make_model(tmp_path_factory.mktemp("bytes"))
 
 
 def bound_cases(settings: list[dict[str, Any]], **case: Any) -> Case:
@@ -97,11 +104,7 @@ def test_trees_that_are_drafted_within_a_step(
     method: str, model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:
     """RSD's seeds give other tokens than plain decoding's, but its answers have their form too."""
-    if method == "rsd":
-        drafter, options = make_first_layers(model, tmp_path / "draft", 1), {"tree": "beam:3x4"}
-    else:
-        drafter, options = tmp_path / "drafter", {}
-        save(drafter_for(model, hot_tokens=256), drafter)
+    drafter, options = make_drafter(method, model, tmp_path)
     speculative = {"method": method, "model": str(drafter), **options}
     drafted, log = run_vllm(model, [*CASES.values()], speculative, **ENGINE)
     for case, without, with_trees in zip(CASES.values(), plain, drafted, strict=True):

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
+
+from lyanna_parts import drafter_for
+from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
+
+from lyanna_plugin.checkpoint import save
 
 SCHEMA = {
     "type": "object",
@@ -29,6 +36,19 @@ TAG = {
         ],
     },
 }
+
+
+def make_model(folder: Path) -> Path:
+    """Save a model whose tokens are bytes."""
+    return add_byte_tokenizer(make_tiny_llama(folder, sharpness=3.0))
+
+
+def make_drafter(method: str, model: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Save a draft model for RSD, or a drafter for Lyanna, and return the method's options too."""
+    if method == "rsd":
+        return make_first_layers(model, folder / "draft", 1), {"tree": "beam:3x4"}
+    save(drafter_for(model, hot_tokens=256), folder / "drafter")
+    return folder / "drafter", {}
 
 
 def _letters() -> list[str]:
