@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from drafttree.tree import DraftTree, Verified
-
-NO_TOKEN = -1
+from drafttree.tree import NO_TOKEN, DraftTree, Verified
 
 
 def as_proposed(

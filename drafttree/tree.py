@@ -19,6 +19,9 @@ import torch
 MAX_DRAFT_TOKENS = 255
 MAX_DEPTH = 64
 
+NO_TOKEN = -1
+"""In place of a token where there is none."""
+
 RankPath = tuple[int, ...]
 
 BRANCHING = "branch:"

@@ -9,8 +9,6 @@ import torch
 from drafttree.grammar.masks import ALL, allows
 from drafttree.grammar.matcher import Matcher, Walk
 
-NO_TOKEN = -1
-
 
 def fill_masks(
     matcher: Matcher, tokens: Sequence[int], parents: Sequence[int], masks: torch.Tensor

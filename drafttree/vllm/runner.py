@@ -16,13 +16,13 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
 from drafttree.transfer import on_device
-from drafttree.tree import DraftTree, Verified
+from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.arrays import BoolArray, IntArray
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
-from drafttree.vllm.step import NO_TOKEN, StepState, StepTrees
+from drafttree.vllm.step import StepState, StepTrees
 from drafttree.vllm.step_logits import GrammarMasks, StepLogits
 from drafttree.vllm.structured.grammar_runner import GrammarRunner
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from drafttree.tree import DraftTree
-
-NO_TOKEN = -1
+from drafttree.tree import NO_TOKEN, DraftTree
 
 
 def as_scheduled(trees: DraftTree, tree_size: torch.Tensor, padding: torch.Tensor) -> DraftTree:

@@ -19,13 +19,13 @@ from drafttree.tensor_parallel import (
     is_drafting_rank,
 )
 from drafttree.transfer import on_device
-from drafttree.tree import DraftTree, Verified
+from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.arrays import IntArray, LongArray
 from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
-from drafttree.vllm.step import NO_TOKEN, StepState, StepTrees
+from drafttree.vllm.step import StepState, StepTrees
 from drafttree.vllm.step_logits import StepLogits
 
 

@@ -13,11 +13,9 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from drafttree.chains import first_paths
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.transfer import on_device
-from drafttree.tree import DraftTree
+from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.requests import Flags, Rows
-
-NO_TOKEN = -1
 
 
 class TreeSpeculator(BaseSpeculator):
