@@ -62,18 +62,23 @@ def _hide_ancestors() -> None:
     """On the V2 model runner, let each node attend to the root and itself alone."""
     import torch
 
-    from drafttree.vllm.v2 import step
+    from drafttree.vllm.v2 import in_step, step
 
-    stock = step.lay_out
+    def of_roots(masks: torch.Tensor) -> torch.Tensor:
+        masks[:] = torch.eye(masks.shape[1], dtype=torch.bool)
+        masks[:, :, 0] = True
+        return masks
 
-    def lay_out(*args: Any, **kwargs: Any) -> Any:
-        layout = stock(*args, **kwargs)
-        width = layout.masks.shape[1]
-        layout.masks[:] = torch.eye(width, dtype=torch.bool)
-        layout.masks[:, :, 0] = True
+    lay_out, tree_mask = step.lay_out, in_step.tree_mask
+
+    def lay_out_roots(*args: Any, **kwargs: Any) -> Any:
+        layout = lay_out(*args, **kwargs)
+        of_roots(layout.masks)
         return layout
 
-    step.lay_out = lay_out  # type: ignore[attr-defined]
+    step.lay_out = lay_out_roots  # type: ignore[attr-defined]
+    # A drafter that drafts within the step replaces the masks.
+    in_step.tree_mask = lambda *args: of_roots(tree_mask(*args))  # type: ignore[attr-defined]
 
 
 def _mask_as_roots(engine: str) -> None:
