@@ -130,7 +130,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._remember([0])
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
-        tables = self.tables.candidates(self._texts.ngrams, len(roots))
+        tables = self.tables.candidates(self._texts.ngrams, roots.shape[0])
         expanded = expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
         return best_paths(expanded, self._num_draft_tokens) if self._chains else expanded
 

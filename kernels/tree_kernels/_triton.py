@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, overload
 
 try:
@@ -43,6 +43,7 @@ def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: Sequence[str
     return fn if triton is None else triton.jit(fn, do_not_specialize=[*do_not_specialize])
 
 
+@cache
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()

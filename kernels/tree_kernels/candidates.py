@@ -91,7 +91,7 @@ class CandidateTables:
     @property
     def own_stride(self) -> int:
         """Integers from one slot's own table to the next; 0 if there are no own tables."""
-        return self.own.stride(0) if len(self.own) > 1 else 0
+        return self.own.stride(0) if self.own.shape[0] > 1 else 0
 
 
 @jit
@@ -197,7 +197,7 @@ def _find_row(
     table: Tensor, slots: Tensor, previous: Tensor, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The rows of bigrams in tables `[P, S, 10]`, `[B, W, TOP]`, and whether they were found."""
-    which = slots[:, None] if len(table) > 1 else torch.zeros_like(slots)[:, None]
+    which = slots[:, None] if table.shape[0] > 1 else torch.zeros_like(slots)[:, None]
     cell = table[which, bigram_cells(previous, tokens, table.shape[1])]
     return cell[..., 2:], (cell[..., 0] == previous) & (cell[..., 1] == tokens)
 
@@ -216,7 +216,7 @@ def find_rows(tables: CandidateTables, slots: Tensor, suffix: Tensor) -> tuple[T
         the last token `[B, W, TOP]`.
     """
     previous, token = suffix[..., -2], suffix[..., -1]
-    vocab = len(tables.matrix)
+    vocab = tables.matrix.shape[0]
     known = (token >= 0) & (token < vocab)
     row = tables.matrix[token.long().clamp(0, vocab - 1)].masked_fill(~known[..., None], -1)
     own, is_own = _find_row(tables.own, slots, torch.full_like(token, ALONE), token)

@@ -286,14 +286,16 @@ def _expand_triton(
 ) -> ExpandedTrees:
     matches = root_matches(tables.ngrams, tables.memory, slots)
     columns = columns_of(width, depth, spine)
-    shape = (3, len(roots), columns)
-    device = tables.matrix.device
-    tokens, parents, sources = torch.empty(shape, dtype=torch.int32, device=device).unbind()
-    scores = torch.empty(len(roots), columns, device=device)
-    if len(roots):
+    count, device = roots.shape[0], tables.matrix.device
+    # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
+    tokens, parents, sources = (
+        torch.empty(count, columns, dtype=torch.int32, device=device) for _ in range(3)
+    )
+    scores = torch.empty(count, columns, device=device)
+    if count:
         lanes = max(16, next_power_of_2(width))
         ngrams = tables.ngrams
-        _expand_kernel[(len(roots),)](
+        _expand_kernel[(count,)](
             tables.matrix,
             tables.bigrams,
             tables.own,
@@ -309,14 +311,14 @@ def _expand_triton(
             parents,
             sources,
             scores,
-            torch.empty(4, len(roots), lanes, dtype=torch.int32, device=device),
-            len(tables.matrix),
+            torch.empty(4, count, lanes, dtype=torch.int32, device=device),
+            tables.matrix.shape[0],
             tables.bigrams.shape[0],
             tables.own.shape[1],
             tables.own_stride,
             ngrams.history.shape[1],
             ngrams.index.shape[1],
-            len(tables.memory.tokens),
+            tables.memory.tokens.shape[0],
             columns,
             depth,
             spine,
@@ -342,7 +344,7 @@ def _expand_triton(
 def _expand_reference(
     tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
 ) -> ExpandedTrees:
-    batch, device = len(roots), roots.device
+    batch, device = roots.shape[0], roots.device
     ngrams, memory = tables.ngrams, tables.memory
     places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0, device=device)
     suffix = ngrams.history[slots[:, None], places.clamp(min=0)].masked_fill(places < 0, -1)
@@ -412,19 +414,19 @@ def _expand_cpp(
     tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
 ) -> ExpandedTrees:
     columns = columns_of(width, depth, spine)
-    tokens, parents, sources = torch.empty(3, len(roots), columns, dtype=torch.int32).unbind()
-    scores = torch.empty(len(roots), columns)
+    tokens, parents, sources = torch.empty(3, roots.shape[0], columns, dtype=torch.int32).unbind()
+    scores = torch.empty(roots.shape[0], columns)
     ngrams, memory = tables.ngrams, tables.memory
     matches = root_matches(ngrams, memory, slots)
     _EXPAND.call(
-        *(tables.matrix.data_ptr(), len(tables.matrix)),
+        *(tables.matrix.data_ptr(), tables.matrix.shape[0]),
         *(tables.bigrams.data_ptr(), len(tables.bigrams)),
         *(tables.own.data_ptr(), tables.own.shape[1], tables.own_stride),
         *(ngrams.history.data_ptr(), ngrams.history.shape[1], ngrams.lengths.data_ptr()),
         *(ngrams.index.data_ptr(), ngrams.index.shape[1]),
         *(memory.tokens.data_ptr(), len(memory.tokens), tables.priors.data_ptr()),
         *(slots.data_ptr(), roots.data_ptr(), matches.data_ptr()),
-        *(len(roots), width, depth, spine, columns),
+        *(roots.shape[0], width, depth, spine, columns),
         *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), scores.data_ptr()),
     )
     return ExpandedTrees(tokens, parents, sources, scores)

@@ -171,7 +171,7 @@ class KvMover:
             ValueError: Shapes do not fit.
         """
         of_nodes = slots if places is None else places
-        if of_nodes.dim() != 2 or path.dim() != 2 or len(of_nodes) != len(path):
+        if of_nodes.dim() != 2 or path.dim() != 2 or of_nodes.shape[0] != path.shape[0]:
             name = "slots" if places is None else "places"
             raise ValueError(
                 f"{name} {[*of_nodes.shape]} and path {[*path.shape]} must be [B, N] and [B, D]"

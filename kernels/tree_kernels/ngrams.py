@@ -280,7 +280,7 @@ def _extend_cpp(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
     history, index = ngrams.history, ngrams.index
     _EXTEND.call(
         *(history.data_ptr(), history.shape[1], ngrams.lengths.data_ptr()),
-        *(index.data_ptr(), index.shape[1], slots.data_ptr(), len(slots)),
+        *(index.data_ptr(), index.shape[1], slots.data_ptr(), slots.shape[0]),
         *(tokens.data_ptr(), tokens.shape[1]),
     )
 
@@ -298,9 +298,10 @@ def _previous_kernel(
 
 def _previous_triton(ngrams: NgramIndex, slots: Tensor) -> Tensor:
     history = ngrams.history
-    tokens = torch.empty(len(slots), dtype=torch.int32, device=history.device)
-    if len(slots):
-        _previous_kernel[(len(slots),)](history, ngrams.lengths, slots, tokens, history.shape[1])
+    count = slots.shape[0]
+    tokens = torch.empty(count, dtype=torch.int32, device=history.device)
+    if count:
+        _previous_kernel[(count,)](history, ngrams.lengths, slots, tokens, history.shape[1])
     return tokens
 
 
@@ -312,10 +313,10 @@ def _previous_reference(ngrams: NgramIndex, slots: Tensor) -> Tensor:
 def _previous_cpp(ngrams: NgramIndex, slots: Tensor) -> Tensor:
     history = ngrams.history
     slots = slots.long().contiguous()
-    tokens = torch.empty(len(slots), dtype=torch.int32)
+    tokens = torch.empty(slots.shape[0], dtype=torch.int32)
     _PREVIOUS.call(
         *(history.data_ptr(), history.shape[1], ngrams.lengths.data_ptr()),
-        *(slots.data_ptr(), len(slots), tokens.data_ptr()),
+        *(slots.data_ptr(), slots.shape[0], tokens.data_ptr()),
     )
     return tokens
 

@@ -109,9 +109,10 @@ def _match_kernel(
 
 
 def _match_triton(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> Tensor:
-    out = torch.empty(len(slots), 4, dtype=torch.int32, device=slots.device)
-    if len(slots):
-        _match_kernel[(len(slots),)](
+    count = slots.shape[0]
+    out = torch.empty(count, 4, dtype=torch.int32, device=slots.device)
+    if count:
+        _match_kernel[(count,)](
             ngrams.history,
             ngrams.lengths,
             ngrams.index,
@@ -121,7 +122,7 @@ def _match_triton(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> Tens
             out,
             ngrams.history.shape[1],
             ngrams.index.shape[1],
-            len(memory.tokens),
+            memory.tokens.shape[0],
             memory.index.shape[1],
             LONGEST=LONGEST,
             AT_ROOT=AT_ROOT,
@@ -144,7 +145,7 @@ def _match_reference(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> T
     ends = ngrams.lengths[slots]
     tail = _last_tokens(ngrams, slots, MAX_MATCH)
     back = torch.arange(MAX_MATCH, 0, -1, device=slots.device)
-    own = torch.zeros(len(slots), 4, dtype=torch.int32, device=slots.device)
+    own = torch.zeros(slots.shape[0], 4, dtype=torch.int32, device=slots.device)
     for n in (*range(1, LONGEST + 1), AT_ROOT):
         place = ngrams.index[slots, ngram_cells(tail[:, -n:], ngrams.index.shape[1])].long()
         place = place.masked_fill(ends < n, 0)
@@ -154,9 +155,9 @@ def _match_reference(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> T
     for row, n in zip(memory.index, MEMORY_NGRAMS, strict=True):
         position = row[ngram_cells(tail[:, -n:], len(row))].long().masked_fill(ends < n, 0)
         there = position[:, None] - back
-        theirs = memory.tokens[there % len(memory.tokens)].masked_fill(there < 0, -2)
+        theirs = memory.tokens[there % memory.tokens.shape[0]].masked_fill(there < 0, -2)
         theirs = theirs.masked_fill((theirs < 0) | (position[:, None] == 0), -2)
-        place = position % len(memory.tokens)
+        place = position % memory.tokens.shape[0]
         _keep_longest(own[:, 2:], place, theirs == tail, MEMORY_NGRAMS[0])
     return own
 
@@ -170,13 +171,13 @@ def _keep_longest(kept: Tensor, place: Tensor, same: Tensor, least: int) -> None
 
 
 def _match_cpp(ngrams: NgramIndex, memory: TextMemory, slots: Tensor) -> Tensor:
-    out = torch.empty(len(slots), 4, dtype=torch.int32, device=slots.device)
+    out = torch.empty(slots.shape[0], 4, dtype=torch.int32, device=slots.device)
     _MATCH.call(
         *(ngrams.history.data_ptr(), ngrams.history.shape[1], ngrams.lengths.data_ptr()),
         *(ngrams.index.data_ptr(), ngrams.index.shape[1]),
-        *(memory.tokens.data_ptr(), len(memory.tokens)),
+        *(memory.tokens.data_ptr(), memory.tokens.shape[0]),
         *(memory.index.data_ptr(), memory.index.shape[1]),
-        *(len(slots), slots.data_ptr(), out.data_ptr()),
+        *(slots.shape[0], slots.data_ptr(), out.data_ptr()),
     )
     return out
 

@@ -149,7 +149,7 @@ def _lay_out_triton(
     positions: Tensor,
     width: int,
 ) -> Layout:
-    count, device = len(rows), rows.device
+    count, device = rows.shape[0], rows.device
     # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
     layout = Layout(
         requests=torch.empty(count, dtype=torch.int64, device=device),
@@ -161,7 +161,7 @@ def _lay_out_triton(
         masks=torch.empty(count, width, width, dtype=torch.bool, device=device),
         row_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
         place_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
-        request_of_row=torch.empty(len(indices), dtype=torch.int64, device=device),
+        request_of_row=torch.empty(indices.shape[0], dtype=torch.int64, device=device),
     )
     if count:
         _lay_out_kernel[(count, -(-width // 32))](
@@ -190,10 +190,10 @@ def _lay_out_reference(
     verified = torch.where(begun, sizes, 1)
     parents = kept[rows, :width].masked_fill(column >= verified[:, None], _NONE)
     row_of_node = ends[:-1, None].long() + torch.minimum(column, sizes[:, None].long() - 1)
-    requests = torch.arange(len(rows), device=rows.device)
-    request_of_row = torch.repeat_interleave(requests, sizes.long(), output_size=len(indices))
+    requests = torch.arange(rows.shape[0], device=rows.device)
+    request_of_row = torch.repeat_interleave(requests, sizes.long(), output_size=indices.shape[0])
     place_of_node = indices[row_of_node].long()
-    column_of_row = torch.arange(len(indices), device=rows.device) - ends[request_of_row]
+    column_of_row = torch.arange(indices.shape[0], device=rows.device) - ends[request_of_row]
     depth = depths(parents, sizes)[request_of_row, column_of_row]
     positions.index_add_(0, indices.long(), (depth - column_of_row).to(positions.dtype))
     partial = lengths < prompts[rows]
@@ -252,8 +252,8 @@ def _tokens_triton(
 ) -> NodeTokens:
     count, width = parents.shape
     nodes = torch.empty(count, width, dtype=torch.int32, device=inputs.device)
-    rows = inputs.new_empty(len(layout.request_of_row))
-    observed = torch.empty(len(rows), dtype=torch.int32, device=inputs.device)
+    rows = inputs.new_empty(layout.request_of_row.shape[0])
+    observed = torch.empty(rows.shape[0], dtype=torch.int32, device=inputs.device)
     previous = torch.empty_like(observed)
     if count:
         _tokens_kernel[(count,)](
@@ -290,10 +290,11 @@ def _roots_kernel(
 
 
 def _roots_triton(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    last = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+    count = rows.shape[0]
+    last = torch.empty(count, dtype=torch.int32, device=rows.device)
     roots = torch.empty_like(last)
-    if len(rows):
-        _roots_kernel[(len(rows),)](sampled.contiguous(), rows, counts, last, roots)
+    if count:
+        _roots_kernel[(count,)](sampled.contiguous(), rows, counts, last, roots)
     return last, roots
 
 
@@ -331,9 +332,10 @@ def _keep_kernel(
 def _keep_triton(
     kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor
 ) -> Tensor:
-    drafts = torch.empty(len(rows), kept.shape[1] - 1, dtype=torch.int64, device=rows.device)
-    if len(rows):
-        _keep_kernel[(len(rows),)](
+    count = rows.shape[0]
+    drafts = torch.empty(count, kept.shape[1] - 1, dtype=torch.int64, device=rows.device)
+    if count:
+        _keep_kernel[(count,)](
             *(kept, rows, tokens.contiguous(), parents.contiguous(), last.contiguous(), drafts),
             *(tokens.shape[1], kept.shape[1]),
             PAD=next_power_of_2(kept.shape[1]),
@@ -385,9 +387,9 @@ def lay_out(
     Raises:
         ValueError: Shapes do not fit.
     """
-    if ends.shape != (len(rows) + 1,) or lengths.shape != rows.shape:
+    if ends.shape != (rows.shape[0] + 1,) or lengths.shape != rows.shape:
         raise ValueError(
-            f"{len(rows)} requests have ends {[*ends.shape]} and lengths {[*lengths.shape]}"
+            f"{rows.shape[0]} requests have ends {[*ends.shape]} and lengths {[*lengths.shape]}"
         )
     if not 1 <= width <= kept.shape[1] or not kept.is_contiguous():
         raise ValueError(f"width={width} must be 1 to {kept.shape[1]}, of contiguous trees")

@@ -85,7 +85,9 @@ def _best_triton(
     batch, columns = expanded.tokens.shape
     device = expanded.tokens.device
     shape = (batch, num_draft_tokens + spine + 1)
-    tokens, parents = torch.empty(2, *shape, dtype=torch.int32, device=device).unbind()
+    # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
+    tokens = torch.empty(shape, dtype=torch.int32, device=device)
+    parents = torch.empty_like(tokens)
     if into is None:
         sources = lines = torch.empty(shape, dtype=torch.int32, device=device)
     else:

@@ -135,7 +135,7 @@ def _count_triton(
         PAD=next_power_of_2(width),
         DEPTH_PAD=path_pad(path.shape[1]),
     )
-    num_sources = len(source_stats.expected)
+    num_sources = source_stats.expected.shape[0]
     _priors_kernel[(-(-num_sources // _BLOCK),)](
         source_stats.tried,
         source_stats.hit,

@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -129,11 +129,18 @@ class KeptCalls:
             for owner, name in self.stubbed:
                 result = self.returned[f"{owner.__name__}.{name}"]
                 stub(owner, name, lambda *args, result=result, **kwargs: result)
-            # What kernels would have written may be an index.
-            stub(torch, "empty", torch.zeros)
-            stub(torch, "empty_like", torch.zeros_like)
-            stub(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
             yield
+
+
+@contextmanager
+def zeroed_memory() -> Iterator[None]:
+    """Let allocated memory hold zeros, where what kernels would have written is an index."""
+    with (
+        mock.patch.object(torch, "empty", torch.zeros),
+        mock.patch.object(torch, "empty_like", torch.zeros_like),
+        mock.patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+    ):
+        yield
 
 
 def kept_calls(nodes: int) -> KeptCalls:
@@ -168,13 +175,20 @@ def kept_calls(nodes: int) -> KeptCalls:
 def measured(calls: KeptCalls, repeat: int) -> dict[str, float]:
     """Median microseconds of each part, and of what is added altogether; also the least of that."""
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}
-    with calls.replaced(), torch.inference_mode():
+
+    def repeated(parts: Sequence[str]) -> None:
         for _ in range(repeat):
-            for part in PARTS:
+            for part in parts:
                 function, args, kwargs = calls.calls[part]
                 began = perf_counter()
                 function(*args, **kwargs)
                 seconds[part].append(perf_counter() - began)
+
+    with calls.replaced(), torch.inference_mode():
+        with zeroed_memory():
+            repeated(("prepare_attn", "build"))
+        seconds["prepare_attn"].clear()
+        repeated(ADDED)
     warm = {part: each[repeat // 10 :] for part, each in seconds.items()}
     added = [sum(each) for each in zip(*(warm[part] for part in ADDED), strict=True)]
     return {
