@@ -160,7 +160,8 @@ def test_greedy_tokens_equal_plain_decoding(
         proves_drafting(drafted)
         counters = drafted.counters
         assert counters["emitted"] == counters["steps"] + counters["accepted_tokens"]
-        if host.name == "sglang" and setting.overlap:  # a request that has ended runs one more step
+        if host.runner == "v2" or (host.name == "sglang" and setting.overlap):
+            # A request that has ended runs one more step.
             assert counters["emitted"] >= 24 * (GREEDY["max_tokens"] - 1)
         else:
             assert counters["emitted"] == 24 * (GREEDY["max_tokens"] - 1)
