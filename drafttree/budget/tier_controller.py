@@ -27,7 +27,7 @@ from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.expected_gains import ExpectedGains
 from drafttree.budget.step_report import MeasuredStep
-from drafttree.budget.tier_explanation import TierChoice, TierNews
+from drafttree.budget.tier_explanation import TierChoice, TierUpdate
 from drafttree.budget.trials import Trials
 
 _FIRST_LOOKUP = 0.05
@@ -205,12 +205,12 @@ class TierController:
             )
         )
 
-    def news(self) -> TierNews:
+    def take_update(self) -> TierUpdate:
         """The choice that was made and the steps that were measured since the last call."""
-        news = TierNews(self._choice, tuple(self._measured))
+        update = TierUpdate(self._choice, tuple(self._measured))
         self._choice = None
         self._measured.clear()
-        return news
+        return update
 
     def _trial(
         self,

@@ -64,7 +64,7 @@ class TierChoice:
 
 
 @dataclass(frozen=True)
-class TierNews:
+class TierUpdate:
     """What is new since the last step that was scheduled.
 
     Attributes:
@@ -83,11 +83,11 @@ class TierExplanation:
         self._choices: deque[TierChoice] = deque(maxlen=RECENT)
         self._report = StepReport()
 
-    def add(self, news: TierNews) -> None:
+    def add(self, update: TierUpdate) -> None:
         """Add what is new."""
-        if news.choice is not None:
-            self._choices.append(news.choice)
-        for step in news.steps:
+        if update.choice is not None:
+            self._choices.append(update.choice)
+        for step in update.steps:
             self._report.add(step)
 
     def rows(self) -> list[dict[str, float]]:

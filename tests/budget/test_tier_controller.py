@@ -267,7 +267,7 @@ def test_what_was_measured_is_explained() -> None:
     controller, explanation = TierController(TIERS, {1: 0.01, 64: 0.011}), TierExplanation()
     for _ in range(300):
         controller.record(outcome(controller.choose(["a"], 63), ["a"]))
-        explanation.add(controller.news())
+        explanation.add(controller.take_update())
     rows = {int(row["num_draft_tokens"]): row for row in explanation.rows()}
     assert sum(row["steps"] for row in rows.values()) == 300
     assert rows[15]["steps"] > 200
@@ -281,7 +281,7 @@ def test_each_choice_gives_its_reason() -> None:
     def reasons(most: int, steps: int) -> Counter[str]:
         for _ in range(steps):
             controller.record(outcome(controller.choose(["a"], most), ["a"]))
-            explanation.add(controller.news())
+            explanation.add(controller.take_update())
         return Counter(row["reason"] for row in explanation.choices()[-steps:])
 
     assert set(reasons(63, 10)) <= {"probe", "rest", "trial", "best"}

@@ -49,7 +49,7 @@ APPLIED_BY = {
     "drafttree": "object.__setattr__(config, _REQUEST, Request((name, options)))",
     "drafttree_graphs": "object.__setattr__(settings, _GRAPHS, sizes)",
     "drafttree_looks_up": "setattr(output, _LOOKS_UP, looks_up)",
-    "drafttree_news": "setattr(output, _NEWS, news)",
+    "drafttree_update": "setattr(output, _UPDATE, update)",
     "drafttree_report": "setattr(output, _REPORT, report)",
     "drafttree_proposals": "setattr(drafts, _PROPOSALS, proposals)",
     "drafttree_bound": "setattr(output, _BOUND, shapes)",

@@ -81,8 +81,8 @@ class Engine:
             expected[:] = (1, 2, 2)
         patches.attach_report(output, TierReport(SIZES, COSTS, expected))
         self.steps.arrived(scheduled, output)
-        if (news := self.steps.news()) is not None:
-            self.explanation.add(pickle.loads(pickle.dumps(news)))
+        if (update := self.steps.take_update()) is not None:
+            self.explanation.add(pickle.loads(pickle.dumps(update)))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])

@@ -232,7 +232,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         patches.use_scheduler(engine)
         patches.replace_table(scheduler, (0, 3))
         patches.request_lookup(step, True)
-        patches.attach_news(step, "news")
+        patches.attach_update(step, "update")
         patches.attach_report(output, "a report")
         patches.send_proposals(drafts, {"a": None})
         patches.send_bound(step, {})

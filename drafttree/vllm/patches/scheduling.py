@@ -54,7 +54,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="An additional attribute: whether drafts are looked up even if none is verified.",
     ),
     Patch(
-        target="vllm.v1.core.sched.output:SchedulerOutput.drafttree_news",
+        target="vllm.v1.core.sched.output:SchedulerOutput.drafttree_update",
         when="On each step that such a scheduler schedules.",
         reason="An additional attribute: why the number of draft tokens was chosen, for the "
         "worker to explain.",
@@ -73,7 +73,7 @@ _PROPOSALS = "drafttree_proposals"  # attribute of drafts on their way to the sc
 _BOUND = "drafttree_bound"  # attribute of a scheduled step
 _DRAFTED = "drafttree_drafted"  # attribute of a step that has begun
 _LOOKS_UP = "drafttree_looks_up"  # attribute of a scheduled step
-_NEWS = "drafttree_news"  # another attribute of a scheduled step
+_UPDATE = "drafttree_update"  # another attribute of a scheduled step
 _REPORT = "drafttree_report"  # attribute of a step's output
 
 
@@ -145,14 +145,14 @@ def wants_lookup(output: SchedulerOutput) -> bool:
     return getattr(output, _LOOKS_UP, False)
 
 
-def attach_news(output: SchedulerOutput, news: object) -> None:
+def attach_update(output: SchedulerOutput, update: object) -> None:
     """Let a scheduled step tell the worker what there is to explain of the choices."""
-    setattr(output, _NEWS, news)
+    setattr(output, _UPDATE, update)
 
 
-def news_of(output: SchedulerOutput) -> Any:
+def update_of(output: SchedulerOutput) -> Any:
     """What a scheduled step tells; None if nothing."""
-    return getattr(output, _NEWS, None)
+    return getattr(output, _UPDATE, None)
 
 
 def attach_report(output: ModelRunnerOutput, report: object) -> None:

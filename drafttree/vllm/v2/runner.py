@@ -200,9 +200,9 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Run the target; the scheduler may want drafts looked up after it only for its report."""
         self._trees.looks_up = patches.wants_lookup(scheduler_output)
         self._scheduler_output = scheduler_output
-        news = patches.news_of(scheduler_output)
-        if news is not None:
-            self._explanation.add(news)
+        update = patches.update_of(scheduler_output)
+        if update is not None:
+            self._explanation.add(update)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:

@@ -51,7 +51,7 @@ class _Tiers:
         if self.tiers is not None:
             self.tiers.scheduled(output)
             patches.request_lookup(output, self.tiers.looks_up)
-            patches.attach_news(output, self.tiers.news())
+            patches.attach_update(output, self.tiers.take_update())
         return output
 
     def update_from_output(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
-from drafttree.budget.tier_explanation import TierNews
+from drafttree.budget.tier_explanation import TierUpdate
 from drafttree.vllm import patches
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ class TierSteps:
         expected = None if report is None else report.expected
         self._controller.record(_outcome(plan, scheduled, output, expected, self._began - began))
 
-    def news(self) -> TierNews | None:
+    def take_update(self) -> TierUpdate | None:
         """What there is to explain since the last call; None before the first choice."""
-        return None if self._controller is None else self._controller.news()
+        return None if self._controller is None else self._controller.take_update()
 
 
 def _outcome(
