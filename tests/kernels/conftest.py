@@ -1,23 +1,15 @@
-"""Fixtures that run Triton kernels in the interpreter, and CPU operations in C++ and in PyTorch.
-
-Triton reads TRITON_INTERPRET when it decorates a function, including those of its own library. The
-fixtures replace the decorated functions during a test, so that the environment stays unchanged and
-earlier imports of Triton do not matter.
-"""
+"""Fixtures that run Triton kernels in the interpreter, and CPU operations in C++ and in PyTorch."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import tree_kernels
+from interpreted import interpreted
 from tree_kernels._dispatch import Op
 
 CPP, CPP_3_THREADS, REFERENCE = "C++", "C++, 3 threads", "reference"
@@ -31,78 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@contextmanager
-def restored(*holders: Any) -> Iterator[None]:
-    """Restore the attributes of modules and classes on exit."""
-    before = [dict(vars(holder)) for holder in holders]
-    try:
-        yield
-    finally:
-        for holder, values in zip(holders, before, strict=True):
-            for name in vars(holder).keys() - values.keys():
-                delattr(holder, name)
-            for name, value in values.items():
-                if vars(holder)[name] is not value:
-                    setattr(holder, name, value)
-
-
 @pytest.fixture(params=["in_order", "shuffled"])
-def interpreter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def interpreter(request: pytest.FixtureRequest) -> Iterator[str]:
     """Interpret every kernel; programs run one after another, in order or in random order."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from triton import language
-    from triton.runtime.interpreter import (
-        InterpretedFunction,
-        InterpreterBuilder,
-        TensorHandle,
-        interpreter_builder,
-    )
-    from triton.runtime.jit import JITFunction
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    names = [module.name for module in pkgutil.iter_modules(tree_kernels.__path__)]
-    kernels = [importlib.import_module(f"tree_kernels.{name}") for name in names]
-    modules = (*kernels, language, language.standard)
-    interpreted: dict[int, InterpretedFunction] = {}
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, JITFunction):
-                # One object per function: the interpreter finds its fast reductions by identity.
-                new = interpreted.setdefault(id(value), InterpretedFunction(value.fn))
-                monkeypatch.setattr(module, name, new)
-
-    multiply = InterpreterBuilder.create_dot
-
-    def create_dot(
-        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any
-    ) -> TensorHandle:
-        # The interpreter stores bfloat16 as integers and would multiply these.
-        a, b = (
-            self.create_fp_ext(each, language.float32) if each.dtype.is_bf16() else each
-            for each in (a, b)
-        )
-        return multiply(self, a, b, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
-
-    if request.param == "shuffled":
-        order = random.Random(0)
-        set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
-        programs: list[tuple[int, int, int]] = []
-
-        def set_grid_dim(nx: int, ny: int, nz: int) -> None:
-            set_dim(nx, ny, nz)
-            programs[:] = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
-            order.shuffle(programs)
-
-        def set_grid_idx(x: int, y: int, z: int) -> None:
-            set_idx(*programs.pop())
-
-        monkeypatch.setattr(interpreter_builder, "set_grid_dim", set_grid_dim)
-        monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
-    core = language.core
-    # The interpreter does not restore Triton's language after a kernel that calls a function.
-    with restored(language, core, language.math, core.tensor, core.tensor_descriptor_base):
+    with interpreted(shuffled=request.param == "shuffled"):
         yield str(request.param)
 
 
