@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from drafttree.transfer import on_device
 
 
 class Seeds:
@@ -27,4 +30,4 @@ class Seeds:
             drawn if seed is None else (seed + (1 << 63)) % (1 << 64) - (1 << 63)
             for seed, drawn in zip(given, random, strict=True)
         ]
-        return torch.tensor(seeds, dtype=torch.int64, device=self._device)
+        return on_device(np.array(seeds, np.int64), self._device)

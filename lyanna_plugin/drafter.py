@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
+from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.tree import TokenTable, choose, merge, resample_logits, sample_tree
@@ -89,7 +91,8 @@ class LyannaTrees(HiddenStateDrafter):
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop the logits of requests that finished."""
-        self._steps[list(slots)] = 0
+        which = on_device(np.array(slots, np.int64), self._steps.device)
+        self._steps.index_fill_(0, which, 0)
 
     def reset(self) -> None:
         """Drop the logits of all requests."""

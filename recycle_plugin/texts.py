@@ -68,7 +68,8 @@ class Texts:
         if not self._is_whole:
             text = text[-(self.room - self._margin) :]
         self.ngrams.clear(slot)
-        self.starts[slot] = len(text)
+        # Assigned to one element, a number would be copied from the host, which would wait for it.
+        self.starts[slot].fill_(len(text))
         self._append(slot, on_device(np.array(text, np.int32), self.starts.device))
 
     def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ class NgramIndex:
 
     def clear(self, slot: int) -> None:
         """Make the text of `slot` empty."""
-        self.lengths[slot] = 0
+        self.lengths[slot].zero_()
         self.index[slot].zero_()
 
 
