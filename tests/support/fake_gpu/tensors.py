@@ -163,7 +163,7 @@ class Gpu:
             for key, value in kwargs.items()
         }
         result = func(*tree_map(_host, args), **host_kwargs)
-        if name not in ALLOCATIONS and (name.endswith("_") or not _is_view(result, args)):
+        if name not in ALLOCATIONS and _launches(name, result, args):
             self.record.operated(name)
         given = {id(each.host): each for each in on_device}
 
@@ -283,6 +283,19 @@ def _host(value: Any) -> Any:
 
 def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
+
+
+def _launches(name: str, result: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation is more than a view of its first argument."""
+    if name == "copy_":
+        # As in `x[:2] += y`, which copies a part of a tensor to itself in the end.
+        target, source = map(_host, args[:2])
+        return not (
+            target.data_ptr() == source.data_ptr()
+            and (target.dtype, target.shape, target.stride())
+            == (source.dtype, source.shape, source.stride())
+        )
+    return name.endswith("_") or not _is_view(result, args)
 
 
 def _is_view(result: Any, args: Sequence[Any]) -> bool:

@@ -1,0 +1,112 @@
+"""Whole steps of vLLM's V1 model runner on the fake GPU give what they give on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu.tensors import Gpu
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from fake_gpu.vllm_v1 import VOCAB, Asked, Decoded, decode
+
+from drafttree.testing.session import random_weights
+from drafttree.vllm import sampling
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "static": {"tree": "branch:4-2-1"},
+}
+WEIGHTS = random_weights(VOCAB, torch.Generator().manual_seed(1)).log()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def asked(*parameters: dict[str, Any]) -> dict[str, Asked]:
+    """Requests of which one arrives while others decode, with a prompt that is read in parts."""
+    sizes = ((9, 20, 0), (6, 18, 0), (13, 6, 8))
+    return {
+        f"request {number}": Asked(prompt(number, length), tokens, given, starts)
+        for number, ((length, tokens, starts), given) in enumerate(
+            zip(sizes, parameters, strict=True)
+        )
+    }
+
+
+def both(
+    options: dict[str, Any], requests: dict[str, Asked], gpu: Gpu, *, waits: bool = False
+) -> Decoded:
+    """Decode on the CPU and on the fake GPU, and compare."""
+    torch.manual_seed(0)
+    expected = decode(options, requests, WEIGHTS, None)
+    torch.manual_seed(0)
+    found = decode(options, requests, WEIGHTS, gpu, waits=waits)
+    assert found.texts == expected.texts
+    assert found.trees == expected.trees
+    assert found.counts == expected.counts
+    assert found.acceptance == expected.acceptance
+    assert {name: len(text) for name, text in found.texts.items()} == {
+        name: each.length for name, each in requests.items()
+    }
+    assert found.counts["accepted_tokens"] > 0
+    assert found.counts["kv_rows_moved"] > 0
+    assert found.mixed > 0
+    return found
+
+
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_requests(gpu: Gpu, drafter: str) -> None:
+    found = both(DRAFTERS[drafter], asked(GREEDY, GREEDY, GREEDY), gpu)
+    for record in found.steps:
+        assert {wait.what for wait in record.waits} <= {"an event"}
+        assert len(record.waits) <= 1
+
+
+def test_requests_that_sample_from_a_softmax(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "draws_ahead", lambda logits: True)
+    warm = {"temperature": 0.7}
+    both(DRAFTERS["static"], asked(warm, GREEDY, warm), gpu)
+
+
+def test_requests_with_top_p_penalties_and_seeds(gpu: Gpu) -> None:
+    nucleus = {"temperature": 0.8, "top_p": 0.6, "seed": 3}
+    penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
+    found = both(DRAFTERS["static"], asked(nucleus, penalised, GREEDY), gpu, waits=True)
+    # Their tokens are needed on the host before the next level is sampled.
+    where = {wait.where.partition(":")[0] for each in found.steps for wait in each.waits}
+    files = "vllm/sampling.py", "verify.py", "transfer.py"
+    assert where <= {f"drafttree/{file}" for file in files}
+
+
+def test_top_p_alone_waits_for_nothing(gpu: Gpu) -> None:
+    # So cold that the noise, which differs, does not matter.
+    cold = {"temperature": 0.01, "top_p": 0.9}
+    both(DRAFTERS["static"], asked(cold, GREEDY, cold), gpu)
+
+
+BUDGETS = {"static": (10, 22, 2, 1)}
+"""Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
+    requests = {"one": Asked(prompt(0, 9), 30), "other": Asked(prompt(1, 6), 30)}
+    requests = {name: replace(each, parameters=GREEDY) for name, each in requests.items()}
+    found = decode(DRAFTERS[drafter], requests, WEIGHTS, gpu, chunk=16)
+    steps = [each for each, trees in zip(found.steps, found.trees, strict=False) if len(trees) == 2]
+    assert len(steps) > 1
+    for step in steps:
+        used = step.totals()
+        spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))
+        within = all(n <= most for n, most in zip(spent, BUDGETS[drafter], strict=True))
+        assert within, step.report()
+        assert {wait.what for wait in step.waits} <= {"an event"}
+        assert len(step.waits) <= 1
