@@ -18,7 +18,10 @@ from drafttree.vllm import sampling
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "static": {"tree": "branch:4-2-1"},
+    "dynamic": {"nodes": 7},
 }
+# The interpreter takes seconds for each dynamic tree.
+SLOW = [pytest.param("static"), pytest.param("dynamic", marks=pytest.mark.full)]
 WEIGHTS = random_weights(VOCAB, torch.Generator().manual_seed(1)).log()
 
 
@@ -62,7 +65,7 @@ def both(
 GREEDY = {"temperature": 0.0}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", SLOW)
 def test_greedy_requests(gpu: Gpu, drafter: str) -> None:
     found = both(DRAFTERS[drafter], asked(GREEDY, GREEDY, GREEDY), gpu)
     for record in found.steps:
@@ -96,7 +99,7 @@ BUDGETS = {"static": (10, 22, 2, 1)}
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", BUDGETS)
 def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
     requests = {"one": Asked(prompt(0, 9), 30), "other": Asked(prompt(1, 6), 30)}
     requests = {name: replace(each, parameters=GREEDY) for name, each in requests.items()}
