@@ -10,12 +10,8 @@ import torch
 from drafttree.tree import DraftTree
 from drafttree.verify import verify_sampled
 from rsd_plugin import RsdDrafter, RsdOptions
-from scripts.experiments.rsd.rsd_expectation import (
-    NodePath,
-    expected_tokens,
-    k_sequential,
-    recursive_rejection,
-)
+from scripts.experiments.rsd.acceptance import k_sequential, recursive_rejection
+from scripts.experiments.rsd.rsd_expectation import NodePath, expected_tokens, walk
 
 VOCAB = 5
 STEPS = 4_000
@@ -67,10 +63,12 @@ def test_the_expectation_is_the_mean_of_sampled_steps(tree: str) -> None:
     expected = torch.tensor(
         [
             expected_tokens(
-                children_of(trees, row),
-                lambda path: after(target, path),
-                lambda path: after(draft, path),
-                recursive_rejection,
+                walk(
+                    children_of(trees, row),
+                    lambda path: after(target, path),
+                    lambda path: after(draft, path),
+                    recursive_rejection,
+                )
             )
             for row in range(STEPS)
         ],
@@ -86,12 +84,13 @@ def test_one_child_is_speculative_sampling() -> None:
     target, draft = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.5, 0.25, 0.25])
     for token, accepted in enumerate((0.4, 1.0, 1.0)):
         for rule in (recursive_rejection, k_sequential):
-            assert rule(target, draft, [token]) == pytest.approx([accepted])
+            assert rule(target, draft, [token])[0] == pytest.approx([accepted])
 
 
 def test_one_of_two_tokens_drawn_without_replacement_is_always_accepted() -> None:
     target, draft = torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8])
-    assert sum(recursive_rejection(target, draft, [1, 0])) == pytest.approx(1.0)
+    accepted, _ = recursive_rejection(target, draft, [1, 0])
+    assert sum(accepted) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -101,7 +100,8 @@ def test_k_sequential_accepts_no_token_more_often_than_its_target_probability(co
     accepted = torch.zeros(VOCAB, dtype=torch.float64)
     for children in product(range(VOCAB), repeat=count):
         drawn = draft[list(children)].prod()
-        for token, probability in zip(children, k_sequential(target, draft, children), strict=True):
+        probabilities, _ = k_sequential(target, draft, children)
+        for token, probability in zip(children, probabilities, strict=True):
             accepted[token] += drawn * probability
     assert (accepted <= target + 1e-9).all()
     assert (target - accepted).min() < 1e-6

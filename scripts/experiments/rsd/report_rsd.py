@@ -16,24 +16,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-METHODS = ("SD", "SpecTr", "RSD-C", "RSD-S")
-LENGTHS = {
-    2: (("2x2", "3x2"), ("2-2", "2-1", "3-1")),
-    3: (("3x3", "4x3"), ("2-2-2", "3-1-1", "4-1-1")),
-    4: (("5x4", "7x4"), ("2-2-2-2", "5-1-1-1", "7-1-1-1")),
-    5: (("6x5", "12x5"), ("2-2-2-2-2", "6-1-1-1-1", "12-1-1-1-1")),
-}
-"""The paper's trees of equal length (appendix D.3.1): beams, and branching factors."""
+from scripts.experiments.rsd.shapes import BUDGETS, LENGTHS, shape
 
-BUDGETS = {
-    6: (("2x3", "3x2"), ("2-1-1", "2-2", "3-1")),
-    10: (("2x5", "5x2"), ("2-1-1-1-1", "2-2-1", "5-1")),
-    14: (("2x7", "7x2"), ("2-1-1-1-1-1-1", "2-2-2", "7-1")),
-    21: (("3x7", "7x3"), ("3-1-1-1-1-1-1", "3-2-2", "7-1-1")),
-    30: (("5x6", "6x5"), ("2-2-2-2", "5-1-1-1-1-1", "6-1-1-1-1")),
-}
-"""The paper's trees of equal size (appendix D.3.2); the chains of SD have the same size."""
-
+METHODS = (
+    *("SD", "Block", "SpecTr", "GBV", "RSD-C", "RSD-S", "Traversal-C", "Traversal-S"),
+    *("Top-C", "Top-S", "Best", "Greedy-C", "Greedy-S"),
+)
+MARKS = "osv^D"
 RESAMPLES = 10_000
 
 
@@ -65,8 +54,13 @@ class Sample:
         return sums[drawn].sum(1) / counts[drawn].sum(1)[:, None]
 
     def figures(self, name: str, size_ratio: float) -> dict[str, Any]:
-        """The figures of a tree, and its gains over chains of the same length and size."""
-        num_draft_tokens, length = shape(name)
+        """The figures of a tree, and its gains over others at the same positions.
+
+        Block-verified chains are compared with ordinary ones, trees with RSD's of the same shape
+        (recursive rejection), and all with chains of the same length and of the same size.
+        """
+        method, notation = name.split()
+        num_draft_tokens, length = shape(notation)
         own = self.column(name)
         mean = float(own.mean())
         figures: dict[str, Any] = {
@@ -76,16 +70,18 @@ class Sample:
             "standard_error": round(float(self.resampled(own[:, None]).std()), 3),
             "mbsu": round(mean / (length * size_ratio + 1), 3),
         }
-        if not name.startswith("SD"):
-            for key, chain in (
-                ("over_sd_of_length", length),
-                ("over_sd_of_nodes", num_draft_tokens),
-            ):
-                if f"SD {chain}" in self.names:
-                    gain = own - self.column(f"SD {chain}")
-                    figures[key] = round(float(gain.mean()), 3)
-                    error = float(self.resampled(gain[:, None]).std())
-                    figures[f"{key}_error"] = round(error, 3)
+        for key, other in (
+            ("over_sd_of_length", f"SD {length}"),
+            ("over_sd_of_nodes", f"SD {num_draft_tokens}"),
+            ("over_block_of_length", f"Block {length}"),
+            ("over_block_of_nodes", f"Block {num_draft_tokens}"),
+            ("over_recursive", f"RSD-S {notation}"),
+            ("over_recursive", f"RSD-C {notation}"),
+        ):
+            if other in self.names and method not in ("SD", other.split()[0]):
+                gain = own - self.column(other)
+                figures[key] = round(float(gain.mean()), 3)
+                figures[f"{key}_error"] = round(float(self.resampled(gain[:, None]).std()), 3)
         return figures
 
     def best(self, names: list[str]) -> str:
@@ -93,22 +89,11 @@ class Sample:
         return max(names, key=lambda name: self.column(name).mean())
 
 
-def shape(name: str) -> tuple[int, int]:
-    """The number of draft tokens and the length of a tree."""
-    method, notation = name.split()
-    if method == "SD":
-        return int(notation), int(notation)
-    if method == "RSD-C":
-        factors = [int(factor) for factor in notation.split("-")]
-        return int(np.cumprod(factors).sum()), len(factors)
-    width, length = map(int, notation.split("x"))
-    return width * length, length
-
-
 def trees_of(method: str, group: tuple[tuple[str, ...], ...], chain: int) -> list[str]:
     """The trees of a method in one group of equal length or size."""
-    notations = {"SD": (str(chain),), "RSD-C": group[1]}.get(method, group[0])
-    return [f"{method} {notation}" for notation in notations]
+    if method in ("SD", "Block"):
+        return [f"{method} {chain}"]
+    return [f"{method} {notation}" for notation in group[1 if method.endswith("-C") else 0]]
 
 
 def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
@@ -125,20 +110,27 @@ def plot(samples: dict[str, Sample], title: str, file: Path) -> None:
         ((LENGTHS, "draft length"), (BUDGETS, "draft tokens verified"))
     ):
         for axis, (setting, sample) in zip(axes[row], samples.items(), strict=True):
-            for method in METHODS:
-                best = [
-                    sample.best(trees_of(method, group, chain)) for chain, group in groups.items()
-                ]
-                columns = np.stack([sample.column(name) for name in best], 1)
+            for number, method in enumerate(METHODS):
+                best = {}
+                for chain, group in groups.items():
+                    measured = [
+                        name for name in trees_of(method, group, chain) if name in sample.names
+                    ]
+                    if measured:
+                        best[chain] = sample.best(measured)
+                if not best:
+                    continue
+                columns = np.stack([sample.column(name) for name in best.values()], 1)
                 axis.errorbar(
-                    *(list(groups), columns.mean(0)),
+                    *(list(best), columns.mean(0)),
                     yerr=sample.resampled(columns).std(0),
-                    **{"label": method, "marker": "o", "markersize": 4, "capsize": 2},
+                    **{"label": method, "marker": MARKS[number % len(MARKS)], "markersize": 4},
+                    **{"capsize": 2, "color": f"C{number % 10}"},
                 )
             axis.set(xlabel=label, title=setting, xticks=list(groups))
             axis.grid(alpha=0.3)
         axes[row][0].set_ylabel("block efficiency (tokens per step)")
-    axes[0][0].legend()
+    axes[0][0].legend(fontsize="x-small", ncols=2)
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
@@ -173,7 +165,8 @@ def main(
                 "trees": {
                     name: sample.figures(name, conditions["draft_size_ratio"])
                     for name in sorted(
-                        names, key=lambda name: (METHODS.index(name.split()[0]), *shape(name))
+                        names,
+                        key=lambda name: (METHODS.index(name.split()[0]), *shape(name.split()[1])),
                     )
                 },
             }

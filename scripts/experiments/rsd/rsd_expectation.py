@@ -1,90 +1,83 @@
-"""The expected number of tokens per step for a given draft tree, as an exact sum.
+"""The law of one step for a given draft tree, as an exact sum.
 
 It compares trees and acceptance rules without an engine. Distributions over the vocabulary are
-`float [V]`, after all filters.
+`float [V]`, after all filters; q stands for the target's and p for the draft model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 NodePath = tuple[int, ...]
 """A node, given by the tokens on the path to it, without the root."""
 
-Acceptance = Callable[[Tensor, Tensor, Sequence[int]], list[float]]
-"""`(target, draft, children) -> probabilities`: the probability that each child is accepted."""
+Children = Mapping[NodePath, Sequence[int]]
+"""The tokens of each inner node's children, in the order in which they were drawn."""
+
+Distributions = Callable[[NodePath], Tensor]
+"""The distribution after a node, `float [V]`; it sums to 1."""
+
+Acceptance = Callable[[Tensor, Tensor, Sequence[int]], tuple[list[float], Tensor]]
+"""`(target, draft, children) -> (probabilities, residual)`.
+
+The probability that each child is accepted, and weights `float [V]` of the token that follows if
+none is.
+"""
 
 
-def expected_tokens(
-    children: Mapping[NodePath, Sequence[int]],
-    target: Callable[[NodePath], Tensor],
-    draft: Callable[[NodePath], Tensor],
-    accept: Acceptance,
-) -> float:
-    """The expected number of tokens of one step, including the bonus token.
+@dataclass(frozen=True)
+class Stop:
+    """One way for a step to end: a path is accepted and one more token follows it.
+
+    Attributes:
+        path: The accepted draft tokens.
+        probability: The probability that exactly this path is accepted.
+        residual: Weights `float [V]` of the token that follows; None if it is drawn from the
+            target's own distribution.
+    """
+
+    path: NodePath
+    probability: float
+    residual: Tensor | None
+
+
+def expected_tokens(stops: Iterable[Stop]) -> float:
+    """The expected number of tokens of one step, including the bonus token."""
+    return sum(stop.probability * (len(stop.path) + 1) for stop in stops)
+
+
+def walk(
+    children: Children, target: Distributions, draft: Distributions, accept: Acceptance
+) -> list[Stop]:
+    """How a step can end if the tree is verified from its root, one node's children at a time.
 
     Args:
-        children: The tokens of each inner node's children, in sampling order. A token may occur
-            more than once; its nodes then share their descendants.
-        target: The target's distribution after a node.
+        children: The tree. A token may occur more than once among the children of a node; its
+            nodes then share their descendants.
+        target: The target's distribution after a node; leaves are not asked for.
         draft: The draft model's distribution after a node.
         accept: The acceptance rule.
     """
+    stops: list[Stop] = []
 
-    def below(path: NodePath) -> float:
+    def below(path: NodePath, reached: float) -> None:
         tokens = children.get(path)
         if not tokens:
-            return 1.0
+            stops.append(Stop(path, reached, None))
+            return
+        accepted, residual = accept(target(path), draft(path), tokens)
         taken: dict[int, float] = {}
-        accepted = accept(target(path), draft(path), tokens)
         for token, probability in zip(tokens, accepted, strict=True):
             taken[token] = taken.get(token, 0.0) + probability
-        return 1.0 + sum(p * below((*path, token)) for token, p in taken.items() if p > 0)
+        rejected = 1.0 - sum(taken.values())
+        if rejected > 0:
+            stops.append(Stop(path, reached * rejected, residual))
+        for token, probability in taken.items():
+            if probability > 0:
+                below((*path, token), reached * probability)
 
-    return below(())
-
-
-def recursive_rejection(target: Tensor, draft: Tensor, children: Sequence[int]) -> list[float]:
-    """RSD's rule, for children sampled without replacement (arXiv 2402.14160, algorithm 3)."""
-    accepted: list[float] = []
-    reached = 1.0
-    q, p = target, draft
-    for token in children:
-        q, p = q / q.sum(), p / p.sum()
-        residual = (q - p).clamp_min(0)
-        # If q equals p, the residual is empty and the token is always accepted.
-        certain = reached > 0 and float(residual.sum()) <= 0
-        taken = 1.0 if certain else min(1.0, float(q[token] / p[token]))
-        accepted.append(reached * taken)
-        reached *= 1.0 - taken
-        if reached <= 0:
-            break
-        q, p = residual, p.clone()
-        p[token] = 0.0
-    return accepted + [0.0] * (len(children) - len(accepted))
-
-
-def k_sequential(target: Tensor, draft: Tensor, children: Sequence[int]) -> list[float]:
-    """SpecTr's rule K-SEQ, for K children sampled independently (arXiv 2310.15141, algorithm 3).
-
-    Each child is accepted with probability `min(1, q / (rho p))`. The smallest valid rho is the
-    root of `1 - (1 - beta)^K = rho beta` with `beta = sum(min(p, q / rho))`.
-    """
-    count = len(children)
-    low, high = 1.0, float(count)
-    for _ in range(40):
-        rho = (low + high) / 2
-        beta = float((target / rho).minimum(draft).sum())
-        if 1.0 - (1.0 - beta) ** count > rho * beta:
-            low = rho
-        else:
-            high = rho
-    accepted: list[float] = []
-    reached = 1.0
-    for token in children:
-        taken = min(1.0, float(target[token] / (high * draft[token])))
-        accepted.append(reached * taken)
-        reached *= 1.0 - taken
-    return accepted
+    below((), 1.0)
+    return stops
