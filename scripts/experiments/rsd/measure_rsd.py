@@ -42,6 +42,7 @@ def main(
     max_new_tokens: int = 64,
     places: Annotated[int, typer.Option(help="Number of positions in each answer.")] = 3,
     dtype: str = "bfloat16",
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 10**6,
     max_nodes: Annotated[int, typer.Option(help="Draft tokens of the largest tree.")] = 30,
 ) -> None:
     """Measure every tree at some positions of the target's answers."""
@@ -71,12 +72,14 @@ def main(
                     "limit": limit,
                     "max_new_tokens": max_new_tokens,
                     "max_nodes": max_nodes,
+                    "max_prompt_tokens": max_prompt_tokens,
                 }
             )
         rendered = {
             str(prompt.question_id): chat.render(prompt.turns[:1], [])[-1900:]
             for prompt in load_prompts(prompts, limit)
         }
+        rendered = {name: ids for name, ids in rendered.items() if len(ids) <= max_prompt_tokens}
         for name, ids in track(rendered.items(), "answering"):
             if name not in answers:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
