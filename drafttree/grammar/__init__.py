@@ -7,5 +7,17 @@ from drafttree.grammar.binding import BoundTree, bind_tree
 from drafttree.grammar.masks import allows, sole_token
 from drafttree.grammar.matcher import Matcher, Walk
 from drafttree.grammar.node_masks import fill_masks
+from drafttree.grammar.spelling import NOTHING, Speller, Spelling
 
-__all__ = ["BoundTree", "Matcher", "Walk", "allows", "bind_tree", "fill_masks", "sole_token"]
+__all__ = [
+    "NOTHING",
+    "BoundTree",
+    "Matcher",
+    "Speller",
+    "Spelling",
+    "Walk",
+    "allows",
+    "bind_tree",
+    "fill_masks",
+    "sole_token",
+]

@@ -2,7 +2,7 @@
 
 Nodes that the grammar forbids are dropped, so that the next best ones take their places. Where it
 leaves a single token, that token follows with certainty, and is drafted whether or not it was
-proposed.
+proposed. Where it leaves a single text in several tokens, the tokenizer's are drafted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafttree.grammar.masks import allows, sole_token
+from drafttree.grammar.masks import allows, count_allowed, sole_token
 from drafttree.grammar.matcher import Matcher, Walk
 
 NOT_PROPOSED = -1
@@ -25,7 +25,8 @@ class BoundTree:
     Attributes:
         tokens: The token of each node; that of the root is not used.
         parents: The parent of each node, which comes before it; -1 for the root at 0.
-        columns: Each node's column in the tree as proposed; -1 for forced tokens that were not.
+        columns: Each node's column in the tree as proposed; -1 for tokens of forced texts that were
+            not proposed.
         forced: Whether each node is the only one that may follow its parent.
         masks: The nodes' masks, `int32 [n, W]`.
     """
@@ -47,7 +48,7 @@ def bind_tree(
     most: int,
     max_depth: int,
 ) -> BoundTree:
-    """Select the nodes of a tree that a grammar allows, and add the tokens that it forces.
+    """Select the nodes of a tree that a grammar allows, and add the texts that it forces.
 
     Args:
         matcher: The grammar's state at the root.
@@ -112,13 +113,36 @@ class _Binding:
                 self._force(walk, self._add(walk, node, token, column, forced=False))
 
     def _force(self, walk: Walk, node: int | None) -> None:
-        """Add the tokens that are forced after a node, one after another."""
+        """Add the tokens of the text that is forced after a node, one after another."""
         while node is not None:
             token = sole_token(self._rows[node])
             if token is None:
-                return
-            column = self._proposed.get((self._bound.columns[node], token), NOT_PROPOSED)
-            node = self._add(walk, node, token, column, forced=True)
+                node = self._spell(walk, node)
+            else:
+                node = self._follow(walk, node, token, forced=True)
+
+    def _spell(self, walk: Walk, node: int) -> int | None:
+        """Add the tokens of a text that could have other tokens too; returns the last one."""
+        tokens, last_bytes = self._matcher.spelling()
+        at = node
+        for place, token in enumerate(tokens, 1):
+            row = self._rows[at]
+            if not allows(row, token):
+                break
+            # There is a beginning of the last token for each of its bytes. If more tokens are
+            # allowed, some go on beyond the text, and the tokenizer may take one of those.
+            if place == len(tokens) and count_allowed(row) > last_bytes:
+                break
+            below = self._follow(walk, at, token, forced=sole_token(row) == token)
+            if below is None:
+                return None
+            at = below
+        return None if at == node else at
+
+    def _follow(self, walk: Walk, node: int, token: int, *, forced: bool) -> int | None:
+        """Add a token that was not asked for, which may have been proposed nonetheless."""
+        column = self._proposed.get((self._bound.columns[node], token), NOT_PROPOSED)
+        return self._add(walk, node, token, column, forced=forced)
 
     def _add(self, walk: Walk, parent: int, token: int, column: int, *, forced: bool) -> int | None:
         """Add a node and fill its mask, if there is room and the grammar takes it."""

@@ -18,6 +18,11 @@ def allows(mask: MaskRow, token: int) -> bool:
     return bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
 
+def count_allowed(mask: MaskRow) -> int:
+    """How many tokens a mask allows."""
+    return int(np.bitwise_count(mask.view(np.uint32)).sum())
+
+
 def sole_token(mask: MaskRow) -> int | None:
     """The only token that a mask allows; None if it allows several, or none."""
     if np.count_nonzero(mask) != 1:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from drafttree.grammar.spelling import Spelling
+
 
 class Matcher(Protocol):
     """A grammar's state after a request's text, which can be undone token by token."""
@@ -25,6 +27,10 @@ class Matcher(Protocol):
 
     def fill(self, masks: torch.Tensor, row: int) -> None:
         """Write the tokens that may follow into a row of `masks`, `int32 [rows, W]`."""
+        ...
+
+    def spelling(self) -> Spelling:
+        """How the tokenizer spells the text that must follow; empty if none is known."""
         ...
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import sglang
 import torch
 
-from drafttree.grammar import bind_tree, fill_masks
+from drafttree.grammar import NOTHING, Speller, Spelling, bind_tree, fill_masks
+from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.grammar.masks import ALL
 from drafttree.proposed import as_proposed
 from drafttree.sglang.versions import is_tested
@@ -46,10 +47,12 @@ class RequestMatcher:
 
     Args:
         grammar: SGLang's grammar of the request.
+        speller: Spells the texts that grammars force; None if they are not asked for.
     """
 
-    def __init__(self, grammar: Any) -> None:
+    def __init__(self, grammar: Any, speller: Speller | None = None) -> None:
         self._grammar = grammar
+        self._speller = speller
 
     def accept(self, token: int) -> bool:
         """Go on to the state after one more token; False if the grammar does not allow it."""
@@ -73,6 +76,14 @@ class RequestMatcher:
         masks[row] = ALL  # a reasoning model's thoughts leave it as it is
         if not self._grammar.finished and not self._grammar.is_terminated():
             self._grammar.fill_vocab_mask(masks, row)
+
+    def spelling(self) -> Spelling:
+        """How the tokenizer spells the text that must follow; empty if none is known."""
+        if self._speller is None or self._grammar.finished or self._grammar.is_terminated():
+            return NOTHING
+        # With llguidance there is no text.
+        _, text = self._grammar.try_jump_forward(None) or ([], "")
+        return self._speller.spell(text)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,13 @@ class BoundTrees:
 
         rows = torch.arange(len(nodes), device=self.masks.device)
         return GrammarMask(self.grammar, self.masks[rows, nodes.long()])
+
+    def count_forced(self, counts: ForcedTokens, trees: DraftTree, verified: Verified) -> None:
+        """Count the tokens of a step that grammars have forced."""
+        if self.columns is not None:
+            width = trees.tokens.shape[1]
+            forced = None if self.forced is None else self.forced[:, :width]
+            counts.add_step(self.columns[:, :width], forced, trees, verified)
 
     def as_proposed(self, drafts: DraftTree, verified: Verified) -> tuple[DraftTree, Verified]:
         """A step's trees and their outcome with each node in the column in which it was proposed.
@@ -146,8 +164,9 @@ def bind_trees(
     rooms: Sequence[int],
     num_draft_tokens: int,
     vocab_size: int,
+    speller: Speller | None,
 ) -> BoundTrees:
-    """Drop the nodes that grammars forbid, and add the tokens that they force.
+    """Drop the nodes that grammars forbid, and add the texts that they force.
 
     Args:
         requests: SGLang's requests, of which at least one has a grammar.
@@ -156,6 +175,7 @@ def bind_trees(
         rooms: Greatest depth of a node, by request; 0 for requests that are not drafted for.
         num_draft_tokens: Greatest number of draft tokens.
         vocab_size: Size of the vocabulary.
+        speller: Spells the texts that grammars force; None without a tokenizer.
     """
     device, (batch, width) = trees.tokens.device, trees.tokens.shape
     size = 1 + num_draft_tokens
@@ -176,7 +196,7 @@ def bind_trees(
             columns[row, :taken] = torch.arange(taken).masked_fill(tokens[row, :taken] < 0, -1)
             continue
         tree = bind_tree(
-            RequestMatcher(request.grammar),
+            RequestMatcher(request.grammar, speller),
             all_tokens[row],
             all_parents[row],
             by_row[row],

@@ -313,8 +313,7 @@ class TreeWorker(CorpusWorker):
     def _learn_outcome(self, step: Step, verified: Verified) -> None:
         trees, bound = step.trees, step.bound
         if bound is not None:
-            if bound.forced is not None:
-                self._forced.add_step(bound.forced[:, : trees.tokens.shape[1]], trees, verified)
+            bound.count_forced(self._forced, trees, verified)
             trees, verified = bound.as_proposed(trees, verified)
         self.drafter.on_verified(step.batch.req_pool_indices, trees, verified)
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 from finite_language import END, VOCAB, FiniteLanguage, mask_of, tokens_of
 
-from drafttree.grammar import BoundTree, allows, bind_tree, fill_masks, sole_token
+from drafttree.grammar import (
+    BoundTree,
+    Speller,
+    Spelling,
+    allows,
+    bind_tree,
+    fill_masks,
+    sole_token,
+)
+from drafttree.grammar.masks import count_allowed
 
 ALPHABET = (3, 31, 32, 38)
 """Tokens at the ends of both words of a mask."""
@@ -60,6 +69,8 @@ def test_masks_are_read(tokens: set[int]) -> None:
     assert tokens_of(mask) == {each for each in range(64) if allows(row, each)} == tokens
     assert sole_token(row) == (min(tokens) if len(tokens) == 1 else None)
     assert sole_token(np.full(2, -1, np.int32)) is None
+    assert count_allowed(row) == len(tokens)
+    assert count_allowed(np.full(2, -1, np.int32)) == 64
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -182,3 +193,55 @@ def test_a_token_that_the_grammar_refuses_after_all_is_left_out() -> None:
     assert bound.columns == [0, 2, 3, -1]
     masks = room(4)
     assert fill_masks(language, [7, 31, 3, 3], [-1, 0, 0, 1], masks) == 1
+
+
+def test_a_forced_text_is_drafted_as_it_is_spelled() -> None:
+    """After the root and after each node, whether or not it was proposed."""
+    # 3 31 and 5 are two spellings of a text; 38 goes on beyond it.
+    language = FiniteLanguage([[3, 31, 32], [5, 32], [3, 38], [38]])
+    language.spellings = {(): Spelling([3, 31], 9), (38,): Spelling([9], 9)}
+    bound = bind(language, [7, 38, 3], [-1, 0, 0])
+    assert bound.tokens[1:] == [3, 31, 32, END, 38, END]
+    assert bound.parents == [-1, 0, 1, 2, 3, 0, 5]
+    assert bound.columns == [0, 2, -1, -1, -1, 1, -1]
+    assert bound.forced == [False, False, False, True, True, False, True]
+    # What is proposed below a node of the text is in the tree too.
+    bound = bind(language, [7, 3, 38], [-1, 0, 1])
+    assert (bound.tokens[1:], bound.parents[1:]) == ([3, 31, 32, END, 38, END], [0, 1, 2, 3, 1, 5])
+    # A grammar that refuses a spelling is left as it is.
+    language.spellings = {(): Spelling([4, 31], 9)}
+    assert bind(language, [7], [-1]).tokens == [0]
+    language.spellings = {(): Spelling([3, 31], 9)}
+    assert bind(language, [7], [-1], max_depth=1).tokens[1:] == [3]
+    assert bind(language, [7], [-1], most=3).tokens[1:] == [3, 31]
+
+
+@pytest.mark.parametrize(("last_bytes", "drafted"), [(1, [3]), (2, [3, 31, 32, END])])
+def test_a_last_token_is_left_out_if_longer_ones_are_allowed(
+    last_bytes: int, drafted: list[int]
+) -> None:
+    """A token of one byte has one beginning, and here two tokens are allowed."""
+    language = FiniteLanguage([[3, 31, 32], [5, 32], [3, 38]])
+    language.spellings = {(): Spelling([3, 31], last_bytes)}
+    assert bind(language, [7], [-1]).tokens[1:] == drafted
+
+
+def test_texts_are_spelled_as_by_the_tokenizer() -> None:
+    class Pairs:
+        """Spells texts two characters at a time."""
+
+        calls = 0
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[str]:
+            assert not add_special_tokens
+            self.calls += 1
+            return [text[at : at + 2] for at in range(0, len(text), 2)]
+
+        def decode(self, tokens: list[str]) -> str:
+            return "".join(tokens)
+
+    pairs = Pairs()
+    spell = Speller(pairs).spell
+    assert spell("abcdä") == spell("abcdä") == (("ab", "cd", "ä"), 2)
+    assert pairs.calls == 1
+    assert spell("") == ((), 0)

@@ -134,7 +134,7 @@ def test_a_tree_that_was_bound_to_a_grammar() -> None:
         np.array([-1, 0, 1, 2, 2], np.int32), np.array([0, 1, 2, 3, 3]), np.array([0, 1, 3, 5, 6])
     )
     shape = Bound(
-        [-1, 0, 1, 2, 2, 4], [0, 1, 2, 4, -1, -1], [False, False, True, False, True, True]
+        [-1, 0, 1, 2, 2, 4], [0, 1, 2, 4, -1, -1], [False, False, True, False, True, False]
     )
     tree = StoredTree.bound(proposed, shape)
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 4]
@@ -160,9 +160,12 @@ def test_a_tree_that_was_bound_to_a_grammar() -> None:
     assert trees.forced is not None
     counted = ForcedTokens(torch.device("cpu"))
     assert counted.by_source() == []
-    counted.add_step(torch.from_numpy(trees.forced), drafts, verified)
+    assert trees.columns is not None
+    columns = torch.from_numpy(trees.columns)
+    counted.add_step(columns, torch.from_numpy(trees.forced), drafts, verified)
     assert counted.by_source() == [
-        {"source": "forced by a grammar", "tried": 3, "hit": 2, "share": 2 / 3}
+        {"source": "forced by a grammar", "tried": 2, "hit": 2, "share": 1.0},
+        {"source": "likely under a grammar", "tried": 1, "hit": 0, "share": 0.0},
     ]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from finite_language import tokens_of
+from structured_answers import MERGES
 from tiny_models import add_byte_tokenizer
 
 pytest.importorskip("vllm")
@@ -181,6 +183,31 @@ def test_each_node_finds_the_end_of_thoughts_above_it(tokenizer: Any) -> None:
     assert bound.tokens[1:] == [b, END_OF_THINKING, a, END_OF_THINKING, a]
     assert bound.parents == [-1, 0, 0, 2, 1, 4]
     assert structured.grammar.validate_tokens([a, c]) == [a, c]
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
+def test_forced_texts_are_spelled_by_the_tokenizer(backend: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from drafttree.grammar import Speller, bind_tree
+    from drafttree.vllm.structured.request_matcher import RequestMatcher
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    add_byte_tokenizer(tmp_path, VOCAB, merges=MERGES)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    green, a, b = (tokenizer(text)["input_ids"] for text in ("green", "a", "b"))
+    assert len(green) == 1
+    request, manager = make_request(tokenizer, backend, "REGEX", "(a|b)green(a|b)")
+    masks = manager.backend.allocate_token_bitmask(16)
+    matcher = RequestMatcher(manager, request, Speller(tokenizer))
+    bound = bind_tree(
+        *(matcher, [0, *a, *b], [-1, 0, 0], masks), most_proposed=9, most=9, max_depth=9
+    )
+    assert bound.tokens[1:] == [*a, *green, *b, *green]
+    assert bound.parents == [-1, 0, 1, 0, 3]
+    assert bound.columns == [0, 1, -1, 2, -1]
+    assert any(bound.forced) == (backend == "guidance")  # it allows no other spelling
+    assert request.structured_output_request.grammar.validate_tokens(a + green + b) == a + green + b
 
 
 def test_a_backend_that_cannot_follow_trees_serves_without_drafts(

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from drafttree.grammar import NOTHING, Spelling
+
 VOCAB = 40
 """Tokens, which take two words of a mask."""
 
@@ -19,9 +21,11 @@ class FiniteLanguage:
     Attributes:
         accepted: The tokens accepted so far.
         filled: Number of masks that were written.
+        spellings: Spellings of what follows some of the paths.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        self.spellings: dict[tuple[int, ...], Spelling] = {}
         self._sequences = {(*sequence, END) for sequence in sequences}
         self.accepted: list[int] = []
         self.filled = 0
@@ -48,6 +52,9 @@ class FiniteLanguage:
     def fill(self, masks: torch.Tensor, row: int) -> None:
         masks[row] = mask_of(self.following(self.accepted) or {*range(VOCAB)})
         self.filled += 1
+
+    def spelling(self) -> Spelling:
+        return self.spellings.get(tuple(self.accepted), NOTHING)
 
 
 def mask_of(tokens: Iterable[int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,13 @@ TAG = {
 }
 
 
-def make_model(folder: Path) -> Path:
-    """Save a model whose tokens are bytes."""
-    return add_byte_tokenizer(make_tiny_llama(folder, sharpness=3.0))
+MERGES = [("g", "r"), ("e", "e"), ("ee", "n"), ("gr", "een"), ("o", "w"), ("l", "l"), ("e", "ll")]
+"""With these, words of `CHOICES` have several spellings."""
+
+
+def make_model(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> Path:
+    """Save a model whose tokens are bytes, and those that are merged from them."""
+    return add_byte_tokenizer(make_tiny_llama(folder, sharpness=3.0), merges=merges)
 
 
 def make_drafter(method: str, model: Path, folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,10 @@ def make_tiny_llama(
 
 
 def add_byte_tokenizer(
-    folder: Path, vocab_size: int = 512, special: dict[int, str] | None = None
+    folder: Path,
+    vocab_size: int = 512,
+    special: dict[int, str] | None = None,
+    merges: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Give a tiny model a tokenizer: beginning, end, one token for each byte, and unused tokens.
 
@@ -100,15 +104,18 @@ def add_byte_tokenizer(
         folder: The model's folder.
         vocab_size: Number of tokens.
         special: Names of some of the unused tokens.
+        merges: Pairs of tokens that are joined to one, the last of the vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     named = special or {}
-    names += [named.get(number, f"<unused{number}>") for number in range(len(names), vocab_size)]
+    unused = range(len(names), vocab_size - len(merges))
+    names += [named.get(number, f"<unused{number}>") for number in unused]
+    names += ["".join(pair) for pair in merges]
     vocabulary = {name: number for number, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer = Tokenizer(models.BPE(vocabulary, [*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(

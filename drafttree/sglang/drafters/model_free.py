@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import Drafter, ModelFreeDrafter, Target
+from drafttree.grammar import Speller
 from drafttree.method import Method
 from drafttree.sglang.grammars import BoundTrees, bind_trees
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
@@ -34,6 +35,8 @@ class ModelFreeWorker(TreeWorker):
         observe_prefill(self._runner, self._observe_prefill)
         prime_when_idle()
         self._primed = 0, 0
+        tokenizer = self._target_worker.tokenizer
+        self._speller = None if tokenizer is None else Speller(tokenizer)
         # By row of the batch, how many of the candidates for a request with a grammar are verified.
         self._to_verify: dict[int, int] = {}
 
@@ -129,6 +132,7 @@ class ModelFreeWorker(TreeWorker):
             [max(0, left[row] - 1) if row in self._to_verify else 0 for row in range(len(left))],
             self._num_draft_tokens,
             self._vocab_size,
+            self._speller,
         )
 
     def _verify(self, step: Step, output: Any) -> Verified:

@@ -96,8 +96,10 @@ class GrammarRunner(AdoptedRunner):
 
     def _count_forced(self, trees: StepTrees, drafts: DraftTree, verified: Verified) -> None:
         """Count the tokens of a step that grammars have forced."""
-        if trees.forced is not None:
-            self._forced.add_step(on_device(trees.forced, self.device), drafts, verified)
+        if trees.columns is not None:
+            forced = None if trees.forced is None else on_device(trees.forced, self.device)
+            columns = on_device(trees.columns, self.device)
+            self._forced.add_step(columns, forced, drafts, verified)
 
     def reset_drafting(self) -> None:
         """Forget everything learned, and all counts."""

@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.structured_output import StructuredOutputManager
 
-from drafttree.grammar import BoundTree, bind_tree, fill_masks
+from drafttree.grammar import BoundTree, Speller, bind_tree, fill_masks
 from drafttree.vllm.structured.request_matcher import RequestMatcher
 from drafttree.vllm.structured.shapes import Bound, Drafted, DraftedTrees, Proposals
 from drafttree.vllm.v2.hooks import check
@@ -61,6 +61,9 @@ class TreeGrammars:
         self._proposals: Proposals = {}
         self._drafted: DraftedTrees = {}
         self._bound: dict[str, BoundTree] = {}
+        # Without a tokenizer vLLM serves no request with structured output.
+        tokenizer = getattr(manager, "tokenizer", None)
+        self._speller = None if tokenizer is None else Speller(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -104,7 +107,7 @@ class TreeGrammars:
         if proposal is None:
             return spec_tokens
         self._bound[name] = tree = bind_tree(
-            RequestMatcher(self._manager, request),
+            RequestMatcher(self._manager, request, self._speller),
             [0, *spec_tokens],
             proposal.parents,
             self._buffer(name),

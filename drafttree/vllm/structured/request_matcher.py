@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drafttree.grammar.masks import ALL
+from drafttree.grammar.spelling import NOTHING, Speller, Spelling
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class RequestMatcher:
     Args:
         manager: The engine's `StructuredOutputManager`.
         request: The engine's request, whose grammar is ready.
+        speller: Spells the texts that grammars force; None if they are not asked for.
     """
 
-    def __init__(self, manager: Any, request: Any) -> None:
+    def __init__(self, manager: Any, request: Any, speller: Speller | None = None) -> None:
         self._manager = manager
         self._request = request
+        self._speller = speller
         self._grammar = request.structured_output_request.grammar
         self._path: list[int] = []
         begins = manager._get_constraint_bounds(request, []).constraint_start == 0
@@ -70,3 +73,11 @@ class RequestMatcher:
             self._grammar.fill_bitmask(masks, row)
         else:
             masks[row] = ALL
+
+    def spelling(self) -> Spelling:
+        """How the tokenizer spells the text that must follow; empty if none is known."""
+        if self._speller is None or not self._states[-1].is_bound or self._grammar.is_terminated():
+            return NOTHING
+        if type(self._grammar).__name__ == "XgrammarGrammar":
+            return self._speller.spell(self._grammar.matcher.find_jump_forward_string())
+        return NOTHING

@@ -27,8 +27,8 @@ class Bound(NamedTuple):
 
     Attributes:
         parents: The parent of each node; -1 for the root at 0.
-        columns: Each node's column in the tree that was proposed; -1 for forced tokens that were
-            not.
+        columns: Each node's column in the tree that was proposed; -1 for tokens of forced texts
+            that were not.
         forced: Whether each node is the only one that may follow its parent.
     """
 
