@@ -83,9 +83,11 @@ class Drafter:
 
     Attributes:
         max_depth: Greatest depth of a draft token; the root's depth is 0.
+        shares_texts: Whether what a request's text teaches may serve the requests after it.
     """
 
     max_depth: int
+    shares_texts: bool = False
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate per-request state; called once, before any other method.

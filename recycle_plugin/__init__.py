@@ -79,9 +79,10 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
         tables.saver = open_hot_start(tables, options.hot_start, target.model, target.logger)
     tables.fill_unknown()
     longest = target.longest_chain
+    drafter: DynamicTreeDrafter | StaticTreeDrafter
     if options.is_dynamic:
         num_draft_tokens = options.num_draft_tokens
-        return DynamicTreeDrafter(
+        drafter = DynamicTreeDrafter(
             tables,
             num_draft_tokens if longest is None else min(num_draft_tokens, longest),
             auto=options.is_adaptive and not target.sizes_trees,
@@ -90,8 +91,11 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             by_score=target.sizes_trees,
             chains=longest is not None,
         )
-    tree = options.topology
-    return StaticTreeDrafter(tables, tree if longest is None else tree.first_path(longest))
+    else:
+        tree = options.topology
+        drafter = StaticTreeDrafter(tables, tree if longest is None else tree.first_path(longest))
+    drafter.shares_texts = options.sharing == "engine" and options.hot_start is not False
+    return drafter
 
 
 def _remember(folder: Path, options: RecycleOptions, texts: Iterable[str]) -> int:

@@ -4,6 +4,7 @@ Depends on no engine and on no library of grammars: hosts adapt theirs to `Match
 """
 
 from drafttree.grammar.binding import BoundTree, bind_tree
+from drafttree.grammar.mask_memory import MaskMemory
 from drafttree.grammar.masks import allows, sole_token
 from drafttree.grammar.matcher import Matcher, Walk
 from drafttree.grammar.node_masks import fill_masks
@@ -12,6 +13,7 @@ from drafttree.grammar.spelling import NOTHING, Speller, Spelling
 __all__ = [
     "NOTHING",
     "BoundTree",
+    "MaskMemory",
     "Matcher",
     "Speller",
     "Spelling",

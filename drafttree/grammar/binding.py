@@ -2,7 +2,8 @@
 
 Nodes that the grammar forbids are dropped, so that the next best ones take their places. Where it
 leaves a single token, that token follows with certainty, and is drafted whether or not it was
-proposed. Where it leaves a single text in several tokens, the tokenizer's are drafted.
+proposed. Where it leaves a single text in several tokens, the tokenizer's are drafted, and where
+it leaves a few tokens, the one that was taken when it left the same ones before.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 
+from drafttree.grammar.mask_memory import MaskMemory
 from drafttree.grammar.masks import allows, count_allowed, sole_token
 from drafttree.grammar.matcher import Matcher, Walk
 
 NOT_PROPOSED = -1
+
+LEAST_SHARE = 0.3
+"""How probable a remembered token must be, given the node where the tokens not asked for began."""
 
 
 @dataclass
@@ -25,8 +30,7 @@ class BoundTree:
     Attributes:
         tokens: The token of each node; that of the root is not used.
         parents: The parent of each node, which comes before it; -1 for the root at 0.
-        columns: Each node's column in the tree as proposed; -1 for tokens of forced texts that were
-            not proposed.
+        columns: Each node's column in the tree as proposed; -1 for tokens that were not proposed.
         forced: Whether each node is the only one that may follow its parent.
         masks: The nodes' masks, `int32 [n, W]`.
     """
@@ -47,8 +51,9 @@ def bind_tree(
     most_proposed: int,
     most: int,
     max_depth: int,
+    memory: MaskMemory | None = None,
 ) -> BoundTree:
-    """Select the nodes of a tree that a grammar allows, and add the texts that it forces.
+    """Select the nodes of a tree that a grammar allows, and add what it makes certain or likely.
 
     Args:
         matcher: The grammar's state at the root.
@@ -59,12 +64,13 @@ def bind_tree(
         most_proposed: Greatest number of nodes that were proposed, the root not counted.
         most: Greatest number of nodes in all, the root counted.
         max_depth: Greatest depth of a node.
+        memory: What was taken where grammars left few tokens; None for no such memory.
 
     Returns:
         The tree; its masks are rows of `masks`.
     """
     bound = BoundTree()
-    binding = _Binding(matcher, tokens, parents, masks, most, max_depth, bound)
+    binding = _Binding(matcher, tokens, parents, masks, most, max_depth, memory, bound)
     with Walk(matcher, bound.parents, bound.tokens) as walk:
         binding.run(walk, most_proposed)
     bound.masks = masks[: len(bound.tokens)]
@@ -80,6 +86,7 @@ class _Binding:
         masks: torch.Tensor,
         most: int,
         max_depth: int,
+        memory: MaskMemory | None,
         bound: BoundTree,
     ) -> None:
         self._matcher = matcher
@@ -88,6 +95,7 @@ class _Binding:
         self._masks, self._rows = masks, masks.numpy()
         self._most = most
         self._max_depth = max_depth
+        self._memory = memory
         self._bound = bound
         self._depths = [0]
         # The node of each column that is taken, and the column of each proposed child.
@@ -113,16 +121,30 @@ class _Binding:
                 self._force(walk, self._add(walk, node, token, column, forced=False))
 
     def _force(self, walk: Walk, node: int | None) -> None:
-        """Add the tokens of the text that is forced after a node, one after another."""
+        """Add the tokens that are certain or likely after a node, one after another."""
+        share = 1.0
         while node is not None:
             token = sole_token(self._rows[node])
-            if token is None:
-                node = self._spell(walk, node)
-            else:
+            if token is not None:
                 node = self._follow(walk, node, token, forced=True)
+                continue
+            last = self._spell(walk, node)
+            if last == node:
+                taken = self._memory and self._memory.guess(self._rows[node])
+                if not taken or not allows(self._rows[node], taken.token):
+                    return
+                share *= taken.share
+                if share < LEAST_SHARE:
+                    return
+                last = self._follow(walk, node, taken.token, forced=False)
+            node = last
 
     def _spell(self, walk: Walk, node: int) -> int | None:
-        """Add the tokens of a text that could have other tokens too; returns the last one."""
+        """Add the tokens of a text that could have other tokens too.
+
+        Returns:
+            The last node, or the given one if there are none; None if there is no more room.
+        """
         tokens, last_bytes = self._matcher.spelling()
         at = node
         for place, token in enumerate(tokens, 1):
@@ -137,7 +159,7 @@ class _Binding:
             if below is None:
                 return None
             at = below
-        return None if at == node else at
+        return at
 
     def _follow(self, walk: Walk, node: int, token: int, *, forced: bool) -> int | None:
         """Add a token that was not asked for, which may have been proposed nonetheless."""

@@ -11,6 +11,7 @@ from finite_language import END, VOCAB, FiniteLanguage, mask_of, tokens_of
 
 from drafttree.grammar import (
     BoundTree,
+    MaskMemory,
     Speller,
     Spelling,
     allows,
@@ -111,12 +112,14 @@ def bind(
     most_proposed: int = 99,
     most: int = 99,
     max_depth: int = 99,
+    memory: MaskMemory | None = None,
 ) -> BoundTree:
     bound = bind_tree(
         *(language, tokens, parents, room(most)),
         most_proposed=most_proposed,
         most=most,
         max_depth=max_depth,
+        memory=memory,
     )
     assert language.accepted == []
     return bound
@@ -245,3 +248,44 @@ def test_texts_are_spelled_as_by_the_tokenizer() -> None:
     assert spell("abcdä") == spell("abcdä") == (("ab", "cd", "ä"), 2)
     assert pairs.calls == 1
     assert spell("") == ((), 0)
+
+
+def test_what_was_taken_under_a_mask_is_drafted_again() -> None:
+    memory = MaskMemory()
+    language = FiniteLanguage([[3, 31, 32], [5, 32, 38], [5, 31, 3]])
+    before = bind(language, [7, 5, 31], [-1, 0, 1])
+    assert before.tokens[1:] == [5, 31, 3, END]
+    masks = before.masks.numpy()
+    memory.learn_path(masks, before.tokens, before.parents, [5, 32, 38])
+    assert memory.guess(masks[0]) == (5, 0, 0)
+    assert memory.guess(masks[1]) == (32, 0, 0)  # the path leaves the tree after it
+    bound = bind(language, [7], [-1], memory=memory)
+    # Nothing is as probable as 0.3 after two tokens of one half each.
+    assert bound.tokens == [0, 5]
+    assert bound.forced == [False, False]
+    for _ in range(3):
+        memory.learn_path(masks, before.tokens, before.parents, [5, 32, 38])
+    assert memory.guess(masks[0]) == (5, 3, 3)
+    assert bind(language, [7], [-1], memory=memory).tokens[1:] == [5, 32, 38, END]
+    for token in (3, 5, 3):
+        memory.learn(masks[0], token)
+    assert memory.guess(masks[0]) == (3, 6, 3)
+    assert bind(language, [7], [-1], memory=memory).tokens[1:] == [3, 31, 32, END]
+
+
+def test_masks_of_free_text_are_not_remembered() -> None:
+    """Those that allow more than one token in 32."""
+    memory = MaskMemory()
+    for tokens in ({3, 5}, {3, 5, 38}):
+        mask = mask_of(tokens).numpy()
+        memory.learn(mask, 3)
+        assert (memory.guess(mask) is None) == (len(tokens) > 2)
+
+
+def test_the_oldest_mask_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafttree.grammar.mask_memory.MOST_MASKS", 2)
+    memory = MaskMemory()
+    masks = [mask_of({token}).numpy() for token in (3, 5, 7)]
+    for mask in (masks[0], masks[1], masks[0], masks[2]):
+        memory.learn(mask, 3)
+    assert [memory.guess(mask) is None for mask in masks] == [False, True, False]

@@ -210,6 +210,29 @@ def test_forced_texts_are_spelled_by_the_tokenizer(backend: str, tmp_path: Path)
     assert request.structured_output_request.grammar.validate_tokens(a + green + b) == a + green + b
 
 
+def test_what_followed_a_mask_is_remembered(tokenizer: Any) -> None:
+    """For other requests too, until the number of the memory changes."""
+    from drafttree.vllm.structured.grammars import TreeGrammars
+    from drafttree.vllm.structured.shapes import Proposal
+
+    first, manager = make_request(tokenizer, "xgrammar", "REGEX", "a(b|c)a")
+    a, b = tokenizer("ab")["input_ids"]
+    ours = TreeGrammars(manager, 7)
+
+    def drafts(request: Any, memory: int | None) -> list[int]:
+        ours.propose({"a": Proposal([-1], 0, 8, 9, memory)})
+        return ours.validate_tokens(request, [])
+
+    assert drafts(first, 0) == [a]
+    first.all_token_ids += [a, b]
+    first.structured_output_request.grammar.accept_tokens("a", [a, b])
+    assert drafts(first, 0) == [a, tokenizer.eos_token_id]
+    ours.forget(["a"])
+    second, _ = make_request(tokenizer, "xgrammar", "REGEX", "a(b|c)a")
+    assert drafts(second, 0) == [a, b, a, tokenizer.eos_token_id]
+    assert drafts(second, None) == drafts(second, 1) == [a]
+
+
 def test_a_backend_that_cannot_follow_trees_serves_without_drafts(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ class GrammarRunner(AdoptedRunner):
         self._grammar_bound: set[str] = set()
         self._no_bound_drafts = self._why_no_bound_drafts()
         self._forced = ForcedTokens(self.device)
+        self._resets = 0
 
     def _why_no_bound_drafts(self) -> str | None:
         """Why requests with a grammar are served without drafts; None if they are not."""
@@ -87,7 +88,9 @@ class GrammarRunner(AdoptedRunner):
         """The shape of a request's tree, of which `most_proposed` draft tokens are verified."""
         parents = self._stored[name].parents.tolist()
         most = min(share, 1 + self.num_spec_tokens)
-        return Proposal(parents, most_proposed, most, max(self._tokens_left(name) - 1, 0))
+        depth = max(self._tokens_left(name) - 1, 0)
+        memory = self._resets if self._drafter.shares_texts else None
+        return Proposal(parents, most_proposed, most, depth, memory)
 
     def _take_bound(self, scheduler_output: SchedulerOutput) -> None:
         """Take the shapes of the trees that the scheduler has bound to grammars."""
@@ -104,6 +107,7 @@ class GrammarRunner(AdoptedRunner):
     def reset_drafting(self) -> None:
         """Forget everything learned, and all counts."""
         super().reset_drafting()
+        self._resets += 1
         self._forced = ForcedTokens(self.device)
 
     def acceptance(self) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.structured_output import StructuredOutputManager
 
-from drafttree.grammar import BoundTree, Speller, bind_tree, fill_masks
+from drafttree.grammar import BoundTree, MaskMemory, Speller, bind_tree, fill_masks
 from drafttree.vllm.structured.request_matcher import RequestMatcher
-from drafttree.vllm.structured.shapes import Bound, Drafted, DraftedTrees, Proposals
+from drafttree.vllm.structured.shapes import Bound, Drafted, DraftedTrees, Proposal, Proposals
 from drafttree.vllm.v2.hooks import check
 
 # A child of vLLM's logger: other loggers are not printed.
@@ -61,6 +61,9 @@ class TreeGrammars:
         self._proposals: Proposals = {}
         self._drafted: DraftedTrees = {}
         self._bound: dict[str, BoundTree] = {}
+        # How many tokens each request had when its tree was bound.
+        self._lengths: dict[str, int] = {}
+        self._memory, self._memory_number = MaskMemory(), 0
         # Without a tokenizer vLLM serves no request with structured output.
         tokenizer = getattr(manager, "tokenizer", None)
         self._speller = None if tokenizer is None else Speller(tokenizer)
@@ -90,6 +93,7 @@ class TreeGrammars:
         for name in names:
             self._bound.pop(name, None)
             self._buffers.pop(name, None)
+            self._lengths.pop(name, None)
 
     def validate_tokens(self, request: Any, spec_tokens: list[int]) -> list[int]:
         """The draft tokens to verify, from the most to the least probable one.
@@ -97,7 +101,7 @@ class TreeGrammars:
         They are those of a tree that the grammar allows, if its shape was proposed.
         """
         name = request.request_id
-        self._bound.pop(name, None)
+        before = self._bound.pop(name, None)
         if not request.use_structured_output or name not in self._proposals:
             validated: list[int] = self._manager.validate_tokens(request, spec_tokens)
             return validated
@@ -106,6 +110,11 @@ class TreeGrammars:
         proposal = self._proposals[name]
         if proposal is None:
             return spec_tokens
+        memory = self._memory_of(proposal)
+        if memory is not None and before is not None:
+            text = request.all_token_ids[self._lengths[name] :]
+            memory.learn_path(before.masks.numpy(), before.tokens, before.parents, text)
+        self._lengths[name] = len(request.all_token_ids)
         self._bound[name] = tree = bind_tree(
             RequestMatcher(self._manager, request, self._speller),
             [0, *spec_tokens],
@@ -114,8 +123,17 @@ class TreeGrammars:
             most_proposed=proposal.most_proposed,
             most=min(proposal.most, self._rows),
             max_depth=proposal.max_depth,
+            memory=memory,
         )
         return tree.tokens[1:]
+
+    def _memory_of(self, proposal: Proposal) -> MaskMemory | None:
+        """The memory of masks that a request's tree may use."""
+        if proposal.memory is None:
+            return None
+        if proposal.memory != self._memory_number:
+            self._memory, self._memory_number = MaskMemory(), proposal.memory
+        return self._memory
 
     def grammar_bitmask(
         self,

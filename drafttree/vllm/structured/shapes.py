@@ -14,12 +14,15 @@ class Proposal(NamedTuple):
         most_proposed: Greatest number of these nodes to verify, the root not counted.
         most: Greatest number of nodes in all, the root counted.
         max_depth: Greatest depth of a node.
+        memory: Number of the memory of masks, which is emptied when the number changes; None if
+            nothing of a request's text may serve another.
     """
 
     parents: Sequence[int]
     most_proposed: int
     most: int
     max_depth: int
+    memory: int | None = None
 
 
 class Bound(NamedTuple):
@@ -27,8 +30,8 @@ class Bound(NamedTuple):
 
     Attributes:
         parents: The parent of each node; -1 for the root at 0.
-        columns: Each node's column in the tree that was proposed; -1 for tokens of forced texts
-            that were not.
+        columns: Each node's column in the tree that was proposed; -1 for tokens that
+            were not.
         forced: Whether each node is the only one that may follow its parent.
     """
 
