@@ -12,6 +12,7 @@ from random_prompts import some_prompts
 from structured_answers import (
     CHOICES,
     EBNF,
+    MERGES,
     PATTERN,
     SCHEMA,
     TAG,
@@ -96,6 +97,21 @@ def test_answers_equal_plain_decoding(
     assert forced["source"] == "forced by a grammar"
     assert forced["hit"] == forced["tried"] > 0
     assert "served without drafts" not in log
+
+
+@pytest.mark.full
+def test_forced_texts_are_drafted(tmp_path: Path) -> None:
+    """The model spells some as its tokenizer does, and others in another way."""
+    model = make_model(tmp_path, MERGES)
+    settings = [GREEDY, *(SEEDED | {"seed": seed} for seed in range(5))]
+    bound = {"structured": {"regex": "((a|b)green(a|b)yellow){2,4}"}}
+    case = Case(some_prompts(6, 3, 40), [each | bound for each in settings], rounds=2)
+    (without,), _ = run_vllm(model, [case], **ENGINE)
+    (with_trees,), _ = run_vllm(model, [case], RECYCLE, **ENGINE)
+    assert with_trees.tokens == without.tokens
+    sources = {each["source"]: each for each in with_trees.accepted["sources"]}
+    spelled = sources["likely under a grammar"]
+    assert 0 < spelled["hit"] < spelled["tried"]
 
 
 @pytest.mark.full
