@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from drafttree.sglang.grammars import follows_trees
-from drafttree.transfer import AsyncHostCopy
+from drafttree.transfer import AsyncHostCopy, all_on_device
 from drafttree.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ class RequestStates:
             len(request.origin_input_ids) + request.sampling_params.max_new_tokens
             for request in requests
         ]
-        self.limits[slots] = torch.tensor(limits, device=self.limits.device)
         drafting = [may_draft(request) for request in requests]
-        self.drafting[slots] = torch.tensor(drafting, device=self.drafting.device)
+        arrays = np.array(limits, np.int64), np.array(drafting, np.bool_)
+        self.limits[slots], self.drafting[slots] = all_on_device(arrays, self.limits.device)
 
 
 def may_draft(request: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
@@ -22,6 +23,7 @@ from drafttree.tensor_parallel import (
     is_drafting_rank,
     prime_ranks,
 )
+from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 
 
@@ -111,7 +113,7 @@ class ModelFreeWorker(TreeWorker):
         asked = roots.masked_fill(~drafting, -1)
         bound = [row for row, each in enumerate(batch.reqs) if is_drafted_bound(each)]
         if bound and drafts_alone(self._group):
-            places = torch.tensor(bound, device=self._device)
+            places = on_device(np.array(bound, np.int64), self._device)
             trees, verified = self.drafter.propose_candidates(slots, asked, places)
             self._to_verify = dict(zip(bound, verified.tolist(), strict=True))
         else:
