@@ -15,7 +15,7 @@ from tree_kernels.attention_variant import AttentionVariant
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from gpu_compiler import MOST_SHARED, Compiled, compile_only, stack_bytes
+from gpu_compiler import MOST_SHARED, Compiled, compile_only, usage
 
 CASES = {name: case for name, case in bench_kernels.KERNELS.items() if "cuda" in case.devices}
 
@@ -28,8 +28,9 @@ def check_fits(compiled: Compiled, capability: int) -> None:
     """Check that there are kernels, and that each fits into a GPU's registers and shared memory."""
     assert compiled.kernels
     for name, kernel in zip(compiled.names, compiled.kernels, strict=True):
+        assert kernel.metadata.target.arch == capability
         assert kernel.metadata.shared <= MOST_SHARED[capability]
-        assert stack_bytes(kernel) <= SPILLS.get((name, capability), 0), name
+        assert usage(kernel).stack <= SPILLS.get((name, capability), 0), name
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)

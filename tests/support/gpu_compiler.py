@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import triton
@@ -27,13 +27,14 @@ class _Driver:
     """The parts of a driver that the compiler uses."""
 
     def __init__(self, capability: int) -> None:
-        self._target = GPUTarget("cuda", capability, 32)
+        self._capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return self._target
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        # Compiled kernels are kept by device, so each capability is a device of its own.
+        return self._capability
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -56,16 +57,29 @@ class Compiled:
         return len({id(kernel) for kernel in self.kernels})
 
 
-def stack_bytes(kernel: Any) -> int:
-    """Bytes of stack that each thread of a compiled kernel uses, for registers that it spills."""
+class Usage(NamedTuple):
+    """What each thread of a compiled kernel uses.
+
+    Attributes:
+        registers: Number of registers.
+        stack: Bytes of stack, for registers that it spills.
+    """
+
+    registers: int
+    stack: int
+
+
+def usage(kernel: Any) -> Usage:
+    """What each thread of a compiled kernel uses."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
+        printed = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return int(re.findall(r"STACK:(\d+)", usage)[-1])
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", printed)[-1]
+    return Usage(int(registers), int(stack))
 
 
 @contextmanager
