@@ -57,7 +57,7 @@ The Triton kernels of `tree_kernels`, each at the first size that
 `scripts/benchmarks/bench_kernels.py` times. Nothing in this table was measured: drafttree has not
 run on a GPU. Registers and shared memory are what Triton {triton}'s compiler says; none spills.
 Occupancy is computed from them: how many of a multiprocessor's {warps} warps can be resident.
-The floor is that of the whole operation: what it must read and write, each once, at the data sheet's
+The floor is the whole operation's: what it must read and write, each once, at the data sheet's
 bandwidth of the 80 GB SXM modules ({bandwidths} TB/s). A launch takes some microseconds more, and
 most floors are below that. `scripts/benchmarks/kernel_table.py` writes the table.
 
