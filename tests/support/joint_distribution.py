@@ -1,8 +1,9 @@
-"""The joint distribution of the first three tokens that a small model samples after a prompt."""
+"""The joint distribution of the first tokens that a small model samples after a prompt."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -33,13 +34,48 @@ def exact_joint(
     }
 
 
+def bound_joint(model: Path, prompt: list[int], answers: Iterable[Sequence[int]]) -> Joint:
+    """The probability of each of the answers at temperature 1, if there are no others.
+
+    At each position the probabilities of the tokens that may follow add up to 1. No answer may be
+    the beginning of another one, so they have their end with them.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    following: dict[tuple[int, ...], set[int]] = {}
+    for answer in answers:
+        for size, token in enumerate(answer):
+            following.setdefault(tuple(answer[:size]), set()).add(token)
+    joint: Joint = {}
+    begun: Joint = {(): 1.0}
+    while begun:
+        beginning, share = begun.popitem()
+        if beginning not in following:
+            joint[beginning] = share
+            continue
+        with torch.no_grad():
+            logits = network(torch.tensor([[*prompt, *beginning]])).logits[0, -1].double()
+        tokens = sorted(following[beginning])
+        for token, each in zip(tokens, logits[tokens].softmax(0).tolist(), strict=True):
+            begun[*beginning, token] = share * each
+    return joint
+
+
 def p_value(answers: list[list[int]], joint: Joint) -> float:
-    """P-value of a chi-square test, in which cells expected fewer than 5 times are merged."""
+    """P-value of a chi-square test, in which cells expected fewer than 5 times are merged.
+
+    It is 0 if there are answers that cannot be.
+    """
     import numpy as np
     from scipy.stats import chisquare
 
     requests = len(answers)
-    counts = Counter(tuple(tokens[:3]) for tokens in answers)
+    length = max(map(len, joint))
+    counts = Counter(tuple(tokens[:length]) for tokens in answers)
+    if not counts.keys() <= joint.keys():
+        return 0.0
     large = [cell for cell, probability in joint.items() if probability * requests >= 5]
     observed = np.array([counts[cell] for cell in large], float)
     expected = np.array([joint[cell] for cell in large]) * requests
