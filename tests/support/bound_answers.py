@@ -1,4 +1,4 @@
-"""Calls of a tool over OpenAI's API."""
+"""Calls of a tool and JSON objects over OpenAI's API."""
 
 from __future__ import annotations
 
@@ -59,3 +59,34 @@ def called_arguments(client: OpenAI, max_tokens: int, extra: dict[str, Any]) -> 
     ]
     assert json.loads("".join(pieces)) == json.loads(called.function.arguments)
     return called.function.arguments
+
+
+def object_answer(client: OpenAI, max_tokens: int, extra: dict[str, Any]) -> str:
+    """A model's answer to a request for any JSON object, the same whole and streamed.
+
+    Args:
+        client: A client of the server.
+        max_tokens: Most tokens of the answer, which must end before.
+        extra: Further keys of the request.
+    """
+    question = 'Answer in JSON, like {"name": "Rome", "country": "Italy"}: where is Oslo?'
+    request: dict[str, Any] = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": question}],
+        "response_format": {"type": "json_object"},
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "extra_body": extra,
+    }
+    (choice,) = client.chat.completions.create(**request).choices
+    assert choice.finish_reason == "stop", choice
+    answer = choice.message.content
+    assert answer is not None
+    assert isinstance(json.loads(answer), dict)
+    pieces = [
+        each.delta.content or ""
+        for piece in client.chat.completions.create(**request, stream=True)
+        for each in piece.choices
+    ]
+    assert "".join(pieces) == answer
+    return answer
