@@ -61,11 +61,13 @@ def ask(server: str, question: str, bias: float, max_tokens: int, **more: Any) -
         "temperature": 0,
         "max_tokens": max_tokens,
         "logit_bias": {str(END_OF_THINKING): bias},
+        # The tokenizer's mark for the end of the thoughts is special, and the parser reads it.
+        "skip_special_tokens": False,
         **more,
     }
     answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120).json()
     message = answer["choices"][0]["message"]
-    return message["reasoning_content"] or "", message["content"] or ""
+    return message["reasoning_content"] or "", (message["content"] or "").removesuffix("</s>")
 
 
 def accepted(server: str) -> int:
