@@ -17,6 +17,8 @@ pytestmark = pytest.mark.full
 THINK, END_OF_THINKING = 258, 259
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}<think>"
 QUESTIONS = ["Where is it?", "How many days?", "Which one is it, and why?", "Say it.", "green", "?"]
+BIASES = (2.0, 4.0, 6.0)
+"""What is added to the logit of the token that ends the thoughts: they end later or sooner."""
 FORMS: dict[str, dict[str, Any]] = {
     "a regex": {"regex": PATTERN},
     "a schema": {
@@ -80,7 +82,11 @@ def test_answers_are_those_without_drafts(form: str, server: str) -> None:
 
     def answers(*, drafted: bool) -> list[tuple[str, str]]:
         switch = {"custom_params": {"drafttree": drafted}}
-        return [ask(server, each, 6.0, 160, **FORMS[form], **switch) for each in QUESTIONS]
+        return [
+            ask(server, question, bias, 160, **FORMS[form], **switch)
+            for bias in BIASES
+            for question in QUESTIONS
+        ]
 
     before = accepted(server)
     plain = answers(drafted=False)
