@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from joint_distribution import Joint, bound_joint, p_value
 from structured_answers import CHOICES, make_model, tokens_of
-from v2_on_cpu import check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 
 pytestmark = pytest.mark.full
 
 PROMPT = [5, 9, 30]
 END = 1
-REQUESTS = {"v1": 2_000, "v2": 1_000}
-"""On V2 each row of logits takes a millisecond in Triton's interpreter."""
+REQUESTS = 2_000
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0}
 LETTERS = SAMPLED | {"max_tokens": 4, "structured": {"regex": "[a-d][ab][a-d]{3}"}}
@@ -45,13 +43,12 @@ def words(model: Path) -> Joint:
     return bound_joint(model, PROMPT, [[*tokens_of(text), END] for text in CHOICES])
 
 
-def serve(model: Path, requests: int, runner: str = "v1", **more: Any) -> list[Answer]:
+def serve(model: Path, **more: Any) -> list[Answer]:
     """Answers to both grammars, without seeds of their own, so drawn from the engine's."""
-    answers, log = run_vllm(
+    answers, _ = run_vllm(
         model,
-        [Case([PROMPT] * requests, each) for each in (LETTERS, WORDS)],
+        [Case([PROMPT] * REQUESTS, each) for each in (LETTERS, WORDS)],
         {"method": "token_recycling", "nodes": 7, "memory": 0},
-        environment=for_runner(runner),
         timeout=900,
         skip_tokenizer_init=False,
         max_num_seqs=64,
@@ -60,7 +57,6 @@ def serve(model: Path, requests: int, runner: str = "v1", **more: Any) -> list[A
         structured_outputs_config={"backend": "xgrammar"},
         **more,
     )
-    check_runner(runner, log)
     return answers
 
 
@@ -68,20 +64,17 @@ def texts_of(answer: Answer) -> list[list[int]]:
     return [tokens for (tokens,) in answer.tokens]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_samples_follow_the_distribution(
-    runner: str, model: Path, letters: Joint, words: Joint
-) -> None:
-    answers = serve(model, REQUESTS[runner], runner)
+def test_samples_follow_the_distribution(model: Path, letters: Joint, words: Joint) -> None:
+    answers = serve(model)
     for answer, joint in zip(answers, (letters, words), strict=True):
         assert p_value(texts_of(answer), joint) > 0.001
         assert answer.counters["accepted_tokens"] > 0
     assert answers[0].counters["non_first_child_accepted"] > 0
-    assert len([share for share in letters.values() if share * REQUESTS[runner] >= 5]) > 20
+    assert len([share for share in letters.values() if share * REQUESTS >= 5]) > 20
 
 
 def test_the_masks_of_roots_are_found(model: Path, letters: Joint) -> None:
     """Negative control: each node gets the mask of its root, and answers still have their form."""
-    answers = serve(model, REQUESTS["v1"], planted_fault="root's grammar")
+    answers = serve(model, planted_fault="root's grammar")
     assert answers[0].counters["accepted_tokens"] > 0
     assert p_value(texts_of(answers[0]), letters) < 1e-6
