@@ -20,7 +20,7 @@ from drafttree.grammar.matcher import Matcher, Walk
 NOT_PROPOSED = -1
 
 LEAST_SHARE = 0.3
-"""How probable a remembered token must be, given the node where the tokens not asked for began."""
+"""Least estimated probability of a chain of remembered tokens; no further token is added below."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ class _Binding:
         return at
 
     def _follow(self, walk: Walk, node: int, token: int, *, forced: bool) -> int | None:
-        """Add a token that was not asked for, which may have been proposed nonetheless."""
+        """Add a token that the grammar suggests, which the drafter may have proposed too."""
         column = self._proposed.get((self._bound.columns[node], token), NOT_PROPOSED)
         return self._add(walk, node, token, column, forced=forced)
 

@@ -20,8 +20,8 @@ class Taken(NamedTuple):
 
     Attributes:
         token: The last token that was taken.
-        tried: How often another token had been taken before.
-        hit: How often it was the same one.
+        tried: How often the mask occurred again after the first time.
+        hit: How often the token was then the same as the time before.
     """
 
     token: int

@@ -99,7 +99,7 @@ def test_what_waits_for_nothing_is_let_through(gpu: Gpu, what: str) -> None:
         FREE[what](it)
 
 
-def test_values_that_have_not_arrived_are_rubbish(gpu: Gpu) -> None:
+def test_values_that_have_not_arrived_are_garbage(gpu: Gpu) -> None:
     first = AsyncHostCopy.of(counts())
     second = AsyncHostCopy.of(counts().float())
     assert not set(first.values.tolist()) & set(COUNTS.tolist())

@@ -23,35 +23,20 @@ from scripts.experiments.rsd.acceptance import (
 )
 from scripts.experiments.rsd.drawing import (
     best_tree,
-    chains_of,
     greedy_beam,
     greedy_branches,
     independent_chains,
 )
+from scripts.experiments.rsd.positions import Rule, best_chain, block, walked
 from scripts.experiments.rsd.rsd_expectation import (
-    Acceptance,
     Children,
     Distributions,
     Stop,
     expected_tokens,
-    walk,
 )
 from scripts.experiments.rsd.traversal import traversal
 
-Verify = Callable[[Children, Distributions, Distributions], list[Stop]]
 LENGTH = 2
-
-
-def walked(accept: Acceptance) -> Verify:
-    return lambda children, target, draft: walk(children, target, draft, accept)
-
-
-def block(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
-    return blocks.verify_block(*chains_of(children), target, draft)
-
-
-def best_chain(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
-    return blocks.verify_best_chain(chains_of(children), target, draft)
 
 
 def chains(width: int, length: int = LENGTH) -> Callable[[Distributions], Law]:
@@ -78,7 +63,7 @@ def best(width: int) -> Callable[[Distributions], Law]:
     return lambda draft: every_drawing(lambda draw: best_tree(draft, width, LENGTH))
 
 
-RULES: dict[str, tuple[Callable[[Distributions], Law], Verify, int]] = {
+RULES: dict[str, tuple[Callable[[Distributions], Law], Rule, int]] = {
     "recursive rejection, chain": (branching(1, 1), walked(recursive_rejection), 3),
     "recursive rejection, branching": (branching(2, 2), walked(recursive_rejection), 3),
     "recursive rejection, beam": (beam(2), walked(recursive_rejection), 3),
@@ -112,7 +97,7 @@ RULES: dict[str, tuple[Callable[[Distributions], Law], Verify, int]] = {
 """How trees are drawn, how they are verified, and the size of the vocabulary."""
 
 
-def error(case: str, law: Callable[[Distributions], Law], verify: Verify, vocab: int) -> float:
+def error(case: str, law: Callable[[Distributions], Law], verify: Rule, vocab: int) -> float:
     """The largest difference between the law of the emitted tokens and the target's."""
     target = enumerated_steps.model(case, vocab, 0, draft=False)
     draft = enumerated_steps.model(case, vocab, 0, draft=True)
@@ -132,7 +117,7 @@ def test_a_step_emits_the_target(name: str, case: str) -> None:
     assert error(case, *RULES[name]) < 1e-12
 
 
-def from_the_target(verify: Verify) -> Verify:
+def from_the_target(verify: Rule) -> Rule:
     """A fault: after a rejection, the next token is drawn from the target's own distribution."""
     return lambda children, target, draft: [
         replace(stop, residual=None) for stop in verify(children, target, draft)
@@ -162,7 +147,7 @@ def as_the_only_chain(
     return blocks.verify_block(winner, target, draft)
 
 
-FAULTS: dict[str, tuple[Callable[[Distributions], Law], Verify]] = {
+FAULTS: dict[str, tuple[Callable[[Distributions], Law], Rule]] = {
     "a chosen tree verified as if it were drawn": (best(2), walked(recursive_rejection)),
     "a greedily drawn one verified as if all were drawn": (
         greedy(2, 1),
@@ -184,7 +169,7 @@ def test_a_rule_for_other_trees_is_found(name: str) -> None:
     assert error("random", *FAULTS[name], 3) > 1e-3
 
 
-def mean_tokens(case: str, law: Callable[[Distributions], Law], verify: Verify) -> float:
+def mean_tokens(case: str, law: Callable[[Distributions], Law], verify: Rule) -> float:
     """The expected tokens per step over all trees."""
     target = enumerated_steps.model(case, 3, 0, draft=False)
     draft = enumerated_steps.model(case, 3, 0, draft=True)

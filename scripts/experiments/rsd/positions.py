@@ -41,28 +41,31 @@ Rule = Callable[[Children, Distributions, Distributions], list[Stop]]
 """`(tree, target, draft) -> stops`: how a step can end."""
 
 
-def _walked(accept: Acceptance) -> Rule:
+def walked(accept: Acceptance) -> Rule:
+    """A rule that accepts one of the children of each node."""
     return lambda children, target, draft: walk(children, target, draft, accept)
 
 
-def _block(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
-    return verify_block(*(chains_of(children)), target, draft)
+def block(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
+    """Block verification of a chain."""
+    return verify_block(*chains_of(children), target, draft)
 
 
-def _best_chain(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
+def best_chain(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
+    """Block verification of the best of several chains."""
     return verify_best_chain(chains_of(children), target, draft)
 
 
 RULES: dict[str, dict[str, Rule]] = {
-    "SD": {"SD": _walked(recursive_rejection), "Block": _block},
-    "RSD-S": {"RSD-S": _walked(recursive_rejection), "Traversal-S": traversal},
-    "RSD-C": {"RSD-C": _walked(recursive_rejection), "Traversal-C": traversal},
-    "SpecTr": {"SpecTr": _walked(k_sequential), "GBV": _best_chain},
-    "Top-S": {"Top-S": _walked(target_draw)},
-    "Top-C": {"Top-C": _walked(target_draw)},
-    "Best": {"Best": _walked(target_draw)},
-    "Greedy-S": {"Greedy-S": _walked(greedy_drafting)},
-    "Greedy-C": {"Greedy-C": _walked(greedy_drafting)},
+    "SD": {"SD": walked(recursive_rejection), "Block": block},
+    "RSD-S": {"RSD-S": walked(recursive_rejection), "Traversal-S": traversal},
+    "RSD-C": {"RSD-C": walked(recursive_rejection), "Traversal-C": traversal},
+    "SpecTr": {"SpecTr": walked(k_sequential), "GBV": best_chain},
+    "Top-S": {"Top-S": walked(target_draw)},
+    "Top-C": {"Top-C": walked(target_draw)},
+    "Best": {"Best": walked(target_draw)},
+    "Greedy-S": {"Greedy-S": walked(greedy_drafting)},
+    "Greedy-C": {"Greedy-C": walked(greedy_drafting)},
 }
 """The methods by the way in which their trees are drawn."""
 

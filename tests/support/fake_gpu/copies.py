@@ -51,9 +51,9 @@ class Copies:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def start_out(self, target: torch.Tensor, source: torch.Tensor, where: str) -> None:
-        """Start a copy to pinned memory, which holds rubbish until it is waited for."""
+        """Start a copy to pinned memory, which holds garbage until it is waited for."""
         self._out.append(_Copy(target, source.to(target.dtype, copy=True), where))
-        _fill_with_rubbish(target)
+        _fill_with_garbage(target)
 
     def start_in(self, source: torch.Tensor, where: str) -> None:
         """Start a copy from pinned memory, which must not change until something is waited for."""
@@ -87,7 +87,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*both)
 
 
-def _fill_with_rubbish(tensor: torch.Tensor) -> None:
+def _fill_with_garbage(tensor: torch.Tensor) -> None:
     if tensor.dtype == torch.bool:
         tensor.logical_not_()
     elif tensor.is_floating_point():
