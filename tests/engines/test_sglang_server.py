@@ -11,8 +11,9 @@ import httpx
 import pytest
 from bound_answers import called_arguments, object_answer
 from openai import OpenAI
+from server_process import is_up
 from sglang_runs import Case, run_sglang
-from sglang_server import counters_of, is_up, serving
+from sglang_server import counters_of, serving
 
 MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
 TOKENS = 48

@@ -6,10 +6,8 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import httpx
 import pytest
 from bound_answers import called_arguments, object_answer
 from openai import OpenAI
+from server_process import free_port, wait_until_up
 from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT, Case, run_vllm
 
@@ -36,9 +35,7 @@ def server(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     runner = request.param
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     command = [
         *(sys.executable, *PROGRAMS[runner]),
@@ -55,23 +52,12 @@ def server(
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 240
-        while not is_up(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(1)
+        wait_until_up(address, process, log)
         check_runner(runner, log.read_text())
         yield address
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def is_up(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def metric(address: str, name: str) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_process import free_port
 from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
@@ -88,13 +88,6 @@ def test_training_starts_from_another_drafter(target: Path, data: Path, tmp_path
     assert train(target, data, out, *more, "--start", str(first)).exit_code == 0
     assert losses(out)[0] < 0.95 * losses(first)[0]
     assert load(out, target).config == load(first, target).config
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Path) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from server_process import free_port, wait_until_up
 from sglang_runs import environment
 
 
@@ -31,9 +30,7 @@ def serving(model: Path, options: dict[str, Any], folder: Path, *arguments: str)
     Returns:
         The server's address.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "log"
     command = [
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)),
@@ -52,11 +49,7 @@ def serving(model: Path, options: dict[str, Any], folder: Path, *arguments: str)
         )
     address = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 240
-        while not is_up(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(1)
+        wait_until_up(address, process, log)
         yield address
         process.send_signal(signal.SIGTERM)
         # After a signal SGLang's exit status may be that of the signal.
@@ -66,14 +59,6 @@ def serving(model: Path, options: dict[str, Any], folder: Path, *arguments: str)
     finally:
         if process.poll() is None:
             process.kill()
-
-
-def is_up(address: str) -> bool:
-    """Whether a server answers."""
-    try:
-        return httpx.get(f"{address}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def counters_of(address: str) -> dict[str, int]:
