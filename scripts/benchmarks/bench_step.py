@@ -1,5 +1,5 @@
 """Breaks the time of a decode step into parts: the target's forward, drafting, verification,
-learning, KV moves, and the rest of the engine.
+learning, grammars, KV moves, and the rest of the engine.
 
     .venv-vllm/bin/python scripts/benchmarks/bench_step.py MODEL --engine vllm --output step.json
 
@@ -16,6 +16,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -31,8 +32,8 @@ from drafttree.bench.machine import model_name, processor_name
 from drafttree.bench.prompts import default_prompts_path, load_prompts
 from drafttree.bench.protocol import EngineSpec, Request
 
-PARTS = ("forward", "draft", "verify", "learn", "move", "prepare", "engine")
-"""Parts in the order of the paper's figure 4, then the rest of the engine."""
+PARTS = ("forward", "draft", "verify", "learn", "move", "grammar", "prepare", "engine")
+"""Parts in the order of the paper's figure 4, then grammars, and the rest of the engine."""
 
 
 def _wait() -> None:
@@ -109,6 +110,9 @@ def watch_vllm(engine: Any, clock: StepClock) -> None:
     if hasattr(runner, "_drafter"):
         clock.watch(runner._drafter, "observe", "learn")
         clock.watch(runner._drafter, "on_verified", "learn")
+    grammars = core.engine_core.engine_core.scheduler.structured_output_manager
+    for name in ("validate_tokens", "grammar_bitmask", "accept_tokens"):
+        clock.watch(grammars, name, "grammar")
 
 
 def watch_sglang(engine: Any, clock: StepClock) -> None:
@@ -145,16 +149,22 @@ def make(engine: str, spec: EngineSpec) -> Any:
     return SglangEngine(spec)
 
 
-def measured(name: str, engine: str, spec: EngineSpec, requests: list[Request]) -> dict[str, Any]:
+def measured(
+    name: str, engine: str, spec: EngineSpec, batches: list[list[Request]]
+) -> dict[str, Any]:
     """Measure a setting: median times of decode steps and their parts, in milliseconds."""
     made = make(engine, spec)
-    made.generate(requests)
+    made.generate(batches[0])
     clock = StepClock()
     (watch_vllm if engine == "vllm" else watch_sglang)(made, clock)
-    answers = made.generate(requests)
-    # The steps of the prefills come first.
-    steps = [step for step in clock.steps if step["forward"]]
-    steps = steps[len(steps) - max(answer.steps for answer in answers) :]
+    steps, answers = [], []
+    for requests in batches:
+        clock.steps.clear()
+        answered = made.generate(requests)
+        # The steps of the prefills come first.
+        ran = [step for step in clock.steps if step["forward"]]
+        steps += ran[len(ran) - max(answer.steps for answer in answered) :]
+        answers += answered
     whole = median(sum(step.values()) for step in steps)
     return {
         "setting": name,
@@ -174,6 +184,13 @@ def main(
         str, typer.Option(help="Draft tokens of Token Recycling; none is plain decoding.")
     ] = "80",
     batch: Annotated[int, typer.Option(help="Prompts answered together.")] = 1,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Prompts in Spec-Bench's format; by default the shipped ones."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Number of prompts; if not given, one batch of them.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
     dtype: str = "float32",
     eager: bool = False,
@@ -187,12 +204,14 @@ def main(
         str(model), dtype=dtype, eager=eager, batch_size=batch, speculative_config=options
     )
     chat = Chat(model)
-    prompts = [prompt.turns[0] for prompt in load_prompts(default_prompts_path())]
+    loaded = load_prompts(prompts or default_prompts_path())
     requests = [
-        Request(chat.render([prompts[row % len(prompts)]], []), tokens) for row in range(batch)
+        Request(chat.render([prompt.turns[0]], []), tokens, schema=prompt.schema)
+        for prompt in islice(cycle(loaded), limit or batch)
     ]
+    batches = [requests[first : first + batch] for first in range(0, len(requests), batch)]
     done = json.loads(output.read_text()) if output.exists() else []
-    row = measured(f"{engine}, {nodes} nodes", engine, spec, requests)
+    row = measured(f"{engine}, {nodes} nodes", engine, spec, batches)
     done.append(
         {
             **row,

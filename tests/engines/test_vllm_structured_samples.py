@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from joint_distribution import Joint, bound_joint, p_value
 from structured_answers import CHOICES, make_model, tokens_of
+from v2_on_cpu import check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 
 pytestmark = pytest.mark.full
@@ -43,13 +44,14 @@ def words(model: Path) -> Joint:
     return bound_joint(model, PROMPT, [[*tokens_of(text), END] for text in CHOICES])
 
 
-def serve(model: Path, **more: Any) -> list[Answer]:
-    """Answers to both grammars, without seeds of their own, so drawn from the engine's."""
-    answers, _ = run_vllm(
+def serve(model: Path, runner: str, *sampling: dict[str, Any], **more: Any) -> list[Answer]:
+    """Answers to requests without seeds of their own, so drawn from the engine's."""
+    answers, log = run_vllm(
         model,
-        [Case([PROMPT] * REQUESTS, each) for each in (LETTERS, WORDS)],
+        [Case([PROMPT] * REQUESTS, each) for each in sampling],
         {"method": "token_recycling", "nodes": 7, "memory": 0},
-        timeout=900,
+        timeout=1800,
+        environment=for_runner(runner),
         skip_tokenizer_init=False,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
@@ -57,6 +59,7 @@ def serve(model: Path, **more: Any) -> list[Answer]:
         structured_outputs_config={"backend": "xgrammar"},
         **more,
     )
+    check_runner(runner, log)
     return answers
 
 
@@ -65,7 +68,7 @@ def texts_of(answer: Answer) -> list[list[int]]:
 
 
 def test_samples_follow_the_distribution(model: Path, letters: Joint, words: Joint) -> None:
-    answers = serve(model)
+    answers = serve(model, "v1", LETTERS, WORDS)
     for answer, joint in zip(answers, (letters, words), strict=True):
         assert p_value(texts_of(answer), joint) > 0.001
         assert answer.counters["accepted_tokens"] > 0
@@ -73,8 +76,17 @@ def test_samples_follow_the_distribution(model: Path, letters: Joint, words: Joi
     assert len([share for share in letters.values() if share * REQUESTS >= 5]) > 20
 
 
-def test_the_masks_of_roots_are_found(model: Path, letters: Joint) -> None:
+def test_samples_follow_the_distribution_on_v2(model: Path, letters: Joint) -> None:
+    """The masks of trees that the scheduler learns of within the step."""
+    (answer,) = serve(model, "v2", LETTERS)
+    assert p_value(texts_of(answer), letters) > 0.001
+    assert answer.counters["accepted_tokens"] > 0
+    assert answer.counters["non_first_child_accepted"] > 0
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_the_masks_of_roots_are_found(runner: str, model: Path, letters: Joint) -> None:
     """Negative control: each node gets the mask of its root, and answers still have their form."""
-    answers = serve(model, planted_fault="root's grammar")
-    assert answers[0].counters["accepted_tokens"] > 0
-    assert p_value(texts_of(answers[0]), letters) < 1e-6
+    (answer,) = serve(model, runner, LETTERS, planted_fault="root's grammar")
+    assert answer.counters["accepted_tokens"] > 0
+    assert p_value(texts_of(answer), letters) < 1e-6
