@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import sglang
 import torch
 
@@ -19,6 +20,7 @@ from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.grammar.masks import ALL
 from drafttree.proposed import as_proposed
 from drafttree.sglang.versions import is_tested
+from drafttree.transfer import AsyncHostCopy, all_on_device, on_device
 from drafttree.tree import DraftTree, Verified
 
 WALKS = ("XGrammarGrammar", "GuidanceGrammar")
@@ -149,18 +151,18 @@ def mask_trees(requests: Sequence[Any], trees: DraftTree, vocab_size: int) -> Bo
     batch, width = trees.tokens.shape
     grammar, masks = _room(requests, batch * width, vocab_size)
     by_row = masks.view(batch, width, -1)
-    tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+    tokens, parents = _read(trees.tokens, trees.parents)
     for row, request in enumerate(requests):
         if request.grammar is not None:
             matcher = RequestMatcher(request.grammar)
             fill_masks(matcher, tokens[row], parents[row], by_row[row])
-    return BoundTrees(trees, by_row.to(trees.tokens.device, non_blocking=True), grammar)
+    return BoundTrees(trees, on_device(by_row.numpy(), trees.tokens.device), grammar)
 
 
 def bind_trees(
     requests: Sequence[Any],
     trees: DraftTree,
-    proposed: Sequence[int],
+    proposed: torch.Tensor,
     rooms: Sequence[int],
     num_draft_tokens: int,
     vocab_size: int,
@@ -171,7 +173,7 @@ def bind_trees(
     Args:
         requests: SGLang's requests, of which at least one has a grammar.
         trees: Their trees, nodes of those with a grammar from the most to the least probable one.
-        proposed: Greatest number of proposed nodes to verify, by request.
+        proposed: Greatest number of proposed nodes to verify, by request, `int32 [B]`.
         rooms: Greatest depth of a node, by request; 0 for requests that are not drafted for.
         num_draft_tokens: Greatest number of draft tokens.
         vocab_size: Size of the vocabulary.
@@ -181,44 +183,47 @@ def bind_trees(
     size = 1 + num_draft_tokens
     grammar, masks = _room(requests, batch * size, vocab_size)
     by_row = masks.view(batch, size, -1)
-    all_tokens, all_parents = trees.tokens.tolist(), trees.parents.tolist()
-    tokens, parents, columns = (
-        torch.full((batch, size), -1, dtype=dtype)
-        for dtype in (torch.int32, torch.int32, torch.int64)
+    all_tokens, all_parents, all_sizes, all_proposed = _read(
+        trees.tokens, trees.parents, trees.tree_size[:, None], proposed[:, None]
     )
-    forced = torch.zeros(batch, size, dtype=torch.bool)
-    sizes = trees.tree_size.clamp(max=size).tolist()
+    tokens, parents = np.full((2, batch, size), -1, np.int32)
+    columns = np.full((batch, size), -1, np.int64)
+    forced = np.zeros((batch, size), np.bool_)
+    sizes = np.minimum(np.array(all_sizes, np.int32)[:, 0], size)
     for row, request in enumerate(requests):
         if request.grammar is None:
             taken = min(width, size)
-            tokens[row, :taken] = torch.tensor(all_tokens[row][:taken])
-            parents[row, :taken] = torch.tensor(all_parents[row][:taken])
-            columns[row, :taken] = torch.arange(taken).masked_fill(tokens[row, :taken] < 0, -1)
+            tokens[row, :taken] = all_tokens[row][:taken]
+            parents[row, :taken] = all_parents[row][:taken]
+            columns[row, :taken] = np.where(tokens[row, :taken] < 0, -1, np.arange(taken))
             continue
         tree = bind_tree(
             RequestMatcher(request.grammar, speller),
             all_tokens[row],
             all_parents[row],
             by_row[row],
-            most_proposed=proposed[row],
+            most_proposed=all_proposed[row][0],
             most=size if rooms[row] else 1,
             max_depth=rooms[row],
         )
         sizes[row] = count = len(tree.tokens)
-        tokens[row, :count] = torch.tensor([all_tokens[row][0], *tree.tokens[1:]])
-        parents[row, :count] = torch.tensor(tree.parents)
-        columns[row, :count] = torch.tensor(tree.columns)
-        forced[row, :count] = torch.tensor(tree.forced)
-    on_device = [each.to(device, non_blocking=True) for each in (tokens, parents, columns)]
-    bound = DraftTree(on_device[0], on_device[1], torch.tensor(sizes, dtype=torch.int32).to(device))
+        tokens[row, :count] = all_tokens[row][0], *tree.tokens[1:]
+        parents[row, :count] = tree.parents
+        columns[row, :count] = tree.columns
+        forced[row, :count] = tree.forced
+    arrays = columns, tokens, parents, sizes, by_row.numpy(), forced
+    sent = all_on_device(arrays, device)
+    bound = DraftTree(sent[1], sent[2], sent[3])
     return BoundTrees(
-        bound,
-        by_row.to(device, non_blocking=True),
-        grammar,
-        on_device[2],
-        width,
-        forced.to(device, non_blocking=True) if bool(forced.any()) else None,
+        bound, sent[4], grammar, sent[0], width, sent[5] if bool(forced.any()) else None
     )
+
+
+def _read(*tensors: torch.Tensor) -> list[list[list[int]]]:
+    """The rows of `int32 [B, n]` tensors on the host, which waits for them, in one copy."""
+    rows = AsyncHostCopy.of(torch.cat(tensors, 1)).wait().numpy()
+    ends = np.cumsum([each.shape[1] for each in tensors])
+    return [each.tolist() for each in np.split(rows, ends[:-1], 1)]
 
 
 def _room(requests: Sequence[Any], rows: int, vocab_size: int) -> tuple[Any, torch.Tensor]:

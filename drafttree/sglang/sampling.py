@@ -22,18 +22,9 @@ from tree_kernels.adjacency import top_candidates
 
 from drafttree.drafter import AcceptanceRule
 from drafttree.sglang.acceptance_sampler import AcceptanceSampler
-from drafttree.sglang.penalties import has_penalties
-from drafttree.sglang.state import Step
+from drafttree.sglang.state import Step, asks_for_tokens_alone, is_plain_greedy
 from drafttree.tree import Verified
 from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_target
-
-
-def is_plain_greedy(batch: Any) -> bool:
-    """Whether each request asks for the argmax of its raw logits and nothing else.
-
-    Then the argmax that some drafters compute in `observe` can be used.
-    """
-    return batch.sampling_info.is_all_greedy and _asks_for_tokens_alone(batch)
 
 
 def verify_trees(
@@ -75,18 +66,6 @@ def verify_trees(
     return verified
 
 
-def _asks_for_tokens_alone(batch: Any) -> bool:
-    """Whether no request asks for logprobs or for logits other than the raw ones."""
-    info = batch.sampling_info
-    return (
-        not has_penalties(batch)
-        and info.logit_bias is None
-        and not info.has_custom_logit_processor
-        and not batch.has_grammar
-        and not batch.return_logprob
-    )
-
-
 def _draws_from_softmax(sampler: Any, batch: Any) -> bool:
     """Whether `draw_ahead` samples as SGLang's own sampler would.
 
@@ -102,7 +81,7 @@ def _draws_from_softmax(sampler: Any, batch: Any) -> bool:
         type(sampler) is Sampler
         and not (info.is_all_greedy or filtered or marked or masked)
         and info.sampling_seed is None
-        and _asks_for_tokens_alone(batch)
+        and asks_for_tokens_alone(batch)
     )
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from drafttree.sglang.grammars import follows_trees
-from drafttree.transfer import AsyncHostCopy, all_on_device
+from drafttree.sglang.penalties import has_penalties
+from drafttree.transfer import AsyncHostCopy, all_on_device, on_device
 from drafttree.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class Step:
         batch: SGLang's batch.
         trees: Draft trees as they are verified, N columns.
         depths: `int32 [B, N]`, depth of each node.
-        deepest: The greatest depth of a node, `int32 []`, on its way to the host.
+        deepest: The greatest depth of a node, `int32 []`, on its way to the host; None on a device
+            where the requests' argmaxes are all that is asked for.
         penalties: Penalties by slot; None if no request of the batch has any.
         drawn: What `DraftModelDrafter.propose` returned beside the trees.
         bound: The trees as bound to the requests' grammars; None if no request has one.
@@ -42,7 +44,7 @@ class Step:
     batch: Any
     trees: DraftTree
     depths: torch.Tensor
-    deepest: AsyncHostCopy
+    deepest: AsyncHostCopy | None
     penalties: Penalties | None = None
     drawn: Any = None
     bound: BoundTrees | None = None
@@ -57,12 +59,15 @@ class Step:
         drawn: Any,
         bound: BoundTrees | None = None,
     ) -> Step:
-        """A step, whose greatest depth starts its way to the host."""
-        return cls(batch, trees, depths, AsyncHostCopy.of(depths.max()), penalties, drawn, bound)
+        """A step, whose greatest depth starts its way to the host if that will need it."""
+        is_unread = depths.device.type != "cpu" and is_plain_greedy(batch)
+        deepest = None if is_unread else AsyncHostCopy.of(depths.max())
+        return cls(batch, trees, depths, deepest, penalties, drawn, bound)
 
     @property
     def max_depth(self) -> int:
         """The greatest depth of a node; waits for the drafts on a device, not for the forward."""
+        assert self.deepest is not None
         return int(self.deepest.wait())
 
 
@@ -71,7 +76,8 @@ class RequestStates:
 
     Attributes:
         roots: `int32 [S]`, the last emitted token.
-        limits: `int64 [S]`, greatest length, prompt included.
+        limits: `int64 [S]`, greatest length before the last token, prompt included; 0 for requests
+            that are not drafted for.
         drafting: `bool [S]`, whether the request is drafted for.
     """
 
@@ -83,12 +89,32 @@ class RequestStates:
     def start(self, slots: torch.Tensor, requests: list[Any]) -> None:
         """Requests start, or restart after they were retracted, in `slots`, `int64 [B]`."""
         limits = [
-            len(request.origin_input_ids) + request.sampling_params.max_new_tokens
+            len(request.origin_input_ids) + request.sampling_params.max_new_tokens - 1
             for request in requests
         ]
-        drafting = [may_draft(request) for request in requests]
-        arrays = np.array(limits, np.int64), np.array(drafting, np.bool_)
+        drafting = np.array([may_draft(request) for request in requests], np.bool_)
+        arrays = np.array(limits, np.int64) * drafting, drafting
         self.limits[slots], self.drafting[slots] = all_on_device(arrays, self.limits.device)
+
+
+def is_plain_greedy(batch: Any) -> bool:
+    """Whether each request asks for the argmax of its raw logits and nothing else.
+
+    Then the argmax that some drafters compute in `observe` can be used.
+    """
+    return batch.sampling_info.is_all_greedy and asks_for_tokens_alone(batch)
+
+
+def asks_for_tokens_alone(batch: Any) -> bool:
+    """Whether no request asks for logprobs or for logits other than the raw ones."""
+    info = batch.sampling_info
+    return (
+        not has_penalties(batch)
+        and info.logit_bias is None
+        and not info.has_custom_logit_processor
+        and not batch.has_grammar
+        and not batch.return_logprob
+    )
 
 
 def may_draft(request: Any) -> bool:
@@ -128,7 +154,7 @@ def sampled_tokens(batch: Any, next_tokens: torch.Tensor) -> torch.Tensor:
     SGLang drops what is sampled after a part of a prompt.
     """
     sampled = next_tokens.to(torch.int32, copy=True)
-    for row, is_part in enumerate(are_parts(batch)):
-        if is_part:
-            sampled[row] = -1
+    parts = are_parts(batch)
+    if any(parts):
+        sampled.masked_fill_(on_device(np.array(parts), sampled.device), -1)
     return sampled

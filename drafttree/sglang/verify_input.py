@@ -13,15 +13,13 @@ from tree_kernels.mask import depths, tree_mask
 from drafttree.tree import DraftTree
 
 
-def drop_unusable(
-    trees: DraftTree, left: torch.Tensor, drafting: torch.Tensor
-) -> tuple[DraftTree, torch.Tensor]:
+def drop_unusable(trees: DraftTree, left: torch.Tensor) -> tuple[DraftTree, torch.Tensor]:
     """Drop the nodes that cannot be used, and compute the depths of the others.
 
     Args:
         trees: The trees, N columns.
-        left: `int64 [B]`, number of tokens that each request may still emit after the root.
-        drafting: `bool [B]`, whether the request is drafted for.
+        left: `int64 [B]`, number of tokens that each request may still emit after the root; less
+            than 1 for requests that are not drafted for.
 
     Returns:
         The trees, on a CPU without trailing columns that no request uses, and the depths of their
@@ -29,20 +27,20 @@ def drop_unusable(
     """
     depth = depths(trees.parents, trees.tree_size)
     # Tokens after a node at this depth would be beyond the request's end.
-    useful = (trees.tokens >= 0) & (depth < left[:, None]) & drafting[:, None]
+    useful = (trees.tokens >= 0) & (depth < left[:, None])
     useful[:, 0] = True
     columns = torch.arange(1, useful.shape[1] + 1, dtype=torch.int32, device=depth.device)
     tree_size = (useful * columns).amax(1)
     # Reading the result would stall a GPU, whose graphs need trees of one width anyway; on a CPU it
     # saves the rows of padding.
     width = int(tree_size.max()) if depth.device.type == "cpu" else useful.shape[1]
-    useful, depth = useful[:, :width], depth[:, :width]
+    dropped, depth = ~useful[:, :width], depth[:, :width]
     used = DraftTree(
-        tokens=trees.tokens[:, :width].masked_fill(~useful, -1),
-        parents=trees.parents[:, :width].masked_fill(~useful, -1),
+        tokens=trees.tokens[:, :width].masked_fill(dropped, -1),
+        parents=trees.parents[:, :width].masked_fill(dropped, -1),
         tree_size=tree_size,
     )
-    return used, depth.masked_fill(~useful, 0)
+    return used, depth.masked_fill(dropped, 0)
 
 
 def prepare_verify(

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import get_tp_group
@@ -50,6 +51,7 @@ from drafttree.tensor_parallel import (
     is_drafting_rank,
     leading_measurements,
 )
+from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 
 # A child of SGLang's logger: other loggers are not printed.
@@ -214,7 +216,7 @@ class TreeWorker(CorpusWorker):
             batch: SGLang's batch, once its prompts are read.
             next_tokens: `int [B]`, the token that was sampled after each of them.
         """
-        ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
+        ends = on_device(np.cumsum(batch.extend_lens, dtype=np.int64) - 1, self._device)
         trees = DraftTree.of_roots(batch.input_ids[ends].int())
         verified = Verified(
             path=torch.zeros_like(trees.tokens),
@@ -232,7 +234,7 @@ class TreeWorker(CorpusWorker):
         # Requests that were retracted start again; those whose prompts are being read go on.
         starting = [
             (request, slot)
-            for request, slot in zip(batch.reqs, batch.req_pool_indices.tolist(), strict=True)
+            for request, slot in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True)
             if request.rid not in self._unread or self._slots.get(request.rid) != slot
         ]
         self._release([*finished, *(request.rid for request, _ in starting)])
@@ -301,8 +303,7 @@ class TreeWorker(CorpusWorker):
         trees = trees if bound is None else bound.trees
         trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
         states, slots = self._states, batch.req_pool_indices
-        left = states.limits[slots] - (batch.seq_lens + 1)
-        trees, depths = drop_unusable(trees, left, states.drafting[slots])
+        trees, depths = drop_unusable(trees, states.limits[slots] - batch.seq_lens)
         penalties = self._penalties if has_penalties(batch) else None
         return Step.of(batch, trees, depths, penalties, drawn, bound)
 

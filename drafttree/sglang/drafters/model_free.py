@@ -39,8 +39,8 @@ class ModelFreeWorker(TreeWorker):
         self._primed = 0, 0
         tokenizer = self._target_worker.tokenizer
         self._speller = None if tokenizer is None else Speller(tokenizer)
-        # By row of the batch, how many of the candidates for a request with a grammar are verified.
-        self._to_verify: dict[int, int] = {}
+        # How many of the candidates for each request with a grammar are verified, `int32 [B]`.
+        self._to_verify: torch.Tensor | None = None
 
     def _make_drafter(self, method: Method[Any], options: Any, target: Target) -> Drafter:
         if not is_drafting_rank(self._group):
@@ -106,7 +106,7 @@ class ModelFreeWorker(TreeWorker):
 
     def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
         slots = batch.req_pool_indices
-        self._to_verify = {}
+        self._to_verify = None
         roots, drafting = self._states.roots[slots], self._states.drafting[slots]
         if self._device.type == "cpu" and not drafting.any():
             return DraftTree.of_roots(roots), None
@@ -115,7 +115,7 @@ class ModelFreeWorker(TreeWorker):
         if bound and drafts_alone(self._group):
             places = on_device(np.array(bound, np.int64), self._device)
             trees, verified = self.drafter.propose_candidates(slots, asked, places)
-            self._to_verify = dict(zip(bound, verified.tolist(), strict=True))
+            self._to_verify = torch.zeros_like(roots).index_copy(0, places, verified)
         else:
             trees = self.drafter.propose(slots, asked)
         # A copy, as the tensors belong to the drafter.
@@ -126,12 +126,13 @@ class ModelFreeWorker(TreeWorker):
         """Let nodes that grammars allow and tokens that they force take the place of others."""
         if not drafts_alone(self._group):
             return super()._bind(batch, trees)
-        left = [each.sampling_params.max_new_tokens - len(each.output_ids) for each in batch.reqs]
+        proposed = self._to_verify
+        rooms = [0 if proposed is None else _room(each) for each in batch.reqs]
         return bind_trees(
             batch.reqs,
             trees,
-            [self._to_verify.get(row, 0) for row in range(len(left))],
-            [max(0, left[row] - 1) if row in self._to_verify else 0 for row in range(len(left))],
+            torch.zeros_like(trees.tree_size) if proposed is None else proposed,
+            rooms,
             self._num_draft_tokens,
             self._vocab_size,
             self._speller,
@@ -147,3 +148,10 @@ class ModelFreeWorker(TreeWorker):
             output.next_token_logits,
         )
         return self._verify_trees(step, output, argmax)
+
+
+def _room(request: Any) -> int:
+    """The greatest depth of a node for a request with a grammar; 0 if it is not drafted for."""
+    if not is_drafted_bound(request):
+        return 0
+    return max(0, request.sampling_params.max_new_tokens - len(request.output_ids) - 1)

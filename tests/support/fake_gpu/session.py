@@ -41,9 +41,14 @@ def fake_gpu() -> Iterator[Gpu]:
             """Wait for these copies."""
             gpu.wait("an event", self._copies)
 
+        def wait(self, *args: Any) -> None:
+            """Let a stream wait; there is one."""
+
     with ExitStack() as stack:
         for holder, name, value in (
             (torch, "Event", Event),
+            (torch.cuda, "Event", Event),
+            (torch.cuda, "current_stream", lambda *args: None),
             (torch.cuda, "_lazy_init", lambda: None),
             (torch.cuda, "synchronize", lambda *args: gpu.wait("synchronize")),
         ):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -75,12 +76,23 @@ class DeviceTensor(torch.Tensor):
         self.gpu.copied_out("tolist")
         return self.host.tolist()
 
+    def record_stream(self, stream: Any) -> None:
+        """Nothing: there is one stream, and no memory is used again."""
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as for a tensor on a GPU."""
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeviceTensor({self.host!r})"
+
+
+def held(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor as the stream has them; nothing is waited for.
+
+    For what stands in for the engine's own work on a GPU, and for comparisons.
+    """
+    return tensor.host if isinstance(tensor, DeviceTensor) else tensor
 
 
 class Gpu:
@@ -106,6 +118,16 @@ class Gpu:
         before, self._forbids_waiting = self._forbids_waiting, True
         try:
             yield
+        finally:
+            self._forbids_waiting = before
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Let what an engine itself does wait, and leave it out of the record."""
+        before, self._forbids_waiting = self._forbids_waiting, False
+        try:
+            with self.recording():
+                yield
         finally:
             self._forbids_waiting = before
 
@@ -154,8 +176,12 @@ class Gpu:
         on_device = [each for each in tensors if isinstance(each, DeviceTensor)]
         if not on_device and not _is_cuda(kwargs.get("device")):
             return func(*args, **kwargs)
+        if name == "detach_":
+            return args[0]
         if torch.Tag.inplace_view in func.tags:
-            raise NotImplementedError(f"{func} of a tensor on the fake GPU")
+            func(*tree_map(_host, args), **kwargs)
+            with no_dispatch():  # the shape of the tensor that wraps the values
+                return func(*args, **kwargs)
         if on_device:
             self._check_operands(name, args, kwargs, tensors)
         host_kwargs = {

@@ -1,0 +1,175 @@
+"""Whole steps of SGLang's scheduler with draft trees on the fake GPU give what the CPU gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu.tensors import Gpu
+from structured_answers import PATTERN
+from tiny_models import add_byte_tokenizer
+
+pytest.importorskip("sglang", reason="SGLang is not installed here")
+
+from fake_gpu.sglang_steps import Asked, Decoded, decode
+from fake_gpu.sglang_target import Weights
+
+from drafttree.sglang import sampling
+from drafttree.testing.session import random_weights
+
+VOCAB = 64
+BYTES = 512
+"""Size of the vocabulary of grammars, whose tokens are bytes."""
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "static": {"tree": "branch:3-2-1"},
+    "dynamic": {"nodes": 7},
+}
+# The interpreter takes seconds for each dynamic tree.
+SLOW = [pytest.param("static"), pytest.param("dynamic", marks=pytest.mark.full)]
+
+
+def _weights(vocab_size: int) -> Weights:
+    generator = torch.Generator().manual_seed(1)
+    after = random_weights(vocab_size, generator).log()
+    return Weights(after, 0.3 * torch.randn(vocab_size, vocab_size, generator=generator))
+
+
+WEIGHTS = _weights(VOCAB)
+GREEDY = {"temperature": 0.0}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def asked(*parameters: Mapping[str, Any]) -> dict[str, Asked]:
+    """Requests of which one arrives while others decode, with a cached prefix; two have parts."""
+    first = prompt(0, 9)
+    prompts = (first, 16, 0), (prompt(1, 6), 14, 0), ([*first, *prompt(2, 12)], 6, 6)
+    return {
+        f"request {number}": Asked(text, tokens, given, starts)
+        for number, ((text, tokens, starts), given) in enumerate(
+            zip(prompts, parameters, strict=True)
+        )
+    }
+
+
+def both(
+    options: dict[str, Any],
+    requests: dict[str, Asked],
+    gpu: Gpu,
+    *,
+    waits: bool = False,
+    **given: Any,
+) -> Decoded:
+    """Decode on the CPU and on the fake GPU, and compare."""
+    torch.manual_seed(0)
+    expected = decode(options, requests, WEIGHTS, None, **given)
+    torch.manual_seed(0)
+    found = decode(options, requests, WEIGHTS, gpu, waits=waits, **given)
+    assert found.texts == expected.texts
+    assert found.trees == expected.trees
+    assert found.counts == expected.counts
+    assert found.acceptance == expected.acceptance
+    assert {name: len(text) for name, text in found.texts.items()} == {
+        name: each.length for name, each in requests.items()
+    }
+    assert found.counts["accepted_tokens"] > 0
+    assert found.counts["kv_rows_moved"] > 0
+    assert found.parts > 0
+    assert found.cached > 0
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("drafter", SLOW)
+def test_greedy_requests(gpu: Gpu, drafter: str, overlap: bool) -> None:
+    requests = asked(GREEDY, GREEDY, GREEDY)
+    found = both(DRAFTERS[drafter], requests, gpu, overlap=overlap)
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
+    for record in (*found.steps, *found.starts):
+        assert not record.waits, record.report()
+
+
+@pytest.mark.full
+def test_requests_that_sample_from_a_softmax(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "draws_ahead", lambda logits: True)
+    # So cold that the noise, which follows from a row's number, does not matter.
+    cold = {"temperature": 0.01}
+    requests = asked(cold, cold, cold)
+    found = both(DRAFTERS["static"], requests, gpu)
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
+    for record in found.steps:
+        assert record.kernels["_draw_kernel"], record.report()
+        # The greatest depth is on its way, but nobody waits for it.
+        assert not record.waits
+
+
+@pytest.mark.full
+def test_requests_with_top_p_penalties_and_seeds(gpu: Gpu) -> None:
+    nucleus = {"temperature": 0.8, "top_p": 0.6, "sampling_seed": 3}
+    penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1}
+    penalised["sampling_seed"] = 7
+    requests = asked(nucleus, penalised, GREEDY)
+    found = both(DRAFTERS["static"], requests, gpu, waits=True, seeded=True)
+    # Levels are sampled one after another, so the host needs their number.
+    for record in found.steps:
+        assert len(record.waits) <= 1
+        assert all("transfer.py" in wait.where for wait in record.waits), record.report()
+
+
+@pytest.mark.full
+def test_requests_with_a_grammar(gpu: Gpu, tmp_path: Path) -> None:
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(add_byte_tokenizer(tmp_path))
+    made = XGrammarGrammarBackend(tokenizer, BYTES, [1]).dispatch_regex(PATTERN)
+    eos = {"eos_token_ids": {1}}
+    requests = {
+        "bound": Asked(prompt(0, 9), 40, GREEDY, 0, made.copy, eos),
+        "free": Asked(prompt(1, 6), 18, GREEDY),
+        "bound too": Asked(prompt(2, 6), 40, GREEDY, 4, made.copy, eos),
+    }
+    weights = _weights(BYTES)
+    expected = decode(DRAFTERS["static"], requests, weights, None)
+    found = decode(DRAFTERS["static"], requests, weights, gpu, waits=True)
+    assert found.texts == expected.texts
+    assert found.trees == expected.trees
+    assert found.counts == expected.counts
+    assert found.acceptance == expected.acceptance
+    assert found.texts["free"] == weights.plain_text(requests["free"].prompt, 18)
+    for name in ("bound", "bound too"):
+        text = tokenizer.decode(found.texts[name], skip_special_tokens=True)
+        assert re.fullmatch(PATTERN, text), text
+    assert found.counts["accepted_tokens"] > 0
+    # The trees are read on the host, and then the number of levels.
+    for record in found.steps:
+        assert len(record.waits) <= 2
+        assert all("transfer.py" in wait.where for wait in record.waits), record.report()
+        assert record.copies_in.total() <= 2, record.report()
+
+
+BUDGETS = {"static": (12, 48, 0, 0), "dynamic": (16, 48, 0, 0)}
+"""Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
+
+
+@pytest.mark.parametrize("drafter", SLOW)
+def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
+    requests = {"one": Asked(prompt(0, 8), 12, GREEDY), "other": Asked(prompt(1, 6), 12, GREEDY)}
+    found = decode(DRAFTERS[drafter], requests, WEIGHTS, gpu)
+    steps = [each for each, trees in zip(found.steps, found.trees, strict=True) if len(trees) == 2]
+    assert len(steps) > 1
+    for step in steps:
+        used = step.totals()
+        spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))
+        within = all(n <= most for n, most in zip(spent, BUDGETS[drafter], strict=True))
+        assert within, step.report()
+        assert not step.waits
