@@ -1,0 +1,78 @@
+"""Steps of vLLM's V2 model runner with draft trees on the fake GPU give what the CPU gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import fake_gpu_of_v2
+import pytest
+from fake_gpu_of_v2 import ANSWER
+from tree_kernels.machine import find_compiler
+
+BUDGETS = {"static": (17, 8), "dynamic": (22, 8)}
+"""Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
+engine's sampler and the drafter launch, without the preparation of inputs and the target."""
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
+    ),
+    pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler"),
+]
+
+
+def decoded(options: dict[str, Any], *parameters: dict[str, Any]) -> dict[str, Any]:
+    """What both devices decode; the fake one refuses whatever the host would wait for."""
+    case = {"options": options, "parameters": parameters}
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", str(fake_gpu_of_v2.__file__), json.dumps([case])],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    lines = [line for line in process.stdout.splitlines() if line.startswith(ANSWER)]
+    assert lines, process.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(lines[0].removeprefix(ANSWER))
+    found, expected = answer["gpu"], answer["cpu"]
+    for name in ("texts", "counts", "acceptance"):
+        assert found[name] == expected[name]
+    assert found["counts"]["accepted_tokens"] > 0
+    assert found["counts"]["kv_rows_moved"] > 0
+    for _, used, report in found["steps"]:
+        assert not used["waits"], report
+    return answer
+
+
+GREEDY = {"temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"), [("static", {"tree": "branch:3-2-1"}), ("dynamic", {"nodes": 7})]
+)
+def test_greedy_requests_within_a_budget(drafter: str, options: dict[str, Any]) -> None:
+    answer = decoded(options, GREEDY, GREEDY, GREEDY)
+    assert answer["gpu"]["texts"] == answer["plain"]
+    steps = [each for each in answer["gpu"]["steps"] if each[0] == 2]
+    assert len(steps) > 1
+    for _, used, report in steps:
+        kernels, operations = BUDGETS[drafter]
+        assert used["kernels"] <= kernels, report
+        assert used["operations"] <= operations, report
+        assert not used["copies in"], report
+        assert not used["copies out"], report
+
+
+def test_sampled_requests_with_penalties() -> None:
+    warm = {"temperature": 0.8, "seed": 3}
+    decoded(
+        {"tree": "branch:3-2-1"},
+        warm,
+        warm | {"presence_penalty": 0.4, "repetition_penalty": 1.1},
+        GREEDY | {"min_tokens": 3, "stop_token_ids": [5]},
+    )
