@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from drafttree.cli.diagnosis import Finding, diagnose
+from drafttree.cli.diagnosis import diagnose
+from drafttree.cli.finding import Finding
 
 MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "bold red")}
 

@@ -197,7 +197,7 @@ class SetUp:
     def remove_broken(self) -> None:
         """Uninstall packages that were built for another torch, with which vLLM fails."""
         self.say("Checking torch's companions")
-        program = "from drafttree.cli.diagnosis import broken_companions as b; print(*b())"
+        program = "from drafttree.cli.environment import broken_companions as b; print(*b())"
         found = subprocess.run([self.python, "-c", program], capture_output=True, text=True)
         if broken := found.stdout.split():
             title = f"Removing {', '.join(broken)} (built for CUDA, not needed)"

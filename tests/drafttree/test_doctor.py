@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from drafttree.cli import diagnosis
-from drafttree.cli.diagnosis import Finding, diagnose
+from drafttree.cli import diagnosis, environment
+from drafttree.cli.diagnosis import diagnose
 from drafttree.cli.doctor import doctor
+from drafttree.cli.finding import Finding
 
 MACHINE = Finding(section="machine", name="Python", value="3.12.1")
 
@@ -93,9 +94,9 @@ def test_the_version_of_vllm_is_checked(
 def test_the_tested_version_is_ok_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_package(tmp_path, "vllm", "__version__ = '0.32.0'\nLLM = None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
+    monkeypatch.setattr(environment, "has_cuda", lambda: False)
     assert find(list(diagnosis.engines()), "vLLM").status == "ok"
-    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: True)
+    monkeypatch.setattr(environment, "has_cuda", lambda: True)
     assert find(list(diagnosis.engines()), "vLLM").status == "note"
 
 
@@ -165,15 +166,15 @@ def test_the_version_of_sglang_is_checked(
     scheduler = tmp_path / "sglang" / "srt" / "managers" / "scheduler.py"
     scheduler.write_text("Scheduler = None\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
+    monkeypatch.setattr(environment, "has_cuda", lambda: False)
     sglang = find(list(diagnosis.engines()), "SGLang")
     assert (sglang.status, sglang.value) == (status, f"{version}, {value}")
 
 
 def test_traps_in_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_has_cuda", lambda: False)
+    monkeypatch.setattr(environment, "has_cuda", lambda: False)
     monkeypatch.setattr(diagnosis, "find_compiler", lambda: None)
-    monkeypatch.setattr(diagnosis, "CUDA_COMPANIONS", ())
+    monkeypatch.setattr(environment, "CUDA_COMPANIONS", ())
     found = {finding.name: finding.status for finding in diagnosis.traps()}
     assert found == {
         "VLLM_CPU_KVCACHE_SPACE": "note",
