@@ -8,7 +8,7 @@ from typing import Any
 from drafttree.compatibility import is_refused
 from drafttree.method import Method
 from drafttree.model_files import check_draft_model
-from drafttree.sglang.patches import take_corpora
+from drafttree.sglang.patches import accept_adapters, take_corpora
 from drafttree.sglang.target_config import (
     recurrent_config,
     target_config,
@@ -82,14 +82,28 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     _check_model(method, server_args)
     _check_windows(method, server_args)
     _check_draft_model(method, server_args)
+    _check_adapters(method, server_args)
     if _is_tested_version():
         take_corpora()
+        accept_adapters()
 
 
 def _is_tested_version() -> bool:
     import sglang
 
     return is_tested(sglang.__version__)
+
+
+def _check_adapters(method: Method[Any], server_args: Any) -> None:
+    """Refuse LoRA adapters in versions whose own check of them is unknown."""
+    if _is_tested_version():
+        return
+    for option in ("enable_lora", "lora_paths"):
+        if value := getattr(server_args, option, None):
+            raise ValueError(
+                f"{method.title} does not work with --{option.replace('_', '-')}={value} in this "
+                f"version of SGLang: install {TESTED}, or leave it out"
+            )
 
 
 def _check_version(method: Method[Any]) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tree_kernels.mask import tree_mask
 
+from drafttree.sglang.adapters import use_no_adapters
+
 
 def forward_seconds(
     runner: Any, requests: int, tokens: int, context: int, tree: bool, repeat: int
@@ -67,6 +69,7 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
     )
     batch.extend_prefix_lens = torch.full((requests,), context)
     batch.extend_seq_lens = torch.full((requests,), tokens)
+    batch.extend_seq_lens_cpu = [tokens] * requests
     if tree:
         # The mask does not change the work: any tree of this size will do.
         parents = ((torch.arange(tokens, dtype=torch.int32) - 1) >> 1).expand(requests, -1)
@@ -75,4 +78,5 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
         batch.spec_info = NgramVerifyInput(
             custom_mask=tree_mask(parents, tree_size), draft_token_num=tokens
         )
+    use_no_adapters(runner, batch)
     return batch

@@ -43,6 +43,12 @@ PATCHES: tuple[Patch, ...] = (
         reason="SGLang's front end takes corpora for its own n-gram speculation alone, by name.",
     ),
     Patch(
+        target="sglang.srt.arg_groups.lora_hook:check_lora_speculative_compatibility",
+        when=AT_CHECK,
+        reason="SGLang serves LoRA adapters with its own methods that verify equally many rows for "
+        "each request, by name.",
+    ),
+    Patch(
         target="sglang.srt.managers.scheduler:Scheduler.get_internal_state",
         when=WITH_A_WORKER,
         reason="SGLang has no hook through which a plugin could report counters.",
@@ -150,6 +156,34 @@ def take_corpora() -> None:
         return get_spec
 
     replace_function(tokenizer_control_mixin, "get_spec", wrap, expected=[], unknown=unknown)
+
+
+def accept_adapters() -> None:
+    """Let SGLang's check of LoRA adapters pass drafttree methods, which have checks of their own.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.arg_groups import lora_hook
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from drafttree.sglang.algorithm import TreeAlgorithm
+
+    def wrap(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+        def check_lora_speculative_compatibility(server_args: Any) -> None:
+            name = lora_hook.resolving_view(server_args).speculative_algorithm
+            if not isinstance(SpeculativeAlgorithm.from_string(name), TreeAlgorithm):
+                stock(server_args)
+
+        return check_lora_speculative_compatibility
+
+    replace_function(
+        lora_hook,
+        "check_lora_speculative_compatibility",
+        wrap,
+        expected=["server_args"],
+        unknown=unknown,
+    )
 
 
 def report_counters() -> None:

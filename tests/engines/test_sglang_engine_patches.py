@@ -18,6 +18,7 @@ PROGRAM = """
 import inspect, json, sys
 from types import SimpleNamespace
 import torch
+from sglang.srt.arg_groups import lora_hook
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers import tokenizer_control_mixin
@@ -76,6 +77,7 @@ observed = []
 def apply(runner, who):
     patches.route_attention()
     patches.take_corpora()
+    patches.accept_adapters()
     patches.report_counters()
     patches.prime_when_idle()
     patches.widen_request_rows()
@@ -132,6 +134,15 @@ for name in ("EAGLE", "token-recycling"):
     spec = tokenizer_control_mixin.get_spec()
     report["corpora"][name] = [
         spec.speculative_algorithm, spec.speculative_ngram_external_corpus_max_tokens]
+lora_hook.check_lora_speculative_compatibility = stub(
+    "check_lora_speculative_compatibility", "server_args", lambda: None)
+lora_hook.resolving_view = lambda server_args: server_args
+patches.accept_adapters()
+report["adapters"] = {}
+for name in ("EAGLE", "token-recycling"):
+    seen.clear()
+    lora_hook.check_lora_speculative_compatibility(SimpleNamespace(speculative_algorithm=name))
+    report["adapters"][name] = len(seen)
 report["idle"] = {}
 Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self", lambda: None)
 patches.prime_when_idle()
@@ -172,6 +183,9 @@ kv_cache_builder.create_tree_cache = stub("create_tree_cache", "context, more")
 refused("create_tree_cache", patches.match_prefixes_by_bigrams)
 tokenizer_control_mixin.get_spec = stub("get_spec", "context")
 refused("get_spec", patches.take_corpora)
+lora_hook.check_lora_speculative_compatibility = stub(
+    "check_lora_speculative_compatibility", "view")
+refused("check_lora_speculative_compatibility", patches.accept_adapters)
 Scheduler.get_internal_state = stub("get_internal_state", "self")
 refused("get_internal_state", patches.report_counters)
 Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self, more")
@@ -228,6 +242,10 @@ def test_corpora_are_taken_for_our_methods_alone(report: dict[str, Any]) -> None
     assert report["corpora"] == {"EAGLE": ["EAGLE", 5], "token-recycling": ["NGRAM", 5]}
 
 
+def test_the_check_of_adapters_is_passed_by_our_methods_alone(report: dict[str, Any]) -> None:
+    assert report["adapters"] == {"EAGLE": 1, "token-recycling": 0}
+
+
 def test_the_last_worker_of_a_runner_observes_it(report: dict[str, Any]) -> None:
     observed, results = report["observed"]
     assert observed == ["again", "second"]
@@ -256,7 +274,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 9
+    assert len(report["unknown"]) == 10
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

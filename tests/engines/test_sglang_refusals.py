@@ -84,7 +84,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "speculative-num-draft-tokens=1": {"speculative_num_draft_tokens": 1},
     "nodes=999": {"speculative_num_draft_tokens": 1000},
     "attention-backend=triton": {"attention_backend": "triton"},
-    "lora-paths=['adapter']": {"lora_paths": ["adapter"]},
+    "lora-paths=['adapter']": {"lora_paths": ["adapter"], "speculative_algorithm": "lyanna"},
     "tokenizer-worker-num=2: set it to 1": {"tokenizer_worker_num": 2},
     "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},
@@ -108,6 +108,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "a BF16 KV cache": {"kv_cache_dtype": "bfloat16"},
     "replicas": {"dp_size": 2},
     "tensor parallelism": {"tp_size": 2},
+    "LoRA adapters": {"lora_paths": ["adapter"]},
     "a hierarchical cache": {"enable_hierarchical_cache": True},
 }
 

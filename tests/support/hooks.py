@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import adapters_on_cpu
 import device_operations
 import draft_rows
 import drafter_calls
@@ -50,6 +51,8 @@ def install() -> None:
         qwen_images.enable()
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
+    if os.environ.get(adapters_on_cpu.VARIABLE):
+        adapters_on_cpu.enable()
     if os.environ.get(recurrent_on_cpu.VARIABLE):
         recurrent_on_cpu.enable()
     if os.environ.get(steady_steps.VARIABLE):

@@ -30,6 +30,8 @@ class Case:
         rounds: How many times to submit the requests; the last answers count.
         after: A file for which to wait before the case, while no request is running.
         processor: Name of a custom logit processor in `sglang_processors`.
+        adapters: Name of each request's LoRA adapter, None for the model itself; empty for all. It
+            is not for requests that are streamed.
         stream: Whether to stream the answers and record the order of their pieces.
         abort_after: Number of tokens after which to abort a request, by row; implies `stream`.
     """
@@ -42,6 +44,7 @@ class Case:
     rounds: int = 1
     after: Path | None = None
     processor: str | None = None
+    adapters: list[str | None] = field(default_factory=list)
     stream: bool = False
     abort_after: dict[int, int] = field(default_factory=dict)
 
@@ -210,6 +213,8 @@ def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]
     groups = [slice(None)] if case.together else [slice(i, i + 1) for i in range(len(settings))]
     outputs: list[dict[str, Any]] = []
     for group in groups:
+        if case.adapters:
+            extra["lora_path"] = case.adapters[group]
         outputs += engine.generate(
             input_ids=case.prompts[group], sampling_params=settings[group], **extra
         )

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 
-def make_tiny_adapter(folder: Path) -> Path:
+def make_tiny_adapter(folder: Path, rank: int = 8, seed: int = 5) -> Path:
     """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers."""
     import torch
     from safetensors.torch import save_file
 
-    generator = torch.Generator().manual_seed(5)
-    rank, inputs, outputs = 8, 128, {"q_proj": 128, "v_proj": 64}
+    generator = torch.Generator().manual_seed(seed)
+    inputs, outputs = 128, {"q_proj": 128, "v_proj": 64}
     weights = {}
     for layer in range(2):
         for name, size in outputs.items():

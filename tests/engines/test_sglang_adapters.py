@@ -1,0 +1,102 @@
+"""LoRA adapters in SGLang: each tree is verified with the adapter of its request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adapters_on_cpu
+import pytest
+from random_prompts import some_prompts
+from sglang_runs import Answer, Case, run_sglang
+from tiny_models import make_first_layers, make_tiny_adapter, make_tiny_llama
+from top_tokens import top_tokens
+
+from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+
+NAMES = ["first", "second", None]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Arguments of an engine with two adapters of different ranks."""
+    paths = {
+        name: str(make_tiny_adapter(tmp_path_factory.mktemp(name), rank, seed))
+        for name, rank, seed in (("first", 8, 5), ("second", 4, 6))
+    }
+    return {
+        "enable_lora": True,
+        "lora_paths": paths,
+        "lora_backend": "torch_native",
+        "variables": {adapters_on_cpu.VARIABLE: "1"},
+    }
+
+
+def cases() -> list[Case]:
+    """Each prompt with each adapter and with none, twice: prefixes are cached for each of them."""
+    prompts = some_prompts(4, longest=60, shortest=40)
+    asked = [prompt for prompt in prompts for _ in NAMES]
+    adapters = NAMES * len(prompts)
+    return [Case(asked, GREEDY, adapters=adapters) for _ in range(2)]
+
+
+def check(
+    plain: list[Answer], drafted: list[Answer], proves_drafting: Callable[[Answer], None]
+) -> None:
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+    proves_drafting(drafted[0])
+    assert drafted[1].counters["accepted_tokens"] > 0
+    answers = (drafted[0].tokens[row::3] for row in range(3))
+    for first, second, unadapted in zip(*answers, strict=True):
+        assert first != unadapted != second != first
+    assert min(drafted[1].cached) > 0
+
+
+@pytest.mark.parametrize(
+    "most", [pytest.param(3, id="three_at_once"), pytest.param(2, marks=pytest.mark.full)]
+)
+def test_requests_with_two_adapters_and_with_none(
+    most: int, engine: dict[str, Any], tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """With room for fewer they take turns, and SGLang loads them again."""
+    engine = engine | {"max_loras_per_batch": most}
+    plain, _ = run_sglang(tiny_llama, cases(), drafted=False, **engine)
+    drafted, _ = run_sglang(tiny_llama, cases(), **engine)
+    check(plain, drafted, proves_drafting)
+
+
+@pytest.mark.full
+def test_rsd(
+    engine: dict[str, Any],
+    tiny_llama: Path,
+    tmp_path: Path,
+    proves_drafting: Callable[[Answer], None],
+) -> None:
+    """The draft model is the target's first layer, without adapters."""
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    plain, _ = run_sglang(tiny_llama, cases(), drafted=False, **engine)
+    options = {"tree": "beam:3x4"}
+    drafted, _ = run_sglang(tiny_llama, cases(), options, method="rsd", draft_model=draft, **engine)
+    check(plain, drafted, proves_drafting)
+
+
+@pytest.mark.full
+def test_what_an_idle_engine_computes_is_without_adapters(
+    engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of the last batch before are with adapters."""
+    (tmp_path / "model").mkdir()
+    model = make_tiny_llama(tmp_path / "model", sharpness=2.0)
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
+    file = primed_file(model, 8)
+    adapted = Case(some_prompts(2), GREEDY, adapters=["first", "second"])
+    waiting = Case(adapted.prompts[:1], GREEDY, adapters=["first"], after=file)
+    options = {"nodes": 15, "prime": True, "prime_seconds": 0}
+    run_sglang(model, [adapted, waiting], options, **engine)
+    rows = load_primed(file, primed_identity(model, 8), 512)
+    # Nearly equal logits may swap ranks.
+    assert (rows == top_tokens(model, 8)).float().mean() > 0.995
