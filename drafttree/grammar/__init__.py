@@ -4,19 +4,19 @@ Depends on no engine and on no library of grammars: hosts adapt theirs to `Match
 """
 
 from drafttree.grammar.binding import BoundTree, bind_tree
+from drafttree.grammar.jump_forward import NO_JUMP_FORWARD, JumpForward, JumpForwardTokenizer
 from drafttree.grammar.mask_memory import MaskMemory
 from drafttree.grammar.masks import allows, sole_token
 from drafttree.grammar.matcher import Matcher, Walk
 from drafttree.grammar.node_masks import fill_masks
-from drafttree.grammar.spelling import NOTHING, Speller, Spelling
 
 __all__ = [
-    "NOTHING",
+    "NO_JUMP_FORWARD",
     "BoundTree",
+    "JumpForward",
+    "JumpForwardTokenizer",
     "MaskMemory",
     "Matcher",
-    "Speller",
-    "Spelling",
     "Walk",
     "allows",
     "bind_tree",

@@ -128,7 +128,7 @@ class _Binding:
             if token is not None:
                 node = self._follow(walk, node, token, forced=True)
                 continue
-            last = self._spell(walk, node)
+            last = self._jump_forward(walk, node)
             if last == node:
                 taken = self._memory and self._memory.guess(self._rows[node])
                 if not taken or not allows(self._rows[node], taken.token):
@@ -139,13 +139,13 @@ class _Binding:
                 last = self._follow(walk, node, taken.token, forced=False)
             node = last
 
-    def _spell(self, walk: Walk, node: int) -> int | None:
+    def _jump_forward(self, walk: Walk, node: int) -> int | None:
         """Add the tokens of a text that could have other tokens too.
 
         Returns:
             The last node, or the given one if there are none; None if there is no more room.
         """
-        tokens, last_bytes = self._matcher.spelling()
+        tokens, last_bytes = self._matcher.jump_forward()
         at = node
         for place, token in enumerate(tokens, 1):
             row = self._rows[at]

@@ -44,11 +44,11 @@ class ForcedTokens:
         """
         batch, width = columns.shape
         certain = torch.zeros_like(columns, dtype=torch.bool) if forced is None else forced
-        spelled = (columns < 0) & (trees.tokens >= 0) & (trees.parents >= 0) & ~certain
+        likely = (columns < 0) & (trees.tokens >= 0) & (trees.parents >= 0) & ~certain
         accepted = torch.zeros(batch, 1 + width, dtype=torch.bool, device=columns.device)
         accepted = accepted.scatter(1, 1 + verified.path.long(), True)[:, 1:]
         above = accepted.gather(1, trees.parents.clamp(min=0).long())
-        kinds = torch.stack((certain, spelled))
+        kinds = torch.stack((certain, likely))
         self._counts += torch.stack((kinds & above, kinds & accepted), 1).sum((2, 3))
 
     def by_source(self) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from drafttree.grammar.spelling import Spelling
+from drafttree.grammar.jump_forward import JumpForward
 
 
 class Matcher(Protocol):
@@ -29,8 +29,8 @@ class Matcher(Protocol):
         """Write the tokens that may follow into a row of `masks`, `int32 [rows, W]`."""
         ...
 
-    def spelling(self) -> Spelling:
-        """How the tokenizer spells the text that must follow; empty if none is known."""
+    def jump_forward(self) -> JumpForward:
+        """The tokens of the text that must come next; empty if none is known."""
         ...
 
 

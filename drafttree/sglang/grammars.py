@@ -15,7 +15,13 @@ import numpy as np
 import sglang
 import torch
 
-from drafttree.grammar import NOTHING, Speller, Spelling, bind_tree, fill_masks
+from drafttree.grammar import (
+    NO_JUMP_FORWARD,
+    JumpForward,
+    JumpForwardTokenizer,
+    bind_tree,
+    fill_masks,
+)
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.grammar.masks import ALL
 from drafttree.proposed import as_proposed
@@ -49,12 +55,12 @@ class RequestMatcher:
 
     Args:
         grammar: SGLang's grammar of the request.
-        speller: Spells the texts that grammars force; None if they are not asked for.
+        tokenizer: Tokenizes jump-forward strings; None if they are not asked for.
     """
 
-    def __init__(self, grammar: Any, speller: Speller | None = None) -> None:
+    def __init__(self, grammar: Any, tokenizer: JumpForwardTokenizer | None = None) -> None:
         self._grammar = grammar
-        self._speller = speller
+        self._tokenizer = tokenizer
 
     def accept(self, token: int) -> bool:
         """Go on to the state after one more token; False if the grammar does not allow it."""
@@ -79,13 +85,13 @@ class RequestMatcher:
         if not self._grammar.finished and not self._grammar.is_terminated():
             self._grammar.fill_vocab_mask(masks, row)
 
-    def spelling(self) -> Spelling:
-        """How the tokenizer spells the text that must follow; empty if none is known."""
-        if self._speller is None or self._grammar.finished or self._grammar.is_terminated():
-            return NOTHING
+    def jump_forward(self) -> JumpForward:
+        """The tokens of the text that must come next; empty if none is known."""
+        if self._tokenizer is None or self._grammar.finished or self._grammar.is_terminated():
+            return NO_JUMP_FORWARD
         # With llguidance there is no text.
         _, text = self._grammar.try_jump_forward(None) or ([], "")
-        return self._speller.spell(text)
+        return self._tokenizer.encode(text)
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ def bind_trees(
     rooms: Sequence[int],
     num_draft_tokens: int,
     vocab_size: int,
-    speller: Speller | None,
+    tokenizer: JumpForwardTokenizer | None,
 ) -> BoundTrees:
     """Drop the nodes that grammars forbid, and add the texts that they force.
 
@@ -177,7 +183,7 @@ def bind_trees(
         rooms: Greatest depth of a node, by request; 0 for requests that are not drafted for.
         num_draft_tokens: Greatest number of draft tokens.
         vocab_size: Size of the vocabulary.
-        speller: Spells the texts that grammars force; None without a tokenizer.
+        tokenizer: Tokenizes jump-forward strings; None without a tokenizer.
     """
     device, (batch, width) = trees.tokens.device, trees.tokens.shape
     size = 1 + num_draft_tokens
@@ -198,7 +204,7 @@ def bind_trees(
             columns[row, :taken] = np.where(tokens[row, :taken] < 0, -1, np.arange(taken))
             continue
         tree = bind_tree(
-            RequestMatcher(request.grammar, speller),
+            RequestMatcher(request.grammar, tokenizer),
             all_tokens[row],
             all_parents[row],
             by_row[row],

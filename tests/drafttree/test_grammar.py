@@ -11,9 +11,9 @@ from finite_language import END, VOCAB, FiniteLanguage, mask_of, tokens_of
 
 from drafttree.grammar import (
     BoundTree,
+    JumpForward,
+    JumpForwardTokenizer,
     MaskMemory,
-    Speller,
-    Spelling,
     allows,
     bind_tree,
     fill_masks,
@@ -198,11 +198,11 @@ def test_a_token_that_the_grammar_refuses_after_all_is_left_out() -> None:
     assert fill_masks(language, [7, 31, 3, 3], [-1, 0, 0, 1], masks) == 1
 
 
-def test_a_forced_text_is_drafted_as_it_is_spelled() -> None:
+def test_a_jump_forward_string_is_drafted() -> None:
     """After the root and after each node, whether or not it was proposed."""
-    # 3 31 and 5 are two spellings of a text; 38 goes on beyond it.
+    # 3 31 and 5 are tokens of one text; 38 goes on beyond it.
     language = FiniteLanguage([[3, 31, 32], [5, 32], [3, 38], [38]])
-    language.spellings = {(): Spelling([3, 31], 9), (38,): Spelling([9], 9)}
+    language.jumps = {(): JumpForward([3, 31], 9), (38,): JumpForward([9], 9)}
     bound = bind(language, [7, 38, 3], [-1, 0, 0])
     assert bound.tokens[1:] == [3, 31, 32, END, 38, END]
     assert bound.parents == [-1, 0, 1, 2, 3, 0, 5]
@@ -211,10 +211,10 @@ def test_a_forced_text_is_drafted_as_it_is_spelled() -> None:
     # What is proposed below a node of the text is in the tree too.
     bound = bind(language, [7, 3, 38], [-1, 0, 1])
     assert (bound.tokens[1:], bound.parents[1:]) == ([3, 31, 32, END, 38, END], [0, 1, 2, 3, 1, 5])
-    # A grammar that refuses a spelling is left as it is.
-    language.spellings = {(): Spelling([4, 31], 9)}
+    # A grammar that refuses the tokens is left as it is.
+    language.jumps = {(): JumpForward([4, 31], 9)}
     assert bind(language, [7], [-1]).tokens == [0]
-    language.spellings = {(): Spelling([3, 31], 9)}
+    language.jumps = {(): JumpForward([3, 31], 9)}
     assert bind(language, [7], [-1], max_depth=1).tokens[1:] == [3]
     assert bind(language, [7], [-1], most=3).tokens[1:] == [3, 31]
 
@@ -225,13 +225,13 @@ def test_a_last_token_is_left_out_if_longer_ones_are_allowed(
 ) -> None:
     """A token of one byte has one beginning, and here two tokens are allowed."""
     language = FiniteLanguage([[3, 31, 32], [5, 32], [3, 38]])
-    language.spellings = {(): Spelling([3, 31], last_bytes)}
+    language.jumps = {(): JumpForward([3, 31], last_bytes)}
     assert bind(language, [7], [-1]).tokens[1:] == drafted
 
 
-def test_texts_are_spelled_as_by_the_tokenizer() -> None:
+def test_jump_forward_strings_are_tokenized() -> None:
     class Pairs:
-        """Spells texts two characters at a time."""
+        """A token is two characters."""
 
         calls = 0
 
@@ -244,10 +244,10 @@ def test_texts_are_spelled_as_by_the_tokenizer() -> None:
             return "".join(tokens)
 
     pairs = Pairs()
-    spell = Speller(pairs).spell
-    assert spell("abcdä") == spell("abcdä") == (("ab", "cd", "ä"), 2)
+    encode = JumpForwardTokenizer(pairs).encode
+    assert encode("abcdä") == encode("abcdä") == (("ab", "cd", "ä"), 2)
     assert pairs.calls == 1
-    assert spell("") == ((), 0)
+    assert encode("") == ((), 0)
 
 
 def test_what_was_taken_under_a_mask_is_drafted_again() -> None:

@@ -186,10 +186,12 @@ def test_each_node_finds_the_end_of_thoughts_above_it(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
-def test_forced_texts_are_spelled_by_the_tokenizer(backend: str, tmp_path: Path) -> None:
+def test_jump_forward_strings_have_the_tokens_of_the_tokenizer(
+    backend: str, tmp_path: Path
+) -> None:
     from transformers import AutoTokenizer
 
-    from drafttree.grammar import Speller, bind_tree
+    from drafttree.grammar import JumpForwardTokenizer, bind_tree
     from drafttree.vllm.structured.request_matcher import RequestMatcher
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -199,19 +201,19 @@ def test_forced_texts_are_spelled_by_the_tokenizer(backend: str, tmp_path: Path)
     assert len(green) == 1
     request, manager = make_request(tokenizer, backend, "REGEX", "(a|b)green(a|b)")
     masks = manager.backend.allocate_token_bitmask(16)
-    matcher = RequestMatcher(manager, request, Speller(tokenizer))
+    matcher = RequestMatcher(manager, request, JumpForwardTokenizer(tokenizer))
     bound = bind_tree(
         *(matcher, [0, *a, *b], [-1, 0, 0], masks), most_proposed=9, most=9, max_depth=9
     )
     assert bound.tokens[1:] == [*a, *green, *b, *green]
     assert bound.parents == [-1, 0, 1, 0, 3]
     assert bound.columns == [0, 1, -1, 2, -1]
-    assert any(bound.forced) == (backend == "guidance")  # it allows no other spelling
+    assert any(bound.forced) == (backend == "guidance")  # it allows no other tokens
     assert request.structured_output_request.grammar.validate_tokens(a + green + b) == a + green + b
 
 
 def test_what_followed_a_mask_is_remembered(tokenizer: Any) -> None:
-    """For other requests too, until the number of the memory changes."""
+    """For other requests too, until the version of the memory changes."""
     from drafttree.vllm.structured.grammars import TreeGrammars
     from drafttree.vllm.structured.shapes import Proposal
 
@@ -219,8 +221,8 @@ def test_what_followed_a_mask_is_remembered(tokenizer: Any) -> None:
     a, b = tokenizer("ab")["input_ids"]
     ours = TreeGrammars(manager, 7)
 
-    def drafts(request: Any, memory: int | None) -> list[int]:
-        ours.propose({"a": Proposal([-1], 0, 8, 9, memory)})
+    def drafts(request: Any, version: int | None) -> list[int]:
+        ours.propose({"a": Proposal([-1], 0, 8, 9, version)})
         return ours.validate_tokens(request, [])
 
     assert drafts(first, 0) == [a]

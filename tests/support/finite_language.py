@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from drafttree.grammar import NOTHING, Spelling
+from drafttree.grammar import NO_JUMP_FORWARD, JumpForward
 
 VOCAB = 40
 """Tokens, which take two words of a mask."""
@@ -21,11 +21,11 @@ class FiniteLanguage:
     Attributes:
         accepted: The tokens accepted so far.
         filled: Number of masks that were written.
-        spellings: Spellings of what follows some of the paths.
+        jumps: The jump-forward strings after some of the paths.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
-        self.spellings: dict[tuple[int, ...], Spelling] = {}
+        self.jumps: dict[tuple[int, ...], JumpForward] = {}
         self._sequences = {(*sequence, END) for sequence in sequences}
         self.accepted: list[int] = []
         self.filled = 0
@@ -53,8 +53,8 @@ class FiniteLanguage:
         masks[row] = mask_of(self.following(self.accepted) or {*range(VOCAB)})
         self.filled += 1
 
-    def spelling(self) -> Spelling:
-        return self.spellings.get(tuple(self.accepted), NOTHING)
+    def jump_forward(self) -> JumpForward:
+        return self.jumps.get(tuple(self.accepted), NO_JUMP_FORWARD)
 
 
 def mask_of(tokens: Iterable[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import Drafter, ModelFreeDrafter, Target
-from drafttree.grammar import Speller
+from drafttree.grammar import JumpForwardTokenizer
 from drafttree.method import Method
 from drafttree.sglang.grammars import BoundTrees, bind_trees
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
@@ -38,7 +38,7 @@ class ModelFreeWorker(TreeWorker):
         prime_when_idle()
         self._primed = 0, 0
         tokenizer = self._target_worker.tokenizer
-        self._speller = None if tokenizer is None else Speller(tokenizer)
+        self._tokenizer = None if tokenizer is None else JumpForwardTokenizer(tokenizer)
         # How many of the candidates for each request with a grammar are verified, `int32 [B]`.
         self._to_verify: torch.Tensor | None = None
 
@@ -135,7 +135,7 @@ class ModelFreeWorker(TreeWorker):
             rooms,
             self._num_draft_tokens,
             self._vocab_size,
-            self._speller,
+            self._tokenizer,
         )
 
     def _verify(self, step: Step, output: Any) -> Verified:

@@ -89,8 +89,8 @@ class GrammarRunner(AdoptedRunner):
         parents = self._stored[name].parents.tolist()
         most = min(share, 1 + self.num_spec_tokens)
         depth = max(self._tokens_left(name) - 1, 0)
-        memory = self._resets if self._drafter.shares_texts else None
-        return Proposal(parents, most_proposed, most, depth, memory)
+        version = self._resets if self._drafter.shares_texts else None
+        return Proposal(parents, most_proposed, most, depth, version)
 
     def _take_bound(self, scheduler_output: SchedulerOutput) -> None:
         """Take the shapes of the trees that the scheduler has bound to grammars."""

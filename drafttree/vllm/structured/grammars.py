@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.structured_output import StructuredOutputManager
 
-from drafttree.grammar import BoundTree, MaskMemory, Speller, bind_tree, fill_masks
+from drafttree.grammar import BoundTree, JumpForwardTokenizer, MaskMemory, bind_tree, fill_masks
 from drafttree.vllm.structured.request_matcher import RequestMatcher
 from drafttree.vllm.structured.shapes import Bound, Drafted, DraftedTrees, Proposal, Proposals
 from drafttree.vllm.v2.hooks import check
@@ -63,10 +63,10 @@ class TreeGrammars:
         self._bound: dict[str, BoundTree] = {}
         # How many tokens each request had when its tree was bound.
         self._lengths: dict[str, int] = {}
-        self._memory, self._memory_number = MaskMemory(), 0
+        self._memory, self._memory_version = MaskMemory(), 0
         # Without a tokenizer vLLM serves no request with structured output.
         tokenizer = getattr(manager, "tokenizer", None)
-        self._speller = None if tokenizer is None else Speller(tokenizer)
+        self._tokenizer = None if tokenizer is None else JumpForwardTokenizer(tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -116,7 +116,7 @@ class TreeGrammars:
             memory.learn_path(before.masks.numpy(), before.tokens, before.parents, text)
         self._lengths[name] = len(request.all_token_ids)
         self._bound[name] = tree = bind_tree(
-            RequestMatcher(self._manager, request, self._speller),
+            RequestMatcher(self._manager, request, self._tokenizer),
             [0, *spec_tokens],
             proposal.parents,
             self._buffer(name),
@@ -129,10 +129,10 @@ class TreeGrammars:
 
     def _memory_of(self, proposal: Proposal) -> MaskMemory | None:
         """The memory of masks that a request's tree may use."""
-        if proposal.memory is None:
+        if proposal.memory_version is None:
             return None
-        if proposal.memory != self._memory_number:
-            self._memory, self._memory_number = MaskMemory(), proposal.memory
+        if proposal.memory_version != self._memory_version:
+            self._memory, self._memory_version = MaskMemory(), proposal.memory_version
         return self._memory
 
     def grammar_bitmask(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from drafttree.grammar.jump_forward import NO_JUMP_FORWARD, JumpForward, JumpForwardTokenizer
 from drafttree.grammar.masks import ALL
-from drafttree.grammar.spelling import NOTHING, Speller, Spelling
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,15 @@ class RequestMatcher:
     Args:
         manager: The engine's `StructuredOutputManager`.
         request: The engine's request, whose grammar is ready.
-        speller: Spells the texts that grammars force; None if they are not asked for.
+        tokenizer: Tokenizes jump-forward strings; None if they are not asked for.
     """
 
-    def __init__(self, manager: Any, request: Any, speller: Speller | None = None) -> None:
+    def __init__(
+        self, manager: Any, request: Any, tokenizer: JumpForwardTokenizer | None = None
+    ) -> None:
         self._manager = manager
         self._request = request
-        self._speller = speller
+        self._tokenizer = tokenizer
         self._grammar = request.structured_output_request.grammar
         self._path: list[int] = []
         begins = manager._get_constraint_bounds(request, []).constraint_start == 0
@@ -74,10 +76,14 @@ class RequestMatcher:
         else:
             masks[row] = ALL
 
-    def spelling(self) -> Spelling:
-        """How the tokenizer spells the text that must follow; empty if none is known."""
-        if self._speller is None or not self._states[-1].is_bound or self._grammar.is_terminated():
-            return NOTHING
+    def jump_forward(self) -> JumpForward:
+        """The tokens of the text that must come next; empty if none is known."""
+        if (
+            self._tokenizer is None
+            or not self._states[-1].is_bound
+            or self._grammar.is_terminated()
+        ):
+            return NO_JUMP_FORWARD
         if type(self._grammar).__name__ == "XgrammarGrammar":
-            return self._speller.spell(self._grammar.matcher.find_jump_forward_string())
-        return NOTHING
+            return self._tokenizer.encode(self._grammar.matcher.find_jump_forward_string())
+        return NO_JUMP_FORWARD

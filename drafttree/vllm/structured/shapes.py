@@ -14,7 +14,7 @@ class Proposal(NamedTuple):
         most_proposed: Greatest number of these nodes to verify, the root not counted.
         most: Greatest number of nodes in all, the root counted.
         max_depth: Greatest depth of a node.
-        memory: Number of the memory of masks, which is emptied when the number changes; None if
+        memory_version: Version of the memory of masks, which is emptied when it changes; None if
             nothing of a request's text may serve another.
     """
 
@@ -22,7 +22,7 @@ class Proposal(NamedTuple):
     most_proposed: int
     most: int
     max_depth: int
-    memory: int | None = None
+    memory_version: int | None = None
 
 
 class Bound(NamedTuple):
