@@ -16,6 +16,9 @@ from drafttree.tensor_parallel import (
     NonDraftingRank,
     broadcast_trees,
     broadcast_verified,
+    follow_measurements,
+    is_drafting_rank,
+    leading_measurements,
     prime_ranks,
 )
 from drafttree.tree import DraftTree, Verified
@@ -113,3 +116,28 @@ def test_all_ranks_run_the_forwards_of_the_first_ones_drafter(fails: bool) -> No
     (first, of_first), (second, of_second) = on_ranks(run)
     assert of_first == of_second == [(None, [4, 5, 6]), (0, [0, 1, 2, 3])]
     assert [first, second] == (["no memory", (0, 0)] if fails else [(3, 8)] * 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_ranks_run_the_forwards_that_the_first_one_measures(fails: bool) -> None:
+    def run(group: Ranks) -> tuple[object, object, object]:
+        ran: list[float] = []
+        measured: list[float] = []
+
+        def measure(tokens: int) -> float:
+            ran.append(tokens)
+            return tokens + group.rank_in_group / 2
+
+        if not is_drafting_rank(group):
+            follow_measurements(measure, group, CPU)
+            return None, ran, measured
+        try:
+            with leading_measurements(measure, group, CPU) as led:
+                measured += [led(1), led(8)]
+                if fails:
+                    raise RuntimeError("no time")
+        except RuntimeError as error:
+            return str(error), ran, measured
+        return None, ran, measured
+
+    assert on_ranks(run) == [("no time" if fails else None, [1, 8], [1, 8]), (None, [1, 8], [])]
