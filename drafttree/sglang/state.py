@@ -27,6 +27,23 @@ OPT_OUT = "drafttree"
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """What was drafted for a step of B requests.
+
+    Attributes:
+        trees: The draft trees.
+        drawn: What `DraftModelDrafter.propose` returned beside them.
+        most_proposed: `int32 [B]`, greatest number of the draft tokens to verify of each request
+            whose grammar chooses among them, as the others may take the place of those that it
+            forbids; 0 for other requests. None if there are no such requests.
+    """
+
+    trees: DraftTree
+    drawn: Any = None
+    most_proposed: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """One decode step of B requests, once its trees are known.
 
@@ -37,7 +54,7 @@ class Step:
         deepest: The greatest depth of a node, `int32 []`, on its way to the host; None on a device
             where the requests' argmaxes are all that is asked for.
         penalties: Penalties by slot; None if no request of the batch has any.
-        drawn: What `DraftModelDrafter.propose` returned beside the trees.
+        drawn: See `Proposal`.
         bound: The trees as bound to the requests' grammars; None if no request has one.
     """
 

@@ -10,6 +10,7 @@ import functools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from drafttree.sglang.patches import report_counters, widen_request_rows
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import (
+    Proposal,
     RequestStates,
     Step,
     are_parts,
@@ -130,8 +132,8 @@ class TreeWorker(CorpusWorker):
         return method.drafter(options, target)
 
     @abstractmethod
-    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
-        """The step's trees, one per request, and the value of `Step.drawn`."""
+    def _propose(self, batch: Any) -> Proposal:
+        """Draft a tree for each request."""
 
     @abstractmethod
     def _verify(self, step: Step, output: Any) -> Verified:
@@ -295,21 +297,24 @@ class TreeWorker(CorpusWorker):
         )
 
     def _draft(self, batch: Any) -> Step:
-        trees, drawn = self._propose(batch)
+        proposal = self._propose(batch)
+        trees = proposal.trees
         if not drafts_alone(self._group):
             trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
             trees = broadcast_trees(trees, self._num_draft_tokens, self._group)
-        bound = self._bind(batch, trees) if has_grammars(batch) else None
-        trees = trees if bound is None else bound.trees
+        bound = None
+        if has_grammars(batch):
+            bound = self._bind(batch, replace(proposal, trees=trees))
+            trees = bound.trees
         trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
         states, slots = self._states, batch.req_pool_indices
         trees, depths = drop_unusable(trees, states.limits[slots] - batch.seq_lens)
         penalties = self._penalties if has_penalties(batch) else None
-        return Step.of(batch, trees, depths, penalties, drawn, bound)
+        return Step.of(batch, trees, depths, penalties, proposal.drawn, bound)
 
-    def _bind(self, batch: Any, trees: DraftTree) -> BoundTrees:
+    def _bind(self, batch: Any, proposal: Proposal) -> BoundTrees:
         """Bind the trees to the requests' grammars; as a rule they are verified as they are."""
-        return mask_trees(batch.reqs, trees, self._vocab_size)
+        return mask_trees(batch.reqs, proposal.trees, self._vocab_size)
 
     def _learn_outcome(self, step: Step, verified: Verified) -> None:
         trees, bound = step.trees, step.bound

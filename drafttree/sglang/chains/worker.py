@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 
 from drafttree.chains import as_chains
 from drafttree.sglang.drafters.model_free import ModelFreeWorker
-from drafttree.sglang.state import Step
+from drafttree.sglang.state import Proposal, Step
 from drafttree.sglang.target_config import recurrent_config
-from drafttree.tree import DraftTree, Verified
+from drafttree.tree import Verified
 
 
 class ChainWorker(ModelFreeWorker):
@@ -30,9 +30,10 @@ class ChainWorker(ModelFreeWorker):
 
     in_chains = True
 
-    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
-        trees, drawn = super()._propose(batch)
-        return as_chains(trees).truncated(self._num_draft_tokens), drawn
+    def _propose(self, batch: Any) -> Proposal:
+        proposal = super()._propose(batch)
+        chains = as_chains(proposal.trees).truncated(self._num_draft_tokens)
+        return replace(proposal, trees=chains)
 
     def _draft(self, batch: Any) -> Step:
         step = super()._draft(batch)

@@ -24,7 +24,7 @@ from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.patches import install_acceptance_sampler
 from drafttree.sglang.penalties import Penalties, has_penalties
-from drafttree.sglang.state import Step
+from drafttree.sglang.state import Proposal, Step
 from drafttree.sglang.verify_input import prepare_verify
 from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree, Verified
@@ -113,7 +113,7 @@ class DraftModelWorker(TreeWorker):
     def _seeds_of(self, batch: Any) -> torch.Tensor:
         return self._seeds.of([request.sampling_params.sampling_seed for request in batch.reqs])
 
-    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> Proposal:
         started = perf_counter()
         info = batch.sampling_info
         sampled = (info.top_ks != 1).view(-1)
@@ -137,7 +137,7 @@ class DraftModelWorker(TreeWorker):
             forward,
         )
         self.draft_seconds += perf_counter() - started
-        return trees, drawn
+        return Proposal(trees, drawn)
 
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
         """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`."""

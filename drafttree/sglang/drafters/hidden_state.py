@@ -18,9 +18,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.sglang.kv_cache import LayerCache
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
-from drafttree.sglang.state import Step
+from drafttree.sglang.state import Proposal, Step
 from drafttree.sglang.worker import TreeWorker
-from drafttree.tree import DraftTree, Verified
+from drafttree.tree import Verified
 
 
 class HiddenStateWorker(TreeWorker):
@@ -101,7 +101,7 @@ class HiddenStateWorker(TreeWorker):
         ends = torch.tensor(counts).cumsum(0) - 1
         self._outputs[batch.req_pool_indices] = outputs[ends]
 
-    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> Proposal:
         started = perf_counter()
         indices = batch.req_pool_indices
         outputs = self._continue(batch)
@@ -114,7 +114,7 @@ class HiddenStateWorker(TreeWorker):
         steps = steps.masked_fill(~self._states.drafting[indices], 0)
         trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)
         self.draft_seconds += perf_counter() - started
-        return trees, None
+        return Proposal(trees)
 
     def _continue(self, batch: Any) -> list[torch.Tensor]:
         """The layer's outputs `[B, d]` of each step of the draft."""

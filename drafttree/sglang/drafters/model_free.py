@@ -15,7 +15,7 @@ from drafttree.method import Method
 from drafttree.sglang.grammars import BoundTrees, bind_trees
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
-from drafttree.sglang.state import Step, is_drafted_bound, sampled_tokens
+from drafttree.sglang.state import Proposal, Step, is_drafted_bound, sampled_tokens
 from drafttree.sglang.worker import TreeWorker
 from drafttree.tensor_parallel import (
     NonDraftingRank,
@@ -39,8 +39,6 @@ class ModelFreeWorker(TreeWorker):
         self._primed = 0, 0
         tokenizer = self._target_worker.tokenizer
         self._tokenizer = None if tokenizer is None else JumpForwardTokenizer(tokenizer)
-        # How many of the candidates for each request with a grammar are verified, `int32 [B]`.
-        self._to_verify: torch.Tensor | None = None
 
     def _make_drafter(self, method: Method[Any], options: Any, target: Target) -> Drafter:
         if not is_drafting_rank(self._group):
@@ -104,29 +102,29 @@ class ModelFreeWorker(TreeWorker):
     def _start_request(self, request: Any, slot: int) -> None:
         self.drafter.start(slot, [*request.origin_input_ids, *request.output_ids])
 
-    def _propose(self, batch: Any) -> tuple[DraftTree, Any]:
+    def _propose(self, batch: Any) -> Proposal:
         slots = batch.req_pool_indices
-        self._to_verify = None
         roots, drafting = self._states.roots[slots], self._states.drafting[slots]
         if self._device.type == "cpu" and not drafting.any():
-            return DraftTree.of_roots(roots), None
+            return Proposal(DraftTree.of_roots(roots))
         asked = roots.masked_fill(~drafting, -1)
+        most_proposed = None
         bound = [row for row, each in enumerate(batch.reqs) if is_drafted_bound(each)]
         if bound and drafts_alone(self._group):
             places = on_device(np.array(bound, np.int64), self._device)
             trees, verified = self.drafter.propose_candidates(slots, asked, places)
-            self._to_verify = torch.zeros_like(roots).index_copy(0, places, verified)
+            most_proposed = torch.zeros_like(roots).index_copy(0, places, verified)
         else:
             trees = self.drafter.propose(slots, asked)
         # A copy, as the tensors belong to the drafter.
         tokens = torch.cat((roots[:, None], trees.tokens[:, 1:]), 1)
-        return replace(trees, tokens=tokens), None
+        return Proposal(replace(trees, tokens=tokens), most_proposed=most_proposed)
 
-    def _bind(self, batch: Any, trees: DraftTree) -> BoundTrees:
+    def _bind(self, batch: Any, proposal: Proposal) -> BoundTrees:
         """Let nodes that grammars allow and tokens that they force take the place of others."""
         if not drafts_alone(self._group):
-            return super()._bind(batch, trees)
-        proposed = self._to_verify
+            return super()._bind(batch, proposal)
+        trees, proposed = proposal.trees, proposal.most_proposed
         rooms = [0 if proposed is None else _room(each) for each in batch.reqs]
         return bind_trees(
             batch.reqs,
