@@ -126,7 +126,9 @@ class Penalties:
         self._summed = zeros(slots, vocab_size + 1)
         self._emitted = zeros(slots, dtype=torch.int32)
         self._least = zeros(slots, dtype=torch.int32)
-        self._presence, self._frequency, self._repetition = zeros(3, slots)
+        self._presence, self._frequency = zeros(2, slots)
+        # The running requests that started before have no penalties.
+        self._repetition = torch.ones(slots, device=self._device)
         self._stops: torch.Tensor | None = None
         self._allocated = True
 

@@ -105,6 +105,21 @@ def test_logits_equal_those_of_sglangs_penalizers() -> None:
             assert torch.equal(found[row], expected), list(KINDS)[row]
 
 
+def test_a_request_without_penalties_that_was_there_first_is_left_alone() -> None:
+    from drafttree.sglang.penalties import Penalties
+
+    penalties = Penalties(4, VOCABULARY, torch.device("cpu"))
+    penalties.start([(request([4, 5]), 2)])
+    penalties.start([(request([], **KINDS["repetition"]), 1)])
+    slots = torch.tensor([2, 1])
+    penalties.add(slots, torch.tensor([[6], [6]]))
+    logits = torch.randn(2, VOCABULARY)
+    found = logits.clone()
+    penalties.apply(found, slots, torch.tensor([[7], [7]]))
+    assert torch.equal(found[0], logits[0])
+    assert found[1, [6, 7]].ne(logits[1, [6, 7]]).all()
+
+
 def test_nothing_is_allocated_for_requests_without_penalties() -> None:
     from drafttree.sglang.penalties import Penalties
 
