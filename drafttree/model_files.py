@@ -165,7 +165,7 @@ def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
         )
     files = [Path(folder) / _FAST_TOKENIZER for folder in (target, draft)]
     if all(file.is_file() for file in files):
-        vocabularies = [_read(file).get("model", {}).get("vocab") for file in files]
+        vocabularies = [_vocabulary(file) for file in files]
         if vocabularies[0] != vocabularies[1]:
             raise ValueError(
                 f"the tokenizers of the draft model {draft} and of the target {target} differ: use "
@@ -192,15 +192,22 @@ def vocabulary_size(model: str | Path, name: str = "model") -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
+        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+    except Exception as error:
+        # What transformers raises depends on what is wrong with the file.
         raise ValueError(f"the {name} {model} cannot be read: {error}") from error
-    return int(config.get_text_config().vocab_size)
 
 
-def _read(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text())
-    return content
+def _vocabulary(file: Path) -> Any:
+    """The vocabulary in a `tokenizer.json`.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("vocab")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the tokenizer {file} is damaged: {error!r}") from error
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -81,9 +81,12 @@ class StaticTree:
             paths = content["paths"]
             if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
                 raise TypeError
+            if any(isinstance(rank, list | dict) for path in paths for rank in path):
+                raise TypeError
         except OSError as error:
             raise ValueError(f"cannot read the tree file {file}: {error.strerror}") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        # Not only JSONDecodeError: text that is no UTF-8, numbers that are too long, deep nesting.
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f'the tree file {file} must contain {{"paths": [[0], [0, 0], ...]}}'
             ) from error

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -84,7 +83,8 @@ def _read_config(folder: Path) -> tuple[LyannaConfig, dict[str, Any]]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         settings = LyannaConfig.model_validate(config[_KEY]) if _KEY in config else None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, ValidationError) as error:
+    # ValueError: JSON and UTF-8 that are wrong, numbers that are too long, and failed validation.
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if settings is None:
         raise ValueError(
@@ -125,12 +125,27 @@ def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> 
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the weights in {folder} are damaged: {error}") from error
     hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))
-    drafter = model(layer, config, hot)
+    _check_hot_tokens(folder, hot, layer.vocab_size)
     try:
+        drafter = model(layer, config, hot)
         drafter.load_state_dict(weights)
     except RuntimeError as error:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
     return drafter.float()
+
+
+def _check_hot_tokens(folder: Path, hot: torch.Tensor, vocab_size: int) -> None:
+    """Refuse hot tokens that are not different tokens: logits are indexed by them."""
+    if hot.ndim != 1 or hot.is_floating_point() or hot.is_complex():
+        is_valid = False
+    else:
+        within = (hot >= 0) & (hot < vocab_size)
+        is_valid = bool(within.all()) and len({*hot.tolist()}) == len(hot)
+    if not is_valid:
+        raise ValueError(
+            f"the weights in {folder} are damaged: token_info.hot_tokens are not different tokens "
+            f"from 0 to {vocab_size - 1}"
+        )
 
 
 def _checked(folder: Path, target: Path, model: type[LyannaModel]) -> tuple[LyannaConfig, Any]:

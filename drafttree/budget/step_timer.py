@@ -90,13 +90,16 @@ class StepTimer:
 
         Returns:
             The step that ended; None if there was none of the same requests, if it was not
-            verified, or if one of its requests emitted nothing.
+            verified, if one of its requests emitted nothing, or if its times cannot be right.
         """
         step, self._began = self._step, self._clock()
         self._step = None
         if step is None or not _equal(slots, step.slots):
             return None
         if step.tokens is None or step.emitted is None:
+            return None
+        seconds = self._began - step.began
+        if not 0 <= step.draft_seconds < seconds:  # the clock stood still, or went back
             return None
         emitted = _is_token(step.emitted).sum(1)
         if not (emitted > 0).all():
@@ -105,7 +108,7 @@ class StepTimer:
             len(slots),
             step.choice,
             self._rows(step.tokens) if step.rows is None else step.rows,
-            self._began - step.began,
+            seconds,
             step.draft_seconds,
             int(emitted.sum()),
         )

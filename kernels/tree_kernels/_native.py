@@ -54,7 +54,8 @@ def _library(program: str, source: Path) -> Path:
     if library.is_file():
         return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # Whoever can write here can run code in the engine.
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{source.stem}-", dir=folder))
     except OSError as error:
         logger.warning(

@@ -64,6 +64,7 @@ class _Learned:
             "memory": TableSpec((None,), vocab_size=size, optional=True),
         }
         loaded = load_tables(file, expected, self.identity)
+        _check_counts(file, loaded)
         texts = loaded.pop("memory", None)
         for name, table in loaded.items():
             (self._tables | self._counts)[name].copy_(table)
@@ -76,6 +77,19 @@ class _Learned:
         tables = self._tables | self._counts
         copies = {name: table.to("cpu", copy=True) for name, table in tables.items()}
         return {**copies, "memory": self._memory.text()}
+
+
+def _check_counts(file: Path, loaded: dict[str, torch.Tensor]) -> None:
+    """Refuse counts that no acceptance has; probabilities are computed from them."""
+    tried, hit = loaded.get("tried_by_source"), loaded.get("hit_by_source")
+    is_valid = (tried is None) == (hit is None)
+    if tried is not None and hit is not None:
+        is_valid = bool(((hit >= 0) & (hit <= tried)).all())
+    if not is_valid:
+        raise TablesError(
+            f"the counts of accepted drafts in {file} are impossible: the file is damaged, delete "
+            "it to start again"
+        )
 
 
 def open_hot_start(

@@ -2,6 +2,8 @@
 
 A file's metadata holds the format, its version and the identity of the tables: everything that must
 match for them to be usable, such as the tokenizer's fingerprint and k.
+
+Tables tell what was asked and answered, so new files and folders are for their owner alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import fcntl
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +35,8 @@ VERSION = "1"
 _IDLE_SECONDS = 1.0
 # Partial files of killed writers are removed after this many seconds.
 _STALE_SECONDS = 3600.0
+
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
 NamedTensors = Mapping[str, torch.Tensor]
 Identity = Mapping[str, str]
@@ -76,25 +81,32 @@ class TableSpec:
 def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     """Write a file of tables atomically: readers see the old file or the new one, never a part.
 
-    Missing folders are created. If several processes write the same file, the last one wins.
+    Missing folders are created. If several processes write the same file, the last one wins. A new
+    file can be read by its owner alone; one that exists keeps its permissions.
 
     Raises:
         OSError: The file cannot be written.
     """
     contents = {name: table.detach().cpu().contiguous() for name, table in tables.items()}
     data = save(contents, {**identity, "format": FORMAT, "version": VERSION})
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
     _remove_stale(file)
+    mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else _FILE_MODE
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("xb") as out:
+        with open(partial, "xb", opener=_for_owner) as out:
             out.write(data)
+            os.fchmod(out.fileno(), mode)
             out.flush()
             os.fsync(out.fileno())
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, _FILE_MODE)
 
 
 _claimed: dict[Path, int] = {}
@@ -115,8 +127,8 @@ def claim(file: Path) -> bool:
         return True
     lock = file.with_name(f".{file.name}.lock")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file.parent.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
     except OSError:
         return True  # saving will fail too, and say so
     try:

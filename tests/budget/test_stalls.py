@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from budget_scenarios import SCENARIOS
@@ -73,6 +74,41 @@ def test_one_stall_in_a_step_that_was_cut_short_changes_nothing() -> None:
     assert len(after.steps) == 600
     assert after.rest() < 0.05
     assert after.longest_rest <= 5
+
+
+@pytest.mark.parametrize("factors", [(4, 4), (50, 50), (4, 20)], ids=str)
+def test_cores_that_are_taken_away_for_ten_seconds(factors: tuple[float, float]) -> None:
+    """Plain steps and drafted ones are slower by `factors`; 100 steps after it all is as before."""
+
+    def slow(time: float, drafted: bool) -> float:
+        return factors[drafted] if 10 <= time < 20 else 1.0
+
+    scenario = replace(SCENARIOS["quiet"], slow=slow)
+    steps = Decoder(scenario).run(Planned(scenario), 1000).steps
+    ends = list(accumulate(step.seconds for step in steps))
+    back = next(index for index, end in enumerate(ends) if end >= 20) + 100
+    after = Run(steps[back : back + 400])
+    assert len(after.steps) == 400
+    assert after.rest() < 0.05
+    assert after.tokens_per_second() >= 0.9 * speed(SCENARIOS["quiet"], 11)
+
+
+def test_a_machine_that_is_suspended_in_a_step() -> None:
+    """Where the clock runs on meanwhile, the step takes an hour."""
+    scenario = SCENARIOS["quiet"]
+
+    class Suspended(Planned):
+        def learn(self, step: Step) -> None:
+            if len(run_steps) == 166:
+                step = replace(step, seconds=3600.0)
+            run_steps.append(step)
+            super().learn(step)
+
+    run_steps: list[Step] = []
+    Decoder(scenario).run(Suspended(scenario), 767)
+    after = Run(run_steps[167:])
+    assert after.rest(0, 100) < 0.2
+    assert after.rest(100) < 0.05
 
 
 def test_lookups_that_were_slow_once_are_tried_again() -> None:

@@ -107,6 +107,20 @@ def test_plain_steps_are_timed_too() -> None:
     assert steps.planner.recorded == [(2, TreeChoice(0), 2, 2.0, 0.0, 2)]
 
 
+@pytest.mark.parametrize("now", [DRAFT_SECONDS, 0.0, -3600.0])
+def test_steps_in_which_the_clock_stands_still_or_goes_back_are_discarded(now: float) -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    steps.now = now
+    steps.verify(1, 3)
+    steps.propose(4, 2)
+    assert steps.planner.recorded == []
+    steps.now += 2.0
+    steps.verify(1, 1)
+    steps.propose(4, 2)
+    assert [seconds for *_, seconds, _, _ in steps.planner.recorded] == [2.0 + DRAFT_SECONDS]
+
+
 def test_rows_are_those_that_were_verified_if_the_outcome_says_so() -> None:
     steps = Steps()
     steps.propose(4, 2)

@@ -1,0 +1,128 @@
+"""Whatever stands in options and in files, the error is a ValueError that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from property_settings import CASES
+
+from drafttree.method import Method
+from drafttree.model_files import (
+    check_draft_model,
+    first_rows_fingerprint,
+    tokenizer_fingerprint,
+    vocabulary_size,
+    weights_fingerprint,
+)
+from drafttree.tree import StaticTree
+from lyanna_plugin import METHOD as LYANNA
+from recycle_plugin import METHOD as RECYCLING
+from rsd_plugin import METHOD as RSD
+
+LONG = "9" * 5000
+"""More digits than Python converts to a number."""
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["auto", "branch:", f"branch:{LONG}", "beam:0x0", f"beam:{LONG}x1", "\0"])
+    | st.sampled_from([10**30, -1, 0, 255, 256, "../../etc/passwd", "a" * 5000, "dynamic"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("method", [RECYCLING, RSD, LYANNA], ids=lambda method: method.name)
+@CASES
+@given(data=st.data())
+def test_options_are_refused_by_name_or_valid(method: Method[Any], data: st.DataObject) -> None:
+    names = [*method.options.model_fields, "drafting", "unknown"]
+    given = data.draw(st.dictionaries(st.sampled_from(names), anything, min_size=1, max_size=3))
+    if method is not RECYCLING:
+        given = {"model": "a model", **given}
+    try:
+        options = method.parse(given)
+    except ValueError as error:
+        refused = str(error)
+    else:
+        assert 1 <= options.depth <= options.num_draft_tokens <= 255
+        return
+    assert any(name in refused for name in given), refused
+
+
+NESTED = "[" * 100_000
+CONTENTS = [b"", b"\xff\xfe", b"{", b"3", b"[]", b"{}", b"null", NESTED.encode(), LONG.encode()]
+paths = st.dictionaries(st.sampled_from(["paths", "other"]), anything)
+
+
+@CASES
+@given(content=st.sampled_from(CONTENTS) | st.binary(max_size=30) | paths.map(json.dumps))
+def test_tree_files_are_refused_by_name_or_valid(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes | str
+) -> None:
+    file = tmp_path_factory.mktemp("tree") / "tree.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    try:
+        assert StaticTree.from_file(file).paths
+    except ValueError as error:
+        refused = str(error)
+    else:
+        return
+    assert str(file) in refused
+    with pytest.raises(ValueError, match="tree"):
+        RECYCLING.parse({"tree": str(file)})
+
+
+@pytest.mark.parametrize("content", CONTENTS[:-2], ids=repr)
+def test_damaged_model_folders_are_refused(tmp_path: Path, content: bytes) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"the model {tmp_path} cannot be read"):
+        vocabulary_size(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        first_rows_fingerprint(tmp_path)
+    # These do not read what is inside.
+    assert weights_fingerprint(tmp_path)
+    assert tokenizer_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [*CONTENTS[:5], b"null", NESTED.encode()], ids=lambda c: c[:9])
+def test_damaged_tokenizers_are_refused(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drafttree.model_files.vocabulary_size", lambda *names: 8)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
+        check_draft_model(str(tmp_path), str(tmp_path), None)  # type: ignore[arg-type]
+
+
+class Payload:
+    """Pickled, this makes a folder when it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (self._folder,)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    for name in ("pytorch_model.bin", "model.safetensors", "config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes(pickle.dumps(Payload(made)))
+    for read in (first_rows_fingerprint, weights_fingerprint, tokenizer_fingerprint):
+        with suppress(ValueError):
+            read(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        vocabulary_size(tmp_path)
+    assert not made.exists()

@@ -1,0 +1,373 @@
+"""Files of tables survive kills, full disks, other writers and clocks; hostile ones are refused.
+
+What needs a process of its own, or another user, runs in a forked one.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from property_settings import CASES
+from safetensors.torch import save, save_file
+
+from drafttree.drafter import Target
+from drafttree.testing import check_drafter
+from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, Tables
+from recycle_plugin.storage.hot_start import open_hot_start
+from recycle_plugin.storage.primed_files import PrimedFile
+from recycle_plugin.storage.table_files import (
+    FORMAT,
+    TableSaver,
+    TablesError,
+    TableSpec,
+    load_tables,
+    save_tables,
+)
+
+IDENTITY = {"k": "8", "tokenizer": "none"}
+EXPECTED = {"matrix": TableSpec((300, 8), vocab_size=300)}
+
+
+class Recording(logging.Handler):
+    """Keeps messages in a list."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self._messages = messages
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+
+def logger_of(messages: list[str]) -> logging.Logger:
+    """A logger that writes to a list."""
+    logger = logging.Logger("recording")
+    logger.addHandler(Recording(messages))
+    return logger
+
+
+def tables(value: int) -> dict[str, torch.Tensor]:
+    return {"matrix": torch.full((300, 8), value, dtype=torch.int32)}
+
+
+def value_of(file: Path) -> int:
+    (value,) = load_tables(file, EXPECTED, IDENTITY)["matrix"].unique().tolist()
+    return int(value)
+
+
+@contextmanager
+def forked(function: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """A forked process that calls a function, whose first argument is a pipe to this process."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=function, args=(theirs, *arguments))
+    process.start()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def said(pipe: Connection) -> Any:
+    assert pipe.poll(60)
+    return pipe.recv()
+
+
+def save_and_stop(pipe: Connection, file: Path, moment: str) -> None:
+    def stop(*_: object) -> None:
+        pipe.send("here")
+        time.sleep(600)
+
+    if moment == "while the file is written":
+        os.fsync = stop  # type: ignore[assignment]
+    else:
+        Path.replace = stop  # type: ignore[method-assign, assignment]
+    save_tables(file, tables(2), IDENTITY)
+
+
+@pytest.mark.parametrize("moment", ["while the file is written", "before it is renamed"])
+def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
+    file = tmp_path / "tables"
+    save_tables(file, tables(1), IDENTITY)
+    with forked(save_and_stop, file, moment) as (process, pipe):
+        assert said(pipe) == "here"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+    (left,) = {*os.listdir(tmp_path)} - {"tables"}
+    assert left.endswith(".partial")
+    assert value_of(file) == 1
+    save_tables(file, tables(3), IDENTITY)
+    assert value_of(file) == 3
+    os.utime(tmp_path / left, (0, 0))
+    save_tables(file, tables(4), IDENTITY)
+    assert os.listdir(tmp_path) == ["tables"]
+
+
+def save_on_a_full_disk(pipe: Connection, file: Path) -> None:
+    saver = TableSaver(file, lambda: tables(2), IDENTITY, every=3600)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    pipe.send([saver.save(), saver.save()])
+    pipe.recv()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    pipe.send(saver.save())
+
+
+def test_a_full_disk_keeps_the_old_file_and_saving_goes_on_later(tmp_path: Path) -> None:
+    """As on a full disk, a file cannot grow."""
+    file = tmp_path / "tables"
+    save_tables(file, tables(1), IDENTITY)
+    with forked(save_on_a_full_disk, file) as (_, pipe):
+        assert said(pipe) == [False, False]
+        assert os.listdir(tmp_path) == ["tables"]
+        assert value_of(file) == 1
+        pipe.send("there is room again")
+        assert said(pipe) is True
+    assert value_of(file) == 2
+    assert os.listdir(tmp_path) == ["tables"]
+
+
+def save_where_nothing_can_be_written(pipe: Connection, folder: Path) -> None:
+    """Root may write everywhere, so it becomes another user, who may not know the way here."""
+    os.chdir(folder)
+    folder.chmod(0o555)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    told: list[str] = []
+    file = rows_file(Path("cache") / "rows", told)
+    for _ in range(2):
+        file.save(tables(3)["matrix"])
+    saver = TableSaver(Path("tables"), lambda: tables(2), IDENTITY, 3600, logger_of(told))
+    pipe.send((told, [saver.save(), saver.save()], file.path))
+
+
+def test_a_cache_that_may_only_be_read_is_reported_once(tmp_path: Path) -> None:
+    with forked(save_where_nothing_can_be_written, tmp_path) as (_, pipe):
+        told, saved, path = said(pipe)
+    assert [("DRAFTTREE_CACHE" in line, "make the folder writable" in line) for line in told] == [
+        (True, False),
+        (False, True),
+    ]
+    assert saved == [False, False]
+    assert path is None
+    assert os.listdir(tmp_path) == []
+
+
+def rows_file(path: Path, told: list[str]) -> PrimedFile:
+    """The cache file of a model whose files need not be there."""
+    file = PrimedFile(None, 8, logger_of([]))
+    file._identity = {"weights": "w", "tokenizer": "none", "k": "8"}
+    file._logger, file.path = logger_of(told), path
+    return file
+
+
+def write_every_second_row(pipe: Connection, path: Path, first: int) -> None:
+    told: list[str] = []
+    file = rows_file(path, told)
+    rows = torch.full((300, 8), -1, dtype=torch.int32)
+    for row in range(first, 300, 2):
+        rows[row] = row
+        if row % 10 == first:
+            file.save(rows)
+    pipe.send("written")
+    pipe.recv()
+    file.save(rows)
+    pipe.send(told)
+
+
+def test_two_processes_share_one_cache(tmp_path: Path) -> None:
+    """Each computes half of the rows, and saves them many times; a reader sees whole files."""
+    path = tmp_path / "rows"
+    with (
+        forked(write_every_second_row, path, 0) as (_, one),
+        forked(write_every_second_row, path, 1) as (_, other),
+    ):
+        for pipe in (one, other):
+            assert said(pipe) == "written"
+            assert all(found in (-1, row) for row, found in enumerate(rows_in(path)))
+        for pipe in (one, other):
+            pipe.send("once more")
+            assert said(pipe) == []
+    assert rows_in(path) == [*range(300)]
+    assert os.listdir(tmp_path) == ["rows"]
+
+
+def rows_in(path: Path) -> list[int]:
+    return load_tables(path, EXPECTED, {"k": "8"})["matrix"][:, 0].tolist()
+
+
+def empty_tables() -> Tables:
+    return Tables(300, 8, torch.device("cpu"), bigrams=True, hot_start=True, memory=64)
+
+
+def learn_and_save(pipe: Connection, file: Path) -> None:
+    learned = empty_tables()
+    learned.matrix.fill_(7)
+    saver = open_hot_start(learned, file, str(file.parent), logger_of([]))
+    assert saver is not None
+    pipe.send(saver.save())
+    pipe.recv()
+    learned.matrix.fill_(9)
+    saver.touch()
+    saver.close()
+    pipe.send("closed")
+
+
+def test_two_engines_share_one_hot_start_file(tmp_path: Path) -> None:
+    file = tmp_path / "tables"
+    told: list[str] = []
+    with forked(learn_and_save, file) as (_, pipe):
+        assert said(pipe) is True
+        second = empty_tables()
+        assert open_hot_start(second, file, str(tmp_path), logger_of(told)) is None
+        assert "because another engine or replica does" in told[0]
+        assert (second.matrix == 7).all()
+        pipe.send("end")
+        assert said(pipe) == "closed"
+    third = empty_tables()
+    saver = open_hot_start(third, file, str(tmp_path), logger_of(told))
+    assert saver is not None
+    saver.close()
+    assert (third.matrix == 9).all()
+
+
+def test_a_clock_that_jumps_forward_costs_one_save_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer then takes the file that is being written for that of a killed one."""
+    file = tmp_path / "tables"
+    save_tables(file, tables(1), IDENTITY)
+    now, fsync = time.time, os.fsync
+
+    def jump(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(time, "time", lambda: now() + 1e6)
+        save_tables(file, tables(2), IDENTITY)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", jump)
+    with pytest.raises(FileNotFoundError):
+        save_tables(file, tables(3), IDENTITY)
+    assert value_of(file) == 2
+    save_tables(file, tables(3), IDENTITY)
+    assert value_of(file) == 3
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # and back
+    save_tables(file, tables(4), IDENTITY)
+    assert value_of(file) == 4
+    assert os.listdir(tmp_path) == ["tables"]
+
+
+def test_files_and_folders_are_for_their_owner_alone(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        file = tmp_path / "folder" / "tables"
+        saver = open_hot_start(empty_tables(), file, str(tmp_path), logger_of([]))
+        assert saver is not None
+        assert saver.save()
+        saver.close()
+        modes = {each.name: mode_of(each) for each in file.parent.iterdir()}
+        assert modes == {"tables": 0o600, ".tables.lock": 0o600}
+        assert mode_of(file.parent) == 0o700
+        file.chmod(0o640)  # as its owner wants it
+        save_tables(file, tables(2), IDENTITY)
+        assert mode_of(file) == 0o640
+    finally:
+        os.umask(mask)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+class Payload:
+    """Pickled, this makes a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._file),)
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_pickles_are_refused_and_not_run(tmp_path: Path, form: str) -> None:
+    file, made = tmp_path / "tables", tmp_path / "made"
+    if form == "pickle":
+        file.write_bytes(pickle.dumps(Payload(made)))
+    else:
+        torch.save({"matrix": Payload(made)}, file)
+    with pytest.raises(TablesError, match="is damaged or cannot be read"):
+        load_tables(file, EXPECTED, IDENTITY)
+    assert not made.exists()
+
+
+WHOLE = save(tables(5), {**IDENTITY, "format": FORMAT, "version": "1"})
+
+
+@CASES
+@given(data=st.data())
+def test_damaged_files_are_refused_or_have_valid_tables(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(WHOLE)
+    places = st.one_of(st.integers(0, 400), st.integers(0, len(content) - 1))
+    for place in data.draw(st.lists(places, max_size=6)):
+        content[place] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content)))]
+    file = tmp_path_factory.mktemp("damaged") / "tables"
+    file.write_bytes(content + data.draw(st.binary(max_size=8)))
+    matrix = torch.zeros(300, 8)
+    with suppress(TablesError):
+        matrix = load_tables(file, EXPECTED, IDENTITY)["matrix"]
+    assert matrix.shape == (300, 8)
+    assert -1 <= int(matrix.min()) <= int(matrix.max()) < 300
+
+
+numbers = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@CASES
+@given(tried=numbers, hit=numbers, text=st.lists(st.integers(-3, 330), max_size=200))
+def test_a_hostile_hot_start_file_is_refused_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, tried: int, hit: int, text: list[int]
+) -> None:
+    file = tmp_path_factory.mktemp("hostile") / "tables"
+    known = empty_tables()
+    written = {
+        "matrix": known.matrix,
+        "pairs": torch.full_like(known.bigrams[None], 3),
+        "tried_by_source": torch.full_like(known.source_stats.tried, tried),
+        "hit_by_source": torch.full_like(known.source_stats.hit, hit),
+        "memory": torch.tensor(text, dtype=torch.int32),
+    }
+    identity = {"tokenizer": "none", "k": "8", "vocabulary": "300"}
+    save_file(written, file, {**identity, "format": FORMAT, "version": "1"})
+    told: list[str] = []
+    options = RecycleOptions(prime=False, memory=64, nodes=8, hot_start=file)
+    target = Target(str(file.parent), 300, torch.device("cpu"), torch.float32, logger_of(told))
+    drafter = METHOD.drafter(options, target)
+    assert isinstance(drafter, DynamicTreeDrafter)
+    check_drafter(drafter, options.num_draft_tokens, options.depth, target, steps=8)
+    if drafter.tables.saver is not None:
+        drafter.tables.saver.close()
+    is_valid = 0 <= hit <= tried and all(-1 <= token < 300 for token in text)
+    assert any("starts with empty tables" in line for line in told) is not is_valid
