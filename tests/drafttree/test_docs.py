@@ -20,7 +20,7 @@ from drafttree.method import installed_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
 PAGES += sorted(DOCS.glob("*.md"))
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
 
