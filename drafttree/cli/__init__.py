@@ -8,6 +8,7 @@ from drafttree.cli.demo import demo
 from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
 from drafttree.cli.prepare import prepare
+from drafttree.cli.report import report
 from drafttree.cli.train import train
 from drafttree.cli.tree import tree
 
@@ -24,5 +25,6 @@ app.command()(prepare)
 app.command()(bench)
 app.command()(demo)
 app.command()(tree)
+app.command()(report)
 app.command()(budget)
 app.add_typer(train, name="train")

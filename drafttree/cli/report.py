@@ -1,0 +1,42 @@
+"""`drafttree report`: all bench runs in a folder as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from drafttree.bench.run_files import find_runs
+from drafttree.cli.report_page import page
+
+
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder with reports of drafttree bench.")
+    ],
+    output: Annotated[Path, typer.Option(help="The HTML file to write.")],
+) -> None:
+    """Show the bench runs in a folder on one HTML page, with plots."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        if not output.resolve().parent.is_dir():
+            raise ValueError(f"the folder of {output} does not exist")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder")
+        runs, skipped = find_runs(folder)
+        for file, reason in skipped.items():
+            console.print(f"skipped {file}: {reason}", markup=False)
+        if not runs:
+            raise ValueError(f"{folder} has no runs: write some with drafttree bench --output")
+        output.write_text(page(folder, runs, skipped), encoding="utf-8")
+    except ImportError as error:
+        console.print(
+            "drafttree report: plots need matplotlib: pip install matplotlib", style="red"
+        )
+        raise typer.Exit(2) from error
+    except (ValueError, OSError) as error:
+        console.print(f"drafttree report: {error}", style="red", markup=False)
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+    console.print(f"{len(runs)} runs, written to {output}", markup=False)

@@ -1,0 +1,140 @@
+"""Plots of bench runs under the same conditions, as SVG for an HTML page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from drafttree.bench.run_files import BenchRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SPEEDUP = "tokens per second, relative to plain decoding"
+_WIDTH = 9.5
+_LINE = 0.27
+"""Width of a plot, and height of a line in it, in inches."""
+
+
+def by_run(runs: Sequence[BenchRun], name: str) -> str:
+    """The speedup of each run, with those of its repetitions as marks; empty without times.
+
+    Args:
+        runs: The runs.
+        name: Unique among the plots of a page.
+    """
+    timed = [run for run in runs if run.report.get("speedup") is not None]
+    if not timed:
+        return ""
+    figure, axes = _figure(1.2 + _LINE * len(timed))
+    places = range(len(timed))
+    axes.barh(places, [run.report["speedup"] for run in timed], color="tab:blue", height=0.6)
+    for place, run in enumerate(timed):
+        each = _numbers(repetition.get("speedup") for repetition in run.report["repetitions"])
+        axes.plot(each, [place] * len(each), "|", color="black")
+    axes.set_yticks(places, [run.label for run in timed])
+    axes.set_ylim(len(timed) - 0.4, -0.6)
+    _finish(axes)
+    return _svg(figure, name)
+
+
+def by_task(runs: Sequence[BenchRun], name: str) -> str:
+    """The speedup of each run by kind of task; empty without times.
+
+    Args:
+        runs: The runs.
+        name: Unique among the plots of a page.
+    """
+    kinds = sorted({kind for run in runs for kind in run.report["per_category"]})
+    lines = [(run, [_speedup(run, kind) for kind in kinds]) for run in runs]
+    lines = [(run, values) for run, values in lines if any(value is not None for value in values)]
+    if not lines:
+        return ""
+    figure, axes = _figure(1.4 + _LINE * len(kinds) + 0.18 * len(lines))
+    for number, (run, values) in enumerate(lines):
+        known = [(value, place) for place, value in enumerate(values) if value is not None]
+        axes.plot(
+            [value for value, _ in known],
+            [place for _, place in known],
+            "os^vDP*X<>"[number // 10 % 10],
+            color=f"C{number % 10}",
+            label=run.label,
+        )
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.grid(axis="y", color="0.9")
+    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.55 / figure.get_figheight() - 0.08))
+    _finish(axes)
+    return _svg(figure, name)
+
+
+def by_batch_size(runs: Sequence[BenchRun], name: str) -> str:
+    """The speedup of each setting by batch size; empty if none was run with several.
+
+    Args:
+        runs: The runs.
+        name: Unique among the plots of a page.
+    """
+    settings: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        if (speedup := run.report.get("speedup")) is not None:
+            sizes = settings.setdefault(run.setting, {})
+            sizes.setdefault(run.report["batch_size"], []).append(speedup)
+    several = {setting: sizes for setting, sizes in settings.items() if len(sizes) > 1}
+    if not several:
+        return ""
+    figure, axes = _figure(3.8)
+    for number, (setting, sizes) in enumerate(several.items()):
+        shown = sorted(sizes)
+        line = [median(sizes[size]) for size in shown]
+        axes.plot(shown, line, "o-", color=f"C{number % 10}", label=setting)
+        for size in shown:
+            axes.plot([size] * len(sizes[size]), sizes[size], "_", color=f"C{number % 10}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("batch size")
+    axes.set_ylabel(_SPEEDUP)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return _svg(figure, name)
+
+
+def _speedup(run: BenchRun, kind: str) -> float | None:
+    value: float | None = run.report["per_category"].get(kind, {}).get("speedup")
+    return value
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height))
+    return figure, figure.add_subplot()
+
+
+def _finish(axes: Axes) -> None:
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(_SPEEDUP)
+
+
+def _svg(figure: Figure, name: str) -> str:
+    """The figure as an `svg` element whose ids begin with `name`."""
+    from matplotlib import rc_context
+
+    text = StringIO()
+    # Text stays text, and the same figure has the same ids.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
+        blank = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", bbox_inches="tight", metadata=blank)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    return re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)

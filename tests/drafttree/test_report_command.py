@@ -1,0 +1,149 @@
+"""`drafttree report` on the runs that the project has measured, and on what is no run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from browser import rendered
+from typer.testing import CliRunner, Result
+
+from drafttree.bench.run_files import find_runs
+from drafttree.cli import app
+
+RESULTS = Path(__file__).parents[2] / "results"
+FILES = (
+    *("float32-auto-batch-1.json", "float32-auto-batch-8.json", "bfloat16-waves-batch-1.json"),
+    "bfloat16-starts-nodes-7-and-auto.json",
+)
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Runs of two number formats, one file with several runs, and files that are none."""
+    runs = tmp_path / "runs"
+    (runs / "inner").mkdir(parents=True)
+    for name in FILES[:-1]:
+        shutil.copy(RESULTS / "vllm-cpu" / name, runs)
+    shutil.copy(RESULTS / "vllm-cpu" / FILES[-1], runs / "inner")
+    shutil.copy(RESULTS / "workloads.json", runs)
+    (runs / "broken.json").write_text("{")
+    (runs / "<b>.json").write_text('{"engine": "vllm"}')
+    return runs
+
+
+@pytest.fixture
+def page(folder: Path) -> Path:
+    file = folder.with_name("runs.html")
+    result = command(folder, "--output", file)
+    assert result.exit_code == 0, result.output
+    return file
+
+
+def test_all_runs_are_found_and_the_others_are_named(folder: Path) -> None:
+    several = json.loads((folder / "inner" / FILES[-1]).read_text())["runs"]
+    runs, skipped = find_runs(folder)
+    assert [run.number for run in runs] == list(range(1, 4 + len(several)))
+    assert {str(run.file) for run in runs} == {*FILES[:-1], f"inner/{FILES[-1]}"}
+    assert {str(file): reason.partition(":")[0] for file, reason in skipped.items()} == {
+        "broken.json": "cannot be read as JSON",
+        "<b>.json": "no report of drafttree bench",
+        "workloads.json": "no report of drafttree bench",
+    }
+
+
+def test_every_report_of_the_bench_is_a_run() -> None:
+    runs, _ = find_runs(RESULTS)
+    found = {run.file for run in runs}
+    for file in RESULTS.rglob("*.json"):
+        content = json.loads(file.read_text())
+        if isinstance(content, dict) and "per_category" in content:
+            assert file.relative_to(RESULTS) in found
+
+
+def test_the_page_has_conditions_figures_and_plots(folder: Path, page: Path) -> None:
+    text = page.read_text()
+    runs, skipped = find_runs(folder)
+    for run in runs:
+        cells = "".join(
+            f"<td>{run.report[name]:.2f}</td>"
+            for name in ("speedup", "decode_speedup", "mean_accepted_tokens")
+        )
+        assert cells in text
+        for condition in run.conditions:
+            assert condition in text
+        # In the legend or beside its bar.
+        assert text.count(run.label) >= 2
+        for kind in run.report["per_category"]:
+            assert f">{kind}</text>" in text
+    groups = {run.conditions for run in runs}
+    assert text.count("By method") == text.count("By kind of task") == len(groups)
+    # Only one setting was run with two batch sizes.
+    assert text.count("By batch size") == 1
+    assert text.count("<svg") == text.count("</svg>") == 2 * len(groups) + 1
+    for file in skipped:
+        assert f"<code>{str(file).replace('<', '&lt;').replace('>', '&gt;')}</code>" in text
+    assert "<b>" not in text
+
+
+def test_ids_are_unique_and_references_lead_to_them(page: Path) -> None:
+    text = page.read_text()
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(set(ids)) == len(ids) > 100
+    references = re.findall(r'href="([^"]+)"|url\(([^)]+)\)', text)
+    assert references
+    for pair in references:
+        (target,) = filter(None, pair)
+        assert target.removeprefix("#") in ids
+
+
+def test_the_page_renders_and_loads_nothing(folder: Path, page: Path) -> None:
+    shown = "document.title = `${document.querySelectorAll('svg text').length} texts`;"
+    dom = rendered(page, shown)
+    (texts,) = re.findall(r"<title>(\d+) texts</title>", dom)
+    assert int(texts) > 50
+    runs, _ = find_runs(folder)
+    assert f"{len(runs)} runs of drafttree bench" in dom
+
+
+def test_runs_without_times_have_no_plots(folder: Path, tmp_path: Path) -> None:
+    """As where kernels run in Triton's interpreter."""
+    report = json.loads((folder / FILES[0]).read_text())
+    alone = tmp_path / "untimed"
+    alone.mkdir()
+    for figures in (report, *report["per_category"].values(), *report["repetitions"]):
+        figures |= {name: None for name in figures if name.endswith(("speedup", "per_second"))}
+    (alone / "run.json").write_text(json.dumps(report))
+    result = command(alone, "--output", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "page.html").read_text()
+    assert "<svg" not in text
+    assert f"<td>{report['mean_accepted_tokens']:.2f}</td>" in text
+
+
+def test_wrong_input(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    output = tmp_path / "page.html"
+    for arguments, complaint in (
+        ((tmp_path / "absent", "--output", output), "is not a folder"),
+        ((empty, "--output", output), "has no runs: write some with drafttree bench --output"),
+        ((folder, "--output", tmp_path / "absent" / "page.html"), "does not exist"),
+    ):
+        result = command(*arguments)
+        assert result.exit_code == 2
+        assert complaint in " ".join(result.output.split())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = command(folder, "--output", output)
+    assert result.exit_code == 2
+    assert "plots need matplotlib" in " ".join(result.output.split())
+    assert not output.exists()
