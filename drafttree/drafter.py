@@ -84,10 +84,12 @@ class Drafter:
     Attributes:
         max_depth: Greatest depth of a draft token; the root's depth is 0.
         shares_texts: Whether what a request's text teaches may serve the requests after it.
+        source: Where all its candidates come from, for `sources`.
     """
 
     max_depth: int
     shares_texts: bool = False
+    source: str = "drafter"
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate per-request state; called once, before any other method.
@@ -170,6 +172,20 @@ class Drafter:
             candidate source. Empty if the drafter does not count.
         """
         return {}
+
+    def sources(self, slots: torch.Tensor, width: int) -> list[list[str]]:
+        """Name the candidate source of each node of the trees proposed last.
+
+        Called only while steps are traced, after a verification and before `on_verified`.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            width: Number of columns to name, the root's included, whose name does not count.
+
+        Returns:
+            `width` names for each request, for the columns of the tree as it was proposed.
+        """
+        return [[self.source] * width for _ in slots]
 
 
 class ModelFreeDrafter(Drafter):
@@ -283,6 +299,7 @@ class DraftModelDrafter(Drafter):
     """
 
     columns: tuple[int, ...]
+    source = "draft model"
 
     def propose(
         self,
@@ -355,6 +372,7 @@ class HiddenStateDrafter(Drafter):
     """
 
     heads: tuple[int, int, int]
+    source = "draft layer"
 
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The layer's input `[N, d]` at known tokens.

@@ -27,7 +27,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from recycle_plugin.chains import best_paths
 from recycle_plugin.priors import DEPTH, tree_depth
-from recycle_plugin.sources import by_source
+from recycle_plugin.sources import by_source, source_name
 from recycle_plugin.tables import Tables
 from recycle_plugin.texts import Texts
 
@@ -305,3 +305,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
     def acceptance(self) -> dict[str, Any]:
         """Acceptance statistics by candidate source, since the tables were last emptied."""
         return {"sources": by_source(self.tables.source_stats)}
+
+    def sources(self, slots: torch.Tensor, width: int) -> list[list[str]]:
+        """The source of each node, named as by `acceptance`."""
+        return [[*map(source_name, row)] for row in self._sources[slots, :width].tolist()]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import torch
 from tree_kernels.candidates import BIGRAM_STATES, ROW_STATES, TOP
 from tree_kernels.copies import BUCKETS, LENGTHS
 from tree_kernels.source_stats import SourceStats
+
+_COPIED = ("n-gram match", "memory match", "shorter n-gram match", "shorter memory match")
+"""What candidates are called by their states of `copies.COPY_STATES`, a bucket of lengths each."""
 
 
 def _lengths() -> list[str]:
@@ -18,6 +20,35 @@ def _lengths() -> list[str]:
         for least, following in pairwise(LENGTHS)
     ]
     return [*names, f"{LENGTHS[-1]} or more"]
+
+
+def matrix_rank(rank: int) -> str:
+    """The name of the candidate of a rank, from 1, in a row of the adjacency matrix."""
+    return f"matrix rank {rank}"
+
+
+def source_name(source: int) -> str:
+    """The name of a source, as numbered in `candidates.NUM_SOURCES`; see `by_source`.
+
+    Empty for a root, which is no candidate.
+    """
+    others, row = divmod(source, ROW_STATES)
+    copy, bigram = divmod(others, BIGRAM_STATES)
+    kind, bucket = divmod(copy - 1, BUCKETS)
+    if 0 <= kind < 2:
+        return f"{_COPIED[kind]} of {_lengths()[bucket]}"
+    if 2 <= kind < 4:
+        return _COPIED[kind]
+    if 1 <= bigram <= TOP:
+        return f"bigram rank {bigram}"
+    return matrix_rank(row) if row else ""
+
+
+def _names() -> list[str]:
+    """The names of all sources, in the order in which they are listed."""
+    copied = [f"{kind} of {length}" for kind in _COPIED[:2] for length in _lengths()]
+    bigrams = [f"bigram rank {rank}" for rank in range(1, TOP + 1)]
+    return [*copied, *_COPIED[2:], *bigrams, *map(matrix_rank, range(1, TOP + 1))]
 
 
 def by_source(source_stats: SourceStats) -> list[dict[str, Any]]:
@@ -33,26 +64,14 @@ def by_source(source_stats: SourceStats) -> list[dict[str, Any]]:
         `{"source", "tried", "hit", "share"}` for each source that was tried; `share` is
         `hit / tried`.
     """
-    counts = [
-        each.view(-1, BIGRAM_STATES, ROW_STATES).cpu()
-        for each in (source_stats.tried, source_stats.hit)
-    ]
-    names: list[str] = []
-    sums: list[list[torch.Tensor]] = []
-    for each in counts:
-        # The states of a candidate by copies, as in `copies.COPY_STATES`.
-        copied = each[1:].sum((1, 2)).view(6, BUCKETS)
-        others = each[0] + each[1 + 4 * BUCKETS :].sum(0)
-        bigrams = others[1 : TOP + 1].sum(1)
-        rows = (others[0] + others[TOP + 1])[1:]
-        sums.append([*copied[0], *copied[1], copied[2].sum(), copied[3].sum(), *bigrams, *rows])
-    for kind in ("n-gram", "memory"):
-        names += [f"{kind} match of {length}" for length in _lengths()]
-    names += ["shorter n-gram match", "shorter memory match"]
-    for table in ("bigram", "matrix"):
-        names += [f"{table} rank {rank}" for rank in range(1, TOP + 1)]
+    sums = {name: [0, 0] for name in _names()}
+    tried, hit = source_stats.tried.cpu(), source_stats.hit.cpu()
+    for source in tried.nonzero().flatten().tolist():
+        if name := source_name(source):
+            sums[name][0] += int(tried[source])
+            sums[name][1] += int(hit[source])
     return [
-        {"source": name, "tried": int(tried), "hit": int(hit), "share": int(hit) / int(tried)}
-        for name, tried, hit in zip(names, *sums, strict=True)
-        if tried
+        {"source": name, "tried": tried_of, "hit": hit_of, "share": hit_of / tried_of}
+        for name, (tried_of, hit_of) in sums.items()
+        if tried_of
     ]

@@ -11,6 +11,7 @@ from tree_kernels.source_stats import SourceStats, count
 
 from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.tree import DraftTree, StaticTree, Verified
+from recycle_plugin.sources import matrix_rank
 from recycle_plugin.tables import Tables
 
 
@@ -91,3 +92,8 @@ class StaticTreeDrafter(ModelFreeDrafter):
             "tried": self._source_stats.tried[1:].tolist(),
             "hit": self._source_stats.hit[1:].tolist(),
         }
+
+    def sources(self, slots: torch.Tensor, width: int) -> list[list[str]]:
+        """The rank of each node in its parent's row of the matrix, from 1."""
+        ranks = self._ranks[self._drafted[slots, :width].long()]
+        return [[matrix_rank(1 + rank) for rank in row] for row in ranks.tolist()]

@@ -56,3 +56,7 @@ class Chat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def piece(self, token: int) -> str:
+        """Text of a single token, special ones included."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))

@@ -16,7 +16,14 @@ from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
 from drafttree.bench.errors import EngineError
-from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
+from drafttree.bench.protocol import (
+    EngineInfo,
+    EngineSpec,
+    ForwardShape,
+    Generation,
+    Request,
+    Traced,
+)
 
 _MODULES = {
     "vllm": "drafttree.bench.vllm_engine",
@@ -109,6 +116,10 @@ class EngineProcess:
     def acceptance(self) -> dict[str, Any]:
         """Acceptance statistics by node or by candidate source; see `Drafter.acceptance`."""
         return cast(dict[str, Any], self._call("acceptance", None))
+
+    def trace(self, request: Request) -> Traced:
+        """Answer a request alone, and record its decode steps."""
+        return cast(Traced, self._call("trace", request))
 
     def draft_seconds(self) -> float:
         """Seconds that a method with a model has spent drafting."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttree.trace import StepSeconds, TracedStep
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -118,3 +120,18 @@ class Generation:
     seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One answer, and how a method that drafts trees came to it.
+
+    Attributes:
+        generation: The answer.
+        prompt_seconds: Where the time went up to the answer's first token.
+        steps: The decode steps.
+    """
+
+    generation: Generation
+    prompt_seconds: StepSeconds
+    steps: list[TracedStep]

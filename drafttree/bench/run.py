@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
@@ -26,6 +25,7 @@ from drafttree.bench.report import (
     report,
     without_times,
 )
+from drafttree.bench.requests import make_request
 from drafttree.bench.waves import wave_figures
 
 _TIE = 1e-4
@@ -289,13 +289,15 @@ class _Run:
     def _request(
         self, prompt: Prompt, turn: int, answers: list[str], max_new_tokens: int
     ) -> Request:
-        """The request of one turn; a chat that is too long is truncated at its start."""
-        token_ids = self.chat.render(prompt.turns[: turn + 1], answers)
-        room = self.context - max_new_tokens
-        if len(token_ids) > room:
+        request, cut = make_request(
+            self.chat,
+            prompt,
+            turn,
+            answers,
+            context=self.context,
+            max_new_tokens=max_new_tokens,
+            temperature=self.settings.temperature,
+        )
+        if cut:
             self.cut.add(prompt.question_id)
-            token_ids = token_ids[-room:]
-        seed = None
-        if self.settings.temperature > 0:
-            seed = zlib.crc32(f"{prompt.question_id}/{turn}".encode())
-        return Request(token_ids, max_new_tokens, self.settings.temperature, seed, prompt.schema)
+        return request

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 _ROWS = (
     ("new tokens", "baseline_new_tokens", "new_tokens", ",d"),
@@ -157,6 +159,18 @@ def explained_table(report: dict[str, Any]) -> Table:
     for row in rows:
         values = row.values()
         table.add_row(*(str(v) if isinstance(v, int) else f"{v:.3g}" for v in values))
+    return table
+
+
+def sources_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Acceptance by candidate source: the rows of `Drafter.acceptance`."""
+    table = Table(caption="Draft tokens whose parent was accepted, by candidate source")
+    table.add_column("source")
+    for heading in ("tried", "accepted", "share"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        counts = (f"{row['tried']:,d}", f"{row['hit']:,d}", f"{row['share']:.1%}")
+        table.add_row(Text(row["source"]), *counts)
     return table
 
 

@@ -11,7 +11,14 @@ from dataclasses import astuple
 from time import perf_counter
 from typing import Any
 
-from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
+from drafttree.bench.protocol import (
+    EngineInfo,
+    EngineSpec,
+    ForwardShape,
+    Generation,
+    Request,
+    Traced,
+)
 from drafttree.bench.serve import serve
 
 
@@ -143,6 +150,15 @@ class VllmEngine:
         """The method's acceptance statistics."""
         counts: dict[str, Any] = self._llm.collective_rpc("drafttree_acceptance")[0]
         return counts
+
+    def trace(self, request: Request) -> Traced:
+        """Answer a request alone, and record its decode steps."""
+        from drafttree.vllm.tracing import start_tracing, stop_tracing
+
+        self._llm.collective_rpc(start_tracing)
+        [generation] = self.generate([request])
+        [tracer] = self._llm.collective_rpc(stop_tracing)
+        return Traced(generation, tracer.prompt_seconds, tracer.steps)
 
     def draft_seconds(self, _: None) -> float:
         """Seconds spent drafting with a model."""

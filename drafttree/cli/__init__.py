@@ -9,6 +9,7 @@ from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
 from drafttree.cli.prepare import prepare
 from drafttree.cli.report import report
+from drafttree.cli.trace import trace
 from drafttree.cli.train import train
 from drafttree.cli.tree import tree
 
@@ -25,6 +26,7 @@ app.command()(prepare)
 app.command()(bench)
 app.command()(demo)
 app.command()(tree)
+app.command()(trace)
 app.command()(report)
 app.command()(budget)
 app.add_typer(train, name="train")

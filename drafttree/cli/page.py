@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -36,3 +38,10 @@ def html_page(title: str, body: str) -> str:
         body: Its content, as HTML.
     """
     return _PAGE.format(title=escape(title), style=part("page.css"), body=body)
+
+
+def data_and_script(data: Any, script: str) -> str:
+    """HTML elements for a script and what it reads, as JSON, from the element `data`."""
+    # A tag within a string would end the element.
+    text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="data">{text}</script>\n<script>\n{script}</script>'

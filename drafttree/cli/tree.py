@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from drafttree.bench.table import sources_table
 from drafttree.bench.tree_fit import MeasuredTree, Shares, fit, read_run, tokens_per_step
 from drafttree.tree import BRANCHING, MAX_DEPTH, RankPath, StaticTree
 
@@ -130,17 +131,10 @@ def _share(shares: Shares, path: RankPath) -> str:
 
 
 def _sources(run: Path, rows: Any) -> Table:
-    table = Table(caption="Draft tokens whose parent was accepted, by candidate source")
-    table.add_column("source")
-    for heading in ("tried", "accepted", "share"):
-        table.add_column(heading, justify="right")
     try:
-        for row in rows:
-            counts = (f"{row['tried']:,d}", f"{row['hit']:,d}", f"{row['share']:.1%}")
-            table.add_row(Text(row["source"]), *counts)
+        return sources_table(rows)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{run}: its counts by source cannot be read: {error}") from error
-    return table
 
 
 def _draw(topology: StaticTree, shares: Shares | None, file: Path | None) -> None:

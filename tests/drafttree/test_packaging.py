@@ -33,7 +33,7 @@ import drafttree.sglang, drafttree.vllm
 import lyanna_plugin, lyanna_plugin.training, recycle_plugin, rsd_plugin, tree_kernels
 from importlib.resources import files
 assert (files("recycle_plugin") / "token_recycling_80.json").is_file()
-assert (files("drafttree.cli") / "pages" / "page.css").is_file()
+assert (files("drafttree.cli") / "pages" / "trace.js").is_file()
 assert (files("tree_kernels") / "floats.h").is_file()
 assert (files("lyanna_plugin") / "drafters" / "smollm2-135m" / "model.safetensors").is_file()
 for package in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "tree_kernels"):

@@ -89,6 +89,8 @@ def test_a_static_tree_has_no_nodes_below_an_unknown_token() -> None:
     assert tree.tree_size.tolist() == [4, 1]
     assert tree.tokens[0].tolist()[:4] == [5, 6, 7, 9]
     assert tree.parents[0].tolist()[:4] == [-1, 0, 0, 2]
+    (names, _) = drafter.sources(slots(0, 1), 4)
+    assert names[1:] == ["matrix rank 1", "matrix rank 2", "matrix rank 1"]
 
 
 def test_a_static_tree_counts_each_nodes_acceptance() -> None:
@@ -241,6 +243,8 @@ def test_dynamic_trees_count_acceptance_by_source() -> None:
     assert drafter.acceptance() == {"sources": []}
     trees = drafter.propose(slots(0), ids(5))
     assert trees.tokens.tolist() == [[5, 8, 0, 1]]
+    names = [f"bigram rank {rank}" for rank in (1, 2, 3)]
+    assert drafter.sources(slots(0), 4) == [["", *names]]
     target = torch.full_like(trees.tokens, 8)
     drafter.on_verified(slots(0), trees, verify_target(trees, target, drafter.max_depth))
     assert json.loads(json.dumps(drafter.acceptance()))["sources"] == [
