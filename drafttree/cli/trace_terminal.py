@@ -16,8 +16,13 @@ _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def visible(text: str) -> str:
-    """A token's text in quotes, with spaces as they are and line ends as signs."""
-    return "'" + "".join(_VISIBLE.get(each, each) for each in text) + "'"
+    """A token's text in quotes, with signs for characters that would not be seen."""
+    return "'" + printable("".join(_VISIBLE.get(each, each) for each in text)) + "'"
+
+
+def printable(text: str) -> str:
+    """Text without the characters that control a terminal, line ends and tabs excepted."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
 
 
 def renderables(trace: Trace, most_steps: int) -> Iterator[RenderableType]:
@@ -42,7 +47,7 @@ def renderables(trace: Trace, most_steps: int) -> Iterator[RenderableType]:
     yield summary(trace)
     if rows := trace.by_source():
         yield sources_table(rows)
-    yield Text(f"answer: {trace.answer}")
+    yield Text(f"answer: {printable(trace.answer)}")
 
 
 def step_tree(number: int, step: TracedStep) -> Tree:

@@ -134,6 +134,17 @@ def test_rejected_branches_are_counted(recorded: Trace) -> None:
     assert "more steps" not in result.output
 
 
+def test_texts_cannot_control_the_terminal(tmp_path: Path, recorded: Trace) -> None:
+    changed = recorded.model_copy(deep=True)
+    changed.answer += "\x1b[2J"
+    changed.steps[0].bonus.text = "\x1b[2J\r\n"
+    file = tmp_path / "control.json"
+    file.write_text(changed.model_dump_json())
+    output = command(file).output
+    assert "'\ufffd[2J␍⏎'  bonus token" in output
+    assert "\x1b[2J" not in output
+
+
 def test_a_trace_is_written_again_as_it_was(tmp_path: Path) -> None:
     result = command(RECORDED, "--json", tmp_path / "again.json")
     assert result.exit_code == 0, result.output

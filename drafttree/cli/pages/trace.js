@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const at = (id) => document.getElementById(id);
 const milliseconds = (seconds) => (1000 * seconds).toFixed(1);
 const total = (seconds) => PARTS.reduce((sum, part) => sum + seconds[part], 0);
-const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "␣");
+const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\r/g, "␍").replace(/ /g, "␣");
 const emitted = (step) => [...step.nodes.slice(1).filter((node) => node.accepted), step.bonus];
 
 function element(parent, name, text, kind) {
