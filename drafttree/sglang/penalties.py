@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.sampling.penaltylib import (
     BatchedMinNewTokensPenalizer,
@@ -19,6 +20,8 @@ from sglang.srt.sampling.penaltylib import (
 )
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from torch.nn.utils.rnn import pad_sequence
+
+from drafttree.transfer import all_on_device
 
 _ABSENT = -1
 """In place of a token: none."""
@@ -60,22 +63,34 @@ class Penalties:
             if not any(map(_has_any, parameters)):
                 return
             self._allocate()
-        slots = torch.tensor([slot for _, slot in starting], device=self._device)
         self._scales |= any(each.repetition_penalty != 1.0 for each in parameters)
-        for table, name in (
-            (self._presence, "presence_penalty"),
-            (self._frequency, "frequency_penalty"),
-            (self._repetition, "repetition_penalty"),
-            (self._least, "min_new_tokens"),
-        ):
-            values = [getattr(each, name) for each in parameters]
-            table[slots] = torch.tensor(values, dtype=table.dtype, device=self._device)
+        tables = {
+            "presence_penalty": self._presence,
+            "frequency_penalty": self._frequency,
+            "repetition_penalty": self._repetition,
+            "min_new_tokens": self._least,
+        }
+        emitted = [torch.tensor(list(each.output_ids), dtype=torch.int64) for each in requests]
+        stops = [_stop_tokens(request, self._shape[1]) for request in requests]
+        slots, known, stopping, *values = all_on_device(
+            [
+                np.array([slot for _, slot in starting], np.int64),
+                pad_sequence(emitted, True, _ABSENT).numpy(),
+                pad_sequence(stops, True, self._shape[1]).numpy(),
+                *(
+                    np.array([getattr(each, name) for each in parameters], np.float32)
+                    for name in tables
+                ),
+            ],
+            self._device,
+        )
+        for table, given in zip(tables.values(), values, strict=True):
+            table[slots] = given.to(table.dtype)
         self._seen[slots] = False
         self._summed[slots] = 0
         self._emitted[slots] = 0
-        self._start_stops(slots, requests)
-        emitted = [torch.tensor(list(each.output_ids), dtype=torch.int64) for each in requests]
-        self.add(slots, pad_sequence(emitted, True, _ABSENT).to(self._device))
+        self._start_stops(slots, stopping)
+        self.add(slots, known)
 
     def add(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Count tokens that requests have emitted.
@@ -132,20 +147,23 @@ class Penalties:
         self._stops: torch.Tensor | None = None
         self._allocated = True
 
-    def _start_stops(self, slots: torch.Tensor, requests: Sequence[Any]) -> None:
-        """Keep the tokens that end each request, which are forbidden before its least length."""
-        _, vocab_size = self._shape
-        stops = [_stop_tokens(request, vocab_size) for request in requests]
+    def _start_stops(self, slots: torch.Tensor, stops: torch.Tensor) -> None:
+        """Keep the tokens that end requests, which are forbidden before their least lengths.
+
+        Args:
+            slots: `int64 [B]`.
+            stops: `int64 [B, n]`, padded with V.
+        """
+        slot_count, vocab_size = self._shape
         if self._stops is None:
-            if not any(map(len, stops)):
+            if not stops.shape[1]:
                 return
-            self._stops = torch.full((self._shape[0], 1), vocab_size, device=self._device)
-        padded = pad_sequence(stops, True, vocab_size).to(self._device)
-        more = padded.shape[1] - self._stops.shape[1]
+            self._stops = torch.full((slot_count, 1), vocab_size, device=self._device)
+        more = stops.shape[1] - self._stops.shape[1]
         if more > 0:
             self._stops = torch.nn.functional.pad(self._stops, (0, more), value=vocab_size)
         self._stops[slots] = vocab_size
-        self._stops[slots, : padded.shape[1]] = padded
+        self._stops[slots, : stops.shape[1]] = stops
 
     def _columns(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.where(tokens >= 0, tokens, self._shape[1]).long()

@@ -83,7 +83,9 @@ class Copies:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    both = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
+    # A tensor of one element counts as contiguous with any strides.
+    form = torch.contiguous_format
+    both = (each.clone(memory_format=form).view(-1).view(torch.uint8) for each in (one, other))
     return torch.equal(*both)
 
 
