@@ -145,6 +145,7 @@ DRAFT_MODEL: DrafterKind[DraftModelDrafter] = DrafterKind(
     vllm=HostSupport(
         runs="drafttree.vllm.drafters.draft_model:DraftModelRunner",
         runs_v2="drafttree.vllm.v2.draft_model:DraftModelRunnerV2",
+        devices=("cpu", "cuda"),
     ),
     sglang=HostSupport(
         runs="drafttree.sglang.drafters.draft_model:DraftModelWorker",
@@ -160,6 +161,7 @@ HIDDEN_STATE: DrafterKind[HiddenStateDrafter] = DrafterKind(
     vllm=HostSupport(
         runs="drafttree.vllm.drafters.hidden_state:HiddenStateRunner",
         runs_v2="drafttree.vllm.v2.hidden_state:HiddenStateRunnerV2",
+        devices=("cpu", "cuda"),
     ),
     sglang=HostSupport(runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker"),
 )

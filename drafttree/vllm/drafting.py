@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from drafttree.drafter import Drafter, Target
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder
-from drafttree.vllm.attention.backends import TreeBackend
+from drafttree.vllm.attention.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.priming import blocks_for_priming
 
 # A child of vLLM's logger: other loggers are not printed.
@@ -34,6 +34,7 @@ class DraftingRunner:
     _movers: list[list[KvMover]]
     _state_bytes: int = 0
 
+    attn_groups: list[list[Any]]
     compilation_config: Any
     device: torch.device
     kv_cache_config: Any
@@ -131,6 +132,14 @@ class DraftingRunner:
                 rows.append(backend.kv_rows(layers[name].kv_cache))
             movers.append(movers_of(chain.from_iterable(rows)))
         return movers
+
+    def _builders(self) -> Iterator[TreeMetadataBuilder]:
+        """What prepares a step for attention, by group of layers."""
+        for groups in self.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(0)
+                assert isinstance(builder, TreeMetadataBuilder)
+                yield builder
 
     def warmed_up(self) -> None:
         """The engine has run all its forwards that serve no request."""

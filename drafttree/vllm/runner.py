@@ -18,7 +18,6 @@ from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.arrays import BoolArray, IntArray
-from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
@@ -164,11 +163,8 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         """Show the masks of a step's trees to the attention backends."""
         if step is not None and step.trees.drafted:
             step.masks = step.trees.masks()
-        for groups in self.attn_groups:
-            for group in groups:
-                builder = group.get_metadata_builder(0)
-                assert isinstance(builder, TreeMetadataBuilder)
-                builder.step_masks = None if step is None else step.masks
+        for builder in self._builders():
+            builder.step_masks = None if step is None else step.masks
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = super()._model_forward(*args, **kwargs)

@@ -104,10 +104,11 @@ def _is_active(processor: Any) -> bool:
     return True
 
 
-def _follows_texts(metadata: SamplingMetadata) -> bool:
+def _follows_texts(metadata: SamplingMetadata, rule: AcceptanceRule | None) -> bool:
     """Whether the host needs the tokens of the levels above in order to sample a level."""
     return bool(
-        metadata.generators
+        # A rule chooses by numbers of its own, and advances no generator.
+        (metadata.generators and rule is None)
         or not metadata.no_penalties
         or metadata.bad_words_token_ids
         or _thinking_budgets(metadata)
@@ -140,6 +141,7 @@ def sample_trees(
     trees: StepTrees,
     drafts: DraftTree,
     logits: StepLogits,
+    max_depth: int,
     observe: Observe | None = None,
     rule: AcceptanceRule | None = None,
 ) -> tuple[SamplerOutput, Verified]:
@@ -151,6 +153,7 @@ def sample_trees(
         trees: Layout of the step's trees.
         drafts: The trees.
         logits: The target's raw logits.
+        max_depth: Greatest depth of a node, or more.
         observe: Gets the logits of all rows before they are masked, if it is given.
         rule: Acceptance rule that chooses tokens in place of the sampler's random choice.
     """
@@ -170,10 +173,10 @@ def sample_trees(
             chosen.append(draw_ahead(chunk, temperatures))
     if chosen:
         target = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-        verified = verify_target(drafts, trees.by_node(target), trees.max_depth)
+        verified = verify_target(drafts, trees.by_node(target), max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(batch, sampler, trees, logits, rule) as draw:
-        verified = verify_sampled(drafts, draw, trees.max_depth, waits=draw.on_host or None)
+        verified = verify_sampled(drafts, draw, max_depth, waits=draw.on_host or None)
     emitted = verified.emitted[:, : draw.levels]
     return SamplerOutput(emitted, logprobs_tensors=draw.logprobs()), verified
 
@@ -202,7 +205,7 @@ class _Draw:
         self._starts = trees.tensors.starts
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
         self._budgets = _thinking_budgets(self._metadata)
-        self.on_host = _follows_texts(self._metadata)
+        self.on_host = _follows_texts(self._metadata, rule)
         self._last: list[int] = []
         self._logprobs: list[LogprobsTensors] = []
 

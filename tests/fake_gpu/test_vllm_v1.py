@@ -11,7 +11,9 @@ from fake_gpu.tensors import Gpu
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from fake_gpu.vllm_v1 import VOCAB, Asked, Decoded, decode
+from fake_gpu.vllm_v1 import Asked, Decoded, decode
+from fake_gpu.vllm_v1_hosts import ModelFreeHost
+from fake_gpu.vllm_v1_stock import VOCAB
 
 from drafttree.testing.session import random_weights
 from drafttree.vllm import sampling
@@ -46,9 +48,9 @@ def both(
 ) -> Decoded:
     """Decode on the CPU and on the fake GPU, and compare."""
     torch.manual_seed(0)
-    expected = decode(options, requests, WEIGHTS, None)
+    expected = decode(ModelFreeHost, options, requests, WEIGHTS, None)
     torch.manual_seed(0)
-    found = decode(options, requests, WEIGHTS, gpu, waits=waits)
+    found = decode(ModelFreeHost, options, requests, WEIGHTS, gpu, waits=waits)
     assert found.texts == expected.texts
     assert found.trees == expected.trees
     assert found.counts == expected.counts
@@ -103,7 +105,7 @@ BUDGETS = {"static": (10, 22, 2, 1), "dynamic": (16, 17, 2, 1)}
 def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
     requests = {"one": Asked(prompt(0, 9), 30), "other": Asked(prompt(1, 6), 30)}
     requests = {name: replace(each, parameters=GREEDY) for name, each in requests.items()}
-    found = decode(DRAFTERS[drafter], requests, WEIGHTS, gpu, chunk=16)
+    found = decode(ModelFreeHost, DRAFTERS[drafter], requests, WEIGHTS, gpu, chunk=16)
     steps = [each for each, trees in zip(found.steps, found.trees, strict=False) if len(trees) == 2]
     assert len(steps) > 1
     for step in steps:

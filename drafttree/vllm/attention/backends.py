@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tree_kernels.attention_variant import AttentionVariant
@@ -25,9 +25,16 @@ class TreeMetadataBuilder:
 
     Attributes:
         step_masks: Masks of the step whose metadata is built next; None if it has no drafts.
+        reads_trees_in_parts: Whether it serves `StepMasks.first_nodes`.
     """
 
     step_masks: StepMasks | None = None
+
+    reads_trees_in_parts: ClassVar[bool]
+
+    def masks_changed(self) -> None:
+        """The masks of the step whose metadata was built last have changed in place."""
+        raise NotImplementedError
 
 
 def refuse_unsupported(layer: Any, *features: tuple[bool, str]) -> None:

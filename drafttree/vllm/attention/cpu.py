@@ -77,6 +77,10 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     """Adds the masks of a step's trees to its metadata."""
 
     isa: str
+    reads_trees_in_parts = True
+
+    def masks_changed(self) -> None:
+        """Nothing is to be done: attention reads the masks when it runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -23,6 +23,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from drafttree.method import find_method
+from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import (
     TreeBackend,
     TreeMetadataBuilder,
@@ -112,6 +114,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
     """Writes the ancestor masks into buffers that all steps share."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    reads_trees_in_parts = False
 
     def __init__(
         self,
@@ -128,6 +131,21 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
             scheduler.max_num_batched_tokens, words, dtype=torch.int32, device=device
         )
 
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """Whole graphs of any steps, except on the V2 model runner for drafters with a model.
+
+        They draft in a hook before the target's forward, and a graph runs no hook.
+        """
+        request = patches.requested(vllm_config.speculative_config)
+        if request is None or not getattr(vllm_config, "use_v2_model_runner", False):
+            return cls._cudagraph_support
+        if find_method(request[0]).kind.needs_model:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
     def build(
         self,
         common_prefix_len: int,
@@ -140,10 +158,11 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         torch.sub(starts[1:], starts[:-1], out=tree_starts)
         trees = self.step_masks
         if trees is not None:
-            assert trees.first_nodes is None, "only drafters on a CPU read a tree in parts"
+            assert trees.first_nodes is None, "trees are read as a whole here"
             requests, sizes = trees.requests, trees.tree_sizes
             tree_starts[requests] -= sizes.int()
-            mask_rows(trees.masks, starts[requests + 1] - sizes, sizes, self._masks)
+            self._first_rows = starts[requests + 1] - sizes
+            self.masks_changed()
         tokens = common_attn_metadata.num_actual_tokens
         return TritonTreeMetadata(
             num_actual_tokens=tokens,
@@ -155,6 +174,12 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
             masks=self._masks[:tokens],
             max_query=common_attn_metadata.max_query_len,
         )
+
+    def masks_changed(self) -> None:
+        """Write the masks' bits again, of the same trees."""
+        trees = self.step_masks
+        assert trees is not None
+        mask_rows(trees.masks, self._first_rows, trees.tree_sizes, self._masks)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

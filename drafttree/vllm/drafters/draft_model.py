@@ -11,21 +11,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from tree_kernels.mask import tree_mask
+from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
-from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.seeds import Seeds
-from drafttree.tree import DraftTree
+from drafttree.transfer import on_device
+from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
 from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.draft_model_loader import load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.drafters.level_forwards import LevelForwards
+from drafttree.vllm.drafters.step_forwards import StepForwards, without_graphs
 from drafttree.vllm.step import StepTrees
 
 _GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
@@ -37,9 +41,11 @@ class DraftModelStep(InStepState):
 
     Attributes:
         rule: The acceptance rule of the step's trees; None if the engine's sampler verifies them.
+        outputs: Output tokens of the requests, see `DraftModelRunner._outputs`.
     """
 
     rule: AcceptanceRule | None = None
+    outputs: torch.Tensor | None = None
 
 
 class DraftModelRunner(InStepRunner[DraftModelStep]):
@@ -60,7 +66,10 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._draft_model = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
 
     def _propose(self, roots: IntArray) -> DraftTree:
-        """Propose placeholders, for which the scheduler grants KV slots."""
+        """Propose placeholders, for which the scheduler grants KV slots.
+
+        All trees have the same shape, so they are made on the host, which passes it on.
+        """
         parents = torch.tensor(self._drafter.columns, dtype=torch.int32)
         parents = parents.expand(len(roots), -1).contiguous()
         tree_size = torch.full((len(roots),), parents.shape[1], dtype=torch.int32)
@@ -76,11 +85,13 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         seeds = self._seeds.of([self._seed(name) for name in names])
         lengths = step.root_positions
         if not step.trees.drafted:
-            self._draft_model(input_ids=step.input_ids, positions=step.positions)
+            with without_graphs():
+                self._draft_model(input_ids=step.input_ids, positions=step.positions)
             step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)
             return DraftTree.of_roots(roots)
         sampled = self._sampled(len(names))
-        levels = LevelForwards(self, self._draft_model, step.trees, step.input_ids, step.positions)
+        step.outputs = self._outputs(len(names))
+        levels = self._level_forwards(step)
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
             return self._read(step, levels, trees, first, sampled)
@@ -92,25 +103,34 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         step.rule = self._drafter.acceptance_rule(drafts, drawn)
         return drafts
 
+    def _level_forwards(self, step: DraftModelStep) -> LevelForwards | StepForwards:
+        """How the draft model reads the levels of a step's trees."""
+        if all(builder.reads_trees_in_parts for builder in self._builders()):
+            return LevelForwards(
+                self, self._draft_model, step.trees, step.input_ids, step.positions
+            )
+
+        def show(parents: torch.Tensor) -> None:
+            self._show_trees(step, parents)
+
+        return StepForwards(self._draft_model, step.rows, step.input_ids, step.positions, show)
+
     def _read(
         self,
         step: DraftModelStep,
-        levels: LevelForwards,
+        levels: LevelForwards | StepForwards,
         trees: DraftTree,
         first: int,
         sampled: torch.Tensor,
     ) -> torch.Tensor:
         """A `DraftForward` within the step."""
-        rows = step.trees.by_node(step.trees.rows)
-        width = rows.shape[1]
+        requests, width = step.rows.shape
         columns = trees.tokens.shape[1]
         if first >= width:  # the engine scheduled none of these columns
-            return torch.zeros(len(rows), columns - first, self._vocab_size)
+            shape = requests, columns - first, self._vocab_size
+            return torch.zeros(shape, device=self.device)
         last = min(columns, width)
-        rows = rows[:, first:last]
-        exists = ~step.trees.tensors.padding[:, first:last]
-        tokens = trees.tokens[:, first:last].clamp(min=0)
-        step.input_ids[rows[exists]] = tokens[exists].to(step.input_ids.dtype)
+        self._write_tokens(step, trees.tokens[:, :last])
         if first == 0:
             hidden = levels.read_roots()[:, None]
         else:
@@ -118,7 +138,8 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         if columns == len(self._drafter.columns):
             return hidden[:0]  # nothing is drafted below the leaves
         logits = self._draft_model.compute_logits(hidden.flatten(0, 1))
-        logits = self._adjusted(logits.float().view(*rows.shape, -1), trees, first)
+        logits = logits.float().view(requests, last - first, -1)
+        logits = self._adjusted(logits, step, trees, first)
         probs = self._distributions(logits, sampled)
         return torch.nn.functional.pad(probs, (0, 0, 0, columns - last))
 
@@ -140,16 +161,32 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         """Whether each of `count` requests is sampled rather than greedy, `bool [B]`."""
         temperature = self.input_batch.sampling_metadata.temperature
         if temperature is None:
-            return torch.zeros(count, dtype=torch.bool)
+            return torch.zeros(count, dtype=torch.bool, device=self.device)
         return temperature >= _GREEDY_BELOW
 
-    def _adjusted(self, logits: torch.Tensor, trees: DraftTree, first: int) -> torch.Tensor:
+    def _outputs(self, count: int) -> torch.Tensor | None:
+        """The output tokens of `count` requests where penalties need them, `int64 [B, n]`.
+
+        They are padded with -1.
+        """
+        if self.input_batch.sampling_metadata.no_penalties:
+            return None
+        given = self.input_batch.req_output_token_ids[:count]
+        padded = np.full((count, max(map(len, given), default=0)), NO_TOKEN, np.int64)
+        for row, tokens in zip(padded, given, strict=True):
+            row[: len(tokens)] = tokens
+        return on_device(padded, self.device)
+
+    def _adjusted(
+        self, logits: torch.Tensor, step: DraftModelStep, trees: DraftTree, first: int
+    ) -> torch.Tensor:
         """Apply the target's penalties, biases and allowed tokens along each node's path.
 
         Stateful processors and bad words are left to verification.
 
         Args:
             logits: Logits of the columns from `first` on, `[B, n, V]`.
+            step: The step.
             trees: The trees drafted so far.
             first: The first of these columns.
         """
@@ -161,23 +198,25 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             if type(processor) is LogitBiasLogitsProcessor and processor.biases:
                 columns = [processor.apply(column) for column in logits.unbind(1)]
                 logits = torch.stack(columns, 1)
-        if metadata.no_penalties:
+        if step.outputs is None:
             return logits
-        outputs = [
-            [*output, *trees.path(row, first + node)]
-            for row, output in enumerate(self.input_batch.req_output_token_ids[:requests])
-            for node in range(nodes)
-        ]
-        penalised: torch.Tensor = apply_all_penalties(
+        on_path = tree_mask(trees.parents, trees.tree_size)[:, first : first + nodes]
+        paths = trees.tokens[:, None].masked_fill(~on_path, NO_TOKEN)
+        paths[..., 0] = NO_TOKEN  # the root has been emitted
+        outputs = step.outputs.repeat_interleave(nodes, 0)
+        outputs = torch.cat((outputs, paths.flatten(0, 1).long()), 1)
+        prompts, *penalties = (
+            each.repeat_interleave(nodes, 0)
+            for each in (
+                *(metadata.prompt_token_ids, metadata.presence_penalties),
+                *(metadata.frequency_penalties, metadata.repetition_penalties),
+            )
+        )
+        penalised: torch.Tensor = apply_penalties(
             logits.reshape(-1, vocab),
-            *(
-                each.repeat_interleave(nodes, 0)
-                for each in (
-                    *(metadata.prompt_token_ids, metadata.presence_penalties),
-                    *(metadata.frequency_penalties, metadata.repetition_penalties),
-                )
-            ),
-            outputs,
+            prompts,
+            outputs.masked_fill(outputs < 0, vocab),  # as vLLM pads
+            *penalties,
         )
         return penalised.view(requests, nodes, vocab)
 

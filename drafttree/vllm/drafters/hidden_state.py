@@ -8,7 +8,7 @@ built from the logits of all its steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +19,8 @@ from vllm.forward_context import get_forward_context, override_forward_context
 
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
-from drafttree.tree import DraftTree, Verified
+from drafttree.transfer import on_device
+from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_layer import DraftLayer
@@ -58,7 +59,9 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
         sizes = 1 + self._drafter.max_draft_tokens(self._batch_slots())
-        tokens = torch.full((len(roots), int(sizes.max())), PLACEHOLDER, dtype=torch.int32)
+        # The drafter knows the sizes on the device alone.
+        shape = len(roots), 1 + self.num_spec_tokens
+        tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=self.device)
         parents = torch.zeros_like(tokens)
         parents[:, 0] = -1
         return self._as_declared(DraftTree(tokens, parents, sizes.int()))
@@ -76,40 +79,37 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         """Run the layer on its own outputs, and build the step's trees from the logits."""
         if not step.trees.drafted:
             return DraftTree.of_roots(roots)
-        rows = step.trees.by_node(step.trees.rows)
-        sizes = torch.from_numpy(step.trees.tree_sizes)
         slots = self._batch_slots()
         self._show_chains(step)
-        states = self._layer.unroll(slots, step.root_positions, rows, len(step.input_ids))
+        states = self._layer.unroll(slots, step.root_positions, step.rows, len(step.input_ids))
         logits = self.get_model().compute_logits(states.flatten(0, 1))
         trees = self._drafter.propose(
             slots,
             roots,
-            logits.view(len(rows), states.shape[1], -1),
-            self._layer.valid_steps(sizes),
+            logits.view(*states.shape[:2], -1),
+            self._layer.valid_steps(step.trees.tensors.tree_size.long()),
         )
-        return self._write_drafts(step, self._as_scheduled(step, trees), rows)
+        return self._write_drafts(step, self._as_scheduled(step, trees))
 
-    def _write_drafts(
-        self, step: HiddenStateStep, drafts: DraftTree, rows: torch.Tensor
-    ) -> DraftTree:
-        """Replace the step's placeholders by draft tokens; `rows [B, N]` are their places.
+    def _write_drafts(self, step: HiddenStateStep, drafts: DraftTree) -> DraftTree:
+        """Replace the step's placeholders by draft tokens.
 
         Returns:
             The trees without nodes beyond the end of a request, which have no position.
         """
         depth = depths(drafts.parents, drafts.tree_size)
-        left = torch.tensor([self._tokens_left(name) for name in self.input_batch.req_ids])
-        drafts = without_nodes(drafts, depth >= left[:, None])
-        written = drafts.tokens >= 0
-        written[:, 0] = False
-        positions = step.root_positions[:, None] + depth
-        step.input_ids[rows[written]] = drafts.tokens[written].to(step.input_ids.dtype)
-        step.positions[rows[written]] = positions[written].to(step.positions.dtype)
+        left = np.array([*map(self._tokens_left, self.input_batch.req_ids)])
+        within = depth < on_device(left, self.device)[:, None]
+        drafts = without_nodes(drafts, ~within)
+        self._write_tokens(step, drafts.tokens)
+        positions = step.root_positions[:, None] + depth.masked_fill(~within, 0)
+        step.positions[step.trees.rows] = step.trees.by_row(positions).to(step.positions.dtype)
         self._show_trees(step, drafts.parents)
-        max_depth = int(depth.masked_fill(~written, 0).max())
-        step.trees = replace(step.trees, parents=drafts.parents.numpy(), max_depth=max_depth)
         return drafts
+
+    def _max_depth(self, step: HiddenStateStep) -> int:
+        # The trees' shapes are known on the device alone.
+        return min(self._drafter.max_depth, step.rows.shape[1] - 1)
 
     def _step_verified(self, step: HiddenStateStep, verified: Verified) -> None:
         started = perf_counter()
@@ -119,48 +119,54 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _read_accepted(self, step: HiddenStateStep, verified: Verified) -> None:
         """Run the layer on the step's accepted rows, and store its output after the last."""
-        batch = self.input_batch
-        slots = self._batch_slots()
-        rows = step.trees.by_node(step.trees.rows)
-        path, emitted = verified.path.long(), verified.emitted
-        accepted = path >= 0
+        rows, layout = step.trees.rows.long(), step.trees.tensors
+        requests = layout.request_of_row
+        columns = torch.arange(len(rows), device=self.device) - layout.starts[requests]
         # The token after a row is that of the next row, except along the accepted path, whose rows
         # are read as if they came right after the root.
-        tokens = step.input_ids.roll(-1)
-        source = torch.arange(len(tokens))
-        places = rows[:, :1] + torch.arange(path.shape[1])
-        source[places[accepted]] = rows.gather(1, path.clamp(min=0))[accepted]
-        tokens[places[accepted]] = emitted[accepted].to(tokens.dtype)
-        # A partially prefilled prompt continues with its own next token.
-        unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs])
-        for row in unfinished.tolist():
-            position = int(step.root_positions[row])
-            tokens[rows[row, 0]] = int(batch.token_ids_cpu[row, position + 1])
+        column = columns.clamp(max=verified.path.shape[1] - 1)
+        path = verified.path[requests, column].long()
+        accepted = (path >= 0) & (columns == column)
+        tokens, source = (
+            step.input_ids.roll(-1),
+            torch.arange(len(step.input_ids), device=self.device),
+        )
+        following = self._following(step, verified)[requests, column].to(tokens.dtype)
+        tokens[rows] = torch.where(accepted, following, tokens[rows])
+        source[rows] = torch.where(accepted, step.rows[requests, path.clamp(min=0)].long(), rows)
         positions = step.positions.clone()
-        of_trees = torch.arange(rows.shape[1]) < torch.from_numpy(step.trees.tree_sizes)[:, None]
-        along = step.root_positions[:, None] + torch.arange(rows.shape[1])
-        positions[rows[of_trees]] = along[of_trees].to(positions.dtype)
+        positions[rows] = (step.root_positions[requests] + columns).to(positions.dtype)
         if step.trees.drafted:
             self._show_chains(step)
-        # Rows of rejected drafts, most of a tree, need not be read.
-        needed = torch.ones(len(tokens), dtype=torch.bool)
-        needed[rows[of_trees]] = False
-        needed[places[accepted]] = True
-        read = needed.nonzero()[:, 0]
-        x = self._drafter.fuse(step.hidden[source[read]], tokens[read])
-        attend = (
-            self._layer.attend_at(read, [], len(tokens))
-            if step.trees.drafted
-            else self._layer.attend
-        )
-        with override_forward_context(step.context), torch.inference_mode():
-            states = self._drafter.layer(x, positions[read], attend)
-        last = rows[:, 0] + accepted.sum(1) - 1
+        last = step.rows[:, 0] + verified.num_emitted - 1
+        if step.trees.drafted and self.device.type == "cpu":
+            # Rows of rejected drafts, most of a tree, need not be read.
+            needed = torch.ones(len(tokens), dtype=torch.bool)
+            needed[rows] = accepted
+            read = needed.nonzero()[:, 0]
+            attend = self._layer.attend_at(read, [], len(tokens))
+            source, tokens, positions = source[read], tokens[read], positions[read]
+            last = needed.cumsum(0)[last] - 1
+        else:
+            # A GPU would have to wait until the host knows which rows these are. Their KV is
+            # written again before it is read.
+            attend = self._layer.attend
+        x = self._drafter.fuse(step.hidden[source], tokens)
+        with override_forward_context(step.context):
+            states = self._drafter.layer(x, positions, attend)
         stored = self._layer.states
-        stored[slots] = states[needed.cumsum(0)[last] - 1].to(stored.dtype)
+        stored[self._batch_slots()] = states[last].to(stored.dtype)
 
-    def _show_chains(self, step: HiddenStateStep) -> None:
-        """Let attention treat the rows of every tree as a chain."""
-        assert step.masks is not None
-        width = step.masks.masks.shape[1]
-        step.masks.masks.copy_(torch.ones(width, width, dtype=torch.bool).tril())
+    def _following(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
+        """The tokens after the rows of the accepted paths, `int32 [B, D + 1]`.
+
+        They are those emitted, but a prompt that is read in part goes on with its own next token.
+        """
+        batch = self.input_batch
+        unfinished = self.discard_request_mask.np[: batch.num_reqs].astype(np.bool_)
+        if not unfinished.any():
+            return verified.emitted
+        ends = np.minimum(step.ends, batch.token_ids_cpu.shape[1] - 1)
+        of_prompts = batch.token_ids_cpu[np.arange(len(ends)), ends]
+        given = on_device(np.where(unfinished, of_prompts, NO_TOKEN), self.device)[:, None]
+        return torch.where(given >= 0, given, verified.emitted)

@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from tree_kernels.mask import tree_mask
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import AcceptanceRule
+from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
+from drafttree.vllm.arrays import LongArray
 from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
@@ -40,14 +43,19 @@ class InStepState(StepState):
     Attributes:
         input_ids: Input tokens of the step's forward; draft tokens are written into them.
         positions: Positions of these tokens.
+        rows: Place of each node among these tokens, `int [B, N]`; padding repeats a request's last.
         root_positions: Positions of the roots, `int64 [B]`.
         scheduled: The step as the scheduler has scheduled it.
+        ends: Number of tokens of each request up to and with its last row in the step, drafts
+            counted, `int64 [B]`, on the host.
     """
 
     input_ids: torch.Tensor = field(init=False)
     positions: torch.Tensor = field(init=False)
+    rows: torch.Tensor = field(init=False)
     root_positions: torch.Tensor = field(init=False)
     scheduled: SchedulerOutput = field(init=False)
+    ends: LongArray = field(init=False)
 
 
 I = TypeVar("I", bound=InStepState)  # noqa: E741
@@ -84,20 +92,24 @@ class InStepRunner(TreeModelRunner[I]):
             assert input_ids is not None
             assert positions is not None
             started = perf_counter()
-            root_rows = step.trees.rows[step.trees.tensors.starts]
+            step.rows = step.trees.by_node(step.trees.rows)
             step.input_ids, step.positions = input_ids, positions
-            step.root_positions = positions[root_rows].clone()
-            step.drafts = self._draft(step, input_ids[root_rows].to(torch.int32))
+            step.root_positions = positions[step.rows[:, 0]]
+            step.drafts = self._draft(step, input_ids[step.rows[:, 0]].to(torch.int32))
             if step.trees.drafted:
                 self.draft_seconds += perf_counter() - started
                 self._show_bound(step)
         return super()._model_forward(input_ids, positions, *args, **kwargs)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, *args)
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray
+    ) -> Any:
+        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         step = self._step
         assert step is not None
         step.scheduled = scheduler_output
+        computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled_tokens)]
+        step.ends = computed.astype(np.int64) + num_scheduled_tokens
         return prepared
 
     def _why_no_bound_drafts(self) -> str | None:
@@ -111,15 +123,19 @@ class InStepRunner(TreeModelRunner[I]):
         """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
         if not self._grammar_bound:
             return
-        rows = enumerate(zip(self.input_batch.req_ids, step.trees.tree_sizes, strict=True))
-        trees = {
-            name: Drafted(
-                step.drafts.tokens[row, :size].tolist(), step.drafts.parents[row, :size].tolist()
-            )
-            for row, (name, size) in rows
-            if size > 1 and name in self._grammar_bound
-        }
-        patches.show_drafted(step.scheduled, lambda: trees)
+        drafts, names = step.drafts, [*self.input_batch.req_ids]
+        sizes, bound = step.trees.tree_sizes, {*self._grammar_bound}
+        packed = AsyncHostCopy.of(torch.cat((drafts.tokens, drafts.parents), 1))
+
+        def drafted() -> dict[str, Drafted]:
+            tokens, parents = packed.wait().chunk(2, 1)
+            return {
+                name: Drafted(tokens[row, :size].tolist(), parents[row, :size].tolist())
+                for row, (name, size) in enumerate(zip(names, sizes, strict=True))
+                if size > 1 and name in bound
+            }
+
+        patches.show_drafted(step.scheduled, drafted)
 
     def _as_scheduled(self, step: I, trees: DraftTree) -> DraftTree:
         """Truncate or pad trees to the columns that the engine scheduled, `[B, N]`.
@@ -132,7 +148,7 @@ class InStepRunner(TreeModelRunner[I]):
         return as_scheduled(trees, tensors.tree_size, tensors.padding)
 
     def _show_trees(self, step: I, parents: torch.Tensor) -> None:
-        """Let attention apply the masks of the trees' first columns.
+        """Let attention apply the masks of the trees' first columns; others see themselves alone.
 
         Args:
             step: The step.
@@ -140,11 +156,39 @@ class InStepRunner(TreeModelRunner[I]):
         """
         assert step.masks is not None
         masks = step.masks.masks
-        columns = parents.shape[1]
-        padded = torch.full(masks.shape[:2], -1, dtype=torch.int32)
-        padded[:, :columns] = parents[step.masks.requests]
-        masks.copy_(tree_mask(padded, step.masks.tree_sizes.to(torch.int32).clamp(max=columns)))
+        missing = masks.shape[1] - parents.shape[1]
+        padded = torch.nn.functional.pad(parents[step.masks.requests], (0, missing), value=-1)
+        masks.copy_(tree_mask(padded, step.masks.tree_sizes.to(torch.int32)))
+        self._tell_masks_changed()
+
+    def _show_chains(self, step: I) -> None:
+        """Let attention treat the rows of every tree as a chain."""
+        assert step.masks is not None
+        step.masks.masks.copy_(torch.ones_like(step.masks.masks).tril())
+        self._tell_masks_changed()
+
+    def _tell_masks_changed(self) -> None:
+        for builder in self._builders():
+            builder.masks_changed()
+
+    def _write_tokens(self, step: I, tokens: torch.Tensor) -> None:
+        """Replace the step's placeholders by draft tokens.
+
+        Args:
+            step: The step.
+            tokens: Tokens of the trees' first columns, `int32 [B, n]`; -1 where there is none.
+        """
+        missing = step.rows.shape[1] - tokens.shape[1]
+        known = torch.nn.functional.pad(tokens.clamp(min=PLACEHOLDER), (0, missing))
+        step.input_ids[step.trees.rows] = step.trees.by_row(known).to(step.input_ids.dtype)
+
+    def _max_depth(self, step: I) -> int:
+        """Greatest depth of a node of the step's trees, or more."""
+        return step.trees.max_depth
 
     def _verify(self, step: I, logits: StepLogits) -> tuple[SamplerOutput, Verified]:
         sampler, rule = self._sampler_and_rule(step)
-        return sample_trees(self.input_batch, sampler, step.trees, step.drafts, logits, rule=rule)
+        depth = self._max_depth(step)
+        return sample_trees(
+            self.input_batch, sampler, step.trees, step.drafts, logits, depth, rule=rule
+        )

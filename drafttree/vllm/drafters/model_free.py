@@ -77,8 +77,9 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         def observe(rows: slice, logits: torch.Tensor) -> torch.Tensor | None:
             return self._drafter.observe(of_rows[rows], tokens[rows], previous[rows], logits)
 
+        depth = step.trees.max_depth
         return sample_trees(
-            self.input_batch, self.sampler, step.trees, step.drafts, logits, observe
+            self.input_batch, self.sampler, step.trees, step.drafts, logits, depth, observe
         )
 
     def _row_tokens(self, trees: StepTrees) -> torch.Tensor:

@@ -21,6 +21,7 @@ from drafttree.method import Method
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_model_loader import load_draft_model
+from drafttree.vllm.drafters.step_forwards import without_graphs
 from drafttree.vllm.v2.in_step import InStepRunnerV2
 
 
@@ -44,7 +45,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._seeds, self._lengths = states.seeds.gpu[slots], lengths
         self._drawn: Any = None
         if step.width == 1:
-            self._draft_model(input_ids=batch.input_ids, positions=batch.positions)
+            self._forward(batch)
             return step
         columns = pad(self._column_depths, (0, max(step.width - len(self._column_depths), 0)))
         self._write_depths(batch, step, columns[None, : step.width].expand_as(step.parents))
@@ -68,6 +69,14 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._show_trees(step, trees.parents)
         return step._replace(parents=trees.parents)
 
+    def _forward(self, batch: InputBatch) -> torch.Tensor:
+        """Run the draft model over all of the step's tokens; `[tokens, d]`."""
+        with without_graphs():
+            hidden: torch.Tensor = self._draft_model(
+                input_ids=batch.input_ids, positions=batch.positions
+            )
+        return hidden
+
     def _read(self, batch: InputBatch, step: Layout, trees: DraftTree, first: int) -> torch.Tensor:
         """A `DraftForward` within the step."""
         requests, columns = trees.tokens.shape
@@ -77,7 +86,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
         known = self._scheduled(step, trees)
         self._write_tokens(batch, step, known)
         self._show_trees(step, known.parents)
-        hidden = self._draft_model(input_ids=batch.input_ids, positions=batch.positions)
+        hidden = self._forward(batch)
         if columns == len(self._drafter.columns):
             return hidden[:0]  # nothing is drafted below the leaves
         places = step.place_of_node[:, first:last]

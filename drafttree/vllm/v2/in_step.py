@@ -89,7 +89,6 @@ class InStepRunnerV2(TreeRunnerV2):
 
     def _tell_builders(self, masks: StepMasks | None) -> None:
         if masks is not None:
-            # Attention reads them when it runs, so they may be changed within the step.
             self._shown = masks.masks
         super()._tell_builders(masks)
 
@@ -136,11 +135,16 @@ class InStepRunnerV2(TreeRunnerV2):
 
     def _show_trees(self, step: Layout, parents: torch.Tensor) -> None:
         """Let attention apply the masks of trees, `int32 [B, N]`."""
-        self._shown.copy_(tree_mask(parents, step.sizes))
+        self._show(tree_mask(parents, step.sizes))
 
     def _show_chains(self) -> None:
         """Let attention treat the rows of every tree as a chain."""
-        self._shown.copy_(torch.ones_like(self._shown).tril())
+        self._show(torch.ones_like(self._shown).tril())
+
+    def _show(self, masks: torch.Tensor) -> None:
+        self._shown.copy_(masks)
+        for builder in self._builders():
+            builder.masks_changed()
 
     @staticmethod
     def _scheduled(step: Layout, trees: DraftTree) -> DraftTree:

@@ -27,7 +27,6 @@ from drafttree.metrics import Counters
 from drafttree.tensor_parallel import NonDraftingRank
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
-from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
@@ -238,11 +237,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         return super().prepare_dummy_attn(*args, **kwargs)
 
     def _tell_builders(self, masks: StepMasks | None) -> None:
-        for groups in self.attn_groups:
-            for group in groups:
-                builder = group.get_metadata_builder(0)
-                assert isinstance(builder, TreeMetadataBuilder)
-                builder.step_masks = masks
+        for builder in self._builders():
+            builder.step_masks = masks
 
     def sample(
         self,

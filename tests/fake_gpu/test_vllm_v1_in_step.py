@@ -1,0 +1,115 @@
+"""On the fake GPU, whole steps of vLLM's V1 model runner that draft within the step, with RSD and
+with Lyanna's trees, give what they give on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu.tensors import Gpu
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from fake_gpu.vllm_v1 import Asked, Decoded, decode
+from fake_gpu.vllm_v1_cases import GREEDY, HOSTS, MAIN, WEIGHTS, prompt
+from fake_gpu.vllm_v1_hosts import DraftModelHost
+
+EVERY = [
+    pytest.param(name, marks=[] if name in MAIN else pytest.mark.full, id=name) for name in HOSTS
+]
+
+
+def asked(*parameters: dict[str, Any]) -> dict[str, Asked]:
+    """Requests of which one arrives while others decode, with a prompt that is read in parts."""
+    sizes = ((9, 12, 0), (6, 10, 0), (13, 5, 3))
+    return {
+        f"request {number}": Asked(prompt(number, length), tokens, given, starts)
+        for number, ((length, tokens, starts), given) in enumerate(
+            zip(sizes, parameters, strict=True)
+        )
+    }
+
+
+def both(name: str, requests: dict[str, Asked], gpu: Gpu, *, waits: bool = False) -> Decoded:
+    """Decode on the CPU and on the fake GPU, and compare."""
+    host, options = HOSTS[name]
+    torch.manual_seed(0)
+    expected = decode(host, options, requests, WEIGHTS, None)
+    torch.manual_seed(0)
+    found = decode(host, options, requests, WEIGHTS, gpu, waits=waits)
+    assert found.texts == expected.texts
+    assert found.trees == expected.trees
+    assert found.counts == expected.counts
+    assert {each: len(text) for each, text in found.texts.items()} == {
+        each: request.length for each, request in requests.items()
+    }
+    assert found.counts["accepted_tokens"] > 0
+    assert found.counts["kv_rows_moved"] > 0
+    assert found.mixed > 0
+    return found
+
+
+def assert_waits_for_sizes_alone(found: Decoded) -> None:
+    """The host waits once in a step at most, for the numbers of draft tokens."""
+    for record in found.steps:
+        assert {wait.what for wait in record.waits} <= {"an event"}
+        assert len(record.waits) <= 1
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_greedy_requests(gpu: Gpu, name: str) -> None:
+    found = both(name, asked(GREEDY, GREEDY, GREEDY), gpu)
+    assert_waits_for_sizes_alone(found)
+    if HOSTS[name][0] is DraftModelHost:
+        assert not any(record.waits for record in found.steps)
+
+
+@pytest.mark.parametrize(
+    "name", ["rsd, beams", pytest.param("rsd, branches", marks=pytest.mark.full)]
+)
+def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
+    """Their random numbers follow from their seeds, or from one generator on the host."""
+    nucleus = {"temperature": 0.8, "top_p": 0.7, "top_k": 12, "seed": 3}
+    found = both(name, asked({"temperature": 0.9}, GREEDY, nucleus), gpu)
+    assert not any(record.waits for record in found.steps)
+
+
+def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu) -> None:
+    penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
+    counted = {"temperature": 0.0, "frequency_penalty": 0.6}
+    found = both("rsd, beams", asked(penalised, counted, GREEDY), gpu, waits=True)
+    assert_waits_where_documented(found)
+
+
+def test_seeds_and_penalties_beside_lyanna(gpu: Gpu) -> None:
+    penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
+    nucleus = {"temperature": 0.8, "top_p": 0.7, "seed": 3}
+    found = both("lyanna", asked(penalised, nucleus, GREEDY), gpu, waits=True)
+    assert_waits_where_documented(found)
+
+
+def assert_waits_where_documented(found: Decoded) -> None:
+    """Tokens are needed on the host before the next level is sampled."""
+    where = {wait.where.partition(":")[0] for each in found.steps for wait in each.waits}
+    assert where <= {
+        f"drafttree/{file}" for file in ("vllm/sampling.py", "verify.py", "transfer.py")
+    }
+
+
+BUDGETS = {"rsd, beams": (20, 320, 4, 0), "lyanna": (20, 320, 5, 1)}
+"""Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, name: str) -> None:
+    host, options = HOSTS[name]
+    requests = {"one": Asked(prompt(0, 9), 9, GREEDY), "other": Asked(prompt(1, 6), 9, GREEDY)}
+    found = decode(host, options, requests, WEIGHTS, gpu, chunk=16)
+    steps = [each for each, trees in zip(found.steps, found.trees, strict=False) if len(trees) == 2]
+    assert len(steps) > 1
+    for step in steps:
+        used = step.totals()
+        spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))
+        within = all(n <= most for n, most in zip(spent, BUDGETS[name], strict=True))
+        assert within, step.report()

@@ -1,0 +1,144 @@
+"""The fake GPU finds faults that are planted in the steps of RSD and Lyanna on vLLM's V1 runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu.tensors import DeviceMismatchError, Gpu, HostWaitError
+
+pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from fake_gpu.vllm_v1 import Asked, Decoded, decode
+from fake_gpu.vllm_v1_cases import GREEDY, HOSTS, MAIN, WEIGHTS, prompt
+
+from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
+from drafttree.vllm.drafters.draft_model import DraftModelRunner
+from drafttree.vllm.drafters.hidden_state import HiddenStateRunner
+from drafttree.vllm.drafters.in_step import InStepRunner, InStepState
+
+RSD, LYANNA = MAIN
+
+
+def served(name: str, gpu: Gpu | None, tokens: int) -> Decoded:
+    host, options = HOSTS[name]
+    requests = {
+        "one": Asked(prompt(0, 4), tokens, GREEDY),
+        "other": Asked(prompt(1, 6), tokens + 1, GREEDY),
+    }
+    return decode(host, options, requests, WEIGHTS, gpu)
+
+
+def written_through_a_mask(self: Any, step: InStepState, tokens: torch.Tensor) -> None:
+    there = tokens >= 0
+    rows = step.rows[:, : tokens.shape[1]]
+    step.input_ids[rows[there]] = tokens[there]
+
+
+def sampled_on_the_host(self: Any, count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.bool)
+
+
+def depth_read_on_the_host(self: Any, step: InStepState) -> int:
+    return int(step.drafts.tree_size.max()) - 1
+
+
+def as_wide_as_the_widest(self: Any, roots: Any) -> Any:
+    trees = STOCK_PROPOSAL(self, roots)
+    return replace(trees, tokens=trees.tokens[:, : int(trees.tree_size.max())])
+
+
+def prompts_on_the_host(self: Any, step: Any, verified: Any) -> torch.Tensor:
+    given = torch.zeros(len(step.ends), 1, dtype=torch.int32)
+    return torch.where(given >= 0, given, verified.emitted)
+
+
+STOCK_PROPOSAL = HiddenStateRunner._propose
+
+REFUSED: dict[str, tuple[str, type, str, Callable[..., Any], type[Exception]]] = {
+    "rsd: tokens written through a mask": (
+        *(RSD, InStepRunner, "_write_tokens", written_through_a_mask),
+        HostWaitError,
+    ),
+    "rsd: flags on the host": (
+        *(RSD, DraftModelRunner, "_sampled", sampled_on_the_host),
+        DeviceMismatchError,
+    ),
+    "lyanna: tokens written through a mask": (
+        *(LYANNA, InStepRunner, "_write_tokens", written_through_a_mask),
+        HostWaitError,
+    ),
+    "lyanna: a depth read on the host": (
+        *(LYANNA, HiddenStateRunner, "_max_depth", depth_read_on_the_host),
+        HostWaitError,
+    ),
+    "lyanna: sizes read on the host": (
+        *(LYANNA, HiddenStateRunner, "_propose", as_wide_as_the_widest),
+        HostWaitError,
+    ),
+    "lyanna: tokens of prompts on the host": (
+        *(LYANNA, HiddenStateRunner, "_following", prompts_on_the_host),
+        DeviceMismatchError,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_waits_and_host_tensors_are_refused(
+    what: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, owner, attribute, fault, error = REFUSED[what]
+    monkeypatch.setattr(owner, attribute, fault)
+    with pytest.raises(error):
+        served(name, gpu, 4)
+
+
+def nothing(*args: Any) -> None:
+    """Forget to do something."""
+
+
+def shifted_rows(self: Any, step: InStepState, tokens: torch.Tensor) -> None:
+    STOCK_TOKENS(self, step, tokens.roll(1, 1))
+
+
+STOCK_TOKENS = InStepRunner._write_tokens
+
+OTHERWISE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+    "rsd: masks that attention does not see": (
+        *(RSD, TritonTreeMetadataBuilder, "masks_changed"),
+        nothing,
+    ),
+    "lyanna: masks that attention does not see": (
+        *(LYANNA, TritonTreeMetadataBuilder, "masks_changed"),
+        nothing,
+    ),
+    "rsd: tokens in other rows": (RSD, InStepRunner, "_write_tokens", shifted_rows),
+    "lyanna: accepted rows that the layer has not read": (
+        *(LYANNA, HiddenStateRunner, "_read_accepted"),
+        nothing,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, id=what, marks=[] if row == 0 else pytest.mark.full)
+        for row, what in enumerate(OTHERWISE)
+    ],
+)
+def test_other_faults_show_in_what_is_drafted(
+    what: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, owner, attribute, fault = OTHERWISE[what]
+    tokens = 4 if name == RSD else 9
+    expected = served(name, None, tokens)
+    monkeypatch.setattr(owner, attribute, fault)
+    try:
+        found = served(name, gpu, tokens)
+    except AssertionError:  # what the cache holds is not what the texts say
+        return
+    assert (found.texts, found.trees) != (expected.texts, expected.trees)

@@ -1,0 +1,209 @@
+"""The runners of vLLM's V1 host with stand-ins for the models that draft.
+
+A draft model and a drafter's layer are functions of a row's token, its position and the nodes that
+its mask lets it see, so that a mistake in any of them changes what is drafted. The KV that they
+write tells what they have read.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tree_kernels.kv_move import movers_of
+from vllm.forward_context import get_forward_context
+
+from drafttree.drafter import Attend, Target
+from drafttree.method import HIDDEN_STATE, Method
+from drafttree.vllm.drafters import draft_layer, draft_model
+from drafttree.vllm.drafters.draft_layer import LAYER
+from drafttree.vllm.drafters.draft_model import DraftModelRunner
+from drafttree.vllm.drafters.draft_model_loader import PREFIX
+from drafttree.vllm.drafters.hidden_state import HiddenStateRunner
+from drafttree.vllm.drafters.model_free import ModelFreeRunner
+from drafttree.vllm.runner import TreeModelRunner
+from fake_gpu.vllm_v1_stock import VOCAB, Stock, new_cache, nodes_seen
+from lyanna_plugin.config import LyannaOptions
+from lyanna_plugin.drafter import LyannaTrees
+from lyanna_plugin.tree import TokenTable
+from recycle_plugin import METHOD as TOKEN_RECYCLING
+from rsd_plugin import METHOD as RSD
+
+DRAFTED = f"{PREFIX}.0"
+"""Name of the draft model's layer."""
+
+
+class HostRunner(TreeModelRunner[Any], Stock):
+    """Base class of the runners under test."""
+
+    method: Method[Any]
+
+    def _target(self, embed: Any = None, **kwargs: Any) -> Target:
+        logger = logging.getLogger(__name__)
+        return Target("none", VOCAB, self.device, torch.float32, logger, embed=embed)
+
+    def _why_no_bound_drafts(self) -> str | None:
+        return None
+
+    def set_up_host(self, options: dict[str, Any]) -> None:
+        """Do what the engine does before it serves requests."""
+        self.num_spec_tokens = self.method.parse(options).num_draft_tokens
+        self.set_up(self.method, options, None)
+        self.load_model()
+        self._movers = [movers_of([*self.caches.values()])]
+
+    def trees_of(self, drafts: dict[str, list[int]]) -> dict[str, tuple[list[int], list[int]]]:
+        """The tokens and parents of the trees of a step, for which these drafts were scheduled."""
+        return {name: (ids, self._stored[name].parents.tolist()) for name, ids in drafts.items()}
+
+
+class ModelFreeHost(HostRunner, ModelFreeRunner):  # type: ignore[misc]
+    """Token Recycling."""
+
+    method = TOKEN_RECYCLING
+
+
+class InStepHost(HostRunner):
+    """Base class of runners whose trees are known within the step."""
+
+    def trees_of(self, drafts: dict[str, list[int]]) -> dict[str, tuple[list[int], list[int]]]:
+        """The trees that were drafted for placeholders."""
+        with self.uncounted():
+            tokens, parents = self._step.drafts.tokens.tolist(), self._step.drafts.parents.tolist()
+        rows = enumerate(self.input_batch.req_ids)
+        return {name: (tokens[row], parents[row]) for row, name in rows if name in drafts}
+
+
+class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
+    """RSD, with a draft model whose KV of a token is the token."""
+
+    method = RSD
+    drafting_layer = DRAFTED
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Make the stand-in for a draft model."""
+        self.caches[DRAFTED] = new_cache(self.device)
+        with mock.patch.object(draft_model, "load_draft_model", return_value=_DraftModel(self)):
+            super().load_model()
+
+    def check_cache(self, name: str) -> None:
+        """The draft model has read what the target has."""
+        super().check_cache(name)
+        text, computed = self.text_of(name)
+        assert self.cached(DRAFTED, name, computed) == text[:computed]
+
+
+class _DraftModel:
+    """Logits that resemble the target's."""
+
+    def __init__(self, runner: Stock) -> None:
+        self._runner = runner
+        generator = torch.Generator().manual_seed(4)
+        shape = VOCAB, VOCAB
+        self._weights = runner.weights + 0.5 * torch.randn(shape, generator=generator).to(
+            runner.device
+        )
+        self._noise = torch.randn(shape, generator=generator).to(runner.device)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        with self._runner.uncounted():
+            context = get_forward_context()
+            metadata: Any = context.attn_metadata
+            slots: Any = context.slot_mapping
+            self._runner.caches[DRAFTED].view(-1)[slots[DRAFTED]] = input_ids.float()
+            seen = 31 * positions + 7 * nodes_seen(metadata[DRAFTED])
+            return torch.stack((input_ids.long(), seen % VOCAB), 1)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._runner.uncounted():
+            return self._weights[hidden[:, 0]] + 0.5 * self._noise[hidden[:, 1]]
+
+
+def _pattern(device: torch.device) -> torch.Tensor:
+    """What is added to states, as the same number for all tokens would change no probability."""
+    return torch.arange(VOCAB, device=device).cos()
+
+
+class _LayerDrafter(LyannaTrees):
+    """Lyanna's trees from the states of a layer without weights, whose width is V."""
+
+    heads = 1, 1, VOCAB
+
+    def __init__(self, options: LyannaOptions, target: Target) -> None:
+        generator = torch.Generator().manual_seed(3)
+        hot = torch.randperm(VOCAB, generator=generator)[: VOCAB // 2].int()
+        row_of = torch.full((VOCAB,), -1, dtype=torch.int32)
+        row_of[hot.long()] = torch.arange(len(hot), dtype=torch.int32)
+        table = torch.randn(len(hot), len(hot), generator=generator)
+        info = TokenTable(*(each.to(target.device) for each in (table, row_of, hot)))
+        super().__init__(options, info, torch.float32)
+        self._embed = target.embed
+
+    def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What the target says after the tokens, and a little of what it said before."""
+        assert self._embed is not None
+        return self._embed(tokens) + 0.05 * hidden
+
+    def between(self, states: torch.Tensor) -> torch.Tensor:
+        """The same turned by one token, and sharper."""
+        return 3 * states.roll(1, 1)
+
+    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Add a little of the position and of what attention says."""
+        given = (x + 0.05 * (positions % 7)[:, None] * _pattern(x.device))[:, None]
+        return attend(given, given, given)[:, 0]
+
+
+class _Attention:
+    """Attention of the layer: the query, and a little of the nodes that it sees."""
+
+    runner: Stock
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with self.runner.uncounted():
+            context = get_forward_context()
+            metadata: Any = context.attn_metadata
+            slots: Any = context.slot_mapping
+            self.runner.caches[LAYER].view(-1)[slots[LAYER]] = k[:, 0]
+            seen = (nodes_seen(metadata[LAYER]) % 13)[:, None]
+            return q + 0.5 * seen * _pattern(q.device)
+
+
+class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]
+    """Lyanna, with a layer without weights."""
+
+    method = Method(
+        name="layer",
+        title="A layer",
+        kind=HIDDEN_STATE,
+        options=LyannaOptions,
+        make_drafter=_LayerDrafter,
+    )
+    drafting_layer = LAYER
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Make the layer."""
+        self.caches[LAYER] = new_cache(self.device)
+        kind = type("Attention", (_Attention,), {"runner": self})
+        with mock.patch.object(draft_layer, "Attention", kind):
+            super().load_model()
+
+    def check_cache(self, name: str) -> None:
+        """The layer has read each token of a text beside the one after it."""
+        super().check_cache(name)
+        text, computed = self.text_of(name)
+        computed = min(computed, len(text) - 1)
+        with self.uncounted():
+            weights = self.weights[:, 0].tolist()
+        hidden = [weights[token] for token in text]
+        expected = [
+            hidden[place + 1] + 0.05 * hidden[place] + 0.05 * (place % 7)
+            for place in range(computed)
+        ]
+        assert self.cached(LAYER, name, computed) == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,278 @@
+"""What vLLM's own V1 model runner does in a step, as far as drafting depends on it.
+
+The target's logits follow from the last token, and the KV of a token is the token, so that a text
+can be read in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import ForwardContext, override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from drafttree.transfer import on_device
+from drafttree.vllm.attention.backends import TreeMetadataBuilder
+from drafttree.vllm.step_masks import StepMasks
+
+VOCAB = 64
+MAX_REQUESTS = 4
+MAX_LEN = 96
+BLOCK = 16
+TARGET = "target.0"
+"""Name of the target's layer."""
+
+_BUDGET = MAX_REQUESTS * MAX_LEN
+
+
+def new_cache(device: torch.device) -> torch.Tensor:
+    """The KV cache of a layer with one head of size 1."""
+    return torch.full((_BUDGET // BLOCK, 1, BLOCK, 1), -1.0, device=device)
+
+
+@contextmanager
+def context_of(metadata: Any, *_: Any, slot_mapping: Any, **__: Any) -> Iterator[None]:
+    """The engine's forward context, with what models read in it."""
+    with override_forward_context(ForwardContext({}, metadata, slot_mapping)):
+        yield
+
+
+class Stock(GPUModelRunner):
+    """The engine's runner, without its models.
+
+    Args:
+        weights: The target's logits after each token, `[V, V]`.
+        device: Where everything is.
+
+    Attributes:
+        caches: The KV caches of all layers, by name.
+        drafting_layer: Name of the layer that drafts; None for none.
+    """
+
+    drafting_layer: str | None = None
+
+    def __init__(self, weights: torch.Tensor, device: torch.device) -> None:
+        self.device, self.weights = device, weights.to(device)
+        self.max_num_reqs, self.max_model_len = MAX_REQUESTS, MAX_LEN
+        self.scheduler_config = SimpleNamespace(
+            max_num_batched_tokens=_BUDGET, max_num_scheduled_tokens=None, scheduler_cls=None
+        )
+        self.lora_config = None
+        self.supports_mm_inputs = self.uses_mrope = False
+        self.model_config = SimpleNamespace(
+            get_vocab_size=lambda: VOCAB,
+            get_hidden_size=lambda: VOCAB,
+            dtype=torch.float32,
+            model="none",
+        )
+        self.vllm_config = SimpleNamespace(cache_config=None, model_config=self.model_config)
+        self.load_config, self.model_memory_usage = None, 0
+        self.requests: dict[str, CachedRequestState] = {}
+        self.sampler = Sampler()
+        # vLLM for CPUs would take an operator of its own.
+        draw = self.sampler.topk_topp_sampler
+        draw.forward = draw.forward_native
+        self.attn_groups: list[Any] = []
+        self._draft_token_ids: Any = None
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(MAX_REQUESTS, np.bool_))
+        self.query_start_loc = SimpleNamespace(np=np.zeros(MAX_REQUESTS + 1, np.int32))
+        self.input_batch = InputBatch(
+            MAX_REQUESTS, MAX_LEN, _BUDGET, device, VOCAB, [BLOCK], [MAX_LEN // BLOCK]
+        )
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(_BUDGET, dtype=torch.int32, device=device))
+        self.positions = torch.zeros(_BUDGET, dtype=torch.int64, device=device)
+        self.caches = {TARGET: new_cache(device)}
+        self.uncounted: Any = nullcontext
+        self.model = SimpleNamespace(
+            embed_input_ids=self._embed, compute_logits=lambda hidden: hidden
+        )
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        with self.uncounted():
+            return self.weights[tokens.long()]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """The target needs none."""
+        if self.drafting_layer is not None:
+            builder = self._builder(self.drafting_layer)
+            self.attn_groups = [
+                [
+                    SimpleNamespace(
+                        layer_names=builder.layer_names, get_metadata_builder=lambda _: builder
+                    )
+                ]
+            ]
+
+    def get_model(self) -> Any:
+        """The target."""
+        return self.model
+
+    def _builder(self, layer: str) -> Any:
+        if self.device.type == "cpu":
+            return _HostBuilder([TARGET, layer])
+        from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
+
+        scheduler = SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=_BUDGET)
+        config: Any = SimpleNamespace(
+            scheduler_config=scheduler, num_speculative_tokens=self.num_spec_tokens
+        )
+        spec: Any = None
+        return TritonTreeMetadataBuilder(spec, [TARGET, layer], config, self.device)
+
+    def _update_states(self, scheduler_output: Any) -> None:
+        with self.uncounted():
+            for name in scheduler_output.finished_req_ids:
+                self.input_batch.remove_request(name)
+                del self.requests[name]
+            self.input_batch.condense()
+            for each in scheduler_output.scheduled_new_reqs:
+                self.requests[each.req_id] = each
+                self.input_batch.add_request(each)
+            self.input_batch.refresh_metadata()
+        for row, name in enumerate(self.input_batch.req_ids):
+            computed = self.requests[name].num_computed_tokens
+            self.input_batch.num_computed_tokens_cpu[row] = computed
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled: Any) -> Any:
+        batch, drafts = self.input_batch, scheduler_output.scheduled_spec_decode_tokens
+        ids, positions, slots, rows = [], [], [], []
+        for row, (name, count) in enumerate(zip(batch.req_ids, num_scheduled, strict=True)):
+            request, drafted = self.requests[name], drafts.get(name, [])
+            first, own = request.num_computed_tokens, count - len(drafted)
+            ids += [*batch.token_ids_cpu[row, first : first + own].tolist(), *drafted]
+            positions += range(first, first + count)
+            place = request.block_ids[0][0] * BLOCK
+            slots += range(place + first, place + first + count)
+            rows += range(len(ids) - 1 - len(drafted), len(ids))
+            self.discard_request_mask.np[row] = first + own < request.num_tokens
+            self.query_start_loc.np[row + 1] = len(ids)
+        with self.uncounted():
+            mapping = batch.block_table.block_tables[0].slot_mapping.gpu
+            for target, values in (
+                (self.input_ids.gpu, np.array(ids, np.int32)),
+                (self.positions, np.array(positions)),
+                (mapping, np.array(slots)),
+            ):
+                target[: len(values)] = on_device(values, self.device)
+            of_logits = on_device(np.array(rows), self.device)
+        return of_logits, None
+
+    def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Run a step whose inputs are prepared; returns the target's hidden states, `[T, V]`."""
+        self._show_masks(self._step)  # type: ignore[attr-defined]
+        bounds = self.query_start_loc.np[: len(num_scheduled) + 1].copy()
+        computed = self.input_batch.num_computed_tokens_cpu[: len(num_scheduled)]
+        lengths = (computed + num_scheduled).astype(np.int32)
+        tokens = int(num_scheduled.sum())
+        table = self.input_batch.block_table.block_tables[0]
+        with self.uncounted():
+            common = CommonAttentionMetadata(
+                query_start_loc=on_device(bounds, self.device),
+                query_start_loc_cpu=torch.from_numpy(bounds),
+                seq_lens=on_device(lengths, self.device),
+                num_reqs=len(lengths),
+                num_actual_tokens=tokens,
+                max_query_len=int(num_scheduled.max()),
+                max_seq_len=int(lengths.max()),
+                block_table_tensor=table.get_device_tensor(len(lengths)),
+                slot_mapping=table.slot_mapping.gpu[:tokens],
+            )
+        metadata, slots = {}, {}
+        for groups in self.attn_groups:
+            for group in groups:
+                built = group.get_metadata_builder(0).build(0, common)
+                metadata.update(dict.fromkeys(group.layer_names, built))
+                slots.update(dict.fromkeys(group.layer_names, common.slot_mapping))
+        with context_of(metadata, slot_mapping=slots):
+            hidden: torch.Tensor = self._model_forward(
+                self.input_ids.gpu[:tokens], self.positions[:tokens]
+            )
+        return hidden
+
+    def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.uncounted():
+            mapping = self.input_batch.block_table.block_tables[0].slot_mapping.gpu
+            self.caches[TARGET].view(-1)[mapping[: len(input_ids)]] = input_ids.float()
+            return self.weights[input_ids.long()]
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts that the engine was given."""
+        ids, self._draft_token_ids = self._draft_token_ids, None
+        return None if ids is None else DraftTokenIds(list(self.input_batch.req_ids), ids)
+
+    # What the tests read.
+
+    def text_of(self, name: str) -> tuple[list[int], int]:
+        """A request's tokens, and how many of them the target has read."""
+        request = self.requests[name]
+        text = [*request.prompt_token_ids, *request.output_token_ids]
+        return text, min(request.num_computed_tokens, len(text))
+
+    def cached(self, layer: str, name: str, count: int) -> list[float]:
+        """What a layer's cache holds of a request's first tokens."""
+        first = self.requests[name].block_ids[0][0] * BLOCK
+        with self.uncounted():
+            values: list[float] = self.caches[layer].view(-1)[first : first + count].tolist()
+        return values
+
+    def check_cache(self, name: str) -> None:
+        """Check that the KV of a request's text is in its slots, in order."""
+        text, computed = self.text_of(name)
+        assert self.cached(TARGET, name, computed) == text[:computed]
+
+
+@dataclass
+class _HostMetadata:
+    """What the masks of a step say when attention reads them."""
+
+    starts: torch.Tensor
+    masks: StepMasks | None
+
+
+class _HostBuilder(TreeMetadataBuilder):
+    """A builder whose metadata reads the masks late and trees in parts, as on a CPU."""
+
+    reads_trees_in_parts = True
+
+    def __init__(self, layer_names: list[str]) -> None:
+        self.layer_names = layer_names
+
+    def build(self, prefix: int, common: CommonAttentionMetadata) -> _HostMetadata:
+        """Keep what is needed."""
+        return _HostMetadata(common.query_start_loc, self.step_masks)
+
+    def masks_changed(self) -> None:
+        """Nothing is to be done."""
+
+
+def nodes_seen(metadata: Any) -> torch.Tensor:
+    """The draft nodes that each row of a step sees, a bit for each, `int64 [T]`."""
+    if isinstance(metadata, _HostMetadata):
+        seen = torch.zeros(int(metadata.starts[-1]), dtype=torch.int64)
+        masks = metadata.masks
+        for tree, request in enumerate(masks.requests.tolist() if masks else ()):
+            assert masks is not None
+            size = int(masks.tree_sizes[tree])
+            first = 0 if masks.first_nodes is None else int(masks.first_nodes[tree])
+            end = int(metadata.starts[request + 1])
+            bits = masks.masks[tree, first:size, 1:].long() << torch.arange(
+                masks.masks.shape[2] - 1
+            )
+            seen[end - size + first : end] = bits.sum(1)
+        return seen
+    assert metadata.masks.shape[1] == 1
+    rows = torch.arange(metadata.num_actual_tokens, device=metadata.masks.device)
+    request = (rows[:, None] >= metadata.query_starts[None, 1:]).sum(1)
+    within = rows - metadata.query_starts[request]
+    bits = (metadata.masks[:, 0] >> 1).long()
+    return torch.where(within >= metadata.tree_starts[request], bits, 0)
