@@ -37,6 +37,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `source_stats.count` | Token Recycling | yes | yes | this project |
 | `step_counts.count_step` | all methods | yes | yes | this project |
 | `token_info.token_info_top` | Lyanna | yes | yes | Lyanna, 4.2, algorithm 1 |
+| `traversal.traverse_trees` | RSD | yes | yes | arXiv 2505.12398, algorithm 2 |
 | `tree_attention.tree_attention` | vLLM on GPUs | yes | - | Token Recycling, 3.3 |
 
 Papers: Token Recycling (arXiv 2408.08696), RSD (arXiv 2402.14160), EAGLE-2 (arXiv 2406.16858),

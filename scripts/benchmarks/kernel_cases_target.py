@@ -21,6 +21,7 @@ from tree_kernels import (
     rejection,
     scheduled_trees,
     token_info,
+    traversal,
     tree_attention,
 )
 
@@ -147,6 +148,30 @@ def _reject(requests: int, vocab: int, children: int) -> Work:
         lambda: rejection.reject_step(*given),
         lambda: rejection._reject_reference(*given),
         target.nbytes + draft.nbytes + requests * (16 + 4 * (2 * children + 3)),
+    )
+
+
+def _traverse(requests: int, vocab: int, width: int) -> Work:
+    """Beams: the nodes of a level are the children of the level's first node above."""
+    tree_size = 1 + 5 * width
+    column = torch.arange(tree_size)
+    parents = ((column - 1) // width - 1).clamp(min=0) * width + 1
+    parents[: width + 1] = 0
+    parents[0] = -1
+    logits = 2 * torch.randn(requests * tree_size, vocab)
+    target, draft = logits.softmax(1), (logits + torch.randn_like(logits) / 2).softmax(1)
+    rows = torch.arange(requests * tree_size).view(requests, tree_size)
+    drawn = torch.multinomial(draft, width).view(requests, tree_size, width)
+    tokens = torch.zeros(requests, tree_size, dtype=torch.int64)
+    tokens[:, 1:] = drawn[:, parents[1:], (column[1:] - 1) % width]
+    given = (
+        *(draft, rows, rows.masked_fill(column > tree_size - 1 - width, -1), tokens.int()),
+        *(parents.int().repeat(requests, 1), torch.rand(requests, tree_size)),
+    )
+    return Work(
+        lambda: (traversal.traverse_trees(target.clone(), *given),),
+        lambda: (traversal._traverse_reference(target, *given),),
+        3 * target.nbytes + draft.nbytes + requests * tree_size * 32,
     )
 
 
@@ -280,6 +305,11 @@ CASES: dict[str, Case] = {
         _reject,
         grid(requests=_BATCHES, vocab=(49152, VOCAB), children=(4,)),
         {"requests": 2, "vocab": 1000, "children": 3},
+    ),
+    "traversal": Case(
+        _traverse,
+        grid(requests=_BATCHES, vocab=(49152,), width=(3,)),
+        {"requests": 2, "vocab": 1000, "width": 2},
     ),
     "tree_attention": Case(
         _attention,

@@ -31,6 +31,7 @@ from scripts.experiments.rsd.positions import Rule, best_chain, block, walked
 from scripts.experiments.rsd.rsd_expectation import (
     Children,
     Distributions,
+    NodePath,
     Stop,
     expected_tokens,
 )
@@ -47,8 +48,8 @@ def branching(*factors: int) -> Callable[[Distributions], Law]:
     return lambda draft: every_branching(draft, factors)
 
 
-def beam(width: int, length: int = LENGTH) -> Callable[[Distributions], Law]:
-    return lambda draft: every_beam(draft, len(draft(())), width, length)
+def beam(*widths: int) -> Callable[[Distributions], Law]:
+    return lambda draft: every_beam(draft, len(draft(())), widths)
 
 
 def greedy(*factors: int) -> Callable[[Distributions], Law]:
@@ -63,11 +64,27 @@ def best(width: int) -> Callable[[Distributions], Law]:
     return lambda draft: every_drawing(lambda draw: best_tree(draft, width, LENGTH))
 
 
+def first_children(law: Callable[[Distributions], Law]) -> Callable[[Distributions], Law]:
+    """The paths of first children of trees, to which vLLM's V2 model runner cuts some."""
+
+    def of(draft: Distributions) -> Law:
+        for probability, children in law(draft):
+            path: NodePath = ()
+            kept: dict[NodePath, list[int]] = {}
+            while tokens := children.get(path):
+                kept[path] = [tokens[0]]
+                path = (*path, tokens[0])
+            yield probability, kept
+
+    return of
+
+
 RULES: dict[str, tuple[Callable[[Distributions], Law], Rule, int]] = {
     "recursive rejection, chain": (branching(1, 1), walked(recursive_rejection), 3),
     "recursive rejection, branching": (branching(2, 2), walked(recursive_rejection), 3),
-    "recursive rejection, beam": (beam(2), walked(recursive_rejection), 3),
-    "recursive rejection, long beam": (beam(3, 3), walked(recursive_rejection), 2),
+    "recursive rejection, beam": (beam(2, 2), walked(recursive_rejection), 3),
+    "recursive rejection, long beam": (beam(3, 3, 3), walked(recursive_rejection), 2),
+    "recursive rejection, cut beam": (beam(3, 3, 2), walked(recursive_rejection), 2),
     "K-SEQ": (chains(2), walked(k_sequential), 3),
     "block": (branching(1, 1), block, 3),
     "longer block": (branching(1, 1, 1), block, 3),
@@ -77,9 +94,12 @@ RULES: dict[str, tuple[Callable[[Distributions], Law], Rule, int]] = {
     "traversal, 3-1": (branching(3, 1), traversal, 3),
     "traversal, 1-3": (branching(1, 3), traversal, 3),
     "traversal, 2-1-1": (branching(2, 1, 1), traversal, 3),
-    "traversal, beam": (beam(2), traversal, 3),
-    "traversal, wide beam": (beam(3), traversal, 3),
-    "traversal, long beam": (beam(3, 3), traversal, 2),
+    "traversal, beam": (beam(2, 2), traversal, 3),
+    "traversal, wide beam": (beam(3, 3), traversal, 3),
+    "traversal, long beam": (beam(3, 3, 3), traversal, 2),
+    "traversal, cut beam": (beam(3, 1), traversal, 3),
+    "traversal, cut long beam": (beam(3, 3, 2), traversal, 2),
+    "traversal, first children of beams": (first_children(beam(2, 2)), traversal, 3),
     "best of 2 chains": (chains(2), best_chain, 3),
     "best of 3 chains": (chains(3), best_chain, 2),
     "best of 2 longer chains": (chains(2, 3), best_chain, 2),
@@ -92,7 +112,7 @@ RULES: dict[str, tuple[Callable[[Distributions], Law], Rule, int]] = {
     "greedy drafting, first child drawn too": (branching(2, 1), walked(greedy_drafting), 3),
     "target's draw, best tree": (best(2), walked(target_draw), 3),
     "target's draw, branching": (branching(2, 1), walked(target_draw), 3),
-    "target's draw, beam": (beam(2), walked(target_draw), 3),
+    "target's draw, beam": (beam(2, 2), walked(target_draw), 3),
 }
 """How trees are drawn, how they are verified, and the size of the vocabulary."""
 
@@ -153,7 +173,7 @@ FAULTS: dict[str, tuple[Callable[[Distributions], Law], Rule]] = {
         greedy(2, 1),
         walked(recursive_rejection),
     ),
-    "a beam verified as if only the last were drawn": (beam(3), walked(greedy_drafting)),
+    "a beam verified as if only the last were drawn": (beam(3, 3), walked(greedy_drafting)),
     "a pruned tree, recursive rejection": (pruned, walked(recursive_rejection)),
     "a pruned tree, traversal": (pruned, traversal),
     "the best of two chains verified as if it were the only one": (
@@ -167,6 +187,28 @@ FAULTS: dict[str, tuple[Callable[[Distributions], Law], Rule]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rule_for_other_trees_is_found(name: str) -> None:
     assert error("random", *FAULTS[name], 3) > 1e-3
+
+
+def cut(law: Callable[[Distributions], Law], size: int) -> Callable[[Distributions], Law]:
+    """A fault: of a level that is cut, one parent's children are kept before another's."""
+
+    def of(draft: Distributions) -> Law:
+        for probability, children in law(draft):
+            paths: list[NodePath] = [()]
+            kept: dict[NodePath, list[int]] = {}
+            for path in paths:  # grows meanwhile
+                for token in children.get(path, ())[: size + 1 - len(paths)]:
+                    paths.append((*path, token))
+                    kept.setdefault(path, []).append(token)
+            yield probability, kept
+
+    return of
+
+
+@pytest.mark.parametrize("verify", [walked(recursive_rejection), traversal])
+def test_a_level_cut_in_another_order_than_drawn_is_found(verify: Rule) -> None:
+    assert error("random", beam(3, 3, 2), verify, 2) < 1e-12
+    assert error("random", cut(beam(3, 3, 3), 7), verify, 2) > 1e-3
 
 
 def mean_tokens(case: str, law: Callable[[Distributions], Law], verify: Rule) -> float:
@@ -190,8 +232,8 @@ def test_the_known_relations_between_rules(case: str) -> None:
     level = branching(2)
     recursive = mean_tokens(case, level, walked(recursive_rejection))
     assert mean_tokens(case, level, traversal) == pytest.approx(recursive, abs=1e-12)
-    assert mean_tokens(case, beam(2), traversal) > (
-        mean_tokens(case, beam(2), walked(recursive_rejection)) - 1e-12
+    assert mean_tokens(case, beam(2, 2), traversal) > (
+        mean_tokens(case, beam(2, 2), walked(recursive_rejection)) - 1e-12
     )
 
 

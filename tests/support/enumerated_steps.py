@@ -108,14 +108,14 @@ def every_branching(draft: Distributions, factors: Sequence[int]) -> Law:
     yield from below([()], 0)
 
 
-def every_beam(draft: Distributions, vocab: int, width: int, length: int) -> Law:
-    """All trees of RSD-S.
+def every_beam(draft: Distributions, vocab: int, widths: Sequence[int]) -> Law:
+    """All trees of RSD-S with these numbers of nodes at each level.
 
     Stochastic beam search keeps at each level the prefixes that appear first when whole sequences
     are drawn one after another without replacement (Kool et al., arXiv 1903.06059), among those
     whose parents were kept.
     """
-    weights = {}
+    weights, length = {}, len(widths)
     for sequence in product(range(vocab), repeat=length):
         weight = 1.0
         for depth in range(length):
@@ -129,7 +129,8 @@ def every_beam(draft: Distributions, vocab: int, width: int, length: int) -> Law
             parent, token = sequence[:depth], sequence[depth]
             if token in children.get(parent, ()):
                 continue
-            if sum(len(tokens) for path, tokens in children.items() if len(path) == depth) < width:
+            there = sum(len(tokens) for path, tokens in children.items() if len(path) == depth)
+            if there < widths[depth]:
                 children = {**children, parent: [*children.get(parent, ()), token]}
             else:
                 break
