@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one level; the children of a node are adjacent, in sampling order.
+    """The nodes of one level; the children of a node are in sampling order.
 
     Attributes:
         tokens: `int32 [B, W]`, padded at the end with -1.
@@ -70,7 +70,7 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor
         level: The level above.
         log_p: `float32 [B, W, V]`, the draft model's log-probabilities after each node.
         noise: `float32 [B, W, V]`, standard Gumbel noise, or zeros to take the most likely paths.
-        width: Number of nodes to keep.
+        width: Number of nodes to keep, in the order in which they are sampled.
         sampled: `bool [B]`, whether each request is sampled; the scores of the others are plain
             log-probabilities.
     """
@@ -82,12 +82,8 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor
     noisy = level.log_probs[:, :, None] + perturbed.double()
     scores = torch.where(sampled[:, None, None], _condition(level.scores, noisy), log_probs)
     scores = scores.masked_fill(~found, -torch.inf).flatten(1)
+    # Best first, so that a level without its last nodes is a beam too.
     best, at = scores.topk(width, dim=1)
-    # Sort by parent and then by score, so that the children of a node are adjacent.
-    parents = at // tokens.shape[2]
-    order = parents.masked_fill(~torch.isfinite(best), scores.shape[1])
-    order = order.sort(dim=1, stable=True).indices
-    best, at = best.gather(1, order), at.gather(1, order)
     return Level(
         tokens=tokens.flatten(1).gather(1, at).int().masked_fill(~torch.isfinite(best), -1),
         parents=at // tokens.shape[2],

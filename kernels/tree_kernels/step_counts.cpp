@@ -1,5 +1,6 @@
 // The counters of a decode step, on a CPU.
 
+#include <algorithm>
 #include <cstdint>
 
 extern "C" void count_step(const bool* counted, const int32_t* tokens, const int32_t* parents,
@@ -15,8 +16,8 @@ extern "C" void count_step(const bool* counted, const int32_t* tokens, const int
       const int32_t node = path[request * length + depth];
       if (node < 0) continue;
       ++emitted;
-      // In breadth-first order siblings are adjacent: a first child follows another parent's node.
-      sums[5] += node > 0 && above[node] == above[node - 1];
+      // A node after its parent's first child has a sibling before it.
+      sums[5] += node > 0 && std::find(above, above + node, above[node]) != above + node;
       sums[6] += node != depth;
     }
     sums[0] += 1;

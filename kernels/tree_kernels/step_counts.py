@@ -43,12 +43,15 @@ def _count_kernel(
     drafted = tl.sum((token >= 0).to(tl.int64), 0) - 1
     accepted = tl.load(path + request * length + depth, mask=depth < length, other=-1)
     emitted = tl.sum((accepted >= 0).to(tl.int64), 0)
-    # In breadth-first order siblings are adjacent: a first child follows another parent's node.
-    below = accepted > 0
-    own = tl.load(parents + request * width + accepted, mask=below, other=-1)
-    earlier = tl.load(parents + request * width + accepted - 1, mask=below, other=-2)
-    later = tl.sum((own == earlier).to(tl.int64), 0)
-    moved = tl.sum((below & (accepted != depth)).to(tl.int64), 0)
+    moved = tl.sum(((accepted > 0) & (accepted != depth)).to(tl.int64), 0)
+    parent = tl.load(parents + request * width + node, mask=node < width, other=-1)
+    later = tl.sum(tl.zeros([PAD], tl.int64), 0)
+    for column in range(1, length):
+        # A node after its parent's first child has a sibling before it.
+        chosen = tl.load(path + request * length + column)
+        own = tl.sum(tl.where(node == chosen, parent + 1, 0), 0) - 1
+        siblings = (parent == own) & (node < chosen) & (own >= 0)
+        later += tl.max(siblings.to(tl.int64), 0)
     tl.atomic_add(sums, 1, sem="relaxed")
     tl.atomic_add(sums + 1, emitted, sem="relaxed")
     tl.atomic_add(sums + 2, (drafted > 0).to(tl.int64), sem="relaxed")
@@ -84,8 +87,10 @@ def _count_reference(
     drafted = (tokens >= 0).sum(1) - 1
     emitted = (node >= 0).sum(1)
     parent = parents.gather(1, node.clamp(min=0))
-    earlier = parents.gather(1, (node - 1).clamp(min=0))
-    later = ((node > 0) & (parent == earlier)).sum(1)
+    columns = torch.arange(tokens.shape[1], device=node.device)
+    # A node after its parent's first child has a sibling before it.
+    siblings = (parents[:, None] == parent[..., None]) & (columns < node[..., None])
+    later = ((node > 0) & siblings.any(2)).sum(1)
     moved = ((node > 0) & (node != torch.arange(node.shape[1], device=node.device))).sum(1)
     ones = torch.ones_like(emitted)
     by_request = [ones, emitted, drafted > 0, drafted, emitted - 1, later, moved]

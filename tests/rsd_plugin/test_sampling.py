@@ -131,14 +131,21 @@ def test_levels_are_well_formed(seed: int, width: int, drawn: bool) -> None:
             parents, tokens = level.parents[row, :count], level.tokens[row, :count]
             pairs = list(zip(parents.tolist(), tokens.tolist(), strict=True))
             assert len(set(pairs)) == count
-            assert parents.tolist() == sorted(parents.tolist())
             assert (before.tokens[row, parents] >= 0).all()
-            for place in range(1, count):
-                if parents[place] == parents[place - 1]:
-                    assert level.scores[row, place] <= level.scores[row, place - 1]
+            scores = level.scores[row, :count].tolist()
+            assert scores == sorted(scores, reverse=True)
             chosen = log_p[row, parents, tokens.long()].double()
             expected = before.log_probs[row, parents] + chosen
             assert level.log_probs[row, :count].tolist() == pytest.approx(expected.tolist())
+
+
+def test_a_level_without_its_last_nodes_is_a_narrower_beam() -> None:
+    """Engines cut trees by count. In another order than the sampling order, what is kept of a
+    node's children would depend on those that are not."""
+    _, lower = two_levels(5)
+    _, narrower = two_levels(3)
+    assert lower.tokens[:, :3].tolist() == narrower.tokens.tolist()
+    assert lower.parents[:, :3].tolist() == narrower.parents.tolist()
 
 
 def test_without_noise_a_beam_takes_the_most_likely_sequences() -> None:

@@ -5,7 +5,10 @@ from tree_kernels.candidates import NUM_SOURCES
 
 
 def verification(seed, batch, width, few=5):
-    """Trees with free columns at the end, accepted paths, and sources for 3 columns more."""
+    """Trees with free columns at the end, accepted paths, and sources for 3 columns more.
+
+    Siblings are side by side or apart.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(low, high):
@@ -15,7 +18,7 @@ def verification(seed, batch, width, few=5):
     parents, path = tokens.clone(), torch.full((batch, 6), -1, dtype=torch.int32)
     for line in range(batch):
         there = drawn(1, width + 1)
-        above = sorted(drawn(0, node) for node in range(1, there))
+        above = [drawn(0, node) for node in range(1, there)]
         parents[line, 1:there] = torch.tensor(above, dtype=torch.int32)
         tokens[line, :there] = torch.randint(0, 9, (there,), generator=generator).int()
         node = path[line, 0] = 0
