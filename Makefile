@@ -12,7 +12,8 @@ test check smoke test-%: export HF_HUB_OFFLINE = 1
 
 .NOTPARALLEL:
 .PHONY: demo test test-full check smoke environments environment style types \
-	test-without-engine test-vllm test-sglang test-smoke test-engines test-engines-full
+	test-without-engine test-vllm test-sglang test-smoke test-engines test-engines-full \
+	test-hosts test-host
 
 demo: environment
 	$(VENV)/bin/drafttree demo --engine $(ENGINE) $(if $(METHOD),--method $(METHOD))
@@ -77,3 +78,11 @@ test-engines:
 
 test-engines-full:
 	$(VENV)/bin/pytest tests/engines -m full
+
+# The engines' own tests of speculative decoding (docs/hosts.md); not part of `make test`.
+test-hosts: environments
+	@$(MAKE) --no-print-directory ENGINE=sglang test-host; first=$$?; \
+	$(MAKE) --no-print-directory ENGINE=vllm test-host && exit $$first
+
+test-host:
+	PYTHONPATH=.:kernels $(VENV)/bin/python -m scripts.hosts.own_tests $(ENGINE)
