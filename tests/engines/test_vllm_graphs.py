@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import configured_for_cuda
+import pytest
 from tiny_families import make_tiny_family
 from vllm_runs import ENVIRONMENT
 
@@ -33,12 +35,14 @@ def configured(
 def test_whole_trees_are_captured_on_v1(tiny_llama: Path) -> None:
     model = {"model": str(tiny_llama), "max_model_len": 512}
     few = {"nodes": 15}
-    trees, small, limited, sized, off, plain = configured(
+    rsd = {"method": "rsd", "model": str(tiny_llama), "tree": "beam:3x5"}
+    trees, small, limited, sized, off, drafts, plain = configured(
         {**model, "speculative_config": OURS},
         {**model, "speculative_config": OURS | few},
         {**model, "speculative_config": OURS, "max_num_batched_tokens": 512},
         {**model, "speculative_config": OURS | few, "cudagraph_capture_sizes": [16, 320]},
         {**model, "speculative_config": OURS, "compilation_config": {"cudagraph_mode": "NONE"}},
+        {**model, "speculative_config": rsd},
         model,
         variables={"VLLM_USE_V2_MODEL_RUNNER": "0"},
     )
@@ -66,6 +70,8 @@ def test_whole_trees_are_captured_on_v1(tiny_llama: Path) -> None:
     assert sized["graphs"]["1"] == ["PIECEWISE", 16]
     assert off["mode"] == "NONE"
     assert off["graphs"]["1"] == ["NONE", 1]
+    assert drafts["worker"] == "drafttree.vllm.gpu_worker.TreeGPUWorker"
+    assert (drafts["sizes"], drafts["backend"]) == (small["sizes"], "TRITON_ATTN")
     assert plain["backend"] is None
     assert plain["sizes"][:3] == [1, 2, 4]
     assert not plain["worker"].startswith("drafttree")
@@ -93,18 +99,44 @@ def test_chains_run_on_the_engines_own_attention(tiny_llama: Path, tmp_path: Pat
 def test_v2_serves_where_nothing_asks_for_v1(tiny_llama: Path) -> None:
     """V2 captures the sizes of its tiers by itself, and schedules ahead."""
     model = {"model": str(tiny_llama), "max_model_len": 512}
-    trees, parallel, plain = configured(
+    rsd = {"method": "rsd", "model": str(tiny_llama)}
+    trees, drafts, parallel, plain = configured(
         {**model, "speculative_config": OURS},
+        {**model, "speculative_config": rsd},
         {**model, "speculative_config": OURS, "tensor_parallel_size": 2},
         model,
     )
     assert trees["worker"] == "drafttree.vllm.v2.gpu_worker.TreeGPUWorkerV2"
     assert (trees["mode"], trees["backend"]) == ("FULL_AND_PIECEWISE", "TRITON_ATTN")
     assert trees["asynchronous"]
+    assert drafts["worker"] == trees["worker"]
+    assert drafts["backend"] == "TRITON_ATTN"
     assert parallel["worker"] == "drafttree.vllm.gpu_worker.TreeGPUWorker"
     assert parallel["backend"] == "TRITON_ATTN"
     assert not parallel["asynchronous"]
     assert not plain["worker"].startswith("drafttree")
+
+
+@pytest.mark.parametrize(
+    ("method", "v2", "support"),
+    [
+        ("token_recycling", True, "ALWAYS"),
+        ("rsd", False, "ALWAYS"),
+        ("rsd", True, "NEVER"),
+        ("lyanna", True, "NEVER"),
+    ],
+)
+def test_no_whole_graph_where_a_hook_drafts(method: str, v2: bool, support: str) -> None:
+    """On V2 a drafter with a model drafts in a hook before the target's forward."""
+    from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
+    from drafttree.vllm.patches import mark_requested
+
+    speculative: Any = SimpleNamespace()
+    mark_requested(speculative, method, {})
+    config: Any = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
+    spec: Any = None
+    found = TritonTreeMetadataBuilder.get_cudagraph_support(config, spec)
+    assert found.name == support
 
 
 def test_a_kv_cache_of_8_bit_floats(tiny_llama: Path) -> None:
