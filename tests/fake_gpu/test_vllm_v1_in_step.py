@@ -82,6 +82,7 @@ def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu) -> None:
     assert_waits_where_documented(found)
 
 
+@pytest.mark.full
 def test_seeds_and_penalties_beside_lyanna(gpu: Gpu) -> None:
     penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
     nucleus = {"temperature": 0.8, "top_p": 0.7, "seed": 3}

@@ -32,6 +32,7 @@ from drafttree.vllm.attention.backends import (
     variant_of,
 )
 from drafttree.vllm.checks import FP8_KV
+from drafttree.vllm.step_masks import StepMasks
 
 _WORD = 32
 
@@ -125,6 +126,8 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         scheduler = vllm_config.scheduler_config
+        # Those of `step_masks` may be dropped before a step's last forward.
+        self._built: StepMasks | None = None
         words = -(-(1 + vllm_config.num_speculative_tokens) // _WORD)
         self._tree_starts = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
         self._masks = torch.zeros(
@@ -156,7 +159,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         starts = common_attn_metadata.query_start_loc
         tree_starts = self._tree_starts[: len(starts) - 1]
         torch.sub(starts[1:], starts[:-1], out=tree_starts)
-        trees = self.step_masks
+        trees = self._built = self.step_masks
         if trees is not None:
             assert trees.first_nodes is None, "trees are read as a whole here"
             requests, sizes = trees.requests, trees.tree_sizes
@@ -177,7 +180,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
 
     def masks_changed(self) -> None:
         """Write the masks' bits again, of the same trees."""
-        trees = self.step_masks
+        trees = self._built
         assert trees is not None
         mask_rows(trees.masks, self._first_rows, trees.tree_sizes, self._masks)
 
