@@ -51,6 +51,11 @@ class MethodOptions(BaseModel):
         """Whether the number of draft tokens may change from step to step."""
         return False
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether the user has chosen the greatest number of draft tokens; hosts then keep it."""
+        return True
+
     @classmethod
     def apply_num_draft_tokens(cls, given: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
         """Combine the options with the host's own setting of the number of draft tokens.

@@ -187,6 +187,11 @@ class RecycleOptions(MethodOptions):
         return self.is_dynamic and self.nodes == "auto"
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the greatest number of draft tokens was chosen by the user."""
+        return not self.is_adaptive or "max_nodes" in self.model_fields_set
+
+    @property
     def depth(self) -> int:
         """Maximum depth of a draft token."""
         return tree_depth(self.num_draft_tokens) if self.is_dynamic else self.topology.depth

@@ -11,7 +11,7 @@ from drafttree.method import Method, load
 from drafttree.sglang.chains.choice import announce, choose_chains
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.target_config import target_config
-from drafttree.sglang.versions import CHAIN_BACKENDS, CPU_BACKEND, CUDA_BACKENDS
+from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,10 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_RUNNING_REQUESTS = 48
 """SGLang's own default for speculative decoding."""
+
+CUDA_DRAFT_TOKENS = 15
+"""Draft tokens of a tree on a GPU unless the user has chosen their number. SGLang captures graphs
+for trees of one size, with memory and rows for as many requests as may run at once."""
 
 
 class TreeAlgorithm(CustomSpecAlgo):
@@ -62,6 +66,13 @@ class TreeAlgorithm(CustomSpecAlgo):
         if chains is not None:
             num_draft_tokens, width = min(num_draft_tokens, options.depth, chains.longest), 1
             announce(self.method.title, chains.reason, num_draft_tokens)
+        elif server_args.device != "cpu" and not options.is_limited:
+            num_draft_tokens = min(num_draft_tokens, CUDA_DRAFT_TOKENS)
+            logger.warning(
+                "Trees have %d draft tokens; --speculative-num-draft-tokens, which counts the root "
+                "too, sets another number",
+                num_draft_tokens,
+            )
         # SGLang counts the root.
         tree_size = num_draft_tokens + 1
         server_args.speculative_num_draft_tokens = tree_size
@@ -76,10 +87,9 @@ class TreeAlgorithm(CustomSpecAlgo):
             # be sent a step late, and requests that have ended would be verified once more.
             server_args.disable_overlap_schedule = True
         else:
-            backends = CUDA_BACKENDS if chains is None else CHAIN_BACKENDS
             model = target_config(server_args)
             windows = model.is_hybrid_swa or getattr(model.hf_text_config, "sliding_window", None)
-            _choose_cuda_backend(server_args, backends, windows=bool(windows))
+            _choose_cuda_backend(server_args, trees=chains is None, windows=bool(windows))
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
             logger.warning(
@@ -147,31 +157,32 @@ def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
     return type(base.__name__, (base,), {"method": method})
 
 
-def _choose_cuda_backend(server_args: Any, backends: tuple[str, ...], *, windows: bool) -> None:
+def _choose_cuda_backend(server_args: Any, *, trees: bool, windows: bool) -> None:
     """Choose an attention backend that verifies drafts.
 
     Args:
         server_args: SGLang's arguments.
-        backends: Those that do.
-        windows: Whether layers may have sliding windows; FlashInfer's are not combined with trees.
+        trees: Whether the drafts are trees.
+        windows: Whether layers may have sliding windows. FlashInfer does not combine them with
+            the masks of drafts.
     """
     logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
-    if windows and server_args.attention_backend == "flashinfer":
-        logger.warning(
-            "Draft trees are not verified with flashinfer in sliding windows; %s is used instead, "
-            "for prompts too",
-            backends[0],
-        )
-        server_args.attention_backend = backends[0]
-    if server_args.attention_backend not in backends:
-        logger.warning(
-            "Drafts are not verified with --attention-backend=%s yet; %s is used instead, for "
-            "prompts too. Another choice is %s",
-            server_args.attention_backend,
-            backends[0],
-            " or ".join(backends[1:]),
-        )
-        server_args.attention_backend = backends[0]
+    given, pages = server_args.attention_backend, server_args.page_size or 1
+    if given not in CUDA_BACKENDS:
+        reason = "are not verified with it yet"
+    elif windows and (given == "flashinfer" or (trees and given == "fa3")):
+        reason = "are not verified with it in sliding windows"
+    elif trees and given == "fa3" and pages > 1:
+        reason = f"are not verified with it and --page-size={pages}"
+    else:
+        return
+    server_args.attention_backend = CUDA_BACKENDS[0]
+    logger.warning(
+        "--attention-backend=%s: drafts %s. %s is used instead, for prompts too",
+        given,
+        reason,
+        CUDA_BACKENDS[0],
+    )
 
 
 def _check_kv_slots(max_total_tokens: int | None, tree_size: int) -> None:

@@ -66,7 +66,10 @@ def check_server(method: Method[Any], server_args: Any) -> None:
             flag = option.replace("_", "-")
             raise ValueError(f"{method.title} does not work with --{flag}={value}: {fix}")
     cuda = server_args.device == "cuda"
-    backends = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
+    backends: tuple[str, ...] = CUDA_BACKENDS if cuda else (CPU_BACKEND,)
+    if (server_args.page_size or 1) > 1:
+        # It verifies trees with pages of one token only.
+        backends = tuple(each for each in backends if each != "fa3")
     for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         value = getattr(server_args, option)
         # SGLang's own choice cannot be distinguished from the user's.

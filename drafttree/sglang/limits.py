@@ -1,10 +1,12 @@
-"""Truncates trees that are larger than their method declares; needs no engine."""
+"""Trees of the size that their method declares; needs no engine."""
 
 from __future__ import annotations
 
 import logging
 
-from drafttree.tree import DraftTree
+from torch.nn.functional import pad
+
+from drafttree.tree import NO_TOKEN, DraftTree
 
 # A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -21,6 +23,17 @@ def limit_trees(trees: DraftTree, num_draft_tokens: int, drafter: object) -> Dra
     if trees.tokens.shape[1] > 1 + num_draft_tokens:
         _warn(type(drafter), trees.tokens.shape[1] - 1, num_draft_tokens)
     return trees.truncated(num_draft_tokens)
+
+
+def whole_trees(trees: DraftTree, num_draft_tokens: int) -> DraftTree:
+    """Trees with as many columns as their method declares, for which SGLang has captured graphs."""
+    missing = 1 + num_draft_tokens - trees.tokens.shape[1]
+    if missing <= 0:
+        return trees
+    tokens, parents = (
+        pad(each, (0, missing), value=NO_TOKEN) for each in (trees.tokens, trees.parents)
+    )
+    return DraftTree(tokens, parents, trees.tree_size)
 
 
 _warned: set[type] = set()

@@ -18,13 +18,9 @@ CPU_BACKEND = "torch_native"
 """Attention backend for draft trees on a CPU. SGLang branches on this name in several places, so
 tree attention is registered under it and not under a name of its own."""
 
-CUDA_BACKENDS = ("triton", "flashinfer")
-"""SGLang's own attention backends with which draft trees are verified; the first is the default.
-FlashAttention 3 (`fa3`) accepts tree masks too, but takes pages of one token then."""
-
-CHAIN_BACKENDS = (*CUDA_BACKENDS, "fa3")
-"""SGLang's own attention backends with which chains are verified; the first is used in place of
-others."""
+CUDA_BACKENDS = ("triton", "flashinfer", "fa3")
+"""SGLang's own attention backends with which drafts are verified; the first is used in place of
+others. FlashAttention 3 (`fa3`) verifies trees with pages of one token only."""
 
 
 def is_tested(version: str) -> bool:

@@ -31,7 +31,7 @@ from drafttree.sglang.corpus import CorpusWorker
 from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.grammars import BoundTrees, has_grammars, mask_trees
 from drafttree.sglang.kv_cache import kv_movers
-from drafttree.sglang.limits import limit_trees
+from drafttree.sglang.limits import limit_trees, whole_trees
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.patches import report_counters, widen_request_rows
 from drafttree.sglang.penalties import Penalties, has_penalties
@@ -307,6 +307,8 @@ class TreeWorker(CorpusWorker):
             bound = self._bind(batch, replace(proposal, trees=trees))
             trees = bound.trees
         trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
+        if self._device.type != "cpu":
+            trees = whole_trees(trees, self._num_draft_tokens)
         states, slots = self._states, batch.req_pool_indices
         trees, depths = drop_unusable(trees, states.limits[slots] - batch.seq_lens)
         penalties = self._penalties if has_penalties(batch) else None

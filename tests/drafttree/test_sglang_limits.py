@@ -1,4 +1,4 @@
-"""Trees that are larger than their method declares are truncated, with one warning."""
+"""Trees get the size that their method declares; larger ones are truncated, with one warning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from drafttree.sglang.limits import limit_trees
+from drafttree.sglang.limits import limit_trees, whole_trees
 from drafttree.tree import DraftTree
 
 
@@ -44,3 +44,12 @@ def test_larger_trees_are_truncated_and_the_drafter_is_named_once(
     assert "WideDrafter proposes 100 draft tokens" in message
     assert "32" in message
     assert record.name.startswith("sglang.")
+
+
+def test_smaller_trees_are_padded_to_the_declared_size() -> None:
+    trees = whole_trees(chain(2), 4)
+    trees.check(num_draft_tokens=4)
+    assert trees.tokens.tolist() == [[5, 6, 7, -1, -1]]
+    assert trees.parents.tolist() == [[-1, 0, 1, -1, -1]]
+    assert trees.tree_size.tolist() == [3]
+    assert whole_trees(trees, 4) is trees

@@ -21,6 +21,12 @@ PROGRAM = """
 import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
+if sys.argv[2] == "hopper":
+    from sglang.srt.runtime_context import override_platform
+    override_platform(
+        is_cuda=True, is_sm90=True, is_hopper_with_cuda_12_3=True, device_sm=90,
+        device_capability=(9, 0), has_flashinfer=True,
+    ).install()
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.server_args import ServerArgs
 for arguments in json.loads(sys.argv[1]):
@@ -36,10 +42,13 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def resolve(cases: list[dict[str, Any]], options: str = "") -> list[Any]:
-    """Resolve server arguments as the engine does before it starts: values, or an error message."""
+def resolve(cases: list[dict[str, Any]], options: str = "", machine: str = "") -> list[Any]:
+    """Resolve server arguments as the engine does before it starts: values, or an error message.
+
+    On a `machine` called "hopper" the engine finds a GPU.
+    """
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases)],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(cases), machine],
         env=os.environ | environment() | {"DRAFTTREE_OPTIONS": options},
         capture_output=True,
         text=True,
@@ -183,21 +192,58 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "windows", "chosen"),
+    ("given", "pages", "trees", "windows", "chosen"),
     [
-        ("fa3", False, "triton"),
-        ("flashinfer", False, "flashinfer"),
-        ("flashinfer", True, "triton"),
-        ("triton", True, "triton"),
+        ("fa3", 1, True, False, "fa3"),
+        ("fa3", None, True, False, "fa3"),
+        ("fa3", 64, True, False, "triton"),
+        ("fa3", 64, False, False, "fa3"),
+        ("fa3", 1, True, True, "triton"),
+        ("flashinfer", 16, True, False, "flashinfer"),
+        ("flashinfer", 1, True, True, "triton"),
+        ("flashinfer", 1, False, True, "triton"),
+        ("fa3", 1, False, True, "fa3"),
+        ("triton", 1, True, True, "triton"),
+        ("trtllm_mha", 1, True, False, "triton"),
     ],
 )
-def test_attention_backends_on_cuda(given: str, windows: bool, chosen: str) -> None:
+def test_attention_backends_on_cuda(
+    given: str, pages: int | None, trees: bool, windows: bool, chosen: str
+) -> None:
     from drafttree.sglang.algorithm import _choose_cuda_backend
-    from drafttree.sglang.versions import CUDA_BACKENDS
 
-    arguments = SimpleNamespace(attention_backend=given)
-    _choose_cuda_backend(arguments, CUDA_BACKENDS, windows=windows)
+    arguments = SimpleNamespace(attention_backend=given, page_size=pages)
+    _choose_cuda_backend(arguments, trees=trees, windows=windows)
     assert arguments.attention_backend == chosen
+
+
+@pytest.mark.full
+def test_settings_on_a_gpu(tiny_llama: Path) -> None:
+    common = {
+        "model_path": str(tiny_llama),
+        "skip_tokenizer_init": True,
+        "device": "cuda",
+        "speculative_algorithm": "token-recycling",
+    }
+    plain, sized, flashinfer, pages = resolve(
+        [
+            common,
+            common | {"speculative_num_draft_tokens": 81},
+            common | {"attention_backend": "flashinfer", "page_size": 16},
+            common | {"attention_backend": "fa3", "page_size": 16},
+        ],
+        machine="hopper",
+    )
+    # SGLang captures graphs for trees of one size and up to as many requests as may run at once.
+    assert plain["speculative_num_draft_tokens"] == 16
+    assert plain["max_running_requests"] == 48
+    assert plain["attention_backend"] == "fa3"
+    assert plain["disable_overlap_schedule"] is False
+    assert sized["speculative_num_draft_tokens"] == 81
+    assert flashinfer["attention_backend"] == "flashinfer"
+    assert pages["attention_backend"] == "triton"
+    (limited,) = resolve([common], '{"max_nodes": 40}', machine="hopper")
+    assert limited["speculative_num_draft_tokens"] == 41
 
 
 def test_errors_about_draft_models(

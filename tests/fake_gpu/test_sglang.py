@@ -87,12 +87,13 @@ def both(
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("drafter", SLOW)
-def test_greedy_requests(gpu: Gpu, drafter: str, overlap: bool) -> None:
+def test_greedy_requests(gpu: Gpu, overlap: bool) -> None:
     requests = asked(GREEDY, GREEDY, GREEDY)
-    found = both(DRAFTERS[drafter], requests, gpu, overlap=overlap)
+    found = both(DRAFTERS["static"], requests, gpu, overlap=overlap)
     for name, each in requests.items():
         assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
+    # SGLang captures graphs for trees of one size.
+    assert found.widths == {16}
     for record in (*found.steps, *found.starts):
         assert not record.waits, record.report()
 
@@ -157,16 +158,18 @@ def test_requests_with_a_grammar(gpu: Gpu, tmp_path: Path) -> None:
         assert record.copies_in.total() <= 2, record.report()
 
 
-BUDGETS = {"static": (12, 48, 0, 0), "dynamic": (16, 48, 0, 0)}
+BUDGETS = {"static": (12, 48, 0, 0), "dynamic": (18, 43, 0, 0)}
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 
 
 @pytest.mark.parametrize("drafter", SLOW)
 def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
-    requests = {"one": Asked(prompt(0, 8), 12, GREEDY), "other": Asked(prompt(1, 6), 12, GREEDY)}
+    requests = {"one": Asked(prompt(0, 8), 8, GREEDY), "other": Asked(prompt(1, 6), 8, GREEDY)}
     found = decode(DRAFTERS[drafter], requests, WEIGHTS, gpu)
     steps = [each for each, trees in zip(found.steps, found.trees, strict=True) if len(trees) == 2]
     assert len(steps) > 1
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
     for step in steps:
         used = step.totals()
         spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))

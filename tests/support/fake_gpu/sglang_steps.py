@@ -38,6 +38,7 @@ class Decoded:
     Attributes:
         texts: The output of each request.
         trees: Tokens and parents of each decode step's trees, by request.
+        widths: The numbers of rows of a request that were verified.
         counts: The worker's counters.
         acceptance: The drafter's counters.
         steps: What the GPU was asked for in each decode step, what the engine does left out.
@@ -48,6 +49,7 @@ class Decoded:
 
     texts: dict[str, list[int]] = field(default_factory=dict)
     trees: list[dict[str, tuple[list[int], list[int]]]] = field(default_factory=list)
+    widths: set[int] = field(default_factory=set)
     counts: dict[str, int] = field(default_factory=dict)
     acceptance: dict[str, Any] = field(default_factory=dict)
     steps: list[Record] = field(default_factory=list)
@@ -285,6 +287,7 @@ class _Loop:
     def _record_trees(self, batch: Any) -> None:
         """Note the trees that the worker verified."""
         trees = self._worker.drafted.trees
+        self.result.widths.add(trees.tokens.shape[1])
         by_request = zip(
             *(held(each).tolist() for each in (trees.tokens, trees.parents, trees.tree_size)),
             strict=True,
