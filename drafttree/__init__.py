@@ -12,6 +12,7 @@ from drafttree.drafter import (
     HiddenStateDrafter,
     ModelFreeDrafter,
     Target,
+    TreeRule,
 )
 from drafttree.method import (
     DRAFT_MODEL,
@@ -46,6 +47,7 @@ __all__ = [
     "ModelFreeDrafter",
     "StaticTree",
     "Target",
+    "TreeRule",
     "Verified",
     "find_method",
     "installed_methods",

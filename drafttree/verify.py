@@ -9,11 +9,13 @@ greedy verification (Token Recycling, arXiv 2408.08696, section 3.2) is the temp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from tree_kernels.accept import accept_step, accept_walk
 from tree_kernels.draw import draw_tokens
 
+from drafttree.drafter import TreeRule
 from drafttree.tree import DraftTree, Verified
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -91,3 +93,26 @@ def verify_sampled(
         if waits and not bool(alive.any()):
             break
     return Verified(path, emitted, (emitted >= 0).sum(1, dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a rule has chosen for whole trees. As an `AcceptanceRule`, it repeats that.
+
+    Attributes:
+        rule: The rule.
+        tokens: The tokens after the nodes, `int32 [B, N]`, as `TreeRule.of_trees` returns them.
+        by_level: The requests for which the rule must choose level by level instead, `bool [B]`;
+            None if there are none.
+    """
+
+    rule: TreeRule
+    tokens: torch.Tensor
+    by_level: torch.Tensor | None = None
+
+    def __call__(self, target: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        """The token after one node of each tree."""
+        tokens = self.tokens.gather(1, nodes.long()[:, None])[:, 0]
+        if self.by_level is None:
+            return tokens
+        return torch.where(self.by_level, self.rule(target, nodes), tokens)

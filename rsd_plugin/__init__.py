@@ -1,5 +1,5 @@
 """RSD: draft trees sampled from a draft model without replacement, verified by recursive rejection
-sampling (arXiv 2402.14160).
+sampling (arXiv 2402.14160) or by traversal verification (arXiv 2505.12398).
 """
 
 from __future__ import annotations

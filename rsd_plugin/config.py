@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,14 @@ class RsdOptions(MethodOptions):
         "levels (RSD-S in the paper). `branch:b0-b1-...` samples b0 children of the root, b1 "
         "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
         "speculative sampling with a chain of L draft tokens.",
+    )
+    verify: Literal["recursive", "traversal"] = Field(
+        default="recursive",
+        description="How trees are verified; both leave the target's distribution. `recursive`: "
+        "recursive rejection sampling from the root down (the paper's rule). `traversal`: from the "
+        "leaves to the root (arXiv 2505.12398), which accepts more where tokens are sampled at a "
+        "high temperature, and reads the target's distributions after all nodes in place of those "
+        "on the accepted path.",
     )
 
     @cached_property

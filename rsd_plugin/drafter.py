@@ -9,74 +9,13 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from tree_kernels.rejection import reject_step
 
 from drafttree.drafter import DraftForward, DraftModelDrafter
 from drafttree.tree import DraftTree
 from rsd_plugin.config import RsdOptions
 from rsd_plugin.noise import StepNoise
+from rsd_plugin.rules import RecursiveRejection, Traversal
 from rsd_plugin.sampling import Level, beam, branch
-
-
-class RecursiveRejection:
-    """The acceptance rule of RSD, applied level by level (algorithm 3).
-
-    B is the batch size, I the number of inner nodes, V the vocabulary size, D the maximum depth
-    and K the maximum number of children of a node.
-
-    Args:
-        trees: The trees as sampled, or a breadth-first prefix of them.
-        probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
-            were sampled. A row of zeros means that the children are the draft model's most likely
-            tokens; the target's distribution after such a node must be one-hot.
-        coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
-        columns: `int64 [B, N]`, the column that each node had when the trees were sampled; None if
-            it is the same.
-    """
-
-    def __init__(
-        self, trees: DraftTree, probs: Tensor, coins: Tensor, columns: Tensor | None = None
-    ) -> None:
-        self._trees = trees
-        self._probs = probs
-        self._coins = coins
-        self._columns = columns
-        self._rows = torch.arange(len(coins), device=coins.device)
-        self._level = 0
-
-    def __call__(self, target: Tensor, nodes: Tensor) -> Tensor:
-        """Choose the token after each node; each call goes one level down.
-
-        Args:
-            target: `float32 [B, V]`, the target's distributions after the nodes.
-            nodes: `int32 [B]`, one node of each tree.
-
-        Returns:
-            `int32 [B]`.
-        """
-        inner, sampled = self._probs.shape[1], nodes
-        if self._columns is not None:
-            sampled = self._columns.gather(1, nodes.long()[:, None])[:, 0]
-        rows = (self._rows * inner + sampled).masked_fill(sampled >= inner, -1)
-        _, tokens = reject_step(
-            target,
-            self._probs.flatten(0, 1),
-            self._rows,
-            rows,
-            self._children(nodes),
-            self._coins[:, self._level],
-        )
-        self._level += 1
-        return tokens
-
-    def _children(self, nodes: Tensor) -> Tensor:
-        """The tokens of the nodes' children in sampling order, `int32 [B, K]`, padded with -1."""
-        width = self._coins.shape[2] - 1
-        tokens = self._trees.tokens
-        children = (self._trees.parents == nodes[:, None]) & (tokens >= 0)
-        columns = torch.where(children, children.cumsum(1) - 1, width)
-        found = tokens.new_full((len(tokens), width + 1), -1)
-        return found.scatter(1, columns, torch.where(children, tokens, -1))[:, :width]
 
 
 @dataclass(frozen=True)
@@ -112,6 +51,7 @@ class RsdDrafter(DraftModelDrafter):
             *(starts[level] for level, width in enumerate(widths[1:]) for _ in range(width)),
         )
         self._max_children = max(self._shape.factors or self._shape.widths)
+        self._traverses = options.verify == "traversal"
 
     def propose(
         self,
@@ -174,10 +114,13 @@ class RsdDrafter(DraftModelDrafter):
         drawn: Drawn,
         requests: slice = slice(None),
         columns: Tensor | None = None,
-    ) -> RecursiveRejection:
-        """Recursive rejection sampling along trees that were sampled by `propose`."""
-        coins = self._coins(drawn.noise)
-        return RecursiveRejection(trees, drawn.probs[requests], coins[requests], columns)
+    ) -> RecursiveRejection | Traversal:
+        """The rule that the options ask for, for trees that were sampled by `propose`."""
+        probs, coins = drawn.probs[requests], self._coins(drawn.noise)[requests]
+        if not self._traverses:
+            return RecursiveRejection(trees, probs, coins, columns)
+        node_coins = self._node_coins(drawn.noise)[requests]
+        return Traversal(trees, probs, coins, node_coins, columns)
 
     def undrafted_rule(self, roots: Tensor, seeds: Tensor, lengths: Tensor) -> RecursiveRejection:
         """Plain sampling from the target, with the requests' own random numbers."""
@@ -190,6 +133,12 @@ class RsdDrafter(DraftModelDrafter):
         # The number of coins does not depend on the draft, so a seed gives the same tokens with and
         # without a draft.
         return noise.uniform(self.max_depth + 1, self._max_children + 1)
+
+    def _node_coins(self, noise: StepNoise) -> Tensor:
+        # A root without a draft gets its token from the same coin as in `_coins`.
+        last = self._max_children
+        flat = noise.uniform(max(last + 1, len(self.columns)))
+        return torch.cat([flat[:, last:], flat[:, :last]], 1)
 
 
 def _append_level(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:

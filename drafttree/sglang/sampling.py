@@ -19,12 +19,13 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from tree_kernels.adjacency import top_candidates
+from tree_kernels.mask import tree_mask
 
-from drafttree.drafter import AcceptanceRule
+from drafttree.drafter import AcceptanceRule, TreeRule
 from drafttree.sglang.acceptance_sampler import AcceptanceSampler
 from drafttree.sglang.state import Step, asks_for_tokens_alone, is_plain_greedy
 from drafttree.tree import Verified
-from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_target
+from drafttree.verify import Chosen, draw_ahead, draws_ahead, verify_sampled, verify_target
 
 
 def verify_trees(
@@ -59,6 +60,10 @@ def verify_trees(
         target = draw_ahead(logits.flatten(0, 1), temperatures).view(batch_size, width)
         return verify_target(trees, target, max_depth)
     draw = _Draw(sampler, step, logits, rule)
+    if isinstance(rule, TreeRule) and not batch.sampling_info.is_all_greedy:
+        chosen = draw.choose_whole(rule)
+        if chosen.by_level is None and not batch.return_logprob:
+            return verify_target(trees, chosen.tokens, max_depth)
     # Each level is a draw for all requests, so no more levels than this step's trees have.
     verified = verify_sampled(trees, draw, step.max_depth)
     if batch.return_logprob:
@@ -92,6 +97,7 @@ class _Draw:
         self, sampler: Any, step: Step, logits: torch.Tensor, rule: AcceptanceRule | None
     ) -> None:
         self._sampler = sampler
+        self._step = step
         self._batch = step.batch
         self._logits = logits
         self._penalties = step.penalties
@@ -105,41 +111,103 @@ class _Draw:
         self._levels: list[LogitsProcessorOutput] = []
         self._path = torch.empty(len(logits), 0, dtype=torch.int32, device=logits.device)
 
+    def choose_whole(self, rule: TreeRule) -> Chosen:
+        """Let a rule choose for whole trees, before the first level is sampled.
+
+        The sampler gets one column of the trees at a time. Requests with a custom processor, which
+        have no drafts, are left to the first level.
+        """
+        trees = self._step.trees
+        requests, width = trees.tokens.shape
+        masks = tree_mask(trees.parents, trees.tree_size)
+        columns: list[torch.Tensor] = []
+
+        def keep(target: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+            columns.append(target)
+            return torch.zeros_like(nodes)
+
+        info = self._info
+        has_custom = info.has_custom_logit_processor
+        info.has_custom_logit_processor = False
+        for column in range(width):
+            node = (trees.tree_size - 1).clamp(max=column)
+            path = trees.tokens.masked_fill(~masks[self._rows, node.long()], -1)
+            depth = self._step.depths[self._rows, node.long()]
+            self._sample(keep, node, path[:, 1:], depth, are_roots=column == 0)
+        info.has_custom_logit_processor = has_custom
+        by_level = None
+        if has_custom:
+            custom = [each.custom_logit_processor is not None for each in self._batch.reqs]
+            by_level = torch.tensor(custom, device=masks.device)
+        # One row for each column and request.
+        rows = torch.arange(width * requests, device=masks.device).view(width, requests).t()
+        tokens = rule.of_trees(torch.stack(columns).flatten(0, 1), rows)
+        self._rule = chosen = Chosen(rule, tokens, by_level)
+        return chosen
+
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         level, info = len(self._levels), self._info
+        if level > 0:
+            # Requests with a custom processor have no drafts, so none are left here.
+            info.has_custom_logit_processor = False
+        tokens, output = self._sample(
+            *(self._rule, node, self._path, level),
+            are_roots=level == 0,
+            return_logprob=self._batch.return_logprob,
+        )
+        self._levels.append(output)
+        self._path = torch.cat((self._path, tokens[:, None]), 1)
+        return tokens
+
+    def _sample(
+        self,
+        rule: AcceptanceRule | None,
+        node: torch.Tensor,
+        path: torch.Tensor,
+        depth: torch.Tensor | int,
+        *,
+        are_roots: bool,
+        return_logprob: bool = False,
+    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
+        """Sample a token after one node of each request.
+
+        Args:
+            rule: Chooses the tokens in place of the sampler's draw.
+            node: The nodes, `int32 [B]`.
+            path: The tokens on the paths to them, `int32 [B, D]`; -1 for none.
+            depth: Their depths.
+            are_roots: Whether they are all roots.
+            return_logprob: Whether to compute the logprobs that were asked for.
+
+        Returns:
+            The tokens, `int32 [B]`, and the sampler's output.
+        """
+        info, batch = self._info, self._batch
         if self._bound is not None:
             info.grammar_mask = self._bound.of_nodes(node)
-        elif level == 0:
+        elif are_roots:
             info.update_regex_vocab_mask()
         else:
             # Requests whose grammars cannot follow trees have no drafts, so none are left here.
             info.grammar_mask = None
-        if level > 0:
-            # Nor are requests with a custom processor.
-            info.has_custom_logit_processor = False
         # Indexing copies, as the sampler overwrites its input.
         rows = self._logits[self._rows, node.long()]
         if self._penalties is not None:
-            self._penalties.apply(rows, self._batch.req_pool_indices, self._path)
+            self._penalties.apply(rows, batch.req_pool_indices, path)
         info.apply_logits_bias(rows)
         output = LogitsProcessorOutput(next_token_logits=rows)
-        batch = self._batch
-        sampler = self._sampler
-        by_rule = isinstance(sampler, AcceptanceSampler)
-        with sampler.using(self._rule, node) if by_rule else nullcontext():
-            tokens = sampler(
+        by_rule = isinstance(self._sampler, AcceptanceSampler)
+        with self._sampler.using(rule, node) if by_rule else nullcontext():
+            tokens = self._sampler(
                 output,
                 info,
-                batch.return_logprob,
+                return_logprob,
                 batch.top_logprobs_nums,
                 batch.token_ids_logprobs,
                 # Seeds are combined with a node's position: one level is one position.
-                batch.seq_lens + level,
+                batch.seq_lens + depth,
             )
-        self._levels.append(output)
-        tokens = tokens.to(torch.int32)
-        self._path = torch.cat((self._path, tokens[:, None]), 1)
-        return tokens
+        return tokens.to(torch.int32), output
 
     def write_logprobs(self, output: LogitsProcessorOutput) -> None:
         """Write the logprobs of all levels into `output`, request by request."""

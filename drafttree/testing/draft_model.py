@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from tree_kernels.mask import depths
 
-from drafttree.drafter import AcceptanceRule, DraftModelDrafter, Target
+from drafttree.drafter import AcceptanceRule, DraftModelDrafter, Target, TreeRule
 from drafttree.seeds import Seeds
 from drafttree.testing.session import Session, as_verified, paths_of, random_weights, set_up
 from drafttree.tree import DraftTree, Verified
-from drafttree.verify import verify_sampled
+from drafttree.verify import Chosen, verify_sampled
 
 _SEEDS = (7, None, None, 11)
 _SAMPLED = torch.tensor([True, True, False, True])
@@ -205,13 +205,27 @@ class _DraftModelSession(Session[DraftModelDrafter]):
     ) -> Verified:
         sampled = _SAMPLED[slots]
 
+        def after(tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+            sure = torch.nn.functional.one_hot(self._likeliest[tokens], self._vocab_size)
+            return torch.where(sampled[:, None], self._target[tokens], sure.float())
+
+        chosen_by = rule
+        if isinstance(rule, TreeRule):
+            nodes_of = trees.tokens.clamp(min=0).long()
+            probs = after(nodes_of.flatten(), sampled.repeat_interleave(nodes_of.shape[1]))
+            rows = torch.arange(len(probs)).view_as(nodes_of)
+            whole = rule.of_trees(probs, rows)
+            assert (whole.dtype, whole.shape) == (torch.int32, rows.shape), (
+                f"a rule must return int32 {[*rows.shape]}, not {whole.dtype} {[*whole.shape]}"
+            )
+            chosen_by = Chosen(rule, whole)
+
         def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
             tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0].clamp(min=0).long()
-            sure = torch.nn.functional.one_hot(self._likeliest[tokens], self._vocab_size)
-            probs = torch.where(sampled[:, None], self._target[tokens], sure.float())
-            if rule is None:
+            probs = after(tokens, sampled)
+            if chosen_by is None:
                 return torch.multinomial(probs, 1, generator=self._generator)[:, 0].int()
-            found = rule(probs.clone(), nodes)
+            found = chosen_by(probs.clone(), nodes)
             assert (found.dtype, found.shape) == (torch.int32, nodes.shape), (
                 f"a rule must return int32 [{len(nodes)}], not {found.dtype} {[*found.shape]}"
             )

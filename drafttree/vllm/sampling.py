@@ -20,20 +20,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from tree_kernels.adjacency import top_candidates
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import (
-    LogitBiasLogitsProcessor,
-    LogitsProcessors,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-    build_logitsprocs,
-)
+from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
 
-from drafttree.drafter import AcceptanceRule
+from drafttree.drafter import AcceptanceRule, TreeRule
 from drafttree.tree import DraftTree, Verified
-from drafttree.verify import draw_ahead, draws_ahead, verify_sampled, verify_target
+from drafttree.verify import Chosen, draw_ahead, draws_ahead, verify_sampled, verify_target
 from drafttree.vllm import patches
+from drafttree.vllm.processors import STATELESS, is_active, thinking_budgets
 from drafttree.vllm.step_logits import StepLogits
+from drafttree.vllm.tree_rules import choose_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,9 +42,6 @@ if TYPE_CHECKING:
 Observe = Callable[[slice, torch.Tensor], torch.Tensor | None]
 """`(rows, logits [n, V])`: reads the logits of some rows of a step, and returns their argmax if it
 has computed it, `int32 [n]`."""
-
-_STATELESS = (LogitBiasLogitsProcessor, MinPLogitsProcessor)
-"""Logits processors that do not depend on the tokens emitted so far."""
 
 
 def build_logits_processors(
@@ -71,37 +64,23 @@ def is_plain_greedy(metadata: SamplingMetadata) -> bool:
     return (
         metadata.all_greedy
         and _asks_for_tokens_alone(metadata)
-        and not any(map(_is_active, metadata.logitsprocs.non_argmax_invariant))
+        and not any(map(is_active, metadata.logitsprocs.non_argmax_invariant))
     )
+
+
+def _asks_for_no_logprobs(metadata: SamplingMetadata) -> bool:
+    return metadata.max_num_logprobs is None and not metadata.logprob_token_ids
 
 
 def _asks_for_tokens_alone(metadata: SamplingMetadata) -> bool:
     """Whether no request asks for logprobs or changes the raw logits, logits processors aside."""
     return (
         metadata.no_penalties
-        and metadata.max_num_logprobs is None
-        and not metadata.logprob_token_ids
+        and _asks_for_no_logprobs(metadata)
         and not metadata.bad_words_token_ids
         and metadata.allowed_token_ids_mask is None
-        and not _thinking_budgets(metadata)
+        and not thinking_budgets(metadata)
     )
-
-
-def _thinking_budgets(metadata: SamplingMetadata) -> dict[int, Any]:
-    """The engine's state of each request with a thinking budget, by row of the batch."""
-    holder = metadata.thinking_budget_state_holder
-    return {} if holder is None else holder._state
-
-
-def _is_active(processor: Any) -> bool:
-    """Whether a logits processor changes the logits of any request."""
-    if type(processor) is MinTokensLogitsProcessor:
-        return bool(processor.min_toks)
-    if type(processor) is LogitBiasLogitsProcessor:
-        return bool(processor.biases)
-    if type(processor) is MinPLogitsProcessor:
-        return bool(processor.min_p_count)
-    return True
 
 
 def _follows_texts(metadata: SamplingMetadata, rule: AcceptanceRule | None) -> bool:
@@ -111,10 +90,8 @@ def _follows_texts(metadata: SamplingMetadata, rule: AcceptanceRule | None) -> b
         (metadata.generators and rule is None)
         or not metadata.no_penalties
         or metadata.bad_words_token_ids
-        or _thinking_budgets(metadata)
-        or any(
-            _is_active(each) and type(each) not in _STATELESS for each in metadata.logitsprocs.all
-        )
+        or thinking_budgets(metadata)
+        or any(is_active(each) and type(each) not in STATELESS for each in metadata.logitsprocs.all)
     )
 
 
@@ -131,7 +108,7 @@ def _draws_from_softmax(metadata: SamplingMetadata, sampler: Sampler) -> bool:
         and metadata.top_k is None
         and metadata.top_p is None
         and _asks_for_tokens_alone(metadata)
-        and not any(map(_is_active, metadata.logitsprocs.all))
+        and not any(map(is_active, metadata.logitsprocs.all))
     )
 
 
@@ -176,6 +153,11 @@ def sample_trees(
         verified = verify_target(drafts, trees.by_node(target), max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
     with _Draw.along(batch, sampler, trees, logits, rule) as draw:
+        if isinstance(rule, TreeRule) and not metadata.all_greedy:
+            chosen_whole = draw.choose_whole(rule, drafts)
+            if chosen_whole.by_level is None and _asks_for_no_logprobs(metadata):
+                verified = verify_target(drafts, chosen_whole.tokens, max_depth)
+                return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
         verified = verify_sampled(drafts, draw, max_depth, waits=draw.on_host or None)
     emitted = verified.emitted[:, : draw.levels]
     return SamplerOutput(emitted, logprobs_tensors=draw.logprobs()), verified
@@ -202,9 +184,10 @@ class _Draw:
         self._rule = rule
         self._metadata: SamplingMetadata = batch.sampling_metadata
         self._logits = logits
+        self._trees = trees
         self._starts = trees.tensors.starts
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
-        self._budgets = _thinking_budgets(self._metadata)
+        self._budgets = thinking_budgets(self._metadata)
         self.on_host = _follows_texts(self._metadata, rule)
         self._last: list[int] = []
         self._logprobs: list[LogprobsTensors] = []
@@ -232,6 +215,22 @@ class _Draw:
             for output, length in zip(draw._outputs, lengths, strict=True):
                 del output[length:]
             draw._set_budgets(draw._budgets)
+
+    def choose_whole(self, rule: TreeRule, drafts: DraftTree) -> Chosen:
+        """Let a rule choose for whole trees, before the first level is sampled."""
+        self._set_budgets({})
+        rows = torch.arange(len(self._trees.rows), device=self._starts.device)
+        self._rule = chosen = choose_whole(
+            rule,
+            cast("AcceptanceSampler", self._sampler),
+            self._metadata,
+            self._logits,
+            self._trees.by_node(rows),
+            drafts,
+            self._outputs,
+            self._budgets,
+        )
+        return chosen
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
         # The sampler would append these drafts to the output lists, which contain the path already.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ import torch
 from fake_gpu.record import Record
 from fake_gpu.tensors import DeviceTensor, Gpu
 
+from drafttree.drafter import TreeRule
 from drafttree.seeds import Seeds
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.verify import verify_sampled
+from drafttree.verify import verify_sampled, verify_target
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaTrees
 from lyanna_plugin.tree import TokenTable
@@ -36,7 +37,7 @@ def tensor(array: Any, device: torch.device, dtype: Any = np.int64) -> torch.Ten
     return on_device(np.array(array, dtype), device)
 
 
-def drawn_by_rsd(tree: str, gpu: Gpu | None) -> tuple[list[Any], Record]:
+def drawn_by_rsd(options: RsdOptions, gpu: Gpu | None) -> tuple[list[Any], Record]:
     """Trees of three requests, one of which is greedy, and their outcome; in three steps."""
     device = CPU if gpu is None else CUDA
     generator = torch.Generator().manual_seed(2)
@@ -44,7 +45,7 @@ def drawn_by_rsd(tree: str, gpu: Gpu | None) -> tuple[list[Any], Record]:
         table.softmax(-1).to(device)
         for table in (1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator)).unbind()
     )
-    drafter = RsdDrafter(RsdOptions(model="", tree=tree), VOCAB)
+    drafter = RsdDrafter(options, VOCAB)
     drafter.allocate(4, 64)
     seeds = Seeds(device)
     slots, sampled = tensor([2, 0, 1], device), tensor([True, False, True], device, np.bool_)
@@ -63,21 +64,33 @@ def drawn_by_rsd(tree: str, gpu: Gpu | None) -> tuple[list[Any], Record]:
                 )
                 rule = drafter.acceptance_rule(trees, drawn)
 
-                def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-                    tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]  # noqa: B023
+                def after(tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
                     probs = target[tokens.clamp(min=0).long()]
                     sure = torch.zeros_like(probs).scatter_(1, probs.argmax(1, keepdim=True), 1.0)
-                    return rule(torch.where(sampled[:, None], probs, sure), nodes)  # noqa: B023
+                    return torch.where(sampled[:, None], probs, sure)
 
-                verified = verify_sampled(trees, draw, drafter.max_depth)
+                def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+                    tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]  # noqa: B023
+                    return rule(after(tokens, sampled), nodes)  # noqa: B023
+
+                if isinstance(rule, TreeRule):
+                    count, width = trees.tokens.shape
+                    of_rows = sampled[:, None].expand(count, width).reshape(-1)
+                    rows = torch.arange(count * width, device=device).view(count, width)
+                    chosen = rule.of_trees(after(trees.tokens.flatten(), of_rows), rows)
+                    verified = verify_target(trees, chosen, drafter.max_depth)
+                else:
+                    verified = verify_sampled(trees, draw, drafter.max_depth)
             found += [trees.tokens, trees.parents, verified.path, verified.emitted]
     return [values(each) for each in found], record
 
 
+@pytest.mark.parametrize("verify", ["recursive", "traversal"])
 @pytest.mark.parametrize("tree", ["beam:3x2", "branch:3-2"])
-def test_rsd(gpu: Gpu, tree: str) -> None:
-    expected, _ = drawn_by_rsd(tree, None)
-    found, _ = drawn_by_rsd(tree, gpu)
+def test_rsd(gpu: Gpu, tree: str, verify: Literal["recursive", "traversal"]) -> None:
+    options = RsdOptions(model="", tree=tree, verify=verify)
+    expected, _ = drawn_by_rsd(options, None)
+    found, _ = drawn_by_rsd(options, gpu)
     assert found == expected
     assert any(node > 0 for path in found[2::4] for row in path for node in row)
 

@@ -21,8 +21,9 @@ WIDTH, LEVELS = 3, 4
 @pytest.mark.parametrize(
     "tree", ["beam:3x4", "branch:3-2-1", "beam:1x3", "beam:9x1", "branch:1-1-1"]
 )
-def test_the_drafter_passes_and_is_accepted(tree: str) -> None:
-    assert check_method(METHOD, {"model": "draft", "tree": tree}) > 50
+@pytest.mark.parametrize("verify", ["recursive", "traversal"])
+def test_the_drafter_passes_and_is_accepted(tree: str, verify: str) -> None:
+    assert check_method(METHOD, {"model": "draft", "tree": tree, "verify": verify}) > 50
 
 
 class SizedRsd(RsdDrafter):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
+from drafttree.drafter import TreeRule
 from drafttree.seeds import Seeds
 from drafttree.tree import DraftTree, Verified
-from drafttree.verify import verify_sampled
+from drafttree.verify import verify_sampled, verify_target
 from rsd_plugin import RsdDrafter, RsdOptions
-from rsd_plugin.drafter import RecursiveRejection
+from rsd_plugin.rules import RecursiveRejection, Traversal
 
 VOCAB = 4
 REQUESTS = 40_000
 LENGTH = 3
+Rule = Literal["recursive", "traversal"]
+VERIFY: tuple[Rule, ...] = ("recursive", "traversal")
 TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1")
 
 
@@ -36,6 +41,7 @@ def step(
     seeds: torch.Tensor,
     sampled: torch.Tensor,
     fault: bool = False,
+    by_level: bool = False,
 ) -> tuple[DraftTree, Verified]:
     target, draft = tables()
 
@@ -47,14 +53,24 @@ def step(
     rule = drafter.acceptance_rule(trees, drawn)
     if fault:
         # Give the rule other distributions than the children were sampled from.
-        rule = RecursiveRejection(trees, drawn.probs.roll(1, 2), rule._coins)
+        probs = drawn.probs.roll(1, 2)
+        if isinstance(rule, Traversal):
+            rule = Traversal(trees, probs, rule._by_level._coins, rule._coins)
+        else:
+            rule = RecursiveRejection(trees, probs, rule._coins)
+
+    def after(tokens: torch.Tensor) -> torch.Tensor:
+        probs = target[tokens.clamp(min=0).long()]
+        sure = torch.nn.functional.one_hot(probs.argmax(-1), VOCAB).float()
+        return torch.where(sampled.view(-1, *[1] * tokens.dim()), probs, sure)
 
     def draw(nodes: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        tokens = trees.tokens.gather(1, nodes.long()[:, None])[:, 0]
-        probs = target[tokens.clamp(min=0).long()]
-        sure = torch.nn.functional.one_hot(probs.argmax(1), VOCAB).float()
-        return rule(torch.where(sampled[:, None], probs, sure), nodes)
+        return rule(after(trees.tokens.gather(1, nodes.long()[:, None])[:, 0]), nodes)
 
+    if isinstance(rule, TreeRule) and not by_level:
+        rows = torch.arange(trees.tokens.numel()).view_as(trees.tokens)
+        chosen = rule.of_trees(after(trees.tokens).flatten(0, 1), rows)
+        return trees, verify_target(trees, chosen, drafter.max_depth)
     return trees, verify_sampled(trees, draw, drafter.max_depth)
 
 
@@ -64,15 +80,17 @@ def decode(
     seeds: list[int | None],
     sampled: torch.Tensor,
     fault: bool = False,
+    verify: Rule = "recursive",
+    by_level: bool = False,
 ) -> tuple[torch.Tensor, int]:
     """The first tokens of each request, and the number of accepted draft tokens."""
-    drafter = RsdDrafter(RsdOptions(model="draft", tree=tree), VOCAB)
+    drafter = RsdDrafter(RsdOptions(model="draft", tree=tree, verify=verify), VOCAB)
     count = len(roots)
     written = torch.full((count, LENGTH + drafter.max_depth + 1), -1)
     given = Seeds(torch.device("cpu"))
     lengths, accepted = torch.ones(count, dtype=torch.int64), 0
     while int(lengths.min()) <= LENGTH:
-        _, verified = step(drafter, roots, lengths, given.of(seeds), sampled, fault)
+        _, verified = step(drafter, roots, lengths, given.of(seeds), sampled, fault, by_level)
         accepted += int(verified.num_emitted.sum()) - count
         columns = (lengths - 1)[:, None] + torch.arange(verified.emitted.shape[1])
         fits = (verified.emitted >= 0) & (columns < written.shape[1])
@@ -98,30 +116,45 @@ def p_value(written: torch.Tensor) -> float:
     return float(chisquare(found[kept].numpy(), law[kept].numpy()).pvalue)
 
 
+@pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("tree", TREES)
-def test_the_output_is_distributed_as_the_targets(tree: str) -> None:
+def test_the_output_is_distributed_as_the_targets(tree: str, verify: Rule) -> None:
     roots = torch.full((REQUESTS,), 3, dtype=torch.int32)
-    written, accepted = decode(tree, roots, [None] * REQUESTS, torch.ones(REQUESTS).bool())
+    every = torch.ones(REQUESTS).bool()
+    written, accepted = decode(tree, roots, [None] * REQUESTS, every, verify=verify)
     assert accepted > 0.2 * REQUESTS
     assert p_value(written) > 1e-3
 
 
-def test_a_planted_fault_is_found() -> None:
+def test_traversal_level_by_level_is_recursive_rejection() -> None:
+    roots, seeds = torch.full((64,), 3, dtype=torch.int32), [*range(64)]
+    every = torch.ones(64).bool()
+    whole, more = decode("beam:3x2", roots, seeds, every, verify="traversal")
+    by_level, fewer = decode("beam:3x2", roots, seeds, every, verify="traversal", by_level=True)
+    recursive, same = decode("beam:3x2", roots, seeds, every)
+    assert by_level.tolist() == recursive.tolist() != whole.tolist()
+    assert fewer == same != more
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+def test_a_planted_fault_is_found(verify: Rule) -> None:
     roots = torch.full((REQUESTS,), 3, dtype=torch.int32)
-    all_sampled = torch.ones(REQUESTS).bool()
-    written, _ = decode("beam:3x2", roots, [None] * REQUESTS, all_sampled, fault=True)
+    every = torch.ones(REQUESTS).bool()
+    seeds = [None] * REQUESTS
+    written, _ = decode("beam:3x2", roots, seeds, every, fault=True, verify=verify)
     assert p_value(written) < 1e-6
 
 
+@pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("tree", TREES)
-def test_seeded_requests_do_not_depend_on_the_batch(tree: str) -> None:
+def test_seeded_requests_do_not_depend_on_the_batch(tree: str, verify: Rule) -> None:
     roots = torch.tensor([3, 3, 1, 3], dtype=torch.int32)
     seeds: list[int | None] = [7, 8, None, 7]
     all_sampled = torch.ones(4).bool()
-    together, _ = decode(tree, roots, seeds, all_sampled)
-    alone, _ = decode(tree, roots[:1], seeds[:1], all_sampled[:1])
+    together, _ = decode(tree, roots, seeds, all_sampled, verify=verify)
+    alone, _ = decode(tree, roots[:1], seeds[:1], all_sampled[:1], verify=verify)
     other = torch.cat([roots[2:3], roots[:1]])
-    later, _ = decode(tree, other, [None, 7], all_sampled[:2])
+    later, _ = decode(tree, other, [None, 7], all_sampled[:2], verify=verify)
     assert together[0].tolist() == together[3].tolist() == alone[0].tolist() == later[1].tolist()
 
 
@@ -131,12 +164,13 @@ def test_different_seeds_give_different_tokens() -> None:
     assert len({tuple(row) for row in written.tolist()}) > 10
 
 
+@pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("tree", TREES)
-def test_requests_that_are_not_sampled_get_the_most_likely_tokens(tree: str) -> None:
+def test_requests_that_are_not_sampled_get_the_most_likely_tokens(tree: str, verify: Rule) -> None:
     target, _ = tables()
     sampled = torch.tensor([False, True, False])
     roots = torch.tensor([3, 3, 0], dtype=torch.int32)
-    written, _ = decode(tree, roots, [None] * 3, sampled)
+    written, _ = decode(tree, roots, [None] * 3, sampled, verify=verify)
     for row in (0, 2):
         token, expected = int(roots[row]), []
         for _ in range(LENGTH):
@@ -167,6 +201,30 @@ def test_a_draft_model_that_is_the_target_is_always_accepted() -> None:
     verified = verify_sampled(trees, draw, drafter.max_depth)
     ends = verified.path.gather(1, verified.num_emitted.long()[:, None] - 1)
     assert not ((trees.parents == ends) & (trees.tokens >= 0)).any()
+
+
+def test_a_root_without_a_draft_draws_the_same_token_whatever_the_batch() -> None:
+    """Its tree has no nodes, in a batch with drafts, or its batch has no drafts."""
+    drafter = RsdDrafter(RsdOptions(model="draft", tree="beam:3x2", verify="traversal"), VOCAB)
+    count = 64
+    roots = torch.full((count,), 3, dtype=torch.int32)
+    seeds, lengths = torch.arange(count), torch.arange(count)
+    target, draft = tables()
+
+    def forward(trees: DraftTree, first: int) -> torch.Tensor:
+        return draft[trees.tokens[:, first:].clamp(min=0).long()]
+
+    every = torch.ones(count).bool()
+    trees, drawn = drafter.propose(seeds, roots, seeds, lengths, every, forward)
+    tokens = torch.full_like(trees.tokens, -1)
+    tokens[:, 0] = roots
+    bare = DraftTree(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
+    rule = drafter.acceptance_rule(bare, drawn)
+    assert isinstance(rule, TreeRule)
+    rows = torch.arange(tokens.numel()).view_as(tokens)
+    among = rule.of_trees(target[3].repeat(tokens.numel(), 1), rows)[:, 0]
+    alone = drafter.undrafted_rule(roots, seeds, lengths)(target[3].repeat(count, 1), 0 * roots)
+    assert among.tolist() == alone.tolist()
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -12,12 +12,14 @@ def plant(fault: str, engine: str) -> None:
     """Plant a fault in this process.
 
     Args:
-        fault: "most likely", "residual", "no chains", "root's mask", "root's grammar" or "a
-            chain's M-RoPE".
+        fault: "most likely", "residual", "another draft", "no chains", "root's mask", "root's
+            grammar" or "a chain's M-RoPE".
         engine: The engine's name.
     """
     if fault == "residual":
         keep_rejected_mass()
+    elif fault == "another draft":
+        _traverse_with_another_draft()
     elif fault == "no chains":
         _draft_trees_for_all()
     elif fault == "root's mask":
@@ -129,9 +131,9 @@ def keep_rejected_mass() -> None:
     """Where all children are rejected, sample from the target's distribution, not its residual."""
     import torch
 
-    from rsd_plugin import drafter
+    from rsd_plugin import rules
 
-    reject_step = drafter.reject_step
+    reject_step = rules.reject_step
 
     def faulty(
         target: Any, draft: Any, target_rows: Any, draft_rows: Any, children: Any, coins: Any
@@ -141,4 +143,16 @@ def keep_rejected_mass() -> None:
         _, drawn = reject_step(target, draft, target_rows, childless, children, coins)
         return accepted, torch.where(accepted >= 0, tokens, drawn)
 
-    drafter.reject_step = faulty  # type: ignore[attr-defined]
+    rules.reject_step = faulty  # type: ignore[attr-defined]
+
+
+def _traverse_with_another_draft() -> None:
+    """In traversal verification, take other distributions than the drafts were sampled from."""
+    from rsd_plugin import rules
+
+    traverse_trees = rules.traverse_trees
+
+    def faulty(target: Any, draft: Any, *given: Any) -> Any:
+        return traverse_trees(target, draft.roll(1, 1), *given)
+
+    rules.traverse_trees = faulty  # type: ignore[attr-defined]

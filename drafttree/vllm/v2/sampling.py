@@ -2,7 +2,8 @@
 
 Its noise is drawn from a request's seed and a token's position. So a node's token is the one that
 plain decoding would sample there, and the path along these tokens is plain decoding's text. A
-method's acceptance rule, if it has one, chooses the tokens instead, one level after another.
+method's acceptance rule, if it has one, chooses the tokens instead, one level after another or for
+whole trees at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from drafttree.drafter import AcceptanceRule
+from drafttree.drafter import AcceptanceRule, TreeRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled, verify_target
 from drafttree.vllm.step_logits import max_rows
@@ -133,9 +134,13 @@ def sample_trees(
             verified = verify_target(drafts, drawn, depth, nodes)
         else:
             processed = sampler.apply_sampling_params(*part)
-            greedy = sampler.sampling_states.temperature.gpu[part[2]] == 0
-            draw = partial(_draw_by_rule, rule, processed, nodes, greedy)
-            verified = verify_sampled(drafts, draw, depth, waits=False)
+            temperatures = sampler.sampling_states.temperature.gpu
+            if isinstance(rule, TreeRule):
+                drawn = rule.of_trees(_distributions(processed, temperatures[part[1]] == 0), nodes)
+                verified = verify_target(drafts, drawn, depth)
+            else:
+                draw = partial(_draw_by_rule, rule, processed, nodes, temperatures[part[2]] == 0)
+                verified = verify_sampled(drafts, draw, depth, waits=False)
         outcomes.append(verified)
         if dims is not None:
             is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
@@ -175,10 +180,15 @@ def _draw_by_rule(
         nodes: `int32 [B]`.
         alive: `bool [B]`.
     """
-    here = logits[rows.gather(1, nodes.long()[:, None])[:, 0]].float()
-    best = here.argmax(1, keepdim=True)
-    sure = torch.zeros_like(here).scatter_(1, best, 1.0)
-    return rule(torch.where(greedy[:, None], sure, here.softmax(-1)), nodes)
+    here = logits[rows.gather(1, nodes.long()[:, None])[:, 0]]
+    return rule(_distributions(here, greedy), nodes)
+
+
+def _distributions(logits: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+    """The target's distributions, `float32 [n, V]`, one-hot where `greedy [n]` is true."""
+    logits = logits.float()
+    sure = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], sure, logits.softmax(-1))
 
 
 def _of_requests(trees: DraftTree, requests: slice) -> DraftTree:

@@ -1,0 +1,125 @@
+"""The acceptance rules of RSD: recursive rejection sampling, and traversal verification."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from tree_kernels.rejection import reject_step
+from tree_kernels.traversal import traverse_trees
+
+from drafttree.drafter import TreeRule
+from drafttree.tree import DraftTree
+
+
+class RecursiveRejection:
+    """Recursive rejection sampling, applied level by level (RSD, algorithm 3).
+
+    B is the batch size, I the number of inner nodes, V the vocabulary size, D the maximum depth
+    and K the maximum number of children of a node.
+
+    Args:
+        trees: The trees as sampled, or a breadth-first prefix of them.
+        probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
+            were sampled. A row of zeros means that the children are the draft model's most likely
+            tokens; the target's distribution after such a node must be one-hot.
+        coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
+        columns: `int64 [B, N]`, the column that each node had when the trees were sampled; None if
+            it is the same.
+    """
+
+    def __init__(
+        self, trees: DraftTree, probs: Tensor, coins: Tensor, columns: Tensor | None = None
+    ) -> None:
+        self._trees = trees
+        self._probs = probs
+        self._coins = coins
+        self._columns = columns
+        self._rows = torch.arange(len(coins), device=coins.device)
+        self._level = 0
+
+    def __call__(self, target: Tensor, nodes: Tensor) -> Tensor:
+        """Choose the token after each node; each call goes one level down.
+
+        Args:
+            target: `float32 [B, V]`, the target's distributions after the nodes.
+            nodes: `int32 [B]`, one node of each tree.
+
+        Returns:
+            `int32 [B]`.
+        """
+        inner, sampled = self._probs.shape[1], nodes
+        if self._columns is not None:
+            sampled = self._columns.gather(1, nodes.long()[:, None])[:, 0]
+        rows = (self._rows * inner + sampled).masked_fill(sampled >= inner, -1)
+        _, tokens = reject_step(
+            target,
+            self._probs.flatten(0, 1),
+            self._rows,
+            rows,
+            self._children(nodes),
+            self._coins[:, self._level],
+        )
+        self._level += 1
+        return tokens
+
+    def _children(self, nodes: Tensor) -> Tensor:
+        """The tokens of the nodes' children in sampling order, `int32 [B, K]`, padded with -1."""
+        width = self._coins.shape[2] - 1
+        tokens = self._trees.tokens
+        children = (self._trees.parents == nodes[:, None]) & (tokens >= 0)
+        columns = torch.where(children, children.cumsum(1) - 1, width)
+        found = tokens.new_full((len(tokens), width + 1), -1)
+        return found.scatter(1, columns, torch.where(children, tokens, -1))[:, :width]
+
+
+class Traversal(TreeRule):
+    """Traversal verification of whole trees (arXiv 2505.12398, algorithm 2).
+
+    Where a host asks level by level, it is recursive rejection sampling.
+
+    Args:
+        trees: As for `RecursiveRejection`; so are `probs`, `coins` and `columns`.
+        probs: `float32 [B, I, V]`.
+        coins: `float32 [B, D + 1, K + 1]`, the coins for recursive rejection sampling.
+        node_coins: `float32 [B, M]`, uniform random numbers: one for the draw after the accepted
+            path, and one for each draft token of the largest tree.
+        columns: `int64 [B, N]`, or None.
+    """
+
+    def __init__(
+        self,
+        trees: DraftTree,
+        probs: Tensor,
+        coins: Tensor,
+        node_coins: Tensor,
+        columns: Tensor | None = None,
+    ) -> None:
+        self._trees = trees
+        self._probs = probs
+        self._coins = node_coins
+        self._columns = columns
+        self._by_level = RecursiveRejection(trees, probs, coins, columns)
+
+    def __call__(self, target: Tensor, nodes: Tensor) -> Tensor:
+        """Choose the token after each node, as `RecursiveRejection` does."""
+        return self._by_level(target, nodes)
+
+    def of_trees(self, target: Tensor, rows: Tensor) -> Tensor:
+        """Choose the accepted path of each tree, and the token that follows it."""
+        requests, width = self._trees.tokens.shape
+        inner = self._probs.shape[1]
+        sampled = self._columns
+        if sampled is None:
+            sampled = torch.arange(width, device=target.device).expand(requests, -1)
+        first = inner * torch.arange(requests, device=target.device)[:, None]
+        return traverse_trees(
+            target,
+            self._probs.flatten(0, 1),
+            rows,
+            torch.where(sampled < inner, first + sampled, -1),
+            self._trees.tokens,
+            self._trees.parents,
+            # Columns beyond those of the largest tree hold no nodes.
+            pad(self._coins, (0, max(width - self._coins.shape[1], 0)))[:, :width],
+        )
