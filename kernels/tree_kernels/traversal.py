@@ -330,9 +330,9 @@ def _traverse_cpp(
     coins: Tensor,
 ) -> Tensor:
     given = (
-        *(target.contiguous(), draft.contiguous()),
-        *(target_rows.contiguous(), draft_rows.contiguous()),
-        *(tokens.contiguous(), parents.contiguous(), coins.contiguous()),
+        *(target.float(), draft.float().contiguous()),
+        *(target_rows.long().contiguous(), draft_rows.long().contiguous()),
+        *(tokens.int().contiguous(), parents.int().contiguous(), coins.float().contiguous()),
     )
     out = torch.empty_like(given[4])
     _TRAVERSE.call(

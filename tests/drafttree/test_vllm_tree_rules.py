@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
