@@ -33,6 +33,7 @@ def prefill(*read: tuple[Any, int, int]) -> Any:
     return SimpleNamespace(
         reqs=[each for each, _, _ in read],
         req_pool_indices=torch.tensor([slot for _, slot, _ in read]),
+        req_pool_indices_cpu=torch.tensor([slot for _, slot, _ in read]),
         seq_lens=torch.tensor([length for _, _, length in read]),
         seq_lens_cpu=torch.tensor([length for _, _, length in read]),
     )
