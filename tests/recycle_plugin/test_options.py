@@ -105,3 +105,11 @@ def test_fewer_candidates_make_a_narrower_tree() -> None:
 def test_errors_name_the_option_and_its_value(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         METHOD.parse(options)
+
+
+def test_hosts_may_choose_the_greatest_size_unless_the_user_has() -> None:
+    assert not METHOD.parse({}).is_limited
+    for given in ({"max_nodes": 80}, {"nodes": 15}, {"tree": "branch:3-2"}):
+        assert METHOD.parse(given).is_limited
+    counted = METHOD.options.apply_num_draft_tokens({}, 15)
+    assert METHOD.parse(counted).is_limited
