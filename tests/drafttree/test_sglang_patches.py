@@ -1,4 +1,4 @@
-"""Only `patches.py` replaces parts of SGLang, as the sources of the package show."""
+"""Only `patches` replaces parts of SGLang, as the sources of the package show."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def test_only_patches_replaces_anything() -> None:
 
 
 def test_each_patch_is_applied_in_patches() -> None:
-    source = (FOLDER / "patches.py").read_text()
-    applied = {each.rpartition(".")[2] for each in assignments(source, SETTERS)}
+    sources = [file.read_text() for file in (FOLDER / "patches").glob("*.py")]
+    applied = {
+        each.rpartition(".")[2] for source in sources for each in assignments(source, SETTERS)
+    }
     for patch in PATCHES:
         name = patch.target.replace(":", ".").rpartition(".")[2]
         assert name in applied or name == "ATTENTION_BACKENDS"

@@ -1,0 +1,42 @@
+"""Everything that drafttree replaces in SGLang; `PATCHES` lists it. Importing this needs no engine.
+
+Each file has the patches of one part of the engine.
+
+Each function does nothing if it was called before, and otherwise checks that its patch fits the
+engine. For servers without a drafttree method the replacements do what SGLang does, so several
+engines may share one process.
+"""
+
+from __future__ import annotations
+
+from drafttree.patches import Patch
+from drafttree.sglang.patches import memory, runner, scheduler, server
+from drafttree.sglang.patches.memory import (
+    count_layer_memory,
+    match_prefixes_by_bigrams,
+    widen_request_rows,
+)
+from drafttree.sglang.patches.runner import install_acceptance_sampler, observe_prefill
+from drafttree.sglang.patches.scheduler import prime_when_idle, report_counters
+from drafttree.sglang.patches.server import accept_adapters, route_attention, take_corpora
+
+__all__ = [
+    "PATCHES",
+    "accept_adapters",
+    "count_layer_memory",
+    "install_acceptance_sampler",
+    "match_prefixes_by_bigrams",
+    "observe_prefill",
+    "prime_when_idle",
+    "report_counters",
+    "route_attention",
+    "take_corpora",
+    "widen_request_rows",
+]
+
+PATCHES: tuple[Patch, ...] = (
+    *server.PATCHES,
+    *scheduler.PATCHES,
+    *memory.PATCHES,
+    *runner.PATCHES,
+)

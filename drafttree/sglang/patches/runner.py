@@ -1,0 +1,71 @@
+"""Patches of the target's model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from drafttree.patches import Patch, check_parameters, replace_function
+from drafttree.sglang.patches.when import WITH_A_WORKER
+from drafttree.sglang.versions import unknown
+
+if TYPE_CHECKING:
+    import torch
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="sglang.srt.model_executor.model_runner:ModelRunner.sample",
+        when=f"{WITH_A_WORKER}, on the target's runner alone, for model-free methods",
+        reason="Sampling overwrites a prompt's logits, so the drafter must read them first.",
+    ),
+    Patch(
+        target="sglang.srt.model_executor.model_runner:ModelRunner.sampler",
+        when=f"{WITH_A_WORKER}, on the target's runner alone, for methods with a draft model",
+        reason="An acceptance rule chooses tokens where SGLang would draw them.",
+    ),
+)
+
+
+def observe_prefill(runner: Any, observe: Callable[[Any, torch.Tensor], None]) -> None:
+    """Pass a prefill's logits to a drafter before SGLang samples from them.
+
+    Args:
+        runner: The target's model runner; other runners are left alone.
+        observe: Called with the forward batch and the raw logits `[B, V]` after each prefill. It
+            replaces the function of an earlier call.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+
+    def wrap(stock: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+        def sample(logits_output: Any, forward_batch: Any) -> torch.Tensor:
+            if forward_batch.forward_mode.is_extend_without_speculative():
+                runner.sample.observe(forward_batch, logits_output.next_token_logits)
+            return stock(logits_output, forward_batch)
+
+        return sample
+
+    expected = ["logits_output", "forward_batch"]
+    replace_function(runner, "sample", wrap, expected=expected, unknown=unknown)
+    runner.sample.observe = observe
+
+
+def install_acceptance_sampler(runner: Any) -> None:
+    """Give the target's model runner a sampler that can use an acceptance rule.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.layers.sampler import Sampler
+
+    from drafttree.sglang.acceptance_sampler import AcceptanceSampler
+
+    if isinstance(runner.sampler, AcceptanceSampler):
+        return
+    if type(runner.sampler) is not Sampler:
+        raise unknown(f"the model runner's sampler is a {type(runner.sampler).__name__}")
+    parameters = ["self", "probs", "sampling_info", "positions", "simple_sampling_case"]
+    name = "Sampler._sample_from_probs"
+    check_parameters(name, Sampler._sample_from_probs, parameters, unknown)
+    runner.sampler = AcceptanceSampler()

@@ -1,0 +1,72 @@
+"""Patches of SGLang's scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from drafttree.patches import Patch, replace_function
+from drafttree.sglang.patches.when import WITH_A_WORKER
+from drafttree.sglang.versions import unknown
+
+COUNTERS_KEY = "drafttree"
+"""Key of the counters in `Engine.get_server_info()["internal_states"]`."""
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target="sglang.srt.managers.scheduler:Scheduler.get_internal_state",
+        when=WITH_A_WORKER,
+        reason="SGLang has no hook through which a plugin could report counters.",
+    ),
+    Patch(
+        target="sglang.srt.managers.scheduler:Scheduler.maybe_sleep_on_idle",
+        when=f"{WITH_A_WORKER}, for model-free methods",
+        reason="SGLang calls it in each round of its loop in which no request is running, and then "
+        "looks for requests again. Drafters prime there, one short forward in a round.",
+    ),
+)
+
+
+def report_counters() -> None:
+    """Add the counters of a tree method's worker to its scheduler's internal state.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from drafttree.metrics import Counters
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def get_internal_state(self: Any, recv_req: Any) -> Any:
+            answer = stock(self, recv_req)
+            counters = getattr(self.draft_worker, "counters", None)
+            if isinstance(counters, Counters):
+                answer.internal_state[COUNTERS_KEY] = counters.as_dict()
+            return answer
+
+        return get_internal_state
+
+    expected = ["self", "recv_req"]
+    replace_function(Scheduler, "get_internal_state", wrap, expected=expected, unknown=unknown)
+
+
+def prime_when_idle() -> None:
+    """Let a tree method's worker prime while its scheduler has no request.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    def wrap(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+        def maybe_sleep_on_idle(self: Any) -> None:
+            prime = getattr(self.draft_worker, "drafttree_prime", None)
+            done, everything = (0, 0) if prime is None else prime(self.tree_cache)
+            # Until all is primed the scheduler looks for requests instead of sleeping.
+            if done == everything:
+                stock(self)
+
+        return maybe_sleep_on_idle
+
+    replace_function(Scheduler, "maybe_sleep_on_idle", wrap, expected=["self"], unknown=unknown)
