@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import adapters_on_cpu
 import pytest
+import torch
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 from tiny_models import make_first_layers, make_tiny_adapter, make_tiny_llama
@@ -100,3 +102,40 @@ def test_what_an_idle_engine_computes_is_without_adapters(
     rows = load_primed(file, primed_identity(model, 8), 512)
     # Nearly equal logits may swap ranks.
     assert (rows == top_tokens(model, 8)).float().mean() > 0.995
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_forwards_that_are_of_no_request_have_no_adapter(
+    tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last batch had one, which is in the place that SGLang's layers take for the model's."""
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from drafttree.sglang.forward import _batch
+
+    adapters_on_cpu.enable(monkeypatch.setattr)
+    manager = LoRAManager.__new__(LoRAManager)
+    manager.max_loras_per_batch, manager.attn_dp_enabled = 1, False
+    manager.lora_backend = TorchNativeLoRABackend(1, torch.device("cpu"))
+    manager.loras = {"adapter": SimpleNamespace(config=SimpleNamespace(r=4), scaling=2.0)}
+    manager.memory_pool = SimpleNamespace(
+        uid_to_buffer_id={"adapter": 0}, get_buffer_id={"adapter": 0}.get
+    )
+
+    def ranks() -> list[int]:
+        """The rank of the adapter of each row."""
+        batch = manager.lora_backend.batch_info
+        of_segments = batch.lora_ranks_cpu[batch.weight_indices_cpu.long()]
+        return of_segments.repeat_interleave(batch.seg_lens_cpu.long()).tolist()
+
+    decode = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, batch_size=3, lora_ids=["adapter"] * 3
+    )
+    manager.prepare_lora_batch(decode)
+    assert ranks() == [4] * 3
+    pool = SimpleNamespace(req_to_token=torch.zeros(4, 32, dtype=torch.int32))
+    runner = SimpleNamespace(page_size=1, req_to_token_pool=pool, lora_manager=manager)
+    _batch(runner, 2, 5, 3, tree)
+    assert ranks() == [0] * 10

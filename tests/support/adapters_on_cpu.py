@@ -13,11 +13,15 @@ import torch
 VARIABLE = "TESTS_ADAPTERS_ON_CPU"
 
 
-def enable() -> None:
-    """Let PyTorch allocate ordinary memory where pinned memory is asked for."""
+def enable(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let PyTorch allocate ordinary memory where pinned memory is asked for.
+
+    Args:
+        replace: Sets an attribute of an object.
+    """
     for name in ("empty", "tensor", "zeros"):
-        setattr(torch, name, _without_pinning(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self: self  # type: ignore[assignment]
+        replace(torch, name, _without_pinning(getattr(torch, name)))
+    replace(torch.Tensor, "pin_memory", lambda self: self)
 
 
 def _without_pinning(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
