@@ -12,10 +12,7 @@ import pytest
 import torch
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
-from tiny_models import make_first_layers, make_tiny_adapter, make_tiny_llama
-from top_tokens import top_tokens
-
-from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
+from tiny_models import make_tiny_adapter
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
 
@@ -32,6 +29,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "lora_paths": paths,
+        "max_loras_per_batch": len(NAMES),
         "lora_backend": "torch_native",
         "variables": {adapters_on_cpu.VARIABLE: "1"},
     }
@@ -45,9 +43,11 @@ def cases() -> list[Case]:
     return [Case(asked, GREEDY, adapters=adapters) for _ in range(2)]
 
 
-def check(
-    plain: list[Answer], drafted: list[Answer], proves_drafting: Callable[[Answer], None]
+def test_requests_with_two_adapters_and_with_none(
+    engine: dict[str, Any], tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
+    plain, _ = run_sglang(tiny_llama, cases(), drafted=False, **engine)
+    drafted, _ = run_sglang(tiny_llama, cases(), **engine)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(drafted[0])
@@ -56,52 +56,6 @@ def check(
     for first, second, unadapted in zip(*answers, strict=True):
         assert first != unadapted != second != first
     assert min(drafted[1].cached) > 0
-
-
-@pytest.mark.parametrize(
-    "most", [pytest.param(3, id="three_at_once"), pytest.param(2, marks=pytest.mark.full)]
-)
-def test_requests_with_two_adapters_and_with_none(
-    most: int, engine: dict[str, Any], tiny_llama: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
-    """With room for fewer they take turns, and SGLang loads them again."""
-    engine = engine | {"max_loras_per_batch": most}
-    plain, _ = run_sglang(tiny_llama, cases(), drafted=False, **engine)
-    drafted, _ = run_sglang(tiny_llama, cases(), **engine)
-    check(plain, drafted, proves_drafting)
-
-
-@pytest.mark.full
-def test_rsd(
-    engine: dict[str, Any],
-    tiny_llama: Path,
-    tmp_path: Path,
-    proves_drafting: Callable[[Answer], None],
-) -> None:
-    """The draft model is the target's first layer, without adapters."""
-    draft = make_first_layers(tiny_llama, tmp_path, 1)
-    plain, _ = run_sglang(tiny_llama, cases(), drafted=False, **engine)
-    options = {"tree": "beam:3x4"}
-    drafted, _ = run_sglang(tiny_llama, cases(), options, method="rsd", draft_model=draft, **engine)
-    check(plain, drafted, proves_drafting)
-
-
-@pytest.mark.full
-def test_what_an_idle_engine_computes_is_without_adapters(
-    engine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All rows of the last batch before are with adapters."""
-    (tmp_path / "model").mkdir()
-    model = make_tiny_llama(tmp_path / "model", sharpness=2.0)
-    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
-    file = primed_file(model, 8)
-    adapted = Case(some_prompts(2), GREEDY, adapters=["first", "second"])
-    waiting = Case(adapted.prompts[:1], GREEDY, adapters=["first"], after=file)
-    options = {"nodes": 15, "prime": True, "prime_seconds": 0}
-    run_sglang(model, [adapted, waiting], options, **engine)
-    rows = load_primed(file, primed_identity(model, 8), 512)
-    # Nearly equal logits may swap ranks.
-    assert (rows == top_tokens(model, 8)).float().mean() > 0.995
 
 
 @pytest.mark.parametrize("tree", [False, True])
