@@ -290,6 +290,10 @@ class DraftTree:
         above[:, 0] = of_roots
         return above
 
+    def on_host(self) -> DraftTree:
+        """The trees in the host's memory, for which the host waits."""
+        return DraftTree(self.tokens.cpu(), self.parents.cpu(), self.tree_size.cpu())
+
     def path(self, row: int, column: int) -> list[int]:
         """The draft tokens on the path from the root to a node; empty where there is no node."""
         tokens: list[int] = []

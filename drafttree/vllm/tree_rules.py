@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from drafttree.drafter import TreeRule
+from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
 from drafttree.verify import Chosen
 from drafttree.vllm.processors import rows_with_state
@@ -47,8 +49,10 @@ def choose_whole(
     """
     requests, width = drafts.tokens.shape
     with_state = rows_with_state(metadata, budgets, requests)
-    by_level = torch.zeros(requests, dtype=torch.bool)
-    by_level[sorted(with_state)] = True
+    device = drafts.tokens.device
+    flags = np.zeros(requests, np.bool_)
+    flags[sorted(with_state)] = True
+    by_level = on_device(flags, device)
     if len(with_state) == requests:
         return Chosen(rule, torch.zeros_like(drafts.tokens), by_level)
     plain = replace(
@@ -56,6 +60,8 @@ def choose_whole(
     )
     reads_texts = not metadata.no_penalties or bool(metadata.bad_words_token_ids)
     lengths = [len(output) for output in outputs]
+    # The sampler reads texts on the host.
+    shown = drafts.on_host() if reads_texts else drafts
     probs = torch.empty(0)
 
     def keep(target: torch.Tensor) -> torch.Tensor:
@@ -68,7 +74,7 @@ def choose_whole(
     for column in range(width):
         if reads_texts:
             for row, output in enumerate(outputs):
-                output.extend(drafts.path(row, column))
+                output.extend(shown.path(row, column))
         sampled = sampler(logits.of(rows[:, column]), plain).sampled_token_ids
         if reads_texts:
             for output, length in zip(outputs, lengths, strict=True):
@@ -81,6 +87,6 @@ def choose_whole(
             greedy = metadata.temperature < _GREEDY_BELOW
             sure = torch.zeros_like(probs).scatter_(1, sampled.long(), 1.0)
             target[column] = torch.where(greedy[:, None], sure, probs)
-    row_of_node = torch.arange(width * requests).view(width, requests).t()
+    row_of_node = torch.arange(width * requests, device=device).view(width, requests).t()
     tokens = rule.of_trees(target.flatten(0, 1), row_of_node)
     return Chosen(rule, tokens, by_level if with_state else None)

@@ -66,7 +66,8 @@ def test_greedy_requests(gpu: Gpu, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rsd, beams", pytest.param("rsd, branches", marks=pytest.mark.full)]
+    "name",
+    ["rsd, beams", "rsd, traversal", pytest.param("rsd, branches", marks=pytest.mark.full)],
 )
 def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
     """Their random numbers follow from their seeds, or from one generator on the host."""
@@ -75,10 +76,13 @@ def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
     assert not any(record.waits for record in found.steps)
 
 
-def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu) -> None:
+@pytest.mark.parametrize(
+    "name", ["rsd, beams", pytest.param("rsd, traversal", marks=pytest.mark.full)]
+)
+def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu, name: str) -> None:
     penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
     counted = {"temperature": 0.0, "frequency_penalty": 0.6}
-    found = both("rsd, beams", asked(penalised, counted, GREEDY), gpu, waits=True)
+    found = both(name, asked(penalised, counted, GREEDY), gpu, waits=True)
     assert_waits_where_documented(found)
 
 
@@ -93,9 +97,8 @@ def test_seeds_and_penalties_beside_lyanna(gpu: Gpu) -> None:
 def assert_waits_where_documented(found: Decoded) -> None:
     """Tokens are needed on the host before the next level is sampled."""
     where = {wait.where.partition(":")[0] for each in found.steps for wait in each.waits}
-    assert where <= {
-        f"drafttree/{file}" for file in ("vllm/sampling.py", "verify.py", "transfer.py")
-    }
+    files = "vllm/sampling.py", "vllm/tree_rules.py", "verify.py", "transfer.py", "tree.py"
+    assert where <= {f"drafttree/{file}" for file in files}
 
 
 BUDGETS = {"rsd, beams": (20, 320, 4, 0), "lyanna": (20, 320, 5, 1)}

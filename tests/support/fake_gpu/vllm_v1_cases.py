@@ -13,6 +13,10 @@ from fake_gpu.vllm_v1_stock import VOCAB
 HOSTS: dict[str, Any] = {
     "rsd, beams": (DraftModelHost, {"model": "none", "tree": "beam:2x3"}),
     "rsd, branches": (DraftModelHost, {"model": "none", "tree": "branch:2-2-1"}),
+    "rsd, traversal": (
+        DraftModelHost,
+        {"model": "none", "tree": "branch:2-2-1", "verify": "traversal"},
+    ),
     "lyanna": (
         HiddenStateHost,
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
