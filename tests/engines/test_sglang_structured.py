@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structured_answers
 from random_prompts import some_prompts
 from scipy.stats import chi2_contingency
 from sglang_runs import Answer, Case, RunFailed, run_sglang
 from structured_answers import (
-    CHOICES,
-    EBNF,
-    PATTERN,
-    SCHEMA,
-    TAG,
     check_form,
     make_drafter,
     make_model,
@@ -27,13 +22,7 @@ from tiny_models import make_first_layers
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 90}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 90}
-GRAMMARS: dict[str, dict[str, Any]] = {
-    "a schema": {"json_schema": json.dumps(SCHEMA)},
-    "a regex": {"regex": PATTERN},
-    "EBNF": {"ebnf": EBNF},
-    "choices": {"regex": "|".join(CHOICES)},
-    "a tag": {"structural_tag": json.dumps(TAG)},
-}
+GRAMMARS = structured_answers.GRAMMARS["sglang"]
 SERVER: dict[str, Any] = {
     "skip_tokenizer_init": False,
     "grammar_backend": "xgrammar",

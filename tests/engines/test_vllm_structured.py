@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structured_answers
 from random_prompts import some_prompts
 from structured_answers import (
     CHOICES,
-    EBNF,
     MERGES,
-    PATTERN,
-    SCHEMA,
-    TAG,
     check_form,
     make_drafter,
     make_model,
@@ -30,13 +26,7 @@ RECYCLE = {"method": "token_recycling", "nodes": 15}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 90}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 90}
 
-GRAMMARS: dict[str, dict[str, Any]] = {
-    "a schema": {"json": SCHEMA},
-    "a regex": {"regex": PATTERN},
-    "EBNF": {"grammar": EBNF},
-    "choices": {"choice": CHOICES},
-    "a tag": {"structural_tag": json.dumps(TAG)},
-}
+GRAMMARS = structured_answers.GRAMMARS["vllm"]
 
 
 @pytest.fixture(scope="module")

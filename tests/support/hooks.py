@@ -18,6 +18,7 @@ import overlap_on_cpu
 import qwen_images
 import recurrent_on_cpu
 import small_chunks
+import soak_held
 import steady_steps
 import torchvision_stubs
 import triton_on_cpu
@@ -74,5 +75,7 @@ def install() -> None:
         from sglang.srt.managers import schedule_policy
 
         schedule_policy.CLIP_MAX_NEW_TOKENS = int(estimate)
+    if os.environ.get(soak_held.VARIABLE):
+        soak_held.enable()
     if fault := os.environ.get(faults.VARIABLE):
         faults.plant(fault, engine)

@@ -248,11 +248,13 @@ on_v2_too = pytest.mark.parametrize(
 )
 """For tests that V2 runs too, as part of the full product."""
 
-_SGLANG_NAMES = {
+SGLANG_NAMES = {
     "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
     "seed": "sampling_seed",
     "extra_args": "custom_params",
 }
+"""Names of sampling parameters that differ between the engines: vLLM's, and SGLang's."""
 
 
 def _for_sglang(runs: Any, case: Case) -> Any:
@@ -261,7 +263,7 @@ def _for_sglang(runs: Any, case: Case) -> Any:
     assert len(logprobs) == 1, "SGLang is asked for logprobs of all requests or of none"
     translated = [
         {
-            _SGLANG_NAMES.get(name, name): value
+            SGLANG_NAMES.get(name, name): value
             for name, value in setting.items()
             if name != "logprobs"
         }

@@ -176,11 +176,11 @@ def _answer(engine: Any, case: Case) -> Answer:
     wait_for(case.after)
     if case.reset:
         engine.flush_cache()
-    before = _counters(engine)
+    before = counters_of(engine)
     for _ in range(case.rounds):
         pieces: list[int] = []
         outputs = _generate(engine, case, pieces)
-    after = _counters(engine)
+    after = counters_of(engine)
     infos = [output["meta_info"] for output in outputs]
     return Answer(
         tokens=[list(output["output_ids"]) for output in outputs],
@@ -248,7 +248,8 @@ async def _stream(
     return list(await asyncio.gather(*map(one, range(len(settings)))))
 
 
-def _counters(engine: Any) -> dict[str, int]:
+def counters_of(engine: Any) -> dict[str, int]:
+    """The tree workers' counts since the engine's start, of all replicas."""
     counters: dict[str, int] = {}
     for replica in engine.get_server_info()["internal_states"]:
         for name, count in replica.get("drafttree", {}).items():

@@ -38,6 +38,23 @@ TAG = {
     },
 }
 
+GRAMMARS: dict[str, dict[str, dict[str, Any]]] = {
+    "vllm": {
+        "a schema": {"json": SCHEMA},
+        "a regex": {"regex": PATTERN},
+        "EBNF": {"grammar": EBNF},
+        "choices": {"choice": CHOICES},
+        "a tag": {"structural_tag": json.dumps(TAG)},
+    },
+    "sglang": {
+        "a schema": {"json_schema": json.dumps(SCHEMA)},
+        "a regex": {"regex": PATTERN},
+        "EBNF": {"ebnf": EBNF},
+        "choices": {"regex": "|".join(CHOICES)},
+        "a tag": {"structural_tag": json.dumps(TAG)},
+    },
+}
+"""The same grammars as each engine takes them, by kind."""
 
 MERGES = [("g", "r"), ("e", "e"), ("ee", "n"), ("gr", "een"), ("o", "w"), ("l", "l"), ("e", "ll")]
 """With these, words of `CHOICES` have several spellings."""

@@ -168,7 +168,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
         many = isinstance(case.sampling, list)
         settings = case.sampling if many else [case.sampling] * len(case.prompts)
-        parameters = [_parameters(setting) for setting in settings]
+        parameters = [sampling_parameters(setting) for setting in settings]
         prompts = _prompts(case)
         for _ in range(case.rounds):
             outputs = []
@@ -234,7 +234,8 @@ def _adapters(case: Case) -> list[Any] | None:
     return [adapter if row % 2 else None for row in range(len(case.prompts))]
 
 
-def _parameters(setting: dict[str, Any]) -> Any:
+def sampling_parameters(setting: dict[str, Any]) -> Any:
+    """The engine's `SamplingParams`; `structured` has those of `StructuredOutputsParams`."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
