@@ -35,7 +35,6 @@ from sglang.test.kits.spec_server_kits import (
     SpecLogprobKit,
     SpecParityKit,
     SpecPenaltyKit,
-    SpecSamplingMaskKit,
 )
 from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
 from sglang.test.server_fixtures.spec_eagle_fixture import PROMPTS, SpecEagleServerBase
@@ -144,7 +143,6 @@ class TestSpeculation(
     SpecPenaltyKit,
     SpecFeatureKit,
     SpecGrammarKit,
-    SpecSamplingMaskKit,
     SpecDecodingMixin,
     Server,
 ):  # type: ignore[misc]
