@@ -11,7 +11,6 @@ import pytest
 from joint_distribution import Joint, bound_joint, p_value
 from structured_answers import CHOICES, make_model, tokens_of
 from v2_on_cpu import check_runner, for_runner
-from v2_on_cpu import check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 
 pytestmark = pytest.mark.full
