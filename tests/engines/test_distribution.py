@@ -25,6 +25,7 @@ REQUESTS = 20_000
 FAULTY = 5_000
 AHEAD = 10_000
 ON_V2 = 6_000
+TRAVERSED = 6_000
 FREE: dict[str, Any] = {"temperature": 1.3, "max_tokens": 4, "ignore_eos": True}
 SAMPLING = {**FREE, "top_k": 8}
 GREEDY = {**FREE, "temperature": 0.0}
@@ -134,8 +135,41 @@ def test_rsd(host: Host, target: Path, draft: Path) -> None:
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
 
 
+TRAVERSAL = {"tree": "beam:3x3", "verify": "traversal"}
+
+
+def test_rsd_by_traversal(host: Host, target: Path, draft: Path) -> None:
+    """Greedy requests in the batches stay greedy."""
+    cases = [
+        Case([PROMPT] * TRAVERSED, SAMPLING),
+        Case([PROMPT], GREEDY),
+        Case([PROMPT] * 64, [SAMPLING, GREEDY] * 32),
+    ]
+    (answer, greedy, mixed), _ = serve(host, target, cases, "rsd", TRAVERSAL, draft)
+    assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert answer.counters["kv_rows_moved"] > 0
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+    assert mixed.tokens[1::2] == greedy.tokens * 32
+    assert mixed.tokens[0::2] != greedy.tokens * 32
+    assert mixed.counters["accepted_tokens"] > 0
+
+
 @pytest.mark.full
-def test_seeds_of_rsd_do_not_depend_on_the_batch(host: Host, target: Path, draft: Path) -> None:
+def test_a_fault_planted_into_traversal_is_found(host: Host, target: Path, draft: Path) -> None:
+    """It is planted into this rule alone, so the rule has chosen the tokens."""
+    case = Case([PROMPT] * FAULTY, SAMPLING)
+    (answer,), _ = serve(
+        host, target, [case], "rsd", TRAVERSAL, draft, planted_fault="another draft"
+    )
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verify", ["recursive", "traversal"])
+def test_seeds_of_rsd_do_not_depend_on_the_batch(
+    host: Host, target: Path, draft: Path, verify: str
+) -> None:
     long = {**SAMPLING, "max_tokens": 40}
     if host.name == "vllm":
         long["min_p"] = 0.01
@@ -146,7 +180,8 @@ def test_seeds_of_rsd_do_not_depend_on_the_batch(host: Host, target: Path, draft
         Case([*others, *([PROMPT] * 3)], [long, long, long, *seeded]),
         Case([PROMPT] * 3, seeded, together=False),
     ]
-    (together, mixed, alone), _ = serve(host, target, cases, "rsd", {"tree": "beam:3x3"}, draft)
+    options = {"tree": "beam:3x3", "verify": verify}
+    (together, mixed, alone), _ = serve(host, target, cases, "rsd", options, draft)
     assert together.counters["accepted_tokens"] > 0
     assert mixed.tokens[3:] == together.tokens == alone.tokens
     assert len({tuple(tokens) for tokens in together.tokens}) == 3

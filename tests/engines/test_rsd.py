@@ -119,12 +119,15 @@ ADJUSTED: dict[str, Any] = {
 }
 
 
-def always_accepted(host: Host, model: Path, cases: list[Case], **settings: Any) -> list[Answer]:
+def always_accepted(
+    host: Host, model: Path, cases: list[Case], verify: str = "recursive", **settings: Any
+) -> list[Answer]:
     """Serve with the target as its own draft model, and check that all drafts are accepted.
 
     They are if the draft model's KV is that of a fresh prefill; each step then emits five tokens.
     """
-    served, _ = host.run(model, cases, "rsd", {"tree": "branch:1-1-1-1"}, model, **settings)
+    options = {"tree": "branch:1-1-1-1", "verify": verify}
+    served, _ = host.run(model, cases, "rsd", options, model, **settings)
     for case, answer in zip(cases, served, strict=True):
         assert isinstance(case.sampling, dict)
         steps = ceil((case.sampling["max_tokens"] - 1) / 5)
@@ -165,6 +168,38 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
     if host.name == "sglang":  # vLLM's blocks are longer than these prompts
         assert sum(cached or 0 for cached in served[8].cached) > 0
         assert served[10].cached == [48] * 5
+
+
+@pytest.mark.full
+def test_traversal_reads_the_targets_distribution_after_each_node(
+    host: Host, tiny_llama: Path, draft: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """With penalties and biases along its path: then all of the target's own drafts are accepted.
+    Greedy requests beside them, some with logprobs, get plain decoding's tokens."""
+    sampled = {**GREEDY, "temperature": 1.0, "max_tokens": 41}
+    cases = [Case(FIRST[:4], {**sampled, **extra}) for extra in ({}, ADJUSTED, {"seed": 3})]
+    always_accepted(host, tiny_llama, cases, "traversal")
+    options = {"tree": "beam:3x4", "verify": "traversal"}
+    least = {"vllm": "min_tokens", "sglang": "min_new_tokens"}[host.name]
+    greedy = [
+        Case(FIRST[:8], [{**GREEDY, **extra}, {**sampled, **extra}] * 4)
+        for extra in (
+            {},
+            {"repetition_penalty": 1.3, "logprobs": 2},
+            {"logprobs": 2},
+            {least: 20, "logit_bias": {7: 2.0}},
+        )
+    ]
+    plain, _ = host.run(tiny_llama, greedy, sglang={"disable_overlap_schedule": True})
+    drafted, _ = host.run(tiny_llama, greedy, "rsd", options, draft)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens[::2] == without.tokens[::2]
+        assert [len(each) for each in with_trees.logprobs] == [
+            len(each) for each in without.logprobs
+        ]
+        proves_drafting(with_trees)
+    for chosen, same in zip(drafted[1].chosen[::2], plain[1].chosen[::2], strict=True):
+        assert chosen == pytest.approx(same, abs=1e-3)
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": Tr
 SAMPLED = GREEDY | {"temperature": 0.8, "seed": 7}
 PROMPTS = some_prompts(4)
 CHUNKED = some_prompts(7, seed=4, longest=140)
+VERIFY = ("recursive", "traversal")
 CASES: dict[str, Case] = {
     "greedy": Case(PROMPTS, GREEDY, reset=True),
     "greedy beside sampled": Case(
@@ -90,16 +91,34 @@ def test_logprobs_are_those_of_plain_decoding(
 
 
 @pytest.mark.full
+def test_greedy_tokens_equal_plain_decoding_by_traversal(
+    tiny_llama: Path, draft: Path, plain: dict[str, Answer]
+) -> None:
+    environment = forbid_waiting.ENVIRONMENT | small_chunks.ENVIRONMENT
+    names = [*CASES][:4]
+    answers, log = run_v2(
+        *(tiny_llama, [CASES[name] for name in names], "rsd", draft, environment),
+        tree="beam:3x4",
+        verify="traversal",
+    )
+    assert f"{forbid_waiting.CHECKED} draft" in log
+    for name, answer in zip(names, answers, strict=True):
+        test_greedy_tokens_equal_plain_decoding(name, plain, {name: answer})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verify", VERIFY)
 def test_seeded_requests_depend_neither_on_the_batch_nor_on_scheduling(
-    tiny_llama: Path, draft: Path
+    tiny_llama: Path, draft: Path, verify: str
 ) -> None:
     seeded = [SAMPLED | {"seed": seed} for seed in (7, 8, 7, 9)]
     cases = [Case(PROMPTS, seeded), Case(PROMPTS[::-1], seeded[::-1], together=False)]
-    (together, alone), _ = run_v2(tiny_llama, cases, "rsd", draft, tree="branch:3-2")
+    options = {"tree": "branch:3-2", "verify": verify}
+    (together, alone), _ = run_v2(tiny_llama, cases, "rsd", draft, **options)
     assert together.tokens == alone.tokens[::-1]
     assert together.counters["accepted_tokens"] > 0
     synchronous = {"async_scheduling": False}
-    (again,), _ = run_v2(tiny_llama, cases[:1], "rsd", draft, engine=synchronous, tree="branch:3-2")
+    (again,), _ = run_v2(tiny_llama, cases[:1], "rsd", draft, engine=synchronous, **options)
     assert again.tokens == together.tokens
 
 
@@ -177,7 +196,8 @@ VOCAB = 10
 
 
 @pytest.mark.full
-def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", VERIFY)
+def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path, verify: str) -> None:
     """They do not follow that of another temperature."""
     target = make_tiny_llama(tmp_path / "target", vocab_size=VOCAB, sharpness=3.0)
     draft = make_first_layers(target, tmp_path / "draft", 1)
@@ -190,6 +210,7 @@ def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path) -> None:
             "num_gpu_blocks_override": 100,
         },
         tree="beam:3x3",
+        verify=verify,
     )
     assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
     assert answer.counters["kv_rows_moved"] > 0
