@@ -75,7 +75,7 @@ def test_samples_follow_the_distribution(model: Path, letters: Joint, words: Joi
         assert p_value(texts_of(answer), joint) > 0.001
         assert answer.counters["accepted_tokens"] > 0
     assert answers[0].counters["non_first_child_accepted"] > 0
-    assert len([share for share in letters.values() if share * REQUESTS >= 5]) > 20
+    assert len([share for share in letters.values() if share * REQUESTS["v1"] >= 5]) > 20
 
 
 def test_samples_follow_the_distribution_on_v2(model: Path, letters: Joint) -> None:
