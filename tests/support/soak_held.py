@@ -6,7 +6,6 @@ import gc
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 VARIABLE = "TESTS_REPORT_HELD"
 """Environment variable of an engine's process that adds `held` to its worker's counters."""
@@ -63,7 +62,7 @@ def processes() -> list[int]:
     for pid in found:
         for task in _listed(f"/proc/{pid}/task"):
             children = _read(f"/proc/{pid}/task/{task}/children").split()
-            found += [int(each) for each in children if not _is_tracker(each)]
+            found += [int(each) for each in children if _counts(each)]
     return found
 
 
@@ -97,8 +96,10 @@ def unowned(names: set[str]) -> set[str]:
     return {name for name in names & shared_memory() if name not in used}
 
 
-def _is_tracker(pid: Any) -> bool:
-    return "resource_tracker" in _read(f"/proc/{pid}/cmdline")
+def _counts(pid: str) -> bool:
+    # Processes that have ended, and are not waited for yet, have no command line.
+    command = _read(f"/proc/{pid}/cmdline")
+    return bool(command) and "resource_tracker" not in command
 
 
 def _read(path: str) -> str:
