@@ -206,7 +206,7 @@ def _without_drafting(given: dict[str, Any]) -> dict[str, Any]:
     if "drafting" not in given:
         return given
     drafting = given["drafting"]
-    if drafting not in _FORMER_DRAFTING:
+    if not isinstance(drafting, str) or drafting not in _FORMER_DRAFTING:
         raise ValueError(
             f"drafting={drafting!r} is not known: use tree='{DYNAMIC}' or tree='{STATIC}'"
         )

@@ -97,7 +97,7 @@ def verified(**settings: Any) -> tuple[Any, Any]:
     )
     logits = StepLogits(target[trees.tokens.clamp(min=0).long()].flatten(0, 1), torch.clone, rows)
     sampler = AcceptanceSampler(Sampler())
-    output, outcome = sample_trees(batch, sampler, step, trees, logits, rule=rule)
+    output, outcome = sample_trees(batch, sampler, step, trees, logits, DEPTH, rule=rule)
     assert outputs == [[ROOT]] * REQUESTS
     return output, outcome
 

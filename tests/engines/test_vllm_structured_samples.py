@@ -50,7 +50,7 @@ def serve(model: Path, runner: str, *sampling: dict[str, Any], **more: Any) -> l
     """Answers to requests without seeds of their own, so drawn from the engine's."""
     answers, log = run_vllm(
         model,
-        [Case([PROMPT] * REQUESTS, each) for each in sampling],
+        [Case([PROMPT] * REQUESTS[runner], each) for each in sampling],
         {"method": "token_recycling", "nodes": 7, "memory": 0},
         timeout=1800,
         environment=for_runner(runner),
