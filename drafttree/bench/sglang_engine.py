@@ -12,7 +12,14 @@ from dataclasses import astuple
 from time import perf_counter
 from typing import Any
 
-from drafttree.bench.protocol import EngineInfo, EngineSpec, ForwardShape, Generation, Request
+from drafttree.bench.protocol import (
+    EngineInfo,
+    EngineSpec,
+    ForwardShape,
+    Generation,
+    Request,
+    Traced,
+)
 from drafttree.bench.serve import serve
 
 
@@ -136,6 +143,16 @@ class SglangEngine:
         """The method's acceptance statistics."""
         counts: dict[str, Any] = self._scheduler.draft_worker.acceptance()
         return counts
+
+    def trace(self, request: Request) -> Traced:
+        """Answer a request alone, and record its decode steps."""
+        from drafttree.sglang.tracing import start_tracing, stop_tracing
+
+        worker = self._scheduler.draft_worker
+        start_tracing(worker)
+        [generation] = self.generate([request])
+        tracer = stop_tracing(worker)
+        return Traced(generation, tracer.prompt_seconds, tracer.steps)
 
     def draft_seconds(self, _: None) -> float:
         """Seconds spent drafting with a model."""

@@ -1,4 +1,4 @@
-"""`drafttree trace`: shows how one answer came about, step by step, in the real vLLM."""
+"""`drafttree trace`: shows how one answer came about, step by step, in the real engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from drafttree.bench.chat import model_context
+from drafttree.bench.engine_process import ENGINES
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
@@ -32,6 +33,7 @@ def trace(
     ] = None,
     method: Annotated[str | None, typer.Option(help="An installed draft method.")] = None,
     model: Annotated[Path | None, typer.Option(help="The model's folder.")] = None,
+    engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     prompt: Annotated[str | None, typer.Option(help="The prompt, a single turn.")] = None,
     prompts: Annotated[
         Path | None,
@@ -81,7 +83,7 @@ def trace(
             if method is None or model is None:
                 raise InputError("give --method and --model, or a trace that --json has written")
             settings = BenchSettings(
-                engine="vllm",
+                engine=engine,
                 method=resolve_method(method, parse_pairs(option or [])),
                 model=model,
                 prompts=[_prompt(prompt, prompts, index)],
@@ -92,10 +94,10 @@ def trace(
                 eager=eager,
                 verbose=verbose,
                 # The only one of vLLM's runners whose steps can be recorded.
-                runner="v1",
+                runner="v1" if engine == "vllm" else None,
             )
             _check(settings)
-            with errors.status("answering in vLLM"):
+            with errors.status(f"answering in {engine}"):
                 traced = record(settings)
         _show(traced, steps)
         if json is not None:
@@ -126,6 +128,8 @@ def _prompt(text: str | None, prompts: Path | None, index: int | None) -> Prompt
 
 
 def _check(settings: BenchSettings) -> None:
+    if settings.engine not in ENGINES:
+        raise InputError(f"unknown engine {settings.engine!r}; known here: {', '.join(ENGINES)}")
     if not settings.method.drafts_trees:
         raise InputError(
             f"--method {settings.method.name} drafts no trees that could be shown: give an "

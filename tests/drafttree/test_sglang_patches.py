@@ -32,7 +32,8 @@ setattr(penalizer, name, value)
 
 
 def test_only_patches_replaces_anything() -> None:
-    assert assignments_in(FOLDER, SETTERS, OF_ONE_CALL) == set()
+    # drafttree's own worker, while its steps are recorded
+    assert assignments_in(FOLDER, SETTERS, OF_ONE_CALL) == {"tracing.py: worker.__class__"}
 
 
 def test_each_patch_is_applied_in_patches() -> None:

@@ -245,6 +245,10 @@ def model(tmp_path: Path) -> Path:
             "expected KEY=VALUE",
         ),
         (
+            ["--method", "token-recycling", "--model", "MODEL", "--engine", "steam"],
+            "unknown engine 'steam'",
+        ),
+        (
             ["--method", "token-recycling", "--model", "MODEL", "--prompt", "a", "--index", "1"],
             "leave --prompts and --index out",
         ),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import add_byte_tokenizer, make_tiny_llama
 from traces import SCHEMA, by_source, check_trace
+from typer.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.protocol import EngineSpec, Request
+from drafttree.bench.trace import read_trace
+from drafttree.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +42,33 @@ def test_a_trace_has_the_same_answer_and_the_engines_counts(model: Path) -> None
         assert tried == hit > 0
         sampled = check_trace(engine, Request([5, 6, 7, 5, 6, 7, 5], 32, temperature=0.8, seed=3))
         assert sampled.generation.token_ids != free.generation.token_ids[:32]
+
+
+@pytest.mark.full
+def test_the_command_writes_a_trace_and_a_page(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [
+        {"question_id": 1, "category": "other", "turns": ["Never asked."]},
+        {"question_id": 2, "category": "mine", "turns": ["abc abc", "abc"]},
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    written, page = tmp_path / "trace.json", tmp_path / "trace.html"
+    result = CliRunner().invoke(
+        app,
+        [
+            *("trace", "--method", "token-recycling", "--model", str(model), "--eager"),
+            *("--prompts", str(prompts), "--index", "1", "--waves", "2"),
+            *("--option", "nodes=16", "--option", "prime=false", "--max-new-tokens", "40"),
+            *("--json", str(written), "--html", str(page)),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    trace = read_trace(written)
+    assert trace.prompt == ["abc abc", "abc"]
+    assert (trace.engine, trace.method) == ("vllm", "token-recycling")
+    assert trace.options == {"nodes": 16, "prime": False}
+    assert 0 < len(trace.tokens) <= 40
+    # The first wave's answer is in the memory.
+    assert any(row["source"].startswith("memory match") for row in trace.by_source())
+    assert "step 1:" in result.output
+    assert trace.model in page.read_text()
