@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 STATELESS = (LogitBiasLogitsProcessor, MinPLogitsProcessor)
 """Logits processors that do not depend on the tokens emitted so far."""
 
+GREEDY_BELOW = 1e-5
+"""The engine treats lower temperatures as greedy."""
+
 
 def thinking_budgets(metadata: SamplingMetadata) -> dict[int, Any]:
     """The engine's state of each request with a thinking budget, by row of the batch."""
@@ -34,6 +37,11 @@ def is_active(processor: Any) -> bool:
     return True
 
 
+def follows_texts(processor: Any) -> bool:
+    """Whether a logits processor changes logits by the tokens emitted so far."""
+    return is_active(processor) and type(processor) not in STATELESS
+
+
 def rows_with_state(
     metadata: SamplingMetadata, budgets: dict[int, Any], requests: int
 ) -> frozenset[int]:
@@ -44,7 +52,7 @@ def rows_with_state(
     """
     rows = set(budgets)
     for processor in metadata.logitsprocs.all:
-        if not is_active(processor) or type(processor) in STATELESS:
+        if not follows_texts(processor):
             continue
         if type(processor) is not MinTokensLogitsProcessor:
             return frozenset(range(requests))

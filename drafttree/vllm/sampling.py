@@ -27,7 +27,7 @@ from drafttree.drafter import AcceptanceRule, TreeRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import Chosen, draw_ahead, draws_ahead, verify_sampled, verify_target
 from drafttree.vllm import patches
-from drafttree.vllm.processors import STATELESS, is_active, thinking_budgets
+from drafttree.vllm.processors import follows_texts, is_active, thinking_budgets
 from drafttree.vllm.step_logits import StepLogits
 from drafttree.vllm.tree_rules import choose_whole
 
@@ -91,7 +91,7 @@ def _follows_texts(metadata: SamplingMetadata, rule: AcceptanceRule | None) -> b
         or not metadata.no_penalties
         or metadata.bad_words_token_ids
         or thinking_budgets(metadata)
-        or any(is_active(each) and type(each) not in STATELESS for each in metadata.logitsprocs.all)
+        or any(map(follows_texts, metadata.logitsprocs.all))
     )
 
 

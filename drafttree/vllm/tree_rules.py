@@ -12,15 +12,13 @@ from drafttree.drafter import TreeRule
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
 from drafttree.verify import Chosen
-from drafttree.vllm.processors import rows_with_state
+from drafttree.vllm.processors import GREEDY_BELOW, rows_with_state
 from drafttree.vllm.step_logits import StepLogits
 
 if TYPE_CHECKING:
     from vllm.v1.sample.metadata import SamplingMetadata
 
     from drafttree.vllm.acceptance_sampler import AcceptanceSampler
-
-_GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
 
 
 def choose_whole(
@@ -84,7 +82,7 @@ def choose_whole(
         target[column] = probs
         if not metadata.all_random:
             assert metadata.temperature is not None
-            greedy = metadata.temperature < _GREEDY_BELOW
+            greedy = metadata.temperature < GREEDY_BELOW
             sure = torch.zeros_like(probs).scatter_(1, sampled.long(), 1.0)
             target[column] = torch.where(greedy[:, None], sure, probs)
     row_of_node = torch.arange(width * requests, device=device).view(width, requests).t()

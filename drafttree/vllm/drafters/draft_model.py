@@ -30,9 +30,8 @@ from drafttree.vllm.drafters.draft_model_loader import load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.drafters.level_forwards import LevelForwards
 from drafttree.vllm.drafters.step_forwards import StepForwards, without_graphs
+from drafttree.vllm.processors import GREEDY_BELOW
 from drafttree.vllm.step import StepTrees
-
-_GREEDY_BELOW = 1e-5  # the engine treats lower temperatures as greedy
 
 
 @dataclass
@@ -162,7 +161,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         temperature = self.input_batch.sampling_metadata.temperature
         if temperature is None:
             return torch.zeros(count, dtype=torch.bool, device=self.device)
-        return temperature >= _GREEDY_BELOW
+        return temperature >= GREEDY_BELOW
 
     def _outputs(self, count: int) -> torch.Tensor | None:
         """The output tokens of `count` requests where penalties need them, `int64 [B, n]`.
