@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_penalty_requests import penalty_request
 
 VOCABULARY = 40
 KINDS: dict[str, dict[str, float]] = {
@@ -25,21 +26,6 @@ KINDS: dict[str, dict[str, float]] = {
         "min_new_tokens": 30,
     },
 }
-
-
-def request(emitted: list[int], **penalties: float) -> Any:
-    given = {
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-    }
-    return SimpleNamespace(
-        sampling_params=SimpleNamespace(**(given | penalties), stop_token_ids={3, 5}),
-        output_ids=emitted,
-        eos_token_ids={7},
-        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None),
-    )
 
 
 @dataclass
@@ -87,11 +73,13 @@ def test_logits_equal_those_of_sglangs_penalizers() -> None:
 
     rows = len(KINDS)
     before = texts(12)
-    requests = [request(text, **given) for text, given in zip(before, KINDS.values(), strict=True)]
+    requests = [
+        penalty_request(text, **given) for text, given in zip(before, KINDS.values(), strict=True)
+    ]
     penalties = Penalties(rows + 3, VOCABULARY, torch.device("cpu"))
     slots = torch.tensor([draw.randrange(100) for _ in range(rows)]).argsort() + 2
     # An earlier request, which leaves nothing in its slot.
-    penalties.start([(request([1, 2, 3] * 5, **KINDS["all"]), int(slots[0]))])
+    penalties.start([(penalty_request([1, 2, 3] * 5, **KINDS["all"]), int(slots[0]))])
     penalties.start([*zip(requests, slots.tolist(), strict=True)])
     for _ in range(4):
         step, path = texts(4), texts(3)
@@ -109,8 +97,8 @@ def test_a_request_without_penalties_that_was_there_first_is_left_alone() -> Non
     from drafttree.sglang.penalties import Penalties
 
     penalties = Penalties(4, VOCABULARY, torch.device("cpu"))
-    penalties.start([(request([4, 5]), 2)])
-    penalties.start([(request([], **KINDS["repetition"]), 1)])
+    penalties.start([(penalty_request([4, 5]), 2)])
+    penalties.start([(penalty_request([], **KINDS["repetition"]), 1)])
     slots = torch.tensor([2, 1])
     penalties.add(slots, torch.tensor([[6], [6]]))
     logits = torch.randn(2, VOCABULARY)
@@ -124,7 +112,7 @@ def test_nothing_is_allocated_for_requests_without_penalties() -> None:
     from drafttree.sglang.penalties import Penalties
 
     penalties = Penalties(4, 1 << 60, torch.device("cpu"))
-    penalties.start([(request([4, 5]), 2)])
+    penalties.start([(penalty_request([4, 5]), 2)])
     penalties.add(torch.tensor([2]), torch.tensor([[6]]))
 
 
@@ -140,7 +128,7 @@ def test_sampling_along_trees_with_penalties_does_not_wait() -> None:
     from drafttree.verify import verify_sampled
 
     rows = len(KINDS)
-    requests = [request([4, 4, 8], **given) for given in KINDS.values()]
+    requests = [penalty_request([4, 4, 8], **given) for given in KINDS.values()]
     penalties = Penalties(rows, VOCABULARY, torch.device("cpu"))
     penalties.start([*zip(requests, range(rows), strict=True)])
     parents = torch.tensor([-1, 0, 0, 1, 1, 2]).int().expand(rows, -1)
@@ -187,7 +175,7 @@ def test_a_draft_model_is_penalised_along_the_path_of_each_node() -> None:
     from drafttree.tree import DraftTree
 
     rows = len(KINDS)
-    requests = [request([4, 4, 8], **given) for given in KINDS.values()]
+    requests = [penalty_request([4, 4, 8], **given) for given in KINDS.values()]
     penalties = Penalties(rows, VOCABULARY, torch.device("cpu"))
     penalties.start([*zip(requests, range(rows), strict=True)])
     parents = torch.tensor([-1, 0, 0, 1, 3]).int().expand(rows, -1).contiguous()

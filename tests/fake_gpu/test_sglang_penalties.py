@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_gpu.tensors import DeviceTensor, Gpu
+from sglang_penalty_requests import penalty_request
 
 pytest.importorskip("sglang", reason="SGLang is not installed here")
 
@@ -16,21 +16,6 @@ from drafttree.sglang.penalties import Penalties
 from drafttree.transfer import on_device
 
 VOCABULARY = 20
-
-
-def request(emitted: list[int], **penalties: float) -> Any:
-    given = {
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-    }
-    return SimpleNamespace(
-        sampling_params=SimpleNamespace(**(given | penalties), stop_token_ids={3, 5}),
-        output_ids=emitted,
-        eos_token_ids={7},
-        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None),
-    )
 
 
 def penalised(device: torch.device) -> list[list[float]]:
@@ -41,11 +26,11 @@ def penalised(device: torch.device) -> list[list[float]]:
 
     penalties = Penalties(4, VOCABULARY, device)
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1)).numpy()
-    penalties.start([(request([1, 2], presence_penalty=0.5, repetition_penalty=1.3), 2)])
+    penalties.start([(penalty_request([1, 2], presence_penalty=0.5, repetition_penalty=1.3), 2)])
     penalties.start(
         [
-            (request([4, 4, 8], frequency_penalty=0.3, min_new_tokens=9), 0),
-            (request([], min_new_tokens=2), 3),
+            (penalty_request([4, 4, 8], frequency_penalty=0.3, min_new_tokens=9), 0),
+            (penalty_request([], min_new_tokens=2), 3),
         ]
     )
     slots = tensor([2, 0, 3])

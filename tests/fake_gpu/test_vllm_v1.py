@@ -6,16 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from fake_gpu.tensors import Gpu
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from fake_gpu.vllm_v1 import Asked, Decoded, decode
+from fake_gpu.vllm_v1_cases import GREEDY, WEIGHTS, asked, both, prompt
 from fake_gpu.vllm_v1_hosts import ModelFreeHost
-from fake_gpu.vllm_v1_stock import VOCAB
 
-from drafttree.testing.session import random_weights
 from drafttree.vllm import sampling
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -24,52 +22,18 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 # The interpreter takes seconds for each dynamic tree.
 SLOW = [pytest.param("static"), pytest.param("dynamic", marks=pytest.mark.full)]
-WEIGHTS = random_weights(VOCAB, torch.Generator().manual_seed(1)).log()
+# One arrives while others decode, with a prompt that is read in parts.
+SIZES = ((9, 20, 0), (6, 18, 0), (13, 6, 8))
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (length,), generator=generator).tolist()
-
-
-def asked(*parameters: dict[str, Any]) -> dict[str, Asked]:
-    """Requests of which one arrives while others decode, with a prompt that is read in parts."""
-    sizes = ((9, 20, 0), (6, 18, 0), (13, 6, 8))
-    return {
-        f"request {number}": Asked(prompt(number, length), tokens, given, starts)
-        for number, ((length, tokens, starts), given) in enumerate(
-            zip(sizes, parameters, strict=True)
-        )
-    }
-
-
-def both(
-    options: dict[str, Any], requests: dict[str, Asked], gpu: Gpu, *, waits: bool = False
-) -> Decoded:
-    """Decode on the CPU and on the fake GPU, and compare."""
-    torch.manual_seed(0)
-    expected = decode(ModelFreeHost, options, requests, WEIGHTS, None)
-    torch.manual_seed(0)
-    found = decode(ModelFreeHost, options, requests, WEIGHTS, gpu, waits=waits)
-    assert found.texts == expected.texts
-    assert found.trees == expected.trees
-    assert found.counts == expected.counts
-    assert found.acceptance == expected.acceptance
-    assert {name: len(text) for name, text in found.texts.items()} == {
-        name: each.length for name, each in requests.items()
-    }
-    assert found.counts["accepted_tokens"] > 0
-    assert found.counts["kv_rows_moved"] > 0
-    assert found.mixed > 0
-    return found
-
-
-GREEDY = {"temperature": 0.0}
+def compared(drafter: str, *parameters: dict[str, Any], gpu: Gpu, waits: bool = False) -> Decoded:
+    """Decode three requests on the CPU and on the fake GPU, and compare."""
+    return both(ModelFreeHost, DRAFTERS[drafter], asked(SIZES, parameters), gpu, waits=waits)
 
 
 @pytest.mark.parametrize("drafter", SLOW)
 def test_greedy_requests(gpu: Gpu, drafter: str) -> None:
-    found = both(DRAFTERS[drafter], asked(GREEDY, GREEDY, GREEDY), gpu)
+    found = compared(drafter, GREEDY, GREEDY, GREEDY, gpu=gpu)
     for record in found.steps:
         assert {wait.what for wait in record.waits} <= {"an event"}
         assert len(record.waits) <= 1
@@ -78,13 +42,13 @@ def test_greedy_requests(gpu: Gpu, drafter: str) -> None:
 def test_requests_that_sample_from_a_softmax(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "draws_ahead", lambda logits: True)
     warm = {"temperature": 0.7}
-    both(DRAFTERS["static"], asked(warm, GREEDY, warm), gpu)
+    compared("static", warm, GREEDY, warm, gpu=gpu)
 
 
 def test_requests_with_top_p_penalties_and_seeds(gpu: Gpu) -> None:
     nucleus = {"temperature": 0.8, "top_p": 0.6, "seed": 3}
     penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
-    found = both(DRAFTERS["static"], asked(nucleus, penalised, GREEDY), gpu, waits=True)
+    found = compared("static", nucleus, penalised, GREEDY, gpu=gpu, waits=True)
     # Their tokens are needed on the host before the next level is sampled.
     where = {wait.where.partition(":")[0] for each in found.steps for wait in each.waits}
     files = "vllm/sampling.py", "verify.py", "transfer.py"
@@ -94,7 +58,7 @@ def test_requests_with_top_p_penalties_and_seeds(gpu: Gpu) -> None:
 def test_top_p_alone_waits_for_nothing(gpu: Gpu) -> None:
     # So cold that the noise, which differs, does not matter.
     cold = {"temperature": 0.01, "top_p": 0.9}
-    both(DRAFTERS["static"], asked(cold, GREEDY, cold), gpu)
+    compared("static", cold, GREEDY, cold, gpu=gpu)
 
 
 BUDGETS = {"static": (10, 22, 2, 1), "dynamic": (16, 17, 2, 1)}

@@ -6,48 +6,24 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from fake_gpu.tensors import Gpu
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from fake_gpu.vllm_v1 import Asked, Decoded, decode
-from fake_gpu.vllm_v1_cases import GREEDY, HOSTS, MAIN, WEIGHTS, prompt
+from fake_gpu.vllm_v1_cases import GREEDY, HOSTS, MAIN, WEIGHTS, asked, both, prompt
 from fake_gpu.vllm_v1_hosts import DraftModelHost
 
 EVERY = [
     pytest.param(name, marks=[] if name in MAIN else pytest.mark.full, id=name) for name in HOSTS
 ]
+# One arrives while others decode, with a prompt that is read in parts.
+SIZES = ((9, 12, 0), (6, 10, 0), (13, 5, 3))
 
 
-def asked(*parameters: dict[str, Any]) -> dict[str, Asked]:
-    """Requests of which one arrives while others decode, with a prompt that is read in parts."""
-    sizes = ((9, 12, 0), (6, 10, 0), (13, 5, 3))
-    return {
-        f"request {number}": Asked(prompt(number, length), tokens, given, starts)
-        for number, ((length, tokens, starts), given) in enumerate(
-            zip(sizes, parameters, strict=True)
-        )
-    }
-
-
-def both(name: str, requests: dict[str, Asked], gpu: Gpu, *, waits: bool = False) -> Decoded:
-    """Decode on the CPU and on the fake GPU, and compare."""
-    host, options = HOSTS[name]
-    torch.manual_seed(0)
-    expected = decode(host, options, requests, WEIGHTS, None)
-    torch.manual_seed(0)
-    found = decode(host, options, requests, WEIGHTS, gpu, waits=waits)
-    assert found.texts == expected.texts
-    assert found.trees == expected.trees
-    assert found.counts == expected.counts
-    assert {each: len(text) for each, text in found.texts.items()} == {
-        each: request.length for each, request in requests.items()
-    }
-    assert found.counts["accepted_tokens"] > 0
-    assert found.counts["kv_rows_moved"] > 0
-    assert found.mixed > 0
-    return found
+def compared(name: str, *parameters: dict[str, Any], gpu: Gpu, waits: bool = False) -> Decoded:
+    """Decode three requests on the CPU and on the fake GPU, and compare."""
+    return both(*HOSTS[name], asked(SIZES, parameters), gpu, waits=waits)
 
 
 def assert_waits_for_sizes_alone(found: Decoded) -> None:
@@ -59,7 +35,7 @@ def assert_waits_for_sizes_alone(found: Decoded) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_greedy_requests(gpu: Gpu, name: str) -> None:
-    found = both(name, asked(GREEDY, GREEDY, GREEDY), gpu)
+    found = compared(name, GREEDY, GREEDY, GREEDY, gpu=gpu)
     assert_waits_for_sizes_alone(found)
     if HOSTS[name][0] is DraftModelHost:
         assert not any(record.waits for record in found.steps)
@@ -72,7 +48,7 @@ def test_greedy_requests(gpu: Gpu, name: str) -> None:
 def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
     """Their random numbers follow from their seeds, or from one generator on the host."""
     nucleus = {"temperature": 0.8, "top_p": 0.7, "top_k": 12, "seed": 3}
-    found = both(name, asked({"temperature": 0.9}, GREEDY, nucleus), gpu)
+    found = compared(name, {"temperature": 0.9}, GREEDY, nucleus, gpu=gpu)
     assert not any(record.waits for record in found.steps)
 
 
@@ -82,7 +58,7 @@ def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
 def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu, name: str) -> None:
     penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
     counted = {"temperature": 0.0, "frequency_penalty": 0.6}
-    found = both(name, asked(penalised, counted, GREEDY), gpu, waits=True)
+    found = compared(name, penalised, counted, GREEDY, gpu=gpu, waits=True)
     assert_waits_where_documented(found)
 
 
@@ -90,7 +66,7 @@ def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu, name: str) -> None
 def test_seeds_and_penalties_beside_lyanna(gpu: Gpu) -> None:
     penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}
     nucleus = {"temperature": 0.8, "top_p": 0.7, "seed": 3}
-    found = both("lyanna", asked(penalised, nucleus, GREEDY), gpu, waits=True)
+    found = compared("lyanna", penalised, nucleus, GREEDY, gpu=gpu, waits=True)
     assert_waits_where_documented(found)
 
 

@@ -1,12 +1,17 @@
-"""Drafters within the step of vLLM's V1 host, and requests, for the tests on the fake GPU."""
+"""Drafters within the step of vLLM's V1 host, requests, and the comparison of its two devices, for
+the tests on the fake GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from drafttree.testing.session import random_weights
+from fake_gpu.comparison import assert_same
+from fake_gpu.tensors import Gpu
+from fake_gpu.vllm_v1 import Asked, Decoded, decode
 from fake_gpu.vllm_v1_hosts import DraftModelHost, HiddenStateHost
 from fake_gpu.vllm_v1_stock import VOCAB
 
@@ -35,3 +40,38 @@ GREEDY = {"temperature": 0.0}
 def prompt(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+def asked(
+    sizes: Sequence[tuple[int, int, int]], parameters: Sequence[dict[str, Any]]
+) -> dict[str, Asked]:
+    """Requests.
+
+    Args:
+        sizes: The length of each prompt, the number of tokens to emit, and the step of arrival.
+        parameters: The sampling parameters of each.
+    """
+    return {
+        f"request {number}": Asked(prompt(number, length), tokens, given, starts)
+        for number, ((length, tokens, starts), given) in enumerate(
+            zip(sizes, parameters, strict=True)
+        )
+    }
+
+
+def both(
+    host: Any,
+    options: dict[str, Any],
+    requests: dict[str, Asked],
+    gpu: Gpu,
+    *,
+    waits: bool = False,
+) -> Decoded:
+    """Decode on the CPU and on the fake GPU, and compare."""
+    torch.manual_seed(0)
+    expected = decode(host, options, requests, WEIGHTS, None)
+    torch.manual_seed(0)
+    found = decode(host, options, requests, WEIGHTS, gpu, waits=waits)
+    assert_same(expected, found, requests)
+    assert found.mixed > 0
+    return found
