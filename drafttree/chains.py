@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from drafttree.tree import DraftTree
 
@@ -53,16 +52,19 @@ def first_paths(
     """
     width = trees.tokens.shape[1]
     columns = torch.arange(width, device=trees.tokens.device)
-    node = torch.zeros_like(trees.tree_size).long()
-    path = [node]
-    for _ in range(min(max_depth, width - 1)):
-        child = (trees.parents == node[:, None]) & (trees.tokens >= 0) & (columns > 0)
-        first = torch.where(child, columns, width).amin(1)
-        # The parent of a column without a node is -1 too, but its token is not a token.
-        node = first.masked_fill(first == width, -1)
-        path.append(node)
-    nodes = pad(torch.stack(path, 1), (0, width - len(path)), value=-1)
-    gone = nodes < 0
+    # Column `width` stands for the child of a node that has none.
+    is_node = (trees.tokens >= 0) & (columns > 0)
+    above = trees.parents.long().masked_fill(~is_node, width)
+    child = above.new_full((len(above), width + 1), width)
+    child.scatter_reduce_(1, above, columns.expand_as(above), "amin")
+    child[:, width] = width
+    # After each round, `child` leads twice as far down; column d takes as many steps as d says.
+    nodes = torch.zeros_like(above)
+    for bit in range((width - 1).bit_length()):
+        nodes = torch.where((columns >> bit) & 1 > 0, child.gather(1, nodes), nodes)
+        child = child.gather(1, child)
+    gone = (nodes == width) | (columns > max_depth)
+    nodes = nodes.masked_fill(gone, -1)
     tokens = trees.tokens.gather(1, nodes.clamp(min=0)).masked_fill(gone, -1)
     parents = (columns - 1).int().masked_fill(gone, -1)
     cut = DraftTree(
