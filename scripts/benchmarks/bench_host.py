@@ -173,7 +173,11 @@ def kept_calls(nodes: int) -> KeptCalls:
 
 
 def measured(calls: KeptCalls, repeat: int) -> dict[str, float]:
-    """Median microseconds of each part, and of what is added altogether; also the least of that."""
+    """Median microseconds of each part, and of what is added altogether; also the least of that.
+
+    `gathers` is the part of it that the engine spends without drafttree too: it gathers the hidden
+    states and the positions of the rows that have logits.
+    """
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}
 
     def repeated(parts: Sequence[str]) -> None:
@@ -189,6 +193,12 @@ def measured(calls: KeptCalls, repeat: int) -> dict[str, float]:
             repeated(("prepare_attn", "build"))
         seconds["prepare_attn"].clear()
         repeated(ADDED)
+        _, hidden, batch, *_ = calls.calls["sample"][1]
+        seconds["gathers"] = []
+        for _ in range(repeat):
+            began = perf_counter()
+            _ = hidden[batch.logits_indices], batch.positions[batch.logits_indices]
+            seconds["gathers"].append(perf_counter() - began)
     warm = {part: each[repeat // 10 :] for part, each in seconds.items()}
     added = [sum(each) for each in zip(*(warm[part] for part in ADDED), strict=True)]
     return {

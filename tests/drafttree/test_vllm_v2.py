@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
+from random_parents import random_trees
 
 from drafttree.chains import first_paths
 from drafttree.tree import DraftTree
@@ -93,6 +94,23 @@ def test_chains_follow_first_children() -> None:
     assert columns.tolist() == [[0, 1, 4, -1, -1], [0, 1, -1, -1, -1], [0, -1, -1, -1, -1]]
 
 
+@pytest.mark.parametrize("kind", ["chain", "star", "any"])
+@pytest.mark.parametrize("max_depth", [0, 3, 8, 60])
+def test_a_chain_leads_from_first_child_to_first_child(kind: str, max_depth: int) -> None:
+    widths = [1, 40, 2, 33, 17, 9]
+    parents, sizes = random_trees(3, widths, kind)
+    tokens = torch.arange(40).masked_fill(torch.arange(40) >= sizes[:, None], -1).int()
+    trees = DraftTree(tokens, parents, sizes)
+    chains, columns = first_paths(trees, torch.ones(len(widths), dtype=torch.bool), max_depth)
+    for request, line in enumerate(parents.tolist()):
+        path = [0]
+        while len(path) <= max_depth and path[-1] in line:
+            path.append(line.index(path[-1]))
+        # Each node's token is its column.
+        padded = path + [-1] * (40 - len(path))
+        assert chains.tokens[request].tolist() == columns[request].tolist() == padded
+
+
 def test_other_trees_stay_as_they_are() -> None:
     some, columns = first_paths(TREES, torch.tensor([False, True, False]), 4)
     assert some.tokens.tolist() == TREES.tokens.tolist()
@@ -114,10 +132,17 @@ def test_hooks_with_other_parameters_are_refused() -> None:
 
 def test_requests_whose_logits_depend_on_their_text_get_chains() -> None:
     pytest.importorskip("vllm")
-    from drafttree.vllm.v2.requests import in_chains
+    from drafttree.vllm.v2.requests import RequestRules
 
     def flags(*rows: int) -> np.ndarray:
         return np.isin(np.arange(8), rows)
+
+    def chained(sampler: SimpleNamespace, *rows: int) -> list[bool] | None:
+        rules = RequestRules(8)
+        for row in rows:
+            rules.start(row, None, sampler)
+        found = rules.chained(np.array(rows))
+        return None if found is None else found.tolist()
 
     sampler = SimpleNamespace(
         logits_processors=[
@@ -127,12 +152,58 @@ def test_requests_whose_logits_depend_on_their_text_get_chains() -> None:
         ],
         thinking_budget_state=SimpleNamespace(enabled=True, use_thinking_budget=flags(3)),
     )
-    rows = np.array([3, 0, 2, 1])
-    assert in_chains(sampler, rows).tolist() == [True, False, True, True]
+    assert chained(sampler, 3, 0, 2, 1) == [True, False, True, True]
+    assert chained(sampler, 0, 4) is None
     sampler.thinking_budget_state.enabled = False
-    assert in_chains(sampler, rows).tolist() == [False, False, True, True]
+    assert chained(sampler, 3, 0, 2, 1) == [False, False, True, True]
     sampler.logits_processors.append(SimpleNamespace())
-    assert in_chains(sampler, rows).all()
+    assert chained(sampler, 3, 0) == [True, True]
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 7, 8, 100])
+def test_chunks_are_the_requests_in_order(max_rows: int) -> None:
+    pytest.importorskip("vllm")
+    from drafttree.vllm.v2.chunks import chunks_of
+
+    ends = np.array([0, 3, 4, 8, 8, 9])
+    chunks = [*chunks_of(ends, max_rows)]
+    values = np.arange(9)
+    assert np.concatenate([chunk.rows_of(values) for chunk in chunks]).tolist() == [*range(9)]
+    requests = np.concatenate([chunk.requests_of(np.arange(5)) for chunk in chunks])
+    assert requests.tolist() == [*range(5)]
+    for chunk in chunks:
+        rows = chunk.rows.stop - chunk.rows.start
+        assert rows <= max_rows or chunk.requests.stop - chunk.requests.start == 1
+        assert chunk.rows == slice(ends[chunk.requests.start], ends[chunk.requests.stop])
+        assert chunk.is_whole == (max_rows >= 9)
+
+
+def test_a_row_has_the_flags_of_the_request_that_started_in_it_last() -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    from drafttree.vllm.v2.requests import RequestRules
+
+    rules, rows = RequestRules(4), np.array([2, 1])
+    sampler = SimpleNamespace(
+        logits_processors=[
+            SimpleNamespace(),
+            SimpleNamespace(use_penalty=np.zeros(4, np.bool_)),
+            SimpleNamespace(num_bad_words=SimpleNamespace(np=np.zeros(4, np.int32))),
+        ],
+        thinking_budget_state=SimpleNamespace(enabled=False),
+    )
+    opted_out = SamplingParams(extra_args={"drafttree": False})
+    for row in (1, 2):
+        rules.start(row, SamplingParams(), sampler)
+    assert rules.undrafted(rows) is None
+    rules.start(2, opted_out, sampler)
+    undrafted = rules.undrafted(rows)
+    assert undrafted is not None
+    assert undrafted.tolist() == [True, False]
+    assert rules.undrafted(rows[1:]) is None
+    rules.start(2, SamplingParams(), sampler)
+    assert rules.undrafted(rows) is None
 
 
 def test_the_next_tokens_of_prompts() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_chunks
 import structured_answers
 from random_prompts import some_prompts
 from structured_answers import (
@@ -130,7 +131,10 @@ def test_trees_that_are_drafted_within_a_step(
 @pytest.mark.full
 @pytest.mark.parametrize("is_async", [True, False])
 def test_on_v2(is_async: bool, model: Path, proves_drafting: Callable[[Answer], None]) -> None:
-    """On V2 the scheduler learns of a step's trees when the step has begun."""
+    """On V2 the scheduler learns of a step's trees when the step has begun.
+
+    Without asynchronous scheduling, each request's logits are masked and sampled by themselves.
+    """
     every = bound_cases([GREEDY])
     assert isinstance(every.sampling, list)
     short = {"max_tokens": 28}
@@ -144,7 +148,10 @@ def test_on_v2(is_async: bool, model: Path, proves_drafting: Callable[[Answer], 
         "async_scheduling": is_async,
     }
     (without,), _ = run_v2(model, [case], engine=engine)
-    (with_trees,), log = run_v2(model, [case], "token_recycling", engine=engine, nodes=7)
+    environment = {} if is_async else small_chunks.ENVIRONMENT
+    (with_trees,), log = run_v2(
+        model, [case], "token_recycling", environment=environment, engine=engine, nodes=7
+    )
     assert with_trees.tokens == without.tokens
     proves_drafting(with_trees)
     assert check_forms(case, with_trees) >= 2

@@ -53,11 +53,9 @@ def _take_most_likely_in_vllm() -> None:
 
 def _draft_trees_for_all() -> None:
     """On the V2 model runner, draft trees even where logits depend on the text."""
-    import numpy as np
+    from drafttree.vllm.v2 import requests
 
-    from drafttree.vllm.v2 import runner
-
-    runner.in_chains = lambda sampler, rows: np.zeros(len(rows), np.bool_)
+    requests.depends_on_text = lambda sampler, row: False
 
 
 def _hide_ancestors() -> None:

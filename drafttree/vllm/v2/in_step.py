@@ -24,7 +24,6 @@ from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.hooks import check_forward
-from drafttree.vllm.v2.requests import in_chains
 from drafttree.vllm.v2.runner import TreeRunnerV2
 
 
@@ -154,8 +153,8 @@ class InStepRunnerV2(TreeRunnerV2):
 
     def _undrafted(self, batch: InputBatch, step: Layout) -> torch.Tensor:
         """Which requests get no draft tokens in this step, `bool [B]`."""
-        flags = on_device(self._rules.undrafted(batch.idx_mapping_np), self.device)
-        return flags | ~step.begun
+        flags = self._rules.undrafted(batch.idx_mapping_np)
+        return ~step.begun if flags is None else on_device(flags, self.device) | ~step.begun
 
     def _cut(self, batch: InputBatch, trees: DraftTree) -> tuple[DraftTree, torch.Tensor | None]:
         """Cut the trees of requests whose logits depend on their texts to chains.
@@ -163,7 +162,7 @@ class InStepRunnerV2(TreeRunnerV2):
         Returns:
             The trees, and which columns their nodes had, see `first_paths`; None for the same.
         """
-        chained = in_chains(self.sampler, batch.idx_mapping_np)
-        if not chained.any():
+        chained = self._rules.chained(batch.idx_mapping_np)
+        if chained is None:
             return trees, None
         return first_paths(trees, on_device(chained, self.device), self._drafter.max_depth)

@@ -19,7 +19,10 @@ NATIVE_PROCESSORS = 3
 
 
 class RequestRules:
-    """Which requests are not drafted for.
+    """Which requests are not drafted for, and which get chains and no trees.
+
+    Both are fixed when a request starts, and most engines never serve such requests. So nothing is
+    looked up until the first one starts.
 
     Args:
         requests: Number of rows.
@@ -28,37 +31,67 @@ class RequestRules:
 
     def __init__(self, requests: int, no_bound_drafts: str | None = None) -> None:
         self._no_bound_drafts = no_bound_drafts
-        self._undrafted = np.zeros(requests, np.bool_)
+        self._undrafted = _RowFlags(requests)
+        self._chained = _RowFlags(requests)
 
-    def start(self, row: int, parameters: SamplingParams | None) -> None:
-        """A request starts in a row."""
+    def start(self, row: int, parameters: SamplingParams | None, sampler: Any) -> None:
+        """A request starts in a row.
+
+        Args:
+            row: The row.
+            parameters: The request's parameters.
+            sampler: The engine's sampler, to which the request has been added.
+        """
         is_off = has_opted_out(parameters)
         if self._no_bound_drafts and is_grammar_bound(parameters):
             announce_undrafted(self._no_bound_drafts)
             is_off = True
-        self._undrafted[row] = is_off
+        self._undrafted.set(row, is_off)
+        self._chained.set(row, depends_on_text(sampler, row))
 
-    def undrafted(self, rows: Rows) -> Flags:
-        """Whether each request must not be drafted for, `bool [B]`."""
-        flags: Flags = self._undrafted[rows]
-        return flags
+    def undrafted(self, rows: Rows) -> Flags | None:
+        """Whether each request must not be drafted for, `bool [B]`; None if all are drafted for."""
+        return self._undrafted.of(rows)
+
+    def chained(self, rows: Rows) -> Flags | None:
+        """Whether each request gets a chain and no tree, `bool [B]`; None if none does."""
+        return self._chained.of(rows)
 
 
-def in_chains(sampler: Any, rows: Rows) -> Flags:
-    """Whether the logits of each request depend on its text, `bool [B]`.
+class _RowFlags:
+    """A flag for each row."""
+
+    def __init__(self, rows: int) -> None:
+        self._flags = np.zeros(rows, np.bool_)
+        self._any = False
+
+    def set(self, row: int, flag: bool) -> None:
+        self._flags[row] = flag
+        self._any = bool(self._flags.any())
+
+    def of(self, rows: Rows) -> Flags | None:
+        """The flags of some rows; None if none of them is set."""
+        if not self._any:
+            return None
+        flags: Flags = self._flags[rows]
+        return flags if flags.any() else None
+
+
+def depends_on_text(sampler: Any, row: int) -> bool:
+    """Whether the logits of the request in a row depend on its text.
 
     Args:
         sampler: The engine's sampler, which keeps the requests' sampling parameters.
-        rows: `[B]`.
+        row: The row.
     """
     processors = sampler.logits_processors
     if len(processors) > NATIVE_PROCESSORS:
         # A custom processor does not tell which requests it leaves alone.
-        return np.ones(len(rows), np.bool_)
+        return True
     _, penalties, bad_words = processors
-    flags = penalties.use_penalty[rows] | (bad_words.num_bad_words.np[rows] > 0)
     thinking = sampler.thinking_budget_state
-    if thinking.enabled:
-        flags = flags | thinking.use_thinking_budget[rows]
-    chained: Flags = flags
-    return chained
+    return bool(
+        penalties.use_penalty[row]
+        or bad_words.num_bad_words.np[row] > 0
+        or (thinking.enabled and thinking.use_thinking_budget[row])
+    )

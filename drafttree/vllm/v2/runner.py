@@ -26,17 +26,18 @@ from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.tensor_parallel import NonDraftingRank
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm import patches
+from drafttree.vllm import patches, step_logits
 from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.structured.binding import no_bound_drafts, not_in_schedulers_process
+from drafttree.vllm.v2.chunks import Chunk, mask_chunk
 from drafttree.vllm.v2.hooks import check_hooks
 from drafttree.vllm.v2.kept_trees import KeptTrees
-from drafttree.vllm.v2.requests import Flags, RequestRules, Rows, in_chains
+from drafttree.vllm.v2.requests import RequestRules
 from drafttree.vllm.v2.rope import TreeRope, adopt_rope
-from drafttree.vllm.v2.sampling import max_copied_rows, sample_trees
+from drafttree.vllm.v2.sampling import sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
 from drafttree.vllm.v2.step import lay_out_step
 from drafttree.vllm.v2.step_drafts import StepDrafts
@@ -87,8 +88,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             NonDraftingRank(parsed.depth),
             self._kept,
             self.num_speculative_steps,
-            self._rules.undrafted,
-            self._follow_text,
+            self._rules,
             sizes,
         )
         self._reports = TierReports(sizes)
@@ -125,10 +125,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             ", ".join(f"{size} for {first} to {last}" for first, last, size in self._tiers),
         )
 
-    def _follow_text(self, rows: Rows) -> Flags:
-        """Whether the logits of the requests in some rows depend on their texts."""
-        return in_chains(self.sampler, rows)
-
     @property
     def _max_step_rows(self) -> int:
         """Greatest number of rows of a step that have logits."""
@@ -142,9 +138,20 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     @property
     def _logits_bytes(self) -> int:
-        rows, vocab = self._max_step_rows, self.vocab_size
-        copied = min(rows, max_copied_rows(vocab))
-        return int(rows * vocab * self.model_config.dtype.itemsize + copied * vocab * 4)
+        return min(self._max_step_rows, self._max_logits_rows) * self._logits_row_bytes
+
+    @property
+    def _max_logits_rows(self) -> int:
+        """Greatest number of rows whose logits are computed at a time."""
+        if self.lora_config is not None:
+            # Adapters of the output layer are applied to the rows of a whole step.
+            return self._max_step_rows
+        return max(step_logits.max_rows(self._logits_row_bytes), 1 + self.num_speculative_steps)
+
+    @property
+    def _logits_row_bytes(self) -> int:
+        """Bytes of a row of logits, and of the copy in float32 that is sampled from."""
+        return int(self.vocab_size * (self.model_config.dtype.itemsize + 4))
 
     def warmed_up(self) -> None:
         """The engine has run all its forwards that serve no request: now the drafter takes part."""
@@ -182,7 +189,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             row = self.req_states.req_id_to_index[request.req_id]
-            self._rules.start(row, request.sampling_params)
+            self._rules.start(row, request.sampling_params, self.sampler)
             self._start(row, request.prefill_token_ids)
 
     def _start(self, row: int, tokens: Sequence[int]) -> None:
@@ -254,7 +261,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         batch = input_batch
         # What the trees of this step are worth, before the next ones take their places.
         self._reports.begin(self._trees.expected, batch.idx_mapping)
-        logits = self.model.compute_logits(hidden_states[batch.logits_indices])
         # The drafter's text of a prompt that is read in part goes beyond the root.
         tokens = node_tokens(
             without_placeholders(self, batch.input_ids),
@@ -262,21 +268,24 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             self._trees.drafter.previous_tokens(batch.idx_mapping),
         )
         trees = DraftTree(tokens.nodes, step.parents, step.tree_sizes)
-        self._learn(batch, tokens, logits)
-        if grammar_output is not None:
-            self.structured_outputs_worker.apply_grammar_bitmask(
-                logits,
-                batch,
-                grammar_output.structured_output_request_ids,
-                grammar_output.grammar_bitmask,
+        nans: list[torch.Tensor] = []
+
+        def logits_of(chunk: Chunk) -> torch.Tensor:
+            logits: torch.Tensor = self.model.compute_logits(
+                hidden_states[chunk.rows_of(batch.logits_indices)]
             )
-        num_nans = None
-        if self.sampler.compute_nans:
-            num_nans = get_num_nans(logits)[batch.cu_num_logits[:-1].long()]
+            self._learn(batch, tokens, logits, chunk)
+            if grammar_output is not None:
+                mask_chunk(self.structured_outputs_worker, logits, batch, grammar_output, chunk)
+            if self.sampler.compute_nans:
+                roots = chunk.requests_of(batch.cu_num_logits[:-1]).long() - chunk.rows.start
+                nans.append(get_num_nans(logits)[roots])
+            return logits
+
         verified, logprobs = sample_trees(
-            *(self.sampler, batch, step, trees, logits, tokens.rows),
+            *(self.sampler, batch, step, trees, logits_of, tokens.rows),
             self._trees.drafter.max_depth,
-            max_copied_rows(self.vocab_size),
+            self._max_logits_rows,
             self._rule,
         )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
@@ -292,7 +301,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         output = SamplerOutput(
             sampled_token_ids=verified.emitted,
             logprobs_tensors=logprobs,
-            num_nans=num_nans,
+            num_nans=torch.cat(nans) if nans else None,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
@@ -309,10 +318,15 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Sample, verify and draft; let the report for the scheduler travel with the tokens."""
         return self._reports.attach(super().sample_tokens(grammar_output))
 
-    def _learn(self, batch: InputBatch, tokens: NodeTokens, logits: torch.Tensor) -> None:
-        """Let the drafter observe the logits after all nodes."""
+    def _learn(
+        self, batch: InputBatch, tokens: NodeTokens, logits: torch.Tensor, chunk: Chunk
+    ) -> None:
+        """Let the drafter observe the logits after the nodes of a chunk."""
         self._trees.drafter.observe(
-            batch.expanded_idx_mapping, tokens.observed, tokens.previous, logits
+            chunk.rows_of(batch.expanded_idx_mapping),
+            chunk.rows_of(tokens.observed),
+            chunk.rows_of(tokens.previous),
+            logits,
         )
 
     def _rule(self, trees: DraftTree, requests: slice) -> AcceptanceRule | None:
@@ -329,6 +343,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Move the KV of the accepted path to the slots right after the root's."""
         if step.width == 1:
             return
-        for slots, movers in zip(self.block_tables.slot_mappings, self._movers, strict=True):
+        for group, movers in enumerate(self._movers):
+            slots = self.block_tables.slot_mappings[group]
             for move in movers:
                 move(slots, verified.path, step.place_of_node)

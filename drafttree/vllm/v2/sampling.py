@@ -8,12 +8,10 @@ whole trees at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
@@ -22,61 +20,18 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from drafttree.drafter import AcceptanceRule, TreeRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled, verify_target
-from drafttree.vllm.step_logits import max_rows
+from drafttree.vllm.v2.chunks import Chunk, chunks_of
 
 if TYPE_CHECKING:
     from tree_kernels.scheduled_trees import Layout
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-T = TypeVar("T", torch.Tensor, np.ndarray[Any, Any])
-
 RuleOf = Callable[[DraftTree, slice], AcceptanceRule | None]
 """`(trees, requests)`: the acceptance rule of the trees of some of a step's requests."""
 
 
-def max_copied_rows(vocab_size: int) -> int:
-    """Greatest number of rows of logits that are sampled at a time, unless one request has more.
-
-    The engine's sampler processes a copy in float32.
-    """
-    return max_rows(4 * vocab_size)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Requests of a batch that are sampled together.
-
-    Attributes:
-        requests: Their places in the batch.
-        rows: The rows that have logits.
-        is_whole: Whether they are all of the batch.
-    """
-
-    requests: slice
-    rows: slice
-    is_whole: bool
-
-    def requests_of(self, values: T) -> T:
-        """What belongs to the chunk of one value for each request."""
-        return values if self.is_whole else values[self.requests]
-
-    def rows_of(self, values: T) -> T:
-        """What belongs to the chunk of one value for each row."""
-        return values if self.is_whole else values[self.rows]
-
-
-def _chunks(ends: np.ndarray[Any, Any], max_rows: int) -> Iterator[_Chunk]:
-    """Divide a batch between requests, whose rows begin and end at `ends [B + 1]`.
-
-    Processors that read a request's text look for its draft tokens in the rows before.
-    """
-    first, last = 0, len(ends) - 1
-    while first < last:
-        fit = int(np.searchsorted(ends, ends[first] + max_rows, side="right")) - 1
-        end = min(max(fit, first + 1), last)
-        rows = slice(int(ends[first]), int(ends[end]))
-        yield _Chunk(slice(first, end), rows, is_whole=end - first == last)
-        first = end
+LogitsOf = Callable[[Chunk], torch.Tensor]
+"""Computes the target's logits after a chunk's rows, masked by grammars, `[n, V]`."""
 
 
 def sample_trees(
@@ -84,7 +39,7 @@ def sample_trees(
     batch: InputBatch,
     step: Layout,
     trees: DraftTree,
-    logits: torch.Tensor,
+    logits_of: LogitsOf,
     tokens: torch.Tensor,
     max_depth: int,
     max_rows: int,
@@ -92,15 +47,17 @@ def sample_trees(
 ) -> tuple[Verified, LogprobsTensors | None]:
     """Sample a token after each node, and follow each request's path.
 
+    The engine's sampler processes a copy of the logits in float32.
+
     Args:
         sampler: The engine's sampler.
         batch: The engine's batch, in which positions are those of the trees.
         step: The step.
         trees: The step's trees.
-        logits: The target's logits, masked by grammars, `[R, V]`.
+        logits_of: Computes the logits of a chunk; called once for each, in order.
         tokens: The input token of each row, `[R]`.
         max_depth: Greatest depth of a node.
-        max_rows: Greatest number of rows to sample at a time.
+        max_rows: Greatest number of rows to sample at a time, unless one request has more.
         rule_of: The method's acceptance rule of some of the requests, if it has one.
 
     Returns:
@@ -113,9 +70,10 @@ def sample_trees(
     lengths = batch.seq_lens_cpu_upper_bound.numpy()
     outcomes: list[Verified] = []
     scores: list[LogprobsTensors] = []
-    for chunk in _chunks(batch.cu_num_logits_np, max_rows):
+    for chunk in chunks_of(batch.cu_num_logits_np, max_rows):
+        logits = logits_of(chunk)
         part = (
-            chunk.rows_of(logits),
+            logits,
             chunk.rows_of(batch.expanded_idx_mapping),
             chunk.requests_of(batch.idx_mapping),
             chunk.requests_of(batch.idx_mapping_np),
@@ -147,7 +105,7 @@ def sample_trees(
             path = nodes.gather(1, verified.path.clamp(min=0).long()).flatten()
             scores.append(
                 compute_topk_scores(
-                    (processed if is_processed else chunk.rows_of(logits))[path],
+                    (processed if is_processed else logits)[path],
                     dims[0],
                     verified.emitted.clamp(min=0).flatten().long(),
                     None,

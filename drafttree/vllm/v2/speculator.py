@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.v2.kept_trees import KeptTrees
-from drafttree.vllm.v2.requests import Flags, Rows
+from drafttree.vllm.v2.requests import RequestRules
 
 
 class TreeSpeculator(BaseSpeculator):
@@ -27,8 +27,7 @@ class TreeSpeculator(BaseSpeculator):
         drafter: Drafts the trees; may be replaced.
         kept: Where the trees' shapes are kept.
         nodes: Greatest number of draft tokens of a tree.
-        undrafted: Whether the requests in some rows must not be drafted for.
-        in_chains: Whether they get a chain and no tree.
+        rules: Which requests are not drafted for, and which get chains.
         sizes: Numbers of draft tokens that the scheduler chooses from; none if it does not choose.
 
     Attributes:
@@ -45,15 +44,13 @@ class TreeSpeculator(BaseSpeculator):
         drafter: ModelFreeDrafter,
         kept: KeptTrees,
         nodes: int,
-        undrafted: Callable[[Rows], Flags],
-        in_chains: Callable[[Rows], Flags],
+        rules: RequestRules,
         sizes: Sequence[int] = (),
     ) -> None:
         self.drafter = drafter
         self._kept = kept
         self._nodes = nodes
-        self._undrafted = undrafted
-        self._in_chains = in_chains
+        self._rules = rules
         self._sizes = tuple(sizes)
         self.expected = kept.parents.new_full(
             (len(kept.parents), len(self._sizes)), float("nan"), dtype=torch.float32
@@ -93,11 +90,11 @@ class TreeSpeculator(BaseSpeculator):
         if dummy_run or not (limit or self.looks_up):
             return last_sampled.new_zeros(input_batch.num_reqs, self._nodes)
         last, roots = next_roots(last_sampled, rows, num_sampled)
-        undrafted = self._undrafted(input_batch.idx_mapping_np)
-        if undrafted.all():
+        undrafted = self._rules.undrafted(input_batch.idx_mapping_np)
+        if undrafted is not None and undrafted.all():
             trees = DraftTree.of_roots(torch.full_like(roots, NO_TOKEN))
         else:
-            if undrafted.any():
+            if undrafted is not None:
                 roots = roots.masked_fill(on_device(undrafted, roots.device), NO_TOKEN)
             trees = self._draft(input_batch, roots, limit)
         # The target embeds all of them, so they must be tokens.
@@ -110,8 +107,8 @@ class TreeSpeculator(BaseSpeculator):
             self.expected[batch.idx_mapping] = expected.masked_fill(
                 (roots == NO_TOKEN)[:, None], float("nan")
             )
-        chained = self._in_chains(batch.idx_mapping_np)
-        if chained.any():
+        chained = self._rules.chained(batch.idx_mapping_np)
+        if chained is not None:
             which = on_device(chained, roots.device)
             trees, _ = first_paths(trees, which, self.drafter.max_depth)
         return trees
