@@ -1,11 +1,14 @@
 """The build step that compiles the C++ kernels into the wheel where there is a compiler.
 
-Everything else about the package is in `pyproject.toml`. Without a compiler the wheel is pure
-Python, and the kernels are compiled on first use on the machine that runs them.
+Everything else about the package is in `pyproject.toml`, except the description that package
+indexes show: the README, whose relative links are dead there and so become absolute. Without a
+compiler the wheel is pure Python, and the kernels are compiled on first use on the machine that
+runs them.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +16,9 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-KERNELS = Path(__file__).parent / "kernels" / "tree_kernels"
+ROOT = Path(__file__).parent
+KERNELS = ROOT / "kernels" / "tree_kernels"
+FILES = "https://github.com/drafttree/drafttree/blob/main/"
 sys.path.insert(0, str(KERNELS.parent))
 from tree_kernels import _build  # noqa: E402
 
@@ -48,7 +53,10 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", platform
 
 
+readme = (ROOT / "README.md").read_text(encoding="utf-8")
 setup(
+    long_description=re.sub(r"\]\((?!https?://)", f"]({FILES}", readme),
+    long_description_content_type="text/markdown",
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
     distclass=DistributionWithKernels,
 )

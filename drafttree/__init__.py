@@ -27,7 +27,7 @@ from drafttree.method import (
 )
 from drafttree.tree import DraftTree, StaticTree, Verified
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DRAFT_MODEL",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from functools import cached_property
 from importlib.resources import as_file, files
@@ -11,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from drafttree.deprecation import Deprecation
 from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_DRAFT_TOKENS, StaticTree
 from recycle_plugin.priors import ROW_PRIORS, tree_depth
@@ -20,7 +20,17 @@ CANDIDATES = len(ROW_PRIORS)
 DYNAMIC = "dynamic"
 STATIC = "static"
 
-_FORMER_DRAFTING = {"grown": DYNAMIC, "paper": STATIC}
+FORMER_DRAFTING = {
+    former: Deprecation(
+        name=f"drafting={former}",
+        of="Token Recycling",
+        instead=f"tree={tree}",
+        since="0.2.0",
+        gone_in="0.3.0",
+    )
+    for former, tree in (("grown", DYNAMIC), ("paper", STATIC))
+}
+"""The values of `drafting`, the former name of `tree`."""
 
 logger = logging.getLogger(__name__)
 
@@ -206,22 +216,15 @@ def _without_drafting(given: dict[str, Any]) -> dict[str, Any]:
     if "drafting" not in given:
         return given
     drafting = given["drafting"]
-    if not isinstance(drafting, str) or drafting not in _FORMER_DRAFTING:
+    if not isinstance(drafting, str) or drafting not in FORMER_DRAFTING:
         raise ValueError(
             f"drafting={drafting!r} is not known: use tree='{DYNAMIC}' or tree='{STATIC}'"
         )
-    tree = _FORMER_DRAFTING[drafting]
+    former = FORMER_DRAFTING[drafting]
     rest = {name: value for name, value in given.items() if name != "drafting"}
     if drafting == "grown" and rest.get("tree", DYNAMIC) != DYNAMIC:
         raise ValueError(
             f"tree={rest['tree']!r} is static but drafting='grown': leave drafting out"
         )
-    _warn_of_drafting(drafting, tree)
-    return {"tree": tree, **rest}
-
-
-@functools.cache
-def _warn_of_drafting(drafting: str, tree: str) -> None:
-    logger.warning(
-        "Token Recycling's option drafting=%s is deprecated: use tree=%s", drafting, tree
-    )
+    former.warn(logger)
+    return {"tree": former.instead.removeprefix("tree="), **rest}

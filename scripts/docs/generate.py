@@ -20,15 +20,18 @@ from pydantic.fields import FieldInfo
 
 from drafttree.budget.constants import BudgetConstants
 from drafttree.compatibility import ENGINES, Cell, features
+from drafttree.deprecation import Deprecation
 from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE
 from lyanna_plugin.config import LyannaOptions
-from recycle_plugin.config import RecycleOptions
+from recycle_plugin.config import FORMER_DRAFTING, RecycleOptions
 from rsd_plugin.config import RsdOptions
 
 if TYPE_CHECKING:
     from drafttree.patches import Patch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+DEPRECATED: tuple[Deprecation, ...] = tuple(FORMER_DRAFTING.values())
+"""Every name that still works and is about to go."""
 PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.S)
 
 
@@ -108,6 +111,15 @@ def _state(cell: Cell) -> str:
     }[cell.state]
 
 
+def deprecation_table() -> str:
+    """A table of the deprecated names."""
+    rows = ["| name | of | use instead | deprecated in | goes in |", "|---|---|---|---|---|"]
+    for each in DEPRECATED:
+        versions = f"{each.since} | {each.gone_in}"
+        rows.append(f"| `{each.name}` | {each.of} | `{each.instead}` | {versions} |")
+    return "\n".join(rows) + "\n"
+
+
 def _short(value: float) -> str:
     """A number in at most three decimals, or else as a fraction."""
     return str(value) if round(value, 3) == value else f"1/{round(1 / value)}"
@@ -119,6 +131,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "options lyanna": lambda: option_table(LyannaOptions.model_fields),
     "constants node_budget": constant_table,
     "compatibility": compatibility_table,
+    "deprecated": deprecation_table,
     "patches vllm": lambda: patch_table("vllm"),
     "patches sglang": lambda: patch_table("sglang"),
 }

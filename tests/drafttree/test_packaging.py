@@ -1,4 +1,4 @@
-"""The wheel, the editable install, and names that must not clash with other packages."""
+"""The source distribution, the wheel, the editable install, and names that must not clash."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata, parse_email
 from tree_kernels import _build, machine
+
+from drafttree import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,13 +75,14 @@ def run_python(
     cwd: Path = ROOT,
     path: Path | None = None,
     variables: dict[str, str] | None = None,
+    python: Path = Path(sys.executable),
 ) -> str:
     """Run a program in a new interpreter that searches `path` first, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= variables or {}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    command = [sys.executable, "-c", program, *arguments]
+    command = [str(python), "-c", program, *arguments]
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
@@ -89,52 +97,142 @@ def pip_install(target: Path, *what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built from the source distribution of a copy of the checkout."""
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution of a copy of the checkout, and the wheel built from
+    that."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    wheels = tmp_path_factory.mktemp("wheels")
-    command = [sys.executable, "-m", "build", "--outdir", str(wheels), str(source)]
+    folder = tmp_path_factory.mktemp("packages")
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    (wheel,) = wheels.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(packages: Path) -> Path:
+    (wheel,) = packages.glob("*.whl")
     return wheel
 
 
 @pytest.fixture(scope="module")
-def installed_wheel(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the wheel is installed."""
-    target = tmp_path_factory.mktemp("target")
-    pip_install(target, str(wheel))
-    return target
+def sdist(packages: Path) -> Path:
+    (sdist,) = packages.glob("*.tar.gz")
+    return sdist
 
 
-def test_the_wheel_has_all_packages_and_their_data(installed_wheel: Path, tmp_path: Path) -> None:
-    places = "print(drafttree.__file__, recycle_plugin.__file__, tree_kernels.__file__)"
-    found = run_python(IMPORTS + places, cwd=tmp_path, path=installed_wheel).split()
-    assert all(Path(place).is_relative_to(installed_wheel) for place in found)
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment in which the wheel alone is installed; its dependencies are those of this
+    one."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = str(folder / "bin" / "python")
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps"]
+    result = subprocess.run([*command, str(wheel)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    # The .pth files there are not read, so this checkout's editable install is not found.
+    (site_packages(folder) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
 
 
-def test_the_wheel_registers_command_methods_and_plugins(installed_wheel: Path) -> None:
-    (metadata,) = installed_wheel.glob("drafttree-*.dist-info")
-    registered = (metadata / "entry_points.txt").read_text()
-    for group in (
-        *("console_scripts", "drafttree.methods", "drafttree.trainers"),
-        *("vllm.general_plugins", "sglang.srt.plugins"),
-    ):
-        assert f"[{group}]" in registered
+def site_packages(environment: Path) -> Path:
+    (folder,) = environment.glob("lib/python3.*/site-packages")
+    return folder
 
 
-def test_the_wheel_has_every_python_file_of_the_packages(installed_wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def installed_wheel(environment: Path) -> Path:
+    """The folder into which the wheel is installed."""
+    return site_packages(environment)
+
+
+def package_files() -> dict[str, Path]:
+    """The files of all packages in the checkout, by their names in a wheel."""
     ours = dict.fromkeys(("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin"), ROOT)
-    sources = {**ours, "tree_kernels": ROOT / "kernels"}
-    for package, root in sources.items():
-        for file in (root / package).rglob("*.py"):
-            assert (installed_wheel / file.relative_to(root)).is_file(), file
+    return {
+        file.relative_to(root).as_posix(): file
+        for package, root in {**ours, "tree_kernels": ROOT / "kernels"}.items()
+        for file in (root / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+def test_the_source_distribution_has_all_that_the_wheel_is_built_from(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {file.relative_to(ROOT).as_posix() for file in package_files().values()}
+    assert expected <= names
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "PKG-INFO"} <= names
+    others = {name for name in names - expected if (ROOT / name).is_file()}
+    assert others == {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+
+
+def test_the_wheel_has_the_files_of_the_packages_and_no_others(wheel: Path) -> None:
+    shipped, metadata = f"tree_kernels/{_build.SHIPPED}/", f"drafttree-{__version__}.dist-info/"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    files = {name for name in names if not name.startswith((shipped, metadata))}
+    assert files == package_files().keys()
+    assert f"{metadata}licenses/LICENSE" in names
+
+
+def test_package_indexes_take_the_metadata(wheel: Path, sdist: Path) -> None:
+    """What `twine check` checks, and that the description's links lead somewhere on an index."""
+    with zipfile.ZipFile(wheel) as archive:
+        written = archive.read(f"drafttree-{__version__}.dist-info/METADATA")
+    with tarfile.open(sdist) as archive:
+        member = archive.extractfile(f"drafttree-{__version__}/PKG-INFO")
+        assert member is not None
+        assert parse_email(member.read()) == parse_email(written)
+    metadata = Metadata.from_email(written, validate=True)
+    assert str(metadata.version) == __version__
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.description is not None
+    links = re.findall(r"\]\(([^)]+)\)", metadata.description)
+    ours = "https://github.com/drafttree/drafttree/blob/main/"
+    assert all(link.startswith("https://") for link in links)
+    named = [link.removeprefix(ours) for link in links if link.startswith(ours)]
+    assert len(named) > 10
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_the_wheel_has_all_packages_and_their_data(environment: Path, tmp_path: Path) -> None:
+    places = "print(drafttree.__file__, recycle_plugin.__file__, tree_kernels.__file__)"
+    python = environment / "bin" / "python"
+    found = run_python(IMPORTS + places, cwd=tmp_path, python=python).split()
+    assert all(Path(place).is_relative_to(environment) for place in found)
+
+
+def test_the_installed_command_runs(environment: Path, tmp_path: Path) -> None:
+    command = [environment / "bin" / "drafttree", "--version"]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    printed = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert (printed.returncode, printed.stdout) == (0, f"drafttree {__version__}\n")
+
+
+ENTRY_POINTS = """
+from importlib.metadata import distribution
+for entry in distribution("drafttree").entry_points:
+    assert entry.load() is not None
+    print(entry.group, entry.name)
+"""
+
+
+def test_every_entry_point_of_the_wheel_can_be_loaded(environment: Path, tmp_path: Path) -> None:
+    printed = run_python(ENTRY_POINTS, cwd=tmp_path, python=environment / "bin" / "python")
+    methods = ("lyanna", "rsd", "token_recycling")
+    assert sorted(printed.splitlines()) == sorted(
+        [
+            *("console_scripts drafttree", "drafttree.trainers lyanna"),
+            *(f"drafttree.methods {name}" for name in methods),
+            *("vllm.general_plugins drafttree", "sglang.srt.plugins drafttree"),
+        ]
+    )
 
 
 @compiled

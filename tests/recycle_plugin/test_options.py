@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin import METHOD, RecycleOptions, config
+from drafttree import deprecation
+from recycle_plugin import METHOD, RecycleOptions
 
 
 def test_trees_are_dynamic_unless_a_static_one_is_given() -> None:
@@ -34,15 +35,18 @@ def test_a_static_tree_is_read_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_the_former_option_drafting_still_works(
-    former: dict[str, object], tree: str, caplog: pytest.LogCaptureFixture
+    former: dict[str, object],
+    tree: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config._warn_of_drafting.cache_clear()
+    monkeypatch.setattr(deprecation, "_WARNED", set())
     for _ in range(2):
         options = METHOD.parse(former)
         assert isinstance(options, RecycleOptions)
         assert options.tree == tree
     (warning,) = caplog.messages
-    assert f"drafting={former['drafting']} is deprecated: use tree=" in warning
+    assert f"drafting={former['drafting']} of Token Recycling is deprecated" in warning
 
 
 @pytest.mark.parametrize(
