@@ -76,6 +76,26 @@ def figures(
     }
 
 
+def figures_by_category(
+    repetitions: Sequence[Repetition],
+    verdicts: Sequence[Verdict],
+    categories: Mapping[int, str],
+) -> dict[str, dict[str, Any]]:
+    """The figures of each category.
+
+    Args:
+        repetitions: All repetitions.
+        verdicts: For each prompt, how the two sides' answers compare.
+        categories: The category of each of the chosen prompts, by its index.
+    """
+    return {
+        name: figures(
+            repetitions, verdicts, [i for i, category in categories.items() if category == name]
+        )
+        for name in sorted(set(categories.values()))
+    }
+
+
 def report(
     prompts: Sequence[Prompt],
     repetitions: Sequence[Repetition],
@@ -91,7 +111,7 @@ def report(
         costs: Result of `verification_cost`, from which the possible speedup is computed, or empty.
     """
     everything = range(len(prompts))
-    categories = sorted({prompt.category for prompt in prompts})
+    categories = {i: prompt.category for i, prompt in enumerate(prompts)}
     shown = (
         *("steps", "tokens_per_second", "baseline_tokens_per_second"),
         *("speedup", "decode_speedup"),
@@ -111,12 +131,7 @@ def report(
             )
         ),
         "repetitions": [{name: single[name] for name in shown} for single in singles],
-        "per_category": {
-            category: figures(
-                repetitions, verdicts, [i for i in everything if prompts[i].category == category]
-            )
-            for category in categories
-        },
+        "per_category": figures_by_category(repetitions, verdicts, categories),
     }
 
 

@@ -172,7 +172,9 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
             )
     figures = {
         **drafting,
-        "waves": wave_figures(repetitions, verdicts, settings.waves, counters),
+        "waves": wave_figures(
+            repetitions, verdicts, [prompt.category for prompt in settings.prompts], counters
+        ),
         **report(prompts, repetitions, verdicts, costs),
     }
     return {

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from drafttree.bench.report import Repetition, Verdict, figures
+from drafttree.bench.report import Repetition, Verdict, figures, figures_by_category
 
 
 def wave_figures(
     repetitions: Sequence[Repetition],
     verdicts: Sequence[Verdict],
-    waves: int,
+    categories: Sequence[str],
     counters: Sequence[Mapping[str, int]],
 ) -> list[dict[str, Any]]:
     """The figures of each wave.
@@ -24,19 +24,26 @@ def wave_figures(
     Args:
         repetitions: All repetitions, each with the answers of all waves in order.
         verdicts: For each prompt of all waves, how the two sides' answers compare.
-        waves: Number of waves.
+        categories: For each prompt of one wave, its category.
         counters: The method's counters at the end of each wave of the first repetition; empty for a
             method that drafts no trees.
 
     Returns:
-        For each wave, the figures of its prompts; with counters also `drafts_per_step`, the draft
-        tokens of a request in a step with drafts, and `drafted_share`, the share of such steps.
+        For each wave, the figures of its prompts, and under `per_category` those of the prompts of
+        each category; with counters also `drafts_per_step`, the draft tokens of a request in a step
+        with drafts, and `drafted_share`, the share of such steps.
     """
-    size = len(verdicts) // waves
-    found = [
-        figures(repetitions, verdicts, range(wave * size, (wave + 1) * size))
-        for wave in range(waves)
-    ]
+    size = len(categories)
+    found = []
+    for first in range(0, len(verdicts), size):
+        chosen = range(first, first + size)
+        kinds = dict(zip(chosen, categories, strict=True))
+        found.append(
+            {
+                **figures(repetitions, verdicts, chosen),
+                "per_category": figures_by_category(repetitions, verdicts, kinds),
+            }
+        )
     for each, (before, after) in zip(found, pairwise([{}, *counters]), strict=bool(counters)):
         grown = {name: count - before.get(name, 0) for name, count in after.items()}
         each["drafts_per_step"] = grown["draft_tokens"] / max(grown["drafted_steps"], 1)

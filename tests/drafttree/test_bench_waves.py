@@ -40,17 +40,22 @@ def test_figures_by_wave() -> None:
         {"steps": 6, "drafted_steps": 4, "draft_tokens": 20},
     ]
     verdicts: list[Verdict] = ["identical", "tie", "identical", "identical"]
-    first, second = wave_figures(repetitions, verdicts, 2, counters)
+    first, second = wave_figures(repetitions, verdicts, ["qa", "math"], counters)
     assert [first["mean_accepted_tokens"], second["mean_accepted_tokens"]] == [1.0, 2.0]
     assert [first["speedup"], second["speedup"]] == [1.0, 2.0]
     assert [first["ties"], second["ties"]] == [1, 0]
+    for wave, speedup, ties in ((first, 1.0, 1), (second, 2.0, 0)):
+        assert list(wave["per_category"]) == ["math", "qa"]
+        math, qa = wave["per_category"].values()
+        assert (math["prompts"], math["speedup"], math["ties"]) == (1, speedup, ties)
+        assert (qa["prompts"], qa["speedup"], qa["ties"]) == (1, speedup, 0)
     assert [first["drafted_share"], second["drafted_share"]] == [0.5, 1.0]
     assert [first["drafts_per_step"], second["drafts_per_step"]] == [3.0, 7.0]
     console = Console(width=80, record=True, file=StringIO())
     console.print(waves_table({"waves": [first, second]}, explain=True))
     text = console.export_text()
     assert all(cell in text for cell in ("/step", "100%", "7.0", "2.00"))
-    alone = wave_figures(repetitions, verdicts, 2, [])
+    alone = wave_figures(repetitions, verdicts, ["qa", "math"], [])
     assert waves_table({"waves": alone}, explain=True).row_count == 2
     assert "drafted_share" not in alone[0]
 
