@@ -1,14 +1,28 @@
-"""Prompts in Spec-Bench's format: one JSON object per line, each a chat of one or more turns."""
+"""Prompts in Spec-Bench's and SPEED-Bench's formats: objects that each hold a chat's user turns.
+
+Spec-Bench's files (arXiv 2401.07851) are JSON lines with `question_id`, `category` and `turns`.
+SPEED-Bench (arXiv 2604.09557, `nvidia/SPEED-Bench` on the Hugging Face hub) has the same fields in
+Parquet files, besides `sub_category`, `source`, `src_id`, `difficulty` and `multiturn`, which are
+not needed here. Most of its turns are placeholders there. Its script `prepare.py` (in
+NVIDIA-NeMo/Skills, `nemo_skills/dataset/speed-bench`) fills them in and writes JSON lines that have
+`messages`, each with `role` and `content`, in place of `turns`; vLLM's `--dataset-name speed_bench`
+reads those.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from drafttree.bench.errors import InputError
+
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""How a turn begins that SPEED-Bench does not distribute itself."""
 
 
 @dataclass(frozen=True)
@@ -34,45 +48,84 @@ def default_prompts_path() -> Path:
 
 
 def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file.
+    """The first `limit` prompts of a file: Parquet if it is named so, or else JSON lines.
 
     Raises:
-        InputError: The file cannot be read, or a line is not a prompt.
+        InputError: The file cannot be read, or an entry is not a prompt.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the prompts in {path}: {error}") from error
-    prompts: list[Prompt] = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if limit is not None and len(prompts) >= limit:
-            break
-        if line.strip():
-            prompts.append(_parse(line, f"{path}, line {number}"))
+    entries = _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    prompts = [_prompt(entry, where) for entry, where in islice(entries, limit)]
     if not prompts:
         raise InputError(f"no prompts in {path}")
     return prompts
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """The objects of a file of JSON lines, each with its place."""
     try:
-        entry: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error})") from error
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the prompts in {path}: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield json.loads(line), where
+            except json.JSONDecodeError as error:
+                raise InputError(f"{where}: not JSON ({error})") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[Any, str]]:
+    """The rows of a Parquet file, each with its place."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise InputError(
+            f"reading {path} needs pyarrow: pip install pyarrow, or give the prompts as JSON lines"
+        ) from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise InputError(f"cannot read the prompts in {path}: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        yield row, f"{path}, row {number}"
+
+
+def _prompt(entry: Any, where: str) -> Prompt:
     if not isinstance(entry, dict):
         raise InputError(f"{where}: expected a JSON object")
-    missing = [key for key in ("question_id", "category", "turns") if key not in entry]
+    given = "messages" if "turns" not in entry and "messages" in entry else "turns"
+    missing = [key for key in ("question_id", "category", given) if key not in entry]
     if missing:
         raise InputError(f"{where}: missing {', '.join(missing)}")
-    question_id, category, turns = entry["question_id"], entry["category"], entry["turns"]
+    question_id, category = entry["question_id"], entry["category"]
     if not isinstance(question_id, int | str):
         raise InputError(f"{where}: question_id must be a number or a string")
     if not isinstance(category, str):
         raise InputError(f"{where}: category must be a string")
+    turns = entry["turns"] if given == "turns" else _contents(entry["messages"], where)
+    kind = "strings" if given == "turns" else "messages whose content is a string"
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-        raise InputError(f"{where}: turns must be a non-empty list of strings")
+        raise InputError(f"{where}: {given} must be a non-empty list of {kind}")
+    if any(turn.startswith(_PLACEHOLDER) for turn in turns):
+        raise InputError(
+            f"{where}: SPEED-Bench has a placeholder here: make files with all turns by its "
+            "prepare.py (docs/command.md), and give one of those"
+        )
     schema = entry.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise InputError(f"{where}: schema must be a JSON schema, which is a JSON object")
     bound = None if schema is None else json.dumps(schema)
     return Prompt(question_id, category, tuple(turns), bound)
+
+
+def _contents(messages: Any, where: str) -> list[Any]:
+    """The contents of a chat's messages, all of the user: the answers are the model's own."""
+    if not isinstance(messages, list):
+        raise InputError(f"{where}: messages must be a list of objects with role and content")
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") != "user":
+            raise InputError(
+                f"{where}: every message must have the role user; the model writes the answers"
+            )
+    return [message.get("content") for message in messages]

@@ -77,7 +77,9 @@ def bench(
     engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts in Spec-Bench's format; if not given, the shipped ones."),
+        typer.Option(
+            help="Prompts in Spec-Bench's or SPEED-Bench's format; if not given, the shipped ones."
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 128,

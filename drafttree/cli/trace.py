@@ -37,7 +37,9 @@ def trace(
     prompt: Annotated[str | None, typer.Option(help="The prompt, a single turn.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Prompts in Spec-Bench's format; if not given, the shipped ones."),
+        typer.Option(
+            help="Prompts in Spec-Bench's or SPEED-Bench's format; if not given, the shipped ones."
+        ),
     ] = None,
     index: Annotated[
         int | None, typer.Option(min=0, help="Which of the prompts, counted from 0.")

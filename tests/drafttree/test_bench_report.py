@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from io import StringIO
 from pathlib import Path
@@ -82,6 +83,16 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
         ('{"question_id": [], "category": "qa", "turns": ["a"]}', "question_id must be"),
         ('{"question_id": 1, "category": 2, "turns": ["a"]}', "category must be"),
         ('{"question_id": 1, "category": "a", "turns": ["a"], "schema": "b"}', "schema must be"),
+        ('{"question_id": 1, "category": "a", "messages": []}', "messages must be a non-empty"),
+        ('{"question_id": 1, "category": "a", "messages": "b"}', "messages must be a list"),
+        (
+            '{"question_id": 1, "category": "a", "messages": [{"role": "user"}]}',
+            "messages whose content is a string",
+        ),
+        (
+            '{"question_id": 1, "category": "a", "messages": [{"role": "system", "content": "b"}]}',
+            "must have the role user",
+        ),
         ("[]", "expected a JSON object"),
         ("", "no prompts"),
     ],
@@ -96,6 +107,63 @@ def test_bad_prompts(tmp_path: Path, line: str, complaint: str) -> None:
 def test_absent_prompts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read the prompts"):
         load_prompts(tmp_path / "absent.jsonl")
+
+
+# A row of SPEED-Bench: the fields that its data card lists.
+SPEED_BENCH = {
+    "question_id": "8a3f",
+    "category": "coding",
+    "sub_category": "javascript",
+    "turns": ["Write a loop.", "Make it shorter."],
+    "source": "https://example.org/questions",
+    "src_id": "questions_17",
+    "difficulty": "medium",
+    "multiturn": True,
+}
+
+
+def test_speed_bench_with_turns_and_with_messages(tmp_path: Path) -> None:
+    """The hub's fields, and those of the files that SPEED-Bench's prepare.py writes."""
+    messages = [{"role": "user", "content": turn} for turn in SPEED_BENCH["turns"]]
+    prepared = {name: value for name, value in SPEED_BENCH.items() if name != "turns"}
+    path = tmp_path / "qualitative.jsonl"
+    path.write_text(f"{json.dumps(SPEED_BENCH)}\n{json.dumps(prepared | {'messages': messages})}\n")
+    expected = Prompt("8a3f", "coding", ("Write a loop.", "Make it shorter."))
+    assert load_prompts(path) == [expected, expected]
+
+
+def test_placeholders_of_speed_bench_are_refused(tmp_path: Path) -> None:
+    placeholder = (
+        "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nAnswer this."
+    )
+    path = tmp_path / "qualitative.jsonl"
+    path.write_text(json.dumps(SPEED_BENCH | {"turns": [placeholder]}))
+    with pytest.raises(InputError, match=r"line 1: SPEED-Bench has a placeholder.*prepare\.py"):
+        load_prompts(path)
+
+
+def test_prompts_in_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "test-00000-of-00001.parquet"
+    rows = [SPEED_BENCH, SPEED_BENCH | {"question_id": "b", "turns": ["Why?"]}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    found = load_prompts(path)
+    assert [prompt.question_id for prompt in found] == ["8a3f", "b"]
+    assert found[0].turns == ("Write a loop.", "Make it shorter.")
+    assert load_prompts(path, 1) == found[:1]
+    parquet.write_table(pyarrow.Table.from_pylist([SPEED_BENCH | {"turns": []}]), path)
+    with pytest.raises(InputError, match="row 1: turns must be"):
+        load_prompts(path)
+    path.write_text("no Parquet")
+    with pytest.raises(InputError, match="cannot read the prompts"):
+        load_prompts(path)
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(InputError, match="pip install pyarrow, or give the prompts as JSON lines"):
+        load_prompts(tmp_path / "test.parquet")
 
 
 def test_options() -> None:
