@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -16,7 +17,7 @@ from typer.main import get_command
 import drafttree
 from drafttree.budget.constants import BudgetConstants
 from drafttree.cli import app
-from drafttree.method import installed_methods
+from drafttree.method import find_method, installed_methods
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -43,6 +44,16 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     for page in DOCS.glob("*.md"):
         if page.stem != "index":
             assert f'href="{page.stem}/"' in home, page.name
+
+
+@pytest.mark.parametrize(
+    "start", [ROOT / "README.md", DOCS / "index.md"], ids=lambda file: file.name
+)
+def test_every_page_is_linked_from_the_start(start: Path) -> None:
+    linked = {(start.parent / link).resolve() for link in LINK.findall(start.read_text())}
+    pages = {page for page in DOCS.rglob("*.md") if page != DOCS / "index.md"}
+    assert len(pages) > 15
+    assert pages <= linked
 
 
 def test_nothing_is_loaded_from_the_network(site: Path) -> None:
@@ -133,6 +144,48 @@ def test_every_subcommand_is_documented() -> None:
     page = (DOCS / "command.md").read_text()
     for name in get_command(app).commands:
         assert f"`drafttree {name}`" in page, name
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    """The calls of `drafttree` in a page's blocks of code, each as its arguments."""
+    calls = []
+    for block in re.findall(r"^```.*?\n(.*?)^```", page.read_text(), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = re.sub(r'"\$\(.*?\)"', "MODEL", line).partition("  # ")[0]
+            call = re.match(r"(?:[A-Z_]+=\S+ )*(?:\S+/bin/)?drafttree (.*)", words)
+            if call:
+                calls.append(shlex.split(call[1]))
+    return calls
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_that_a_page_shows_can_be_called(page: Path) -> None:
+    """Every subcommand and option exists, and no required one is left out."""
+    command = get_command(app)
+    for name, *arguments in shown_commands(page):
+        with command.make_context("drafttree", [name]) as context:
+            command.commands[name].make_context(name, arguments, parent=context)
+
+
+def test_the_pages_show_commands() -> None:
+    calls = [call for page in PAGES for call in shown_commands(page)]
+    shown = {call[0] for call in calls}
+    assert {"bench", "budget", "prepare", "trace", "train", "tree"} <= shown
+    assert len(calls) >= 15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_options_that_a_page_shows_are_accepted(page: Path) -> None:
+    """In vLLM's configurations and in the command's `--option` and `--vary`."""
+    text = page.read_text()
+    for shown in re.findall(r'\{"method": "[^}]*\}', text):
+        given = json.loads(shown)
+        method = given.pop("method")
+        if method != "prompt_lookup_tree":  # the example that the page itself builds
+            find_method(method).parse(given)
+    methods = installed_methods().values()
+    known = {option for method in methods for option in method.options.model_fields} | {"width"}
+    assert set(re.findall(r"--(?:option|vary) ([a-z_]+)=", text)) <= known
 
 
 def test_every_environment_variable_is_documented() -> None:
