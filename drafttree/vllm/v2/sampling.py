@@ -8,7 +8,7 @@ whole trees at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 RuleOf = Callable[[DraftTree, slice], AcceptanceRule | None]
 """`(trees, requests)`: the acceptance rule of the trees of some of a step's requests."""
-
 
 LogitsOf = Callable[[Chunk], torch.Tensor]
 """Computes the target's logits after a chunk's rows, masked by grammars, `[n, V]`."""
@@ -68,9 +67,9 @@ def sample_trees(
     depth = min(max_depth, step.width - 1)
     positions = batch.positions[batch.logits_indices]
     lengths = batch.seq_lens_cpu_upper_bound.numpy()
-    outcomes: list[Verified] = []
-    scores: list[LogprobsTensors] = []
-    for chunk in chunks_of(batch.cu_num_logits_np, max_rows):
+
+    def sampled(chunk: Chunk) -> tuple[Verified, LogprobsTensors | None]:
+        # Nothing outside refers to the logits, so those of the next chunk can take their place.
         logits = logits_of(chunk)
         part = (
             logits,
@@ -99,24 +98,24 @@ def sample_trees(
             else:
                 draw = partial(_draw_by_rule, rule, processed, nodes, temperatures[part[2]] == 0)
                 verified = verify_sampled(drafts, draw, depth, waits=False)
-        outcomes.append(verified)
-        if dims is not None:
-            is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-            path = nodes.gather(1, verified.path.clamp(min=0).long()).flatten()
-            scores.append(
-                compute_topk_scores(
-                    (processed if is_processed else logits)[path],
-                    dims[0],
-                    verified.emitted.clamp(min=0).flatten().long(),
-                    None,
-                    sampler.logprob_token_ids_state,
-                    chunk.requests_of(batch.idx_mapping).repeat_interleave(
-                        depth + 1, output_size=len(path)
-                    ),
-                    dims[1],
-                    sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-                )
-            )
+        if dims is None:
+            return verified, None
+        is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        path = nodes.gather(1, verified.path.clamp(min=0).long()).flatten()
+        return verified, compute_topk_scores(
+            (processed if is_processed else logits)[path],
+            dims[0],
+            verified.emitted.clamp(min=0).flatten().long(),
+            None,
+            sampler.logprob_token_ids_state,
+            chunk.requests_of(batch.idx_mapping).repeat_interleave(
+                depth + 1, output_size=len(path)
+            ),
+            dims[1],
+            sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+    outcomes, scores = zip(*map(sampled, chunks_of(batch.cu_num_logits_np, max_rows)), strict=True)
     return _joined(outcomes), _joined_scores(scores, batch.num_reqs, depth + 1)
 
 
@@ -153,7 +152,7 @@ def _of_requests(trees: DraftTree, requests: slice) -> DraftTree:
     return DraftTree(trees.tokens[requests], trees.parents[requests], trees.tree_size[requests])
 
 
-def _joined(outcomes: list[Verified]) -> Verified:
+def _joined(outcomes: Sequence[Verified]) -> Verified:
     if len(outcomes) == 1:
         return outcomes[0]
     return Verified(
@@ -164,9 +163,10 @@ def _joined(outcomes: list[Verified]) -> Verified:
 
 
 def _joined_scores(
-    scores: list[LogprobsTensors], requests: int, width: int
+    scores: Sequence[LogprobsTensors | None], requests: int, width: int
 ) -> LogprobsTensors | None:
-    """The logprobs of all requests, each of which has `width` rows."""
-    if not scores:
+    """The logprobs of all requests, each of which has `width` rows; None if none are asked for."""
+    asked = [each for each in scores if each is not None]
+    if not asked:
         return None
-    return LogprobsTensors.cat(scores, [width * request for request in range(requests + 1)])
+    return LogprobsTensors.cat(asked, [width * request for request in range(requests + 1)])
