@@ -1,4 +1,4 @@
-"""SGLang's OpenAI server with draft trees: chat and completions, streamed, and its metrics."""
+"""SGLang's OpenAI server with draft trees: chats of many clients, and its metrics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from pathlib import Path
 
 import httpx
 import pytest
+from awaited import wait_until
 from bound_answers import called_arguments, object_answer
 from openai import OpenAI
+from openai_chats import (
+    BEST,
+    LONG,
+    QUESTIONS,
+    TOKENS,
+    Reply,
+    ask_at_once,
+    best_of,
+    chat_prompts,
+    check_equal,
+    hang_up,
+    request_of,
+)
 from server_process import is_up
 from sglang_runs import Case, run_sglang
 from sglang_server import counters_of, serving
 
-MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
-TOKENS = 48
+TEXT = "The capital of France is"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +38,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         *("--served-model-name", "smollm2", "--enable-metrics"),
         *("--grammar-backend", "xgrammar", "--tool-call-parser", "hermes"),
         "--constrained-json-disable-any-whitespace",
+        # SGLang counts acceptance once in so many steps.
+        *("--decode-log-interval", "5"),
     )
     folder = tmp_path_factory.mktemp("server")
     with serving(smollm2, {"nodes": 32}, folder, *arguments) as address:
@@ -42,34 +57,72 @@ def streamed(address: str, path: str, body: dict[str, object]) -> list[dict[str,
     return found
 
 
-def test_answers_are_those_of_plain_decoding(server: str, smollm2: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(smollm2: Path) -> list[Reply]:
+    """Greedy answers without a method: to the questions, and to TEXT as a completion."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    rendered = tokenizer.apply_chat_template(
-        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
-    text = "The capital of France is"
+    prompts = [*chat_prompts(tokenizer), tokenizer(TEXT)["input_ids"]]
     sampling = {"temperature": 0.0, "max_new_tokens": TOKENS}
-    case = Case([rendered, tokenizer(text)["input_ids"]], sampling, together=False)
-    (plain,), _ = run_sglang(smollm2, [case], drafted=False, skip_tokenizer_init=False)
+    case = Case(prompts, sampling, together=False, logprobs=BEST)
+    (found,), _ = run_sglang(smollm2, [case], drafted=False, skip_tokenizer_init=False)
+    return [
+        Reply(text or "", reason, logprobs, [best_of(each.values()) for each in best])
+        for text, reason, logprobs, best in zip(
+            found.texts, found.reasons, found.logprobs, found.top_logprobs, strict=True
+        )
+    ]
 
+
+def test_answers_are_those_of_plain_decoding(server: str, plain: list[Reply]) -> None:
     settings = {"model": "smollm2", "temperature": 0, "max_tokens": TOKENS}
-    chat = settings | {"messages": MESSAGES}
+    chat = settings | request_of(QUESTIONS[0])
     whole = httpx.post(f"{server}/v1/chat/completions", json=chat, timeout=120).json()
-    assert whole["choices"][0]["message"]["content"] == plain.texts[0]
+    assert whole["choices"][0]["message"]["content"] == plain[0].text
     pieces = [
         each["delta"].get("content") or ""
         for each in streamed(server, "/v1/chat/completions", chat)
     ]
-    assert "".join(pieces) == plain.texts[0]
+    assert "".join(pieces) == plain[0].text
     assert len([piece for piece in pieces if piece]) > 2
 
-    completion = settings | {"prompt": text}
+    completion = settings | {"prompt": TEXT}
     whole = httpx.post(f"{server}/v1/completions", json=completion, timeout=120).json()
-    assert whole["choices"][0]["text"] == plain.texts[1]
+    assert whole["choices"][0]["text"] == plain[-1].text
     pieces = [each["text"] for each in streamed(server, "/v1/completions", completion)]
-    assert "".join(pieces) == plain.texts[1]
+    assert "".join(pieces) == plain[-1].text
+
+
+def test_many_clients_at_once(server: str, plain: list[Reply]) -> None:
+    """With OpenAI's client, streamed and whole, logprobs included: plain decoding's answers."""
+    before = counters_of(server)
+    check_equal(ask_at_once(server), [[reply] for reply in plain[:-1]])
+    after = counters_of(server)
+    for name in ("accepted_tokens", "non_first_child_accepted", "kv_rows_moved"):
+        assert after[name] > before[name]
+
+
+def metric(address: str, name: str) -> float:
+    page = httpx.get(f"{address}/metrics", timeout=10).text
+    found = re.findall(rf"^sglang:{name}{{.*}} (\S+)$", page, re.MULTILINE)
+    assert found, page[-2000:]
+    return sum(map(float, found))
+
+
+def test_clients_that_hang_up(server: str, plain: list[Reply]) -> None:
+    """Their requests end, the KV cache is free again, and later answers are right."""
+    before = counters_of(server)
+    left = hang_up(server)
+    names = ("num_running_reqs", "num_queue_reqs", "num_used_tokens")
+    wait_until(
+        lambda: not any(metric(server, name) for name in names),
+        "a request that was left did not end, or keeps its KV cache",
+    )
+    after = counters_of(server)
+    assert after["emitted"] - before["emitted"] < left * LONG / 2
+    assert after["accepted_tokens"] > before["accepted_tokens"]
+    check_equal(ask_at_once(server), [[reply] for reply in plain[:-1]])
 
 
 def test_beam_search_is_refused_and_the_server_goes_on(server: str) -> None:
@@ -83,12 +136,9 @@ def test_beam_search_is_refused_and_the_server_goes_on(server: str) -> None:
 def test_the_accept_length_is_in_the_metrics(server: str) -> None:
     settings = {"model": "smollm2", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
     for _ in range(2):
-        body = settings | {"messages": MESSAGES}
+        body = settings | request_of(QUESTIONS[0])
         httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120)
-    page = httpx.get(f"{server}/metrics", timeout=10).text
-    found = re.findall(r"^sglang:spec_accept_length{.*} (\S+)$", page, re.MULTILINE)
-    assert found, page[-2000:]
-    assert float(found[0]) > 1.2
+    assert metric(server, "spec_accept_length") > 1.2
     assert counters_of(server)["non_first_child_accepted"] > 0
 
 
@@ -99,10 +149,10 @@ def test_bound_answers(ask: Callable[..., str], least: float, server: str) -> No
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
 
     before = counters_of(server)
-    plain = ask(client, 2 * TOKENS, {"custom_params": {"drafttree": False}})
+    plain = ask(client, 96, {"custom_params": {"drafttree": False}})
     undrafted = counters_of(server)
     assert undrafted["draft_tokens"] == before["draft_tokens"]
-    drafted = ask(client, 2 * TOKENS, {"custom_params": {"drafttree": True}})
+    drafted = ask(client, 96, {"custom_params": {"drafttree": True}})
     assert drafted == plain
     after = counters_of(server)
     accepted, steps = (

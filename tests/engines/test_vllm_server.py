@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server with draft trees: chat over HTTP, streamed, and the engine's metrics."""
+"""vLLM's OpenAI server with draft trees: chats of many clients, metrics, and vLLM's benchmark."""
 
 from __future__ import annotations
 
@@ -10,24 +10,41 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import bench_conversations
 import httpx
 import pytest
+from awaited import wait_until
+from bench_conversations import COUNT, write_conversations
 from bound_answers import called_arguments, object_answer
 from openai import OpenAI
+from openai_chats import (
+    BEST,
+    LONG,
+    QUESTIONS,
+    TOKENS,
+    Reply,
+    ask_at_once,
+    best_of,
+    chat_prompts,
+    check_equal,
+    hang_up,
+    request_of,
+)
 from server_process import free_port, wait_until_up
 from v2_on_cpu import check_runner, for_runner
-from vllm_runs import ENVIRONMENT, Case, run_vllm
+from vllm_runs import ENVIRONMENT, Answer, Case, run_vllm
 
-MESSAGES = [{"role": "user", "content": "Count from one to twelve in words."}]
-TOKENS = 48
 NODES = 15
+SAMPLED = {"n": 3, "temperature": 0.8, "seed": 5}
 # What `vllm serve` runs; that command fails in the CPU build, whose package is not `vllm`.
 PROGRAMS = {
     "v1": ("-m", "vllm.entrypoints.openai.api_server"),
     "v2": (str(Path(__file__).parents[1] / "support/v2_server.py"),),
 }
 """Programs by vLLM's model runner."""
+BENCH_SERVE = Path(__file__).parents[2] / "scripts/benchmarks/bench_serve.py"
 
 
 @pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.full)])
@@ -62,24 +79,56 @@ def server(
 
 def metric(address: str, name: str) -> float:
     page = httpx.get(f"{address}/metrics", timeout=10).text
-    found = re.findall(rf"^vllm:{name}_total{{.*}} (\S+)$", page, re.MULTILINE)
+    found = re.findall(rf"^vllm:{name}{{.*}} (\S+)$", page, re.MULTILINE)
     assert len(found) == 1, page[-2000:]
     return float(found[0])
 
 
-def test_a_streamed_chat_equals_plain_decoding(server: str, smollm2: Path) -> None:
+def draft_counts(address: str) -> dict[str, float]:
+    """Draft trees, draft tokens and accepted ones since the server's start."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    return {name: metric(address, f"spec_decode_num_{name}_total") for name in names}
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2: Path) -> dict[str, list[list[Reply]]]:
+    """Answers without a method, greedy ones and three samples each."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    rendered = tokenizer.apply_chat_template(
-        MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
-    (plain,), _ = run_vllm(smollm2, [Case([rendered], {"temperature": 0.0, "max_tokens": TOKENS})])
-    expected = tokenizer.decode(plain.tokens[0][0], skip_special_tokens=True)
+    prompts = chat_prompts(tokenizer)
+    settings = {"temperature": 0.0, "max_tokens": TOKENS, "logprobs": BEST}
+    cases = [Case(prompts, settings), Case(prompts, settings | SAMPLED)]
+    answers, _ = run_vllm(smollm2, cases)
 
-    body = {"model": "smollm2", "messages": MESSAGES, "temperature": 0, "max_tokens": TOKENS}
+    def reply(answer: Answer, row: int, sample: int) -> Reply:
+        tokens = answer.tokens[row][sample]
+        positions = answer.logprobs[row][sample]
+        return Reply(
+            tokenizer.decode(tokens, skip_special_tokens=True),
+            answer.reasons[row][sample],
+            [position[token] for token, position in zip(tokens, positions, strict=True)],
+            # The server's list begins with the chosen token, as the engine's own does.
+            [best_of([*position.values()][:BEST]) for position in positions],
+        )
+
+    return {
+        name: [
+            [reply(answer, row, sample) for sample in range(len(answer.tokens[row]))]
+            for row in range(len(prompts))
+        ]
+        for name, answer in zip(("greedy", "sampled"), answers, strict=True)
+    }
+
+
+def test_a_streamed_chat_equals_plain_decoding(
+    server: str, plain: dict[str, list[list[Reply]]]
+) -> None:
+    expected = plain["greedy"][0][0]
+    before = draft_counts(server)
+    body = request_of(QUESTIONS[0]) | {"temperature": 0, "max_tokens": TOKENS}
     whole = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120).json()
-    assert whole["choices"][0]["message"]["content"] == expected
+    assert whole["choices"][0]["message"]["content"] == expected.text
 
     pieces = []
     request = body | {"stream": True}
@@ -87,18 +136,73 @@ def test_a_streamed_chat_equals_plain_decoding(server: str, smollm2: Path) -> No
         for line in lines.iter_lines():
             if line.startswith("data: {"):
                 pieces.append(json.loads(line[6:])["choices"][0]["delta"].get("content") or "")
-    assert "".join(pieces) == expected
+    assert "".join(pieces) == expected.text
     assert len(pieces) > 2
 
-    drafts = metric(server, "spec_decode_num_drafts")
-    drafted = metric(server, "spec_decode_num_draft_tokens")
-    accepted = metric(server, "spec_decode_num_accepted_tokens")
+    after = draft_counts(server)
+    drafts, drafted, accepted = (after[name] - before[name] for name in before)
     assert 0 < accepted < drafted <= NODES * drafts
     # Each answer consists of its first token and the tokens that later steps emitted.
-    emitted = 2 * (len(plain.tokens[0][0]) - 1)
+    emitted = 2 * (len(expected.logprobs) - 1)
     # V2 counts what is accepted beyond an answer's end too, of one tree for each answer.
     assert drafts + accepted <= emitted + 2 * NODES
     assert drafts + accepted > emitted / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("greedy", {}), pytest.param("sampled", SAMPLED, marks=pytest.mark.full)],
+)
+def test_many_clients_at_once(
+    name: str, settings: dict[str, Any], server: str, plain: dict[str, list[list[Reply]]]
+) -> None:
+    """With OpenAI's client, streamed and whole, logprobs included: plain decoding's answers."""
+    before = draft_counts(server)
+    check_equal(ask_at_once(server, **settings), plain[name])
+    after = draft_counts(server)
+    assert after["accepted_tokens"] - before["accepted_tokens"] > len(QUESTIONS)
+
+
+def test_clients_that_hang_up(server: str, plain: dict[str, list[list[Reply]]]) -> None:
+    """Their requests end, the KV cache is free again, and later answers are right."""
+    before, tokens_before = draft_counts(server), metric(server, "generation_tokens_total")
+    left = hang_up(server)
+    short = request_of(QUESTIONS[0]) | {"max_tokens": 2}
+
+    def is_idle() -> bool:
+        # The gauges are written by steps alone.
+        httpx.post(f"{server}/v1/chat/completions", json=short, timeout=120).raise_for_status()
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return not any(metric(server, name) for name in names)
+
+    wait_until(is_idle, "a request that was left did not end, or keeps its KV cache")
+    assert metric(server, "generation_tokens_total") - tokens_before < left * LONG / 2
+    assert draft_counts(server)["accepted_tokens"] > before["accepted_tokens"]
+    check_equal(ask_at_once(server), plain["greedy"])
+
+
+@pytest.mark.full
+def test_its_own_benchmark(server: str, smollm2: Path, tmp_path: Path) -> None:
+    """`vllm bench serve`: all requests are answered, and it finds that drafts are accepted."""
+    command = [
+        *(sys.executable, str(BENCH_SERVE), "--backend", "openai", "--base-url", server),
+        *("--model", str(smollm2), "--served-model-name", "smollm2"),
+        *("--dataset-name", "sharegpt"),
+        *("--dataset-path", str(write_conversations(tmp_path / "conversations.json"))),
+        *("--num-prompts", str(COUNT), "--sharegpt-output-len", str(bench_conversations.TOKENS)),
+        *("--max-concurrency", "4", "--temperature", "0", "--ignore-eos", "--save-result"),
+        *("--result-dir", str(tmp_path), "--result-filename", "result.json"),
+    ]
+    before = draft_counts(server)
+    run = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["failed"]) == (COUNT, 0)
+    assert result["total_output_tokens"] == COUNT * bench_conversations.TOKENS
+    after = draft_counts(server)
+    found = {name: result[f"spec_decode_{name}"] for name in ("draft_tokens", "accepted_tokens")}
+    assert found == {name: after[name] - before[name] for name in found}
+    assert result["spec_decode_acceptance_length"] > 1.2
 
 
 @pytest.mark.full
@@ -110,13 +214,12 @@ def test_bound_answers(
     client = OpenAI(base_url=f"{server}/v1", api_key="none")
 
     def call(drafted: int) -> str:
-        return ask(client, 4 * TOKENS, {"vllm_xargs": {"drafttree": drafted}})
+        return ask(client, 192, {"vllm_xargs": {"drafttree": drafted}})
 
     def counts() -> tuple[float, float]:
         """Draft trees and accepted draft tokens."""
-        names = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
-        steps, accepted = (metric(server, name) for name in names)
-        return steps, accepted
+        found = draft_counts(server)
+        return found["drafts"], found["accepted_tokens"]
 
     _, before = counts()
     plain = call(0)
