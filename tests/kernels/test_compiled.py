@@ -68,3 +68,20 @@ def test_windows_soft_caps_and_sinks_compile(monkeypatch: pytest.MonkeyPatch) ->
     with compile_only() as compiled, torch.inference_mode():
         work.ours()
     check_fits(compiled, 90)
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_attention_over_pages_of_one_token_compiles(rows: int, capability: int) -> None:
+    """So are the KV slots of SGLang, in which a drafter's layer attends from a few rows."""
+    requests, context = 8, 512
+    query = torch.zeros(requests * rows, 32, 128, dtype=torch.bfloat16)
+    cache = torch.zeros(requests * context, 1, 8, 128, dtype=torch.bfloat16)
+    table = torch.arange(requests * context, dtype=torch.int32).view(requests, context)
+    starts = rows * torch.arange(requests + 1, dtype=torch.int32)
+    lengths, counts = (torch.full((requests,), each, dtype=torch.int32) for each in (context, rows))
+    masks = torch.zeros(len(query), 1, dtype=torch.int32)
+    paged = cache, cache, table, starts, lengths, counts, masks
+    with compile_only(capability) as compiled, torch.inference_mode():
+        tree_attention.tree_attention(query, *paged, 0.1, rows)
+    check_fits(compiled, capability)

@@ -192,7 +192,7 @@ def batches(draw):
         [request() for _ in range(draw(st.integers(1, 3)))],
         heads=draw(st.sampled_from([(1, 1), (3, 1), (4, 2)])),
         dtype=draw(st.sampled_from(list(TOLERANCE))),
-        page=draw(st.sampled_from([8, 16, 48])),
+        page=draw(st.sampled_from([1, 8, 16, 48])),
         layout=draw(st.sampled_from(["apart", "side_by_side", "heads_first"])),
         spare_words=draw(st.integers(0, 1)),
         seed=draw(st.integers(0, 99)),

@@ -11,16 +11,18 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
 from drafttree.drafter import HiddenStateDrafter
-from drafttree.sglang.kv_cache import LayerCache
+from drafttree.sglang.layer_cache import LayerCache, LayerRows
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
-from drafttree.sglang.state import Proposal, Step
+from drafttree.sglang.state import Proposal, Step, are_parts
 from drafttree.sglang.worker import TreeWorker
-from drafttree.tree import Verified
+from drafttree.transfer import on_device
+from drafttree.tree import NO_TOKEN, Verified
 
 
 class HiddenStateWorker(TreeWorker):
@@ -48,58 +50,58 @@ class HiddenStateWorker(TreeWorker):
         super().alloc_memory_pool(**pools)
         keys = self.token_to_kv_pool_allocator.get_kvcache().k_buffer[0]
         _, heads, size = self.drafter.heads
-        self._cache = LayerCache(len(keys), heads, size, self._runner.dtype)
+        dtype = self._runner.dtype
+        self._cache = LayerCache(len(keys), heads, size, dtype, self._device)
         width = self._runner.model_config.hidden_size
         slots = self.req_to_token_pool.req_to_token.shape[0]
         # The layer's output at each request's last known token.
-        self._outputs = torch.zeros(slots, width, dtype=self._runner.dtype)
+        self._outputs = torch.zeros(slots, width, dtype=dtype, device=self._device)
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL
         )
-        counts, lengths = list(batch.extend_lens), batch.seq_lens.tolist()
-        ends = torch.tensor(counts).cumsum(0) - 1
+        rows = LayerRows.of([*batch.extend_lens], self._device)
         following = batch.input_ids.roll(-1)
-        for row, (request, length) in enumerate(zip(batch.reqs, lengths, strict=True)):
-            known = request.origin_input_ids + request.output_ids
-            # After a partial prefill the next token is known.
-            sampled = int(result.next_token_ids[row])
-            following[ends[row]] = known[length] if length < len(known) else sampled
-        self._read(batch, result.logits_output.hidden_states, following, counts, lengths)
+        following[rows.ends] = _after_prompts(batch, result.next_token_ids).to(following.dtype)
+        x = self.drafter.fuse(result.logits_output.hidden_states, following)
+        outputs = self._run_layer(batch, x, rows, batch.seq_lens, self._table(batch))
+        self._outputs[batch.req_pool_indices] = outputs[rows.ends]
         self._prompts_verified(batch, result.next_token_ids)
         return result
 
-    def _read(
-        self,
-        batch: Any,
-        hidden: torch.Tensor,
-        following: torch.Tensor,
-        counts: list[int],
-        lengths: list[int],
-    ) -> None:
-        """Run the layer over known tokens, and keep its output at each request's last one.
+    def _table(self, batch: Any, reserved: int = 0) -> torch.Tensor:
+        """The KV slot of each position of each request, `int32 [B, P]`.
 
         Args:
             batch: SGLang's batch.
-            hidden: `[N, d]`, the target's hidden states, request by request.
-            following: `int [N]`, the token after each of them.
-            counts: Number of rows of each request.
-            lengths: Length of each request, these rows included.
+            reserved: Number of positions to come that are needed.
         """
         table = self.req_to_token_pool.req_to_token
-        indices = batch.req_pool_indices.tolist()
-        slots = [table[i, :length].long() for i, length in zip(indices, lengths, strict=True)]
-        positions = torch.cat(
-            [torch.arange(end - n, end) for end, n in zip(lengths, counts, strict=True)]
-        )
-        outputs = self.drafter.layer(
-            self.drafter.fuse(hidden, following),
-            positions,
-            partial(self._cache.attend, counts=counts, slots=slots),
-        )
-        ends = torch.tensor(counts).cumsum(0) - 1
-        self._outputs[batch.req_pool_indices] = outputs[ends]
+        if self._device.type == "cpu":
+            # A GPU would have to wait for the lengths, and copies faster.
+            table = table[:, : int(batch.seq_lens.max()) + reserved]
+        return table[batch.req_pool_indices]
+
+    def _run_layer(
+        self,
+        batch: Any,
+        x: torch.Tensor,
+        rows: LayerRows,
+        lengths: torch.Tensor,
+        table: torch.Tensor,
+    ) -> torch.Tensor:
+        """The layer's output `[N, d]` for its input `x [N, d]`, whose KV it writes.
+
+        Args:
+            batch: SGLang's batch.
+            x: The input.
+            rows: Whose last rows these are.
+            lengths: Length of each request, these rows included, `int64 [B]`.
+            table: What `_table` returns.
+        """
+        attend = partial(self._cache.attend, rows=rows, lengths=lengths, table=table)
+        return self.drafter.layer(x, rows.positions(lengths), attend)
 
     def _propose(self, batch: Any) -> Proposal:
         started = perf_counter()
@@ -107,35 +109,26 @@ class HiddenStateWorker(TreeWorker):
         outputs = self._continue(batch)
         # SGLang's own product, as it keeps the head packed on some CPUs.
         model = self._runner.model
-        rows = torch.stack(outputs, 1).flatten(0, 1)
-        logits = model.logits_processor._compute_lm_head(rows, model.lm_head)
-        logits = logits[:, : self._vocab_size].unflatten(0, (-1, len(outputs)))
-        steps = torch.full((len(indices),), len(outputs))
-        steps = steps.masked_fill(~self._states.drafting[indices], 0)
+        logits = model.logits_processor._compute_lm_head(outputs.flatten(0, 1), model.lm_head)
+        logits = logits[:, : self._vocab_size].unflatten(0, outputs.shape[:2])
+        steps = self._states.drafting[indices].long() * outputs.shape[1]
         trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)
         self.draft_seconds += perf_counter() - started
         return Proposal(trees)
 
-    def _continue(self, batch: Any) -> list[torch.Tensor]:
-        """The layer's outputs `[B, d]` of each step of the draft."""
-        indices = batch.req_pool_indices
-        table = self.req_to_token_pool.req_to_token
-        steps, lengths = self.drafter.max_depth, batch.seq_lens.tolist()
-        reserved = [
-            table[i, : length + steps - 1].long()
-            for i, length in zip(indices.tolist(), lengths, strict=True)
-        ]
-        output = self._outputs[indices]
+    def _continue(self, batch: Any) -> torch.Tensor:
+        """The layer's outputs of each step of the draft, `[B, L, d]`."""
+        steps = self.drafter.max_depth
+        output = self._outputs[batch.req_pool_indices]
         outputs = [output]
+        if steps > 1:
+            rows = LayerRows.of([1] * len(output), self._device)
+            table = self._table(batch, steps - 1)
         for ahead in range(1, steps):
-            slots = [found[: len(found) - steps + 1 + ahead] for found in reserved]
-            output = self.drafter.layer(
-                self.drafter.between(output),
-                batch.seq_lens + ahead - 1,
-                partial(self._cache.attend, counts=[1] * len(slots), slots=slots),
-            )
+            x = self.drafter.between(output)
+            output = self._run_layer(batch, x, rows, batch.seq_lens + ahead, table)
             outputs.append(output)
-        return outputs
+        return torch.stack(outputs, 1)
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
         return self._target_worker.forward_batch_generation(
@@ -146,15 +139,49 @@ class HiddenStateWorker(TreeWorker):
         hidden = output.hidden_states.view(*step.trees.tokens.shape, -1)
         verified = self._verify_trees(step, output)
         started = perf_counter()
-        path, accepted = verified.path.long(), verified.path >= 0
-        rows = torch.arange(len(path))[:, None].expand_as(path)
-        counts = accepted.sum(1)
-        self._read(
-            step.batch,
-            hidden[rows[accepted], path[accepted]],
-            verified.emitted[accepted].long(),
-            counts.tolist(),
-            (step.batch.seq_lens + counts).tolist(),
-        )
+        self._read_accepted(step, hidden, verified)
         self.draft_seconds += perf_counter() - started
         return verified
+
+    def _read_accepted(self, step: Step, hidden: torch.Tensor, verified: Verified) -> None:
+        """Run the layer over accepted tokens, and keep its output at each request's last one.
+
+        Args:
+            step: The step.
+            hidden: `[B, N, d]`, the target's hidden states of all nodes.
+            verified: What was accepted.
+        """
+        batch, path, counts = step.batch, verified.path, verified.num_emitted
+        requests = torch.arange(len(path), device=self._device)[:, None]
+        states = hidden[requests, path.clamp(min=0).long()].flatten(0, 1)
+        following = verified.emitted.clamp(min=0).flatten().long()
+        if self._device.type == "cpu":
+            needed = (path >= 0).flatten()
+            states, following = states[needed], following[needed]
+            rows, lengths = LayerRows.of(counts.tolist(), self._device), batch.seq_lens + counts
+            last = rows.ends
+        else:
+            # A GPU would have to wait until the host knows how many were accepted. The KV of the
+            # rows behind them is written again before it is read.
+            width = path.shape[1]
+            rows = LayerRows.of([width] * len(path), self._device)
+            lengths = batch.seq_lens + width
+            last = rows.starts[:-1].long() + counts - 1
+        x = self.drafter.fuse(states, following)
+        table = self._table(batch, path.shape[1])
+        outputs = self._run_layer(batch, x, rows, lengths, table)
+        self._outputs[batch.req_pool_indices] = outputs[last]
+
+
+def _after_prompts(batch: Any, sampled: torch.Tensor) -> torch.Tensor:
+    """The token after each prompt: the one that was sampled, or known after a part of a prompt."""
+    known = [
+        (request.origin_input_ids + request.output_ids)[length] if is_part else NO_TOKEN
+        for request, length, is_part in zip(
+            batch.reqs, batch.seq_lens_cpu.tolist(), are_parts(batch), strict=True
+        )
+    ]
+    if known.count(NO_TOKEN) == len(known):
+        return sampled
+    given = on_device(np.array(known, np.int64), sampled.device)
+    return torch.where(given >= 0, given, sampled)
