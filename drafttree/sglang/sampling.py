@@ -15,6 +15,7 @@ import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
@@ -24,6 +25,7 @@ from tree_kernels.mask import tree_mask
 from drafttree.drafter import AcceptanceRule, TreeRule
 from drafttree.sglang.acceptance_sampler import AcceptanceSampler
 from drafttree.sglang.state import Step, asks_for_tokens_alone, is_plain_greedy
+from drafttree.transfer import on_device
 from drafttree.tree import Verified
 from drafttree.verify import Chosen, draw_ahead, draws_ahead, verify_sampled, verify_target
 
@@ -138,7 +140,7 @@ class _Draw:
         by_level = None
         if has_custom:
             custom = [each.custom_logit_processor is not None for each in self._batch.reqs]
-            by_level = torch.tensor(custom, device=masks.device)
+            by_level = on_device(np.array(custom), masks.device)
         # One row for each column and request.
         rows = torch.arange(width * requests, device=masks.device).view(width, requests).t()
         tokens = rule.of_trees(torch.stack(columns).flatten(0, 1), rows)

@@ -22,6 +22,7 @@ from drafttree.method import Method
 from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.kv_cache import kv_movers
+from drafttree.sglang.limits import whole_trees
 from drafttree.sglang.patches import install_acceptance_sampler
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Proposal, Step
@@ -124,7 +125,7 @@ class DraftModelWorker(TreeWorker):
                 return logits  # nothing is sampled below the leaves
             logits = logits.float()
             if has_penalties(batch):
-                _penalise(logits, self._penalties, trees, slots, first)
+                logits = _penalised(logits, self._penalties, trees, slots, first)
             return _distributions(logits, info, sampled)
 
         slots = batch.req_pool_indices
@@ -141,28 +142,35 @@ class DraftModelWorker(TreeWorker):
 
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
         """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`."""
-        depth = depths(trees.parents, trees.tree_size)
-        prepare_verify(batch, trees, depth, self.req_to_token_pool.req_to_token, first)
+        read, columns = trees, trees.tokens.shape[1]
+        cached = first
+        if self._device.type != "cpu":
+            # SGLang's own backends take whole trees of one size. They write the KV of earlier
+            # columns again, and that of columns without a node yet before it is read.
+            read, cached = whole_trees(trees, self._num_draft_tokens), 0
+        depth = depths(read.parents, read.tree_size)
+        prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
         worker = self._draft_worker.draft_worker
         output = worker.forward_batch_generation(batch, is_verify=True).logits_output
         logits: torch.Tensor = output.next_token_logits
-        return logits.view(len(depth), -1, self._vocab_size)
+        return logits.view(len(depth), -1, self._vocab_size)[:, first - cached : columns - cached]
 
     def _verify(self, step: Step, output: Any) -> Verified:
         rule = self.drafter.acceptance_rule(step.trees, step.drawn)
         return self._verify_trees(step, output, rule=rule)
 
 
-def _penalise(
+def _penalised(
     logits: torch.Tensor, penalties: Penalties, trees: DraftTree, slots: torch.Tensor, first: int
-) -> None:
-    """Apply penalties to the logits `[B, n, V]` of the nodes from column `first` on."""
+) -> torch.Tensor:
+    """The logits `[B, n, V]` of the nodes from column `first` on, with penalties."""
     rows = logits.shape[1]
     masks = tree_mask(trees.parents, trees.tree_size)[:, first:]
     path = trees.tokens[:, None].masked_fill(~masks, -1)
     path[..., 0] = -1  # the root has been emitted
-    flat = slots.repeat_interleave(rows)
-    penalties.apply(logits.flatten(0, 1), flat, path.flatten(0, 1))
+    penalised = logits.flatten(0, 1)
+    penalties.apply(penalised, slots.repeat_interleave(rows), path.flatten(0, 1))
+    return penalised.view_as(logits)
 
 
 def _distributions(logits: torch.Tensor, info: Any, sampled: torch.Tensor) -> torch.Tensor:
