@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from fake_gpu.comparison import assert_same
 from fake_gpu.tensors import Gpu
 from structured_answers import PATTERN
 from tiny_models import add_byte_tokenizer
 
 pytest.importorskip("sglang", reason="SGLang is not installed here")
 
-from fake_gpu.sglang_steps import Asked, Decoded, decode
-from fake_gpu.sglang_target import Weights
+from fake_gpu.sglang_cases import GREEDY, WEIGHTS, asked, both, prompt, random_target
+from fake_gpu.sglang_steps import Asked, decode
 
 from drafttree.sglang import sampling
-from drafttree.testing.session import random_weights
 
-VOCAB = 64
 BYTES = 512
 """Size of the vocabulary of grammars, whose tokens are bytes."""
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -31,52 +26,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 # The interpreter takes seconds for each dynamic tree.
 SLOW = [pytest.param("static"), pytest.param("dynamic", marks=pytest.mark.full)]
-
-
-def _weights(vocab_size: int) -> Weights:
-    generator = torch.Generator().manual_seed(1)
-    after = random_weights(vocab_size, generator).log()
-    return Weights(after, 0.3 * torch.randn(vocab_size, vocab_size, generator=generator))
-
-
-WEIGHTS = _weights(VOCAB)
-GREEDY = {"temperature": 0.0}
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (length,), generator=generator).tolist()
-
-
-def asked(*parameters: Mapping[str, Any]) -> dict[str, Asked]:
-    """Requests of which one arrives while others decode, with a cached prefix; two have parts."""
-    first = prompt(0, 9)
-    prompts = (first, 16, 0), (prompt(1, 6), 14, 0), ([*first, *prompt(2, 12)], 6, 6)
-    return {
-        f"request {number}": Asked(text, tokens, given, starts)
-        for number, ((text, tokens, starts), given) in enumerate(
-            zip(prompts, parameters, strict=True)
-        )
-    }
-
-
-def both(
-    options: dict[str, Any],
-    requests: dict[str, Asked],
-    gpu: Gpu,
-    *,
-    waits: bool = False,
-    **given: Any,
-) -> Decoded:
-    """Decode on the CPU and on the fake GPU, and compare."""
-    torch.manual_seed(0)
-    expected = decode(options, requests, WEIGHTS, None, **given)
-    torch.manual_seed(0)
-    found = decode(options, requests, WEIGHTS, gpu, waits=waits, **given)
-    assert_same(expected, found, requests)
-    assert found.parts > 0
-    assert found.cached > 0
-    return found
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -132,7 +81,7 @@ def test_requests_with_a_grammar(gpu: Gpu, tmp_path: Path) -> None:
         "free": Asked(prompt(1, 6), 18, GREEDY),
         "bound too": Asked(prompt(2, 6), 40, GREEDY, 4, made.copy, eos),
     }
-    weights = _weights(BYTES)
+    weights = random_target(BYTES)
     expected = decode(DRAFTERS["static"], requests, weights, None)
     found = decode(DRAFTERS["static"], requests, weights, gpu, waits=True)
     assert found.texts == expected.texts

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -30,9 +30,10 @@ from xgrammar import apply_token_bitmask_inplace
 from drafttree.sglang import plugin, worker
 from drafttree.sglang.options import VARIABLE
 from fake_gpu.tensors import DeviceTensor, Gpu, held
-from recycle_plugin import METHOD
 
-ALGORITHM = "TOKEN-RECYCLING"
+if TYPE_CHECKING:
+    from fake_gpu.sglang_hosts import Host
+
 MAX_REQUESTS = 4
 MAX_LEN = 96
 KV_SLOTS = 1500
@@ -40,18 +41,22 @@ _GROUP = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
 
 
 @contextmanager
-def configured(options: dict[str, Any], gpu: Gpu | None, *, seeded: bool) -> Iterator[None]:
-    """The configuration of an engine with one rank, whose method is Token Recycling.
+def configured(
+    host: Host, options: dict[str, Any], gpu: Gpu | None, *, seeded: bool
+) -> Iterator[None]:
+    """The configuration of an engine with one rank.
 
     Args:
+        host: The worker and its method.
         options: The method's options.
         gpu: The fake GPU; None for the CPU.
         seeded: Whether the engine samples by seeds.
     """
     plugin.register()
     arguments = {
-        "speculative_algorithm": ALGORITHM,
-        "speculative_num_draft_tokens": METHOD.parse(options).num_draft_tokens + 1,
+        "speculative_algorithm": host.algorithm,
+        "speculative_draft_model_path": host.draft_model,
+        "speculative_num_draft_tokens": host.num_draft_tokens(options) + 1,
         "speculative_num_steps": 1,
         "speculative_eagle_topk": 1,
         "page_size": 1,
@@ -117,6 +122,13 @@ def _assign_slots(
         first += end - start
 
 
+def new_cache(device: str) -> MHATokenToKVPool:
+    """A KV cache of one layer with one head of one number."""
+    return MHATokenToKVPool(
+        KV_SLOTS, 1, torch.float32, 1, 1, 1, device, False, enable_alt_stream=False
+    )
+
+
 @dataclass(frozen=True)
 class Pools:
     """The engine's memory.
@@ -133,12 +145,10 @@ class Pools:
 
     @classmethod
     def on(cls, device: str) -> Pools:
-        """Pools whose KV are of one layer, one head and one number."""
+        """Empty pools."""
         length = MAX_LEN + get_alloc_reserve_per_decode()
         rows = ReqToTokenPool(MAX_REQUESTS, length, device, False)
-        cache = MHATokenToKVPool(
-            KV_SLOTS, 1, torch.float32, 1, 1, 1, device, False, enable_alt_stream=False
-        )
+        cache = new_cache(device)
         slots = TokenToKVPoolAllocator(KV_SLOTS, torch.float32, device, cache, False)
         return cls(rows, slots, RadixCache(CacheInitParams(False, rows, slots, page_size=1)))
 

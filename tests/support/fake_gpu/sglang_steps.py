@@ -23,12 +23,11 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from drafttree.sglang.drafters.model_free import ModelFreeWorker
 from fake_gpu.record import Record
-from fake_gpu.sglang_engine import ALGORITHM, Pools, configured, result_processor
+from fake_gpu.sglang_engine import Pools, configured, result_processor
+from fake_gpu.sglang_hosts import TOKEN_RECYCLING, Host
 from fake_gpu.sglang_target import TargetWorker, Weights
 from fake_gpu.tensors import Gpu, held
-from recycle_plugin import METHOD
 
 
 @dataclass
@@ -85,6 +84,7 @@ def decode(
     weights: Weights,
     gpu: Gpu | None,
     *,
+    host: Host = TOKEN_RECYCLING,
     overlap: bool = True,
     chunk: int = 8,
     waits: bool = False,
@@ -93,40 +93,33 @@ def decode(
     """Serve requests until all have finished, on the CPU or on a fake GPU.
 
     Args:
-        options: Options of Token Recycling.
+        options: The method's options.
         asked: The requests by name.
         weights: The target.
         gpu: The fake GPU; None for the CPU.
+        host: The worker and its method.
         overlap: Whether a step is launched before the last one's results are read.
         chunk: Most tokens of prompts that are read in a step.
         waits: Whether the host may wait for a GPU in drafttree's part of a step.
         seeded: Whether the engine samples by seeds.
     """
-    with configured(options, gpu, seeded=seeded):
-        return _Loop(weights, gpu, overlap=overlap, waits=waits).run(asked, chunk)
-
-
-class _Worker(ModelFreeWorker):
-    """The worker under test, which keeps its last step."""
-
-    drafted: Any = None
-
-    def _draft(self, batch: Any) -> Any:
-        self.drafted = super()._draft(batch)
-        return self.drafted
+    with configured(host, options, gpu, seeded=seeded):
+        return _Loop(host, weights, gpu, overlap=overlap, waits=waits).run(asked, chunk)
 
 
 class _Loop:
     """The scheduler's loop."""
 
-    def __init__(self, weights: Weights, gpu: Gpu | None, *, overlap: bool, waits: bool) -> None:
+    def __init__(
+        self, host: Host, weights: Weights, gpu: Gpu | None, *, overlap: bool, waits: bool
+    ) -> None:
         self._gpu, self._overlap, self._waits = gpu, overlap, waits
         device = "cpu" if gpu is None else "cuda"
         self._pools = pools = Pools.on(device)
         target = TargetWorker(weights, pools.rows, pools.slots, gpu, self._unwatched)
         self._config = target.model_runner.model_config
-        self._algorithm = SpeculativeAlgorithm.from_string(ALGORITHM)
-        made = self._worker = _Worker.of(METHOD)(None, 0, 0, target)
+        self._algorithm = SpeculativeAlgorithm.from_string(host.algorithm)
+        made = self._worker = host.worker.of(host.method)(None, 0, 0, target)
         made.alloc_memory_pool()
         self._futures = FutureMap(torch.device(device), self._algorithm, pools.rows)
         self._processor = result_processor(pools, self._config, made, overlap=overlap)

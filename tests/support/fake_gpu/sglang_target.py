@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_spec
 
+from fake_gpu.sglang_engine import new_cache
 from fake_gpu.tensors import DeviceTensor, Gpu, held
 
 
@@ -80,16 +82,19 @@ class TargetWorker:
         return self._pools
 
     def forward_batch_generation(
-        self, batch: Any, is_verify: bool = False
+        self, batch: Any, is_verify: bool = False, capture_hidden_mode: Any = None
     ) -> GenerationBatchResult:
-        """A forward, after which tokens are sampled unless it verifies."""
+        """A forward, after which tokens are sampled unless it verifies.
+
+        The hidden state of a row is its logits.
+        """
         if batch.has_grammar:
             batch.sampling_info.grammars = [each.grammar for each in batch.reqs]
-        tokens, totals = self._verified(batch) if is_verify else self._prompts(batch)
-        logits = self._weights.logits(tokens, totals)
-        if self._gpu is not None:
-            logits = DeviceTensor(logits, self._gpu)
-        output = LogitsProcessorOutput(next_token_logits=logits)
+        hidden = self._weights.logits(*(self._verified if is_verify else self._prompts)(batch))
+        ends = slice(None) if is_verify else torch.tensor(batch.extend_lens).cumsum(0) - 1
+        output = LogitsProcessorOutput(next_token_logits=self._given(hidden[ends]))
+        if capture_hidden_mode is not None:
+            output.hidden_states = self._given(hidden)
         result = GenerationBatchResult(logits_output=output)
         if not is_verify:
             with self._unwatched():
@@ -102,24 +107,31 @@ class TargetWorker:
             )
         return result
 
+    def _given(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor on the target's device."""
+        return values if self._gpu is None else DeviceTensor(values, self._gpu)
+
     def _prompts(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last token of each prompt, and the sum for it."""
+        """The tokens of prompts, and the sum for each."""
         self._write(batch)
-        lengths = held(batch.seq_lens)
-        ends = torch.tensor(batch.extend_lens).cumsum(0) - 1
-        texts = [self._context(*each) for each in self._requests(batch)]
-        return held(batch.input_ids)[ends], torch.stack(
-            [each.sum() for each in texts]
-        ) + lengths - 1
+        totals = [
+            (self._context(slot, length).cumsum(0) + torch.arange(length))[-count:]
+            for (slot, length), count in zip(self._requests(batch), batch.extend_lens, strict=True)
+        ]
+        return held(batch.input_ids), torch.cat(totals)
 
     def _verified(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of all nodes, and the sum for each, by the mask that the engine is given."""
         self._write(batch)
         spec, size = batch.spec_info, batch.spec_info.draft_token_num
         tokens, masks = held(batch.input_ids).view(-1, size), held(spec.custom_mask)
+        whole = get_spec().speculative_num_draft_tokens
+        assert self._gpu is None or size == whole, "the engine's backends take trees of one size"
         totals, first = held(spec.positions).view(-1, size).clone(), 0
         for row, (slot, length) in enumerate(self._requests(batch)):
-            visible = torch.cat((self._context(slot, length), tokens[row]))
+            # On a CPU the first nodes may be in the cache already.
+            cached = masks.shape[2] - size if masks.dim() == 3 else 0
+            visible = torch.cat((self._context(slot, length + cached), tokens[row]))
             if masks.dim() == 3:
                 mask = torch.cat((torch.ones(size, length, dtype=torch.bool), masks[row]), 1)
             else:
@@ -133,18 +145,75 @@ class TargetWorker:
         lengths = held(batch.seq_lens).tolist()
         return list(zip(held(batch.req_pool_indices).tolist(), lengths, strict=True))
 
+    def _cache(self) -> Any:
+        """The engine's KV cache."""
+        return self._pools[1].get_kvcache()
+
     def _write(self, batch: Any) -> None:
-        cache = self._pools[1].get_kvcache()
+        cache = self._cache()
         for layer in (*cache.k_buffer, *cache.v_buffer):
             held(layer).view(-1)[held(batch.out_cache_loc)] = held(batch.input_ids).float()
 
     def _context(self, slot: int, length: int) -> torch.Tensor:
         """The tokens whose KV a request's text has, `int64 [length]`."""
-        cache = self._pools[1].get_kvcache()
+        cache = self._cache()
         slots = held(self._pools[0].req_to_token)[slot, :length].long()
         keys, values = (held(each[0]).view(-1)[slots] for each in (cache.k_buffer, cache.v_buffer))
         assert torch.equal(keys, values)
         return keys.long()
+
+
+class DraftWorker(TargetWorker):
+    """A draft model, whose logits resemble the target's, with a KV cache in the same slots.
+
+    Args:
+        target: The target.
+    """
+
+    def __init__(self, target: TargetWorker) -> None:
+        after = target._weights.after
+        noise = 0.5 * torch.randn(after.shape, generator=torch.Generator().manual_seed(4))
+        weights = replace(target._weights, after=after + noise)
+        super().__init__(weights, *target.get_memory_pool(), target._gpu, target._unwatched)
+        self._target = target
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Make the KV cache."""
+        self.model_runner.token_to_kv_pool = new_cache(self.model_runner.device)
+
+    def forward_batch_generation(
+        self, batch: Any, is_verify: bool = False, capture_hidden_mode: Any = None
+    ) -> GenerationBatchResult:
+        """A forward that samples nothing."""
+        assert is_verify, "a draft model must not sample"
+        if batch.spec_info is None:
+            self._prompts(batch)
+            return GenerationBatchResult()
+        return super().forward_batch_generation(batch, is_verify)
+
+    def _cache(self) -> Any:
+        return self.model_runner.token_to_kv_pool
+
+    def _requests(self, batch: Any) -> list[tuple[int, int]]:
+        found = super()._requests(batch)
+        for each in found:
+            own, texts = self._context(*each), self._target._context(*each)
+            assert torch.equal(own, texts), "the draft model has not read what the target has"
+        return found
+
+
+class _Model:
+    """As much of the target's model as a worker reads; hidden states are logits."""
+
+    lm_head = None
+
+    def __init__(self, embeddings: torch.Tensor) -> None:
+        self._embeddings = embeddings
+        self.logits_processor = SimpleNamespace(_compute_lm_head=lambda hidden, head: hidden)
+
+    def get_embed_and_head(self) -> tuple[torch.Tensor, None]:
+        """The embedding of a token is what the target says after it."""
+        return self._embeddings, None
 
 
 class _Runner:
@@ -158,11 +227,13 @@ class _Runner:
         self.model_config = SimpleNamespace(
             vocab_size=len(weights.after),
             hf_text_config=config,
+            hidden_size=len(weights.after),
             is_encoder_decoder=False,
             self_opened_think_start_ids=None,
             think_end_ids=None,
         )
         self.server_args = SimpleNamespace(model_path="no model", revision=None, download_dir=None)
+        self.model = _Model(weights.after.to(device))
         self.sampler = Sampler()
         self.sampling_observer = self.watermark_state = None
         self.ngram_embedding_manager = SimpleNamespace(update_after_decode=lambda **given: None)

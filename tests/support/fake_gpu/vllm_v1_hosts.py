@@ -16,7 +16,7 @@ import torch
 from tree_kernels.kv_move import movers_of
 from vllm.forward_context import get_forward_context
 
-from drafttree.drafter import Attend, Target
+from drafttree.drafter import Target
 from drafttree.method import HIDDEN_STATE, Method
 from drafttree.vllm.drafters import draft_layer, draft_model
 from drafttree.vllm.drafters.draft_layer import LAYER
@@ -25,10 +25,9 @@ from drafttree.vllm.drafters.draft_model_loader import PREFIX
 from drafttree.vllm.drafters.hidden_state import HiddenStateRunner
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.runner import TreeModelRunner
+from fake_gpu.layer_drafter import LayerDrafter, pattern
 from fake_gpu.vllm_v1_stock import VOCAB, Stock, new_cache, nodes_seen
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.drafter import LyannaTrees
-from lyanna_plugin.tree import TokenTable
 from recycle_plugin import METHOD as TOKEN_RECYCLING
 from rsd_plugin import METHOD as RSD
 
@@ -122,41 +121,6 @@ class _DraftModel:
             return self._weights[hidden[:, 0]] + 0.5 * self._noise[hidden[:, 1]]
 
 
-def _pattern(device: torch.device) -> torch.Tensor:
-    """What is added to states, as the same number for all tokens would change no probability."""
-    return torch.arange(VOCAB, device=device).cos()
-
-
-class _LayerDrafter(LyannaTrees):
-    """Lyanna's trees from the states of a layer without weights, whose width is V."""
-
-    heads = 1, 1, VOCAB
-
-    def __init__(self, options: LyannaOptions, target: Target) -> None:
-        generator = torch.Generator().manual_seed(3)
-        hot = torch.randperm(VOCAB, generator=generator)[: VOCAB // 2].int()
-        row_of = torch.full((VOCAB,), -1, dtype=torch.int32)
-        row_of[hot.long()] = torch.arange(len(hot), dtype=torch.int32)
-        table = torch.randn(len(hot), len(hot), generator=generator)
-        info = TokenTable(*(each.to(target.device) for each in (table, row_of, hot)))
-        super().__init__(options, info, torch.float32)
-        self._embed = target.embed
-
-    def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What the target says after the tokens, and a little of what it said before."""
-        assert self._embed is not None
-        return self._embed(tokens) + 0.05 * hidden
-
-    def between(self, states: torch.Tensor) -> torch.Tensor:
-        """The same turned by one token, and sharper."""
-        return 3 * states.roll(1, 1)
-
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Add a little of the position and of what attention says."""
-        given = (x + 0.05 * (positions % 7)[:, None] * _pattern(x.device))[:, None]
-        return attend(given, given, given)[:, 0]
-
-
 class _Attention:
     """Attention of the layer: the query, and a little of the nodes that it sees."""
 
@@ -172,7 +136,7 @@ class _Attention:
             slots: Any = context.slot_mapping
             self.runner.caches[LAYER].view(-1)[slots[LAYER]] = k[:, 0]
             seen = (nodes_seen(metadata[LAYER]) % 13)[:, None]
-            return q + 0.5 * seen * _pattern(q.device)
+            return q + 0.5 * seen * pattern(q)
 
 
 class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]
@@ -183,7 +147,7 @@ class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]
         title="A layer",
         kind=HIDDEN_STATE,
         options=LyannaOptions,
-        make_drafter=_LayerDrafter,
+        make_drafter=LayerDrafter,
     )
     drafting_layer = LAYER
 

@@ -1,0 +1,103 @@
+"""The workers of SGLang's host, with stand-ins for the models that draft.
+
+What a draft model and a drafter's layer say follows from the KV that they have written and from the
+slots, positions and masks that they are given, so a mistake in any of them changes what is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from drafttree.drafter import Attend
+from drafttree.method import HIDDEN_STATE, Method
+from drafttree.sglang.drafters import draft_model
+from drafttree.sglang.drafters.draft_model import DraftModelWorker
+from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
+from drafttree.sglang.drafters.model_free import ModelFreeWorker
+from drafttree.sglang.worker import TreeWorker
+from fake_gpu.layer_drafter import LayerDrafter, pattern
+from fake_gpu.sglang_target import DraftWorker
+from lyanna_plugin.config import LyannaOptions
+from recycle_plugin import METHOD as RECYCLING
+from rsd_plugin import METHOD as RSD
+
+
+class _KeepsStep(TreeWorker):
+    """A worker that keeps its last step."""
+
+    drafted: Any = None
+
+    def _draft(self, batch: Any) -> Any:
+        self.drafted = super()._draft(batch)
+        return self.drafted
+
+
+class _ModelFree(_KeepsStep, ModelFreeWorker):
+    """Token Recycling."""
+
+
+class _DraftModel(_KeepsStep, DraftModelWorker):
+    """RSD, with a draft model whose KV of a token is the token."""
+
+    def __init__(self, *given: Any) -> None:
+        draft = DraftWorker(given[-1])
+        bundle = SimpleNamespace(draft_worker=draft, draft_model_runner=draft.model_runner)
+        with mock.patch.object(draft_model, "build_draft_tp_worker", return_value=bundle):
+            super().__init__(*given)
+
+
+class _HiddenState(_KeepsStep, HiddenStateWorker):
+    """Lyanna, with a layer without weights that attends to its KV cache."""
+
+
+class _AttendingDrafter(LayerDrafter):
+    """Its layer attends to all positions with similar weights."""
+
+    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Add a little of the position, and the mean of what attention finds."""
+        # Some tokens are impossible after others, and 0 * inf is NaN.
+        finite = x.clamp(min=-20)
+        given = (finite + 0.05 * (positions % 7)[:, None] * pattern(x))[:, None]
+        return (given + attend(0.05 * given, given, given))[:, 0]
+
+
+LAYER = Method(
+    name="layer",
+    title="A layer",
+    kind=HIDDEN_STATE,
+    options=LyannaOptions,
+    make_drafter=_AttendingDrafter,
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A worker under test.
+
+    Attributes:
+        algorithm: SGLang's name of the algorithm.
+        method: The method.
+        worker: The worker's class.
+        draft_model: `--speculative-draft-model-path`.
+    """
+
+    algorithm: str
+    method: Method[Any]
+    worker: type[_KeepsStep]
+    draft_model: str | None = None
+
+    def num_draft_tokens(self, options: Mapping[str, Any]) -> int:
+        """Most draft tokens of a tree, by the method's options."""
+        own = {} if self.draft_model is None else {"model": self.draft_model}
+        return self.method.parse({**options, **own}).num_draft_tokens
+
+
+TOKEN_RECYCLING = Host("TOKEN-RECYCLING", RECYCLING, _ModelFree)
+DRAFT_MODEL = Host("RSD", RSD, _DraftModel, "none")
+HIDDEN_STATES = Host("LYANNA", LAYER, _HiddenState, "none")
