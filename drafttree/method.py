@@ -155,6 +155,7 @@ DRAFT_MODEL: DrafterKind[DraftModelDrafter] = DrafterKind(
     sglang=HostSupport(
         runs="drafttree.sglang.drafters.draft_model:DraftModelWorker",
         algorithm="drafttree.sglang.algorithm:DraftModelAlgorithm",
+        devices=("cpu", "cuda"),
     ),
 )
 
@@ -168,7 +169,11 @@ HIDDEN_STATE: DrafterKind[HiddenStateDrafter] = DrafterKind(
         runs_v2="drafttree.vllm.v2.hidden_state:HiddenStateRunnerV2",
         devices=("cpu", "cuda"),
     ),
-    sglang=HostSupport(runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker"),
+    sglang=HostSupport(
+        runs="drafttree.sglang.drafters.hidden_state:HiddenStateWorker",
+        algorithm="drafttree.sglang.algorithm:HiddenStateAlgorithm",
+        devices=("cpu", "cuda"),
+    ),
 )
 
 

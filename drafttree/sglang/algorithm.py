@@ -151,6 +151,28 @@ class DraftModelAlgorithm(TreeAlgorithm):
         server_args.disable_overlap_schedule = True
 
 
+class HiddenStateAlgorithm(TreeAlgorithm):
+    """The same for a method that reads the target's hidden states."""
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Set the same server arguments as `TreeAlgorithm`, and disable CUDA graphs."""
+        super().handle_server_args(server_args)
+        if server_args.device == "cpu":
+            return
+        from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+        # SGLang captures hidden states for its own algorithms alone, so none would be replayed.
+        for phase in (Phase.DECODE, Phase.PREFILL):
+            server_args.cuda_graph_config = with_phase(
+                server_args.cuda_graph_config, phase, backend=Backend.DISABLED
+            )
+        logger.warning(
+            "CUDA graphs are off: those that SGLang captures leave out the hidden states that %s "
+            "reads",
+            self.method.title,
+        )
+
+
 def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
     """The class from which SGLang makes the method's algorithm."""
     base: type[TreeAlgorithm] = load(method.kind.sglang.algorithm)

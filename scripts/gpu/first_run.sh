@@ -84,6 +84,7 @@ fi
 if has sglang; then
     pytest sglang-eager tests/engines/test_sglang_cuda.py -k "False-triton or False-flashinfer"
     pytest sglang-graphs tests/engines/test_sglang_cuda.py -k "True-triton or True-flashinfer"
+    pytest sglang-models tests/engines/test_sglang_cuda.py -k "rsd or lyanna"
     for nodes in 15 80; do
         bench "sglang-same-$nodes" token-recycling --engine sglang --dtype float32 \
             --option nodes=$nodes

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lyanna_parts import drafter_for
 from sglang_runs import Answer, Case, run_sglang
+
+from drafttree.sglang.versions import is_tested
+from lyanna_plugin.checkpoint import save
 
 pytestmark = [
     pytest.mark.cuda,
@@ -44,3 +48,30 @@ def test_greedy_tokens_equal_plain_decoding(
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
         proves_drafting(with_trees)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+@pytest.mark.parametrize("method", ["rsd", "lyanna"])
+def test_greedy_tokens_of_methods_with_a_model_equal_plain_decoding(
+    tiny_llama: Path, tmp_path: Path, method: str, backend: str
+) -> None:
+    if not is_tested(pytest.importorskip("sglang").__version__):
+        pytest.skip("this version serves methods without a model alone")
+    draw = random.Random(3)
+    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 60))] for _ in range(12)]
+    cases = [Case(prompts, GREEDY), Case(prompts[:2], GREEDY, together=False)]
+    settings = {
+        "device": "cuda",
+        "attention_backend": backend,
+        "sampling_backend": "pytorch",
+        "variables": {"SGLANG_USE_CPU_ENGINE": "0"},
+    }
+    draft_model = tiny_llama
+    if method == "lyanna":
+        draft_model = tmp_path / "drafter"
+        save(drafter_for(tiny_llama), draft_model)
+    plain, _ = run_sglang(tiny_llama, cases, drafted=False, **settings)
+    drafted, _ = run_sglang(tiny_llama, cases, method=method, draft_model=draft_model, **settings)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        assert with_trees.counters["accepted_tokens"] > 0

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lyanna_parts import drafter_for
 from sglang_runs import environment
 from tiny_models import make_tiny_llama
 
 import recycle_plugin
 import rsd_plugin
+from lyanna_plugin.checkpoint import save
 
 PROGRAM = """
 import json, sys
@@ -36,7 +38,9 @@ for arguments in json.loads(sys.argv[1]):
         view = resolved_view(server)
         names = ("speculative_num_draft_tokens", "attention_backend", "max_running_requests",
                  "disable_overlap_schedule", "enable_mixed_chunk")
-        print(json.dumps({name: getattr(view, name) for name in names}))
+        graphs = view.cuda_graph_config
+        print(json.dumps({name: getattr(view, name) for name in names} |
+                         {"graphs": [graphs.decode.backend, graphs.prefill.backend]}))
     except Exception as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
 """
@@ -149,6 +153,7 @@ def test_arguments_that_are_not_given_are_set(outcomes: dict[str, Any]) -> None:
         "max_running_requests": 48,
         "disable_overlap_schedule": True,
         "enable_mixed_chunk": False,
+        "graphs": ["disabled", "disabled"],
     }
 
 
@@ -218,22 +223,30 @@ def test_attention_backends_on_cuda(
 
 
 @pytest.mark.full
-def test_settings_on_a_gpu(tiny_llama: Path) -> None:
+def test_settings_on_a_gpu(tiny_llama: Path, tmp_path: Path) -> None:
+    save(drafter_for(tiny_llama), tmp_path)
     common = {
         "model_path": str(tiny_llama),
         "skip_tokenizer_init": True,
         "device": "cuda",
         "speculative_algorithm": "token-recycling",
     }
-    plain, sized, flashinfer, pages = resolve(
+    path = "speculative_draft_model_path"
+    plain, sized, flashinfer, pages, rsd, lyanna = resolve(
         [
             common,
             common | {"speculative_num_draft_tokens": 81},
             common | {"attention_backend": "flashinfer", "page_size": 16},
             common | {"attention_backend": "fa3", "page_size": 16},
+            common | {"speculative_algorithm": "rsd", path: str(tiny_llama)},
+            common | {"speculative_algorithm": "lyanna", path: str(tmp_path)},
         ],
         machine="hopper",
     )
+    # SGLang's graphs leave out the hidden states that Lyanna reads.
+    assert rsd["graphs"] == plain["graphs"] != ["disabled", "disabled"] == lyanna["graphs"]
+    assert (rsd["disable_overlap_schedule"], lyanna["disable_overlap_schedule"]) == (True, False)
+    assert (rsd["attention_backend"], lyanna["attention_backend"]) == ("fa3", "fa3")
     # SGLang captures graphs for trees of one size and up to as many requests as may run at once.
     assert plain["speculative_num_draft_tokens"] == 16
     assert plain["max_running_requests"] == 48
@@ -287,7 +300,7 @@ public = {name for name, value in vars(SpeculativeAlgorithm).items()
           if callable(value) and not name.startswith("_")}
 constructors = {"from_string", "register"}
 members = {member.name for member in SpeculativeAlgorithm}
-for name in ("token-recycling", "rsd"):
+for name in ("token-recycling", "rsd", "lyanna"):
     ours = set(dir(type(SpeculativeAlgorithm.from_string(name))))
     print("missing:", sorted(public - constructors - members - ours))
 """
@@ -299,4 +312,4 @@ for name in ("token-recycling", "rsd"):
         timeout=200,
         check=True,
     )
-    assert process.stdout.count("missing: []") == 2
+    assert process.stdout.count("missing: []") == 3
