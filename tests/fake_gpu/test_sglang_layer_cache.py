@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
+
 import numpy as np
 import torch
-from fake_gpu.tensors import Gpu, held
+from fake_gpu.tensors import DeviceTensor, Gpu, held
+from lyanna_parts import drafter_for
+from tiny_models import make_tiny_llama
 
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
 from drafttree.transfer import on_device
+from lyanna_plugin.model import LyannaModel
 
 SLOTS, HEADS, KV_HEADS, SIZE = 90, 4, 2, 16
 CALLS = (((7, 3, 20), (7, 5, 20)), ((1, 1, 1), (8, 6, 21)), ((3, 3, 3), (10, 8, 23)))
@@ -49,3 +55,47 @@ def test_positions_of_rows() -> None:
     rows = LayerRows.of((3, 1), torch.device("cpu"))
     assert rows.positions(torch.tensor([5, 9])).tolist() == [2, 3, 4, 8]
     assert rows.ends.tolist() == [2, 3]
+
+
+def moved(model: LyannaModel, gpu: Gpu) -> LyannaModel:
+    """A copy of a model whose weights are on the fake GPU."""
+    copied = deepcopy(model)
+    for module in copied.modules():
+        for weights in (module._parameters, module._buffers):
+            weights.update(
+                {
+                    name: DeviceTensor(each, gpu)
+                    for name, each in weights.items()
+                    if each is not None
+                }
+            )
+    return copied
+
+
+def states(model: LyannaModel, device: torch.device) -> torch.Tensor:
+    """The layer's states over the prompts of two requests."""
+    generator = torch.Generator().manual_seed(1)
+    layer = model.layer_config
+    heads, size = layer.num_key_value_heads, layer.head_dim
+    cache = LayerCache(SLOTS, heads, size, torch.float32, device)
+    table = torch.randperm(SLOTS, generator=generator).int().view(2, -1)
+    slots = on_device(table.numpy(), device)
+    lengths = on_device(np.array([5, 3], np.int64), device)
+    rows = LayerRows.of((5, 3), device)
+    given = torch.randn(2, 8, layer.hidden_size, generator=generator)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return cache.attend(q[0], k[0], v[0], rows, lengths, slots)[None]
+
+    x = model.fuse(*on_device(given.numpy(), device).unbind())
+    return held(model.between(model(x[None], rows.positions(lengths)[None], attend)[0]))
+
+
+@torch.inference_mode()
+def test_lyannas_trained_layer(gpu: Gpu, tmp_path: Path) -> None:
+    model = drafter_for(make_tiny_llama(tmp_path)).requires_grad_(False)
+    expected = states(model, torch.device("cpu"))
+    on_gpu = moved(model, gpu)
+    with gpu.no_waiting():
+        found = states(on_gpu, torch.device("cuda"))
+    torch.testing.assert_close(found, expected)
