@@ -39,9 +39,10 @@ class PagedTrees:
         lengths: Int64 `[T]`, the number of tokens of each context plus its tree.
         blocks: Int32 `[T, P]`, the KV blocks of each request in the order of its tokens.
         masks: Bool `[T, N, N]`, whether node i attends to node j. No tree has more than N nodes.
-        first_nodes: Int64 `[T]`, the first node of each tree that has a row in the batch, less than
-            the tree's size: the keys and values of those before it are in the cache. `starts` is
-            then where the root's row would be, and may be negative. None for the roots.
+        first_nodes: Int64 `[T]`, the first node of each tree that has a row in the batch, or the
+            tree's size, but not for all trees: the keys and values of those before it are in the
+            cache. `starts` is then where the root's row would be, and may be negative. None for the
+            roots.
 
     Raises:
         ValueError: A tensor has another type or shape or is not contiguous.

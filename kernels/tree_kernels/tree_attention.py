@@ -468,7 +468,9 @@ def tree_attention(
         lengths: Int32 `[B]`, the number of tokens of each request in the cache, including those of
             this step, which are the last.
         tree_starts: Int32 `[B]`, the position of the root among the request's rows, which are nodes
-            from there on; the request's number of rows if it has no tree.
+            from there on; the request's number of rows if it has no tree. It is negative where the
+            first nodes have no row because they are in the cache already, which a window does not
+            allow.
         masks: Int32 `[T, W]`: bit j % 32 of word j // 32 says that the row attends to node j of its
             request's tree. Rows before a tree are not read.
         scale: Factor of the attention scores.

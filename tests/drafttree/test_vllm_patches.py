@@ -25,7 +25,6 @@ NO_PATCHES = {
     "acceptance_sampler.py: self.topk_topp_sampler.choose": "a module of drafttree's own sampler",
     "drafters/draft_model_loader.py: config.model_config": "a copy, for the draft model",
     "drafters/draft_model_loader.py: config.quant_config": "a copy, for the draft model",
-    "drafters/level_forwards.py: builder.step_masks": "drafttree's own metadata builder",
     "forward.py: builder.step_masks": "drafttree's own metadata builder",
     "runner.py: builder.step_masks": "drafttree's own metadata builder",
     "runner_choice.py: object.__setattr__(config, name, value)": "a configuration of its own",

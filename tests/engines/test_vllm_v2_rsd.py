@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import draft_rows
 import forbid_waiting
 import pytest
 import small_chunks
@@ -57,11 +58,16 @@ def plain(tiny_llama: Path) -> dict[str, Answer]:
 
 
 @pytest.fixture(scope="module")
-def drafted(tiny_llama: Path, draft: Path) -> dict[str, Answer]:
-    environment = forbid_waiting.ENVIRONMENT | small_chunks.ENVIRONMENT
+def run(tiny_llama: Path, draft: Path) -> tuple[list[Answer], str]:
+    environment = forbid_waiting.ENVIRONMENT | small_chunks.ENVIRONMENT | draft_rows.ENVIRONMENT
     answers, log = run_v2(tiny_llama, [*CASES.values()], "rsd", draft, environment, tree="beam:3x4")
     assert f"{forbid_waiting.CHECKED} draft" in log
-    return dict(zip(CASES, answers, strict=True))
+    return answers, log
+
+
+@pytest.fixture(scope="module")
+def drafted(run: tuple[list[Answer], str]) -> dict[str, Answer]:
+    return dict(zip(CASES, run[0], strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -73,6 +79,10 @@ def test_greedy_tokens_equal_plain_decoding(
     assert drafted[name].reasons == plain[name].reasons
     assert drafted[name].counters["draft_tokens"] > 0
     assert drafted[name].counters["accepted_tokens"] > 0
+
+
+def test_a_draft_model_reads_each_row_of_a_step_once(run: tuple[list[Answer], str]) -> None:
+    draft_rows.check_levels(run[1], [3, 3, 3, 3])
 
 
 def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:

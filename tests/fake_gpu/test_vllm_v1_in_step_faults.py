@@ -104,12 +104,17 @@ def shifted_rows(self: Any, step: InStepState, tokens: torch.Tensor) -> None:
     STOCK_TOKENS(self, step, tokens.roll(1, 1))
 
 
+def without_trees(self: Any, common: Any, masks: Any) -> Any:
+    return STOCK_PART(self, common, None)
+
+
 STOCK_TOKENS = InStepRunner._write_tokens
+STOCK_PART = TritonTreeMetadataBuilder.build_part
 
 OTHERWISE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
-    "rsd: masks that attention does not see": (
-        *(RSD, TritonTreeMetadataBuilder, "masks_changed"),
-        nothing,
+    "rsd: levels that are read as texts": (
+        *(RSD, TritonTreeMetadataBuilder, "build_part"),
+        without_trees,
     ),
     "lyanna: masks that attention does not see": (
         *(LYANNA, TritonTreeMetadataBuilder, "masks_changed"),

@@ -33,7 +33,7 @@ def steps(draw):
     gaps = [draw(st.integers(0, 2)) for _ in sizes]
     firsts = None
     if draw(st.booleans()):
-        firsts = [draw(st.integers(0, n - 1)) for n in sizes]
+        firsts = [draw(st.integers(0, n - (at == 0))) for at, n in enumerate(sizes)]
     starts, token = [], 0
     for n, gap, first in zip(sizes, gaps, firsts or [0] * len(sizes), strict=True):
         starts.append(token + gap - first)

@@ -12,19 +12,26 @@ UNTOUCHED = 0x5A5A5A5A
 
 @st.composite
 def batches(draw):
-    """Trees between rows of other requests; rows have the words that they need, or more."""
+    """Trees between rows of other requests; rows have the words that they need, or more.
+
+    The first nodes of the trees may have no rows.
+    """
     torch.manual_seed(draw(st.integers(0, 99)))
     width = draw(st.sampled_from([1, 5, 31, 32, 33, 64, 81]))
     sizes = draw(st.lists(st.integers(1, width), min_size=1, max_size=4))
     gaps = [draw(st.integers(0, 2)) for _ in sizes]
-    starts = [sum(sizes[:at]) + sum(gaps[: at + 1]) for at in range(len(sizes))]
-    rows, words = sum(sizes) + sum(gaps) + 1, -(-width // 32) + draw(st.integers(0, 1))
+    firsts = [draw(st.integers(0, size)) for size in sizes] if draw(st.booleans()) else None
+    counts = [size - first for size, first in zip(sizes, firsts or [0] * len(sizes), strict=True)]
+    starts = [sum(counts[: at + 1]) + sum(gaps[: at + 1]) - size for at, size in enumerate(sizes)]
+    rows, words = sum(counts) + sum(gaps) + 1, -(-width // 32) + draw(st.integers(0, 1))
     masks = torch.rand(len(sizes), width, width) < 0.5
     # The last bit of a word is its sign bit.
     masks[:, :, 31::32] |= torch.rand(len(sizes), width, 1) < 0.5
     out = torch.full((rows, words), UNTOUCHED, dtype=torch.int32)
     integers = draw(st.sampled_from([torch.int32, torch.int64]))
-    return masks, torch.tensor(starts, dtype=integers), torch.tensor(sizes, dtype=integers), out
+    placed = torch.tensor(starts, dtype=integers), torch.tensor(sizes, dtype=integers)
+    first_nodes = None if firsts is None else torch.tensor(firsts)
+    return masks, *placed, out, first_nodes
 
 
 def unpacked(row, width):
@@ -33,10 +40,12 @@ def unpacked(row, width):
     return [bool(joined >> column & 1) for column in range(width)]
 
 
-def check(masks, starts, sizes, out):
+def check(masks, starts, sizes, out, first_nodes):
     width, free = masks.shape[1], set(range(len(out)))
-    for tree, start, count in zip(masks, starts.tolist(), sizes.tolist(), strict=True):
-        for node in range(count):
+    firsts = [0] * len(sizes) if first_nodes is None else first_nodes.tolist()
+    trees = zip(masks, starts.tolist(), sizes.tolist(), firsts, strict=True)
+    for tree, start, size, first in trees:
+        for node in range(first, size):
             assert unpacked(out[start + node].tolist(), width) == tree[node].tolist()
             free.remove(start + node)
     assert free

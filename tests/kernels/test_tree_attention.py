@@ -19,11 +19,19 @@ UNTOUCHED = 7.0
 
 @dataclass(frozen=True)
 class Request:
-    """A request: its context, its causal rows and the parents of its tree's nodes."""
+    """A request: its context, its causal rows and the parents of its tree's nodes.
+
+    The first `read` nodes are in the cache already and have no row.
+    """
 
     context: int
     chunk: int = 0
     parents: tuple[int, ...] = ()
+    read: int = 0
+
+    @property
+    def rows(self):
+        return self.chunk + len(self.parents) - self.read
 
 
 def chain(tree_size):
@@ -64,8 +72,8 @@ def make_batch(
 ):
     """A batch with scattered pages in a cache that is NaN wherever there is no token."""
     torch.manual_seed(seed)
-    rows = [request.chunk + len(request.parents) for request in requests]
-    lengths = [request.context + count for request, count in zip(requests, rows, strict=True)]
+    rows = [request.rows for request in requests]
+    lengths = [request.context + request.read + request.rows for request in requests]
     pages = [-(-length // page) for length in lengths]
     order = torch.randperm(sum(pages) + 3).int()
     table = order[-1].repeat(len(requests), max(pages) + 2)
@@ -91,12 +99,11 @@ def make_batch(
         values[where] = torch.randn(lengths[at], heads[1], head_size).to(dtype)
         if request.parents:
             parents = torch.tensor([request.parents], dtype=torch.int32)
-            count = torch.tensor([len(request.parents)])
-            mask_rows(
-                tree_mask(parents, count), torch.tensor([starts[at] + request.chunk]), count, masks
-            )
+            count, read = (torch.tensor([n]) for n in (len(request.parents), request.read))
+            root = torch.tensor([starts[at] + request.chunk - request.read])
+            mask_rows(tree_mask(parents, count), root, count, masks, read)
     query = (2 * torch.randn(total, heads[0], head_size)).to(dtype)
-    integers = (starts, lengths, [request.chunk for request in requests])
+    integers = (starts, lengths, [request.chunk - request.read for request in requests])
     arguments = (query, keys, values, table, *(torch.tensor(x).int() for x in integers), masks)
     return Batch(tuple(requests), arguments, max(rows))
 
@@ -143,7 +150,7 @@ def defined(batch):
             [*range(max(position + 1 - window, 0), position + 1)]
             for position in range(request.context, root)
         ]
-        for node in range(len(request.parents)):
+        for node in range(request.read, len(request.parents)):
             path = []
             while node >= 0:
                 path.append(root + node)
@@ -180,13 +187,31 @@ def test_prompts_single_rows_and_trees_in_one_launch(interpreter, heads, shares)
     assert_near(by_reference(batch), expected)
 
 
+@pytest.mark.parametrize("shares", [1, 2])
+def test_trees_whose_first_nodes_are_in_the_cache(interpreter, shares):
+    """Levels of trees, one of which has no row of the level."""
+    requests = (
+        Request(57, parents=bush(9), read=6),
+        Request(30, parents=chain(3), read=3),
+        Request(0, parents=star(6), read=1),
+        Request(79, parents=bush(40, seed=1), read=33),
+        Request(12, parents=bush(8), read=5),
+    )
+    batch = make_batch(requests)
+    expected = defined(batch)
+    assert_near(by_kernel(batch, shares), expected)
+    assert_near(by_reference(batch), expected)
+
+
 @st.composite
 def batches(draw):
     def request():
         context, chunk = draw(st.integers(0, 90)), draw(st.sampled_from([0, 0, 1, 2, 17]))
         tree_size = draw(st.integers(0 if chunk else 1, 40))
         shapes = st.sampled_from([chain, star, bush])
-        return Request(context, chunk, draw(shapes)(tree_size) if tree_size else ())
+        parents = draw(shapes)(tree_size) if tree_size else ()
+        read = 0 if chunk else draw(st.integers(0, tree_size - 1))
+        return Request(context, chunk, parents, read)
 
     return make_batch(
         [request() for _ in range(draw(st.integers(1, 3)))],

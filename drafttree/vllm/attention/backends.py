@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tree_kernels.attention_variant import AttentionVariant
-from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 
 from drafttree.vllm.step_masks import StepMasks
 
@@ -25,12 +25,18 @@ class TreeMetadataBuilder:
 
     Attributes:
         step_masks: Masks of the step whose metadata is built next; None if it has no drafts.
-        reads_trees_in_parts: Whether it serves `StepMasks.first_nodes`.
     """
 
     step_masks: StepMasks | None = None
 
-    reads_trees_in_parts: ClassVar[bool]
+    def build_part(self, common: CommonAttentionMetadata, masks: StepMasks | None) -> Any:
+        """Build the metadata of some of a step's rows; that of the whole step stays valid.
+
+        Args:
+            common: The engine's description of these rows.
+            masks: Masks of the trees among them; None if all rows are causal.
+        """
+        raise NotImplementedError
 
     def masks_changed(self) -> None:
         """The masks of the step whose metadata was built last have changed in place."""

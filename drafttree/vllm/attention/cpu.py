@@ -26,6 +26,7 @@ from drafttree.vllm.attention.backends import (
     refuse_unsupported,
     variant_of,
 )
+from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.versions import unknown
 
 
@@ -77,7 +78,6 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     """Adds the masks of a step's trees to its metadata."""
 
     isa: str
-    reads_trees_in_parts = True
 
     def masks_changed(self) -> None:
         """Nothing is to be done: attention reads the masks when it runs."""
@@ -101,23 +101,36 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     ) -> CpuTreeMetadata:
         """Build the metadata of the step that `step_masks` describes."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self.step_masks is None:
+        return self._with_trees(stock, common_attn_metadata, self.step_masks)
+
+    def build_part(
+        self, common: CommonAttentionMetadata, masks: StepMasks | None
+    ) -> CpuTreeMetadata:
+        """Build the metadata of some of a step's rows; nothing is shared between metadata."""
+        return self._with_trees(super().build(0, common), common, masks)
+
+    def _with_trees(
+        self,
+        stock: CPUAttentionMetadata,
+        common: CommonAttentionMetadata,
+        masks: StepMasks | None,
+    ) -> CpuTreeMetadata:
+        if masks is None:
             return CpuTreeMetadata(**vars(stock))
-        rows, sizes = self.step_masks.requests, self.step_masks.tree_sizes.long()
-        first = self.step_masks.first_nodes
-        of_trees = int((sizes if first is None else sizes - first).sum())
+        rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
+        of_trees = (sizes if first is None else sizes - first).numpy().sum()
         return CpuTreeMetadata(
             **vars(stock),
             trees=PagedTrees(
-                starts=common_attn_metadata.query_start_loc_cpu[rows + 1] - sizes,
+                starts=common.query_start_loc_cpu[rows + 1] - sizes,
                 tree_sizes=sizes,
-                lengths=common_attn_metadata.seq_lens[rows].long(),
+                lengths=common.seq_lens[rows].long(),
                 blocks=stock.block_table[rows],
-                masks=self.step_masks.masks,
+                masks=masks.masks,
                 first_nodes=first,
             ),
             attend=self._attend,
-            only_trees=of_trees == stock.num_actual_tokens,
+            only_trees=bool(of_trees == stock.num_actual_tokens),
         )
 
 

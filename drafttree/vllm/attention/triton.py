@@ -115,7 +115,6 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
     """Writes the ancestor masks into buffers that all steps share."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-    reads_trees_in_parts = False
 
     def __init__(
         self,
@@ -156,27 +155,26 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         fast_build: bool = False,
     ) -> TritonTreeMetadata:
         """Build the metadata of the step that `step_masks` describes."""
-        starts = common_attn_metadata.query_start_loc
+        starts, trees = common_attn_metadata.query_start_loc, self.step_masks
         tree_starts = self._tree_starts[: len(starts) - 1]
-        torch.sub(starts[1:], starts[:-1], out=tree_starts)
-        trees = self._built = self.step_masks
+        self._first_rows = _first_rows(starts, tree_starts, trees)
+        self._built = trees
         if trees is not None:
-            assert trees.first_nodes is None, "trees are read as a whole here"
-            requests, sizes = trees.requests, trees.tree_sizes
-            tree_starts[requests] -= sizes.int()
-            self._first_rows = starts[requests + 1] - sizes
             self.masks_changed()
         tokens = common_attn_metadata.num_actual_tokens
-        return TritonTreeMetadata(
-            num_actual_tokens=tokens,
-            slot_mapping=common_attn_metadata.slot_mapping,
-            query_starts=starts,
-            lengths=common_attn_metadata.seq_lens,
-            block_table=common_attn_metadata.block_table_tensor,
-            tree_starts=tree_starts,
-            masks=self._masks[:tokens],
-            max_query=common_attn_metadata.max_query_len,
-        )
+        return _metadata(common_attn_metadata, tree_starts, self._masks[:tokens])
+
+    def build_part(
+        self, common: CommonAttentionMetadata, masks: StepMasks | None
+    ) -> TritonTreeMetadata:
+        """Build the metadata of some of a step's rows, in buffers of their own."""
+        starts, tokens = common.query_start_loc, common.num_actual_tokens
+        tree_starts = torch.empty_like(self._tree_starts[: len(starts) - 1])
+        rows = self._masks.new_empty(tokens, self._masks.shape[1])
+        first_rows = _first_rows(starts, tree_starts, masks)
+        if masks is not None:
+            mask_rows(masks.masks, first_rows, masks.tree_sizes, rows, masks.first_nodes)
+        return _metadata(common, tree_starts, rows)
 
     def masks_changed(self) -> None:
         """Write the masks' bits again, of the same trees."""
@@ -191,6 +189,41 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         metadata = self.build(0, common_attn_metadata)
         metadata.lengths.fill_(1)
         return metadata
+
+
+def _first_rows(
+    starts: torch.Tensor, tree_starts: torch.Tensor, trees: StepMasks | None
+) -> torch.Tensor:
+    """Write where each request's tree starts among its rows, and find the rows of the roots.
+
+    Args:
+        starts: First row of each request, and the number of rows, `int32 [B + 1]`.
+        tree_starts: `int32 [B]`, written: a request without a tree has none of its rows in one.
+        trees: The trees of T requests; None for none.
+
+    Returns:
+        Integers `[T]`; a root that has no row is counted from the first node that has one.
+    """
+    torch.sub(starts[1:], starts[:-1], out=tree_starts)
+    if trees is None:
+        return starts[:0]
+    tree_starts[trees.requests] -= trees.tree_sizes.int()
+    return starts[trees.requests + 1] - trees.tree_sizes
+
+
+def _metadata(
+    common: CommonAttentionMetadata, tree_starts: torch.Tensor, masks: torch.Tensor
+) -> TritonTreeMetadata:
+    return TritonTreeMetadata(
+        num_actual_tokens=common.num_actual_tokens,
+        slot_mapping=common.slot_mapping,
+        query_starts=common.query_start_loc,
+        lengths=common.seq_lens,
+        block_table=common.block_table_tensor,
+        tree_starts=tree_starts,
+        masks=masks,
+        max_query=common.max_query_len,
+    )
 
 
 class TritonTreeImpl(TritonAttentionImpl):

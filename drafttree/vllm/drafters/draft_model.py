@@ -26,10 +26,9 @@ from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
 from drafttree.vllm.arrays import IntArray
-from drafttree.vllm.drafters.draft_model_loader import load_draft_model
+from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
-from drafttree.vllm.drafters.level_forwards import LevelForwards
-from drafttree.vllm.drafters.step_forwards import StepForwards, without_graphs
+from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
 from drafttree.vllm.processors import GREEDY_BELOW
 from drafttree.vllm.step import StepTrees
 
@@ -82,15 +81,13 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         """Sample the step's trees, and run the draft model over all of the step's tokens."""
         names = self.input_batch.req_ids
         seeds = self._seeds.of([self._seed(name) for name in names])
-        lengths = step.root_positions
+        lengths, levels = step.root_positions, self._level_forwards(step)
         if not step.trees.drafted:
-            with without_graphs():
-                self._draft_model(input_ids=step.input_ids, positions=step.positions)
+            levels.read_undrafted()
             step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)
             return DraftTree.of_roots(roots)
         sampled = self._sampled(len(names))
         step.outputs = self._outputs(len(names))
-        levels = self._level_forwards(step)
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
             return self._read(step, levels, trees, first, sampled)
@@ -102,22 +99,21 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         step.rule = self._drafter.acceptance_rule(drafts, drawn)
         return drafts
 
-    def _level_forwards(self, step: DraftModelStep) -> LevelForwards | StepForwards:
-        """How the draft model reads the levels of a step's trees."""
-        if all(builder.reads_trees_in_parts for builder in self._builders()):
-            return LevelForwards(
-                self, self._draft_model, step.trees, step.input_ids, step.positions
-            )
-
-        def show(parents: torch.Tensor) -> None:
-            self._show_trees(step, parents)
-
-        return StepForwards(self._draft_model, step.rows, step.input_ids, step.positions, show)
+    def _level_forwards(self, step: DraftModelStep) -> LevelForwards:
+        """How the draft model reads the step's rows."""
+        trees, starts = step.trees, slice(len(step.trees.tree_sizes) + 1)
+        rows = StepRows(
+            *(step.input_ids, step.positions),
+            *(self.query_start_loc.gpu[starts], self.query_start_loc.np[starts]),
+            *(trees.tensors.tree_size, trees.tree_sizes),
+            *(step.rows, step.root_positions),
+        )
+        return LevelForwards(self._draft_model, self._parts(PREFIX), rows)
 
     def _read(
         self,
         step: DraftModelStep,
-        levels: LevelForwards | StepForwards,
+        levels: LevelForwards,
         trees: DraftTree,
         first: int,
         sampled: torch.Tensor,

@@ -22,6 +22,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
 from drafttree.vllm.arrays import LongArray
 from drafttree.vllm.drafters.columns import as_scheduled
+from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
 from drafttree.vllm.step import StepState
@@ -146,6 +147,12 @@ class InStepRunner(TreeModelRunner[I]):
         """
         tensors = step.trees.tensors
         return as_scheduled(trees, tensors.tree_size, tensors.padding)
+
+    def _parts(self, prefix: str) -> StepParts:
+        """The parts of this step, for the layers whose names begin with `prefix`."""
+        tables, requests = self.input_batch.block_table.block_tables, self.input_batch.num_reqs
+        caches = [(each.get_device_tensor(requests), each.slot_mapping.gpu) for each in tables]
+        return StepParts(self, prefix, caches)
 
     def _show_trees(self, step: I, parents: torch.Tensor) -> None:
         """Let attention apply the masks of the trees' first columns; others see themselves alone.

@@ -1,63 +1,79 @@
 """Forwards of a draft model within a step, in which each of the step's rows is read once.
 
-The engine's forward context is that of all rows of the step. A draft model reads the prompts and
-the roots first, and then one level of the trees after another.
+The draft model reads the prompts and the roots first, and then one level of the trees after
+another. The host, which has scheduled the rows, knows how many there are in each part; where they
+are is computed on the device, and nothing waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from tree_kernels.mask import tree_mask
-from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from drafttree.vllm.arrays import LongArray
-from drafttree.vllm.drafters.draft_model_loader import PREFIX
-from drafttree.vllm.step import StepTrees
+from drafttree.vllm.arrays import IntArray, LongArray
+from drafttree.vllm.drafters.step_parts import StepParts, without_graphs
 from drafttree.vllm.step_masks import StepMasks
 
 
-class LevelForwards:
-    """The forwards of a draft model in one step, on a CPU.
+class StepRows(NamedTuple):
+    """The rows of one step of B requests, T tokens in all.
 
-    Args:
-        runner: The model runner, whose step is prepared.
-        model: The draft model.
-        trees: The step's trees.
-        input_ids: Input tokens of the step, into which draft tokens are written.
+    Attributes:
+        input_ids: Input tokens, `int [T]` or more; draft tokens are written into them.
         positions: Positions of these tokens.
+        starts: First row of each request, and T, `int32 [B + 1]`.
+        starts_on_host: The same on the host.
+        sizes: Number of columns of each request's tree, the root's counted, `int32 [B]`.
+        sizes_on_host: The same on the host.
+        places: Row of each column, `int64 [B, N]`; padding repeats a request's last.
+        root_positions: Number of tokens before each root, `int64 [B]`.
     """
 
-    def __init__(
-        self,
-        runner: Any,
-        model: Any,
-        trees: StepTrees,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
-        self._runner = runner
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    starts: torch.Tensor
+    starts_on_host: IntArray
+    sizes: torch.Tensor
+    sizes_on_host: LongArray
+    places: torch.Tensor
+    root_positions: torch.Tensor
+
+
+class LevelForwards:
+    """The forwards of a draft model in one step.
+
+    Args:
+        model: The draft model.
+        parts: The parts of the step, for the draft model's layers.
+        rows: The step's rows.
+    """
+
+    def __init__(self, model: Any, parts: StepParts, rows: StepRows) -> None:
         self._model = model
-        self._input_ids, self._positions = input_ids, positions
-        requests = len(trees.tree_sizes)
-        bounds = runner.query_start_loc.np[: requests + 1].astype(np.int64)
-        computed = runner.input_batch.num_computed_tokens_cpu[:requests]
-        self._sizes = trees.tree_sizes
-        self._starts = bounds[:-1]
-        self._roots = bounds[1:] - trees.tree_sizes
-        self._lengths = computed + self._roots - self._starts
+        self._parts = parts
+        self._rows = rows
+        self._requests = torch.arange(len(rows.sizes), device=rows.sizes.device)
+
+    def read_undrafted(self) -> None:
+        """Read all rows of a step without drafts."""
+        with without_graphs():
+            self._model(input_ids=self._rows.input_ids, positions=self._rows.positions)
 
     def read_roots(self) -> torch.Tensor:
         """Read all rows that are not draft tokens, and return the roots' states, `[B, d]`."""
-        counts = self._roots - self._starts + 1
-        requests = np.arange(len(counts))
-        hidden = self._forward(requests, self._starts, counts, self._lengths + 1, None)
-        return hidden[torch.from_numpy(np.cumsum(counts) - 1)]
+        rows = self._rows
+        drafts = pad((rows.sizes - 1).cumsum(0, dtype=torch.int32), (1, 0))
+        starts = rows.starts - drafts
+        counts = np.diff(rows.starts_on_host) - (rows.sizes_on_host - 1)
+        total = int(counts.sum())
+        request = self._request_of_row(starts, total)
+        places = torch.arange(total, device=starts.device) + drafts[request]
+        hidden = self._forward(places, starts, rows.root_positions + 1, int(counts.max()))
+        return hidden[starts[1:] - 1]
 
     def read_level(self, first: int, parents: torch.Tensor) -> torch.Tensor:
         """Read draft tokens whose ancestors have been read.
@@ -70,95 +86,48 @@ class LevelForwards:
             The states of the columns from `first` on, `[B, last - first, d]`; those of columns that
             a request does not have are arbitrary.
         """
-        sizes = np.minimum(self._sizes, parents.shape[1])
-        requests = np.flatnonzero(sizes > first)
-        sizes = sizes[requests]
-        counts = sizes - first
+        rows, requests = self._rows, self._requests
+        last = parents.shape[1]
+        width = last - first
+        sizes = rows.sizes.clamp(max=last)
+        counts = (sizes - first).clamp(min=0)
+        total = int((np.minimum(rows.sizes_on_host, last) - first).clip(min=0).sum())
+        starts = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        is_whole = total == len(requests) * width
+        if is_whole:
+            places = rows.places[:, first:last].flatten()
+        else:
+            request = self._request_of_row(starts, total)
+            column = torch.arange(first, first + total, device=starts.device) - starts[request]
+            places = rows.places[request, column]
         masks = StepMasks(
-            requests=torch.arange(len(requests)),
-            tree_sizes=torch.from_numpy(sizes),
-            masks=tree_mask(
-                parents[torch.from_numpy(requests)].contiguous(), torch.from_numpy(sizes).int()
-            ),
-            first_nodes=torch.full((len(requests),), first),
+            requests=requests,
+            tree_sizes=sizes,
+            masks=tree_mask(parents.contiguous(), sizes),
+            first_nodes=(sizes - counts).long(),
         )
-        hidden = self._forward(
-            requests,
-            self._roots[requests] + first,
-            counts,
-            self._lengths[requests] + sizes,
-            masks,
-        )
-        columns = np.minimum(np.arange(parents.shape[1] - first), counts[:, None] - 1)
-        places = np.zeros((len(self._sizes), columns.shape[1]), np.int64)
-        places[requests] = (np.cumsum(counts) - counts)[:, None] + columns
-        return hidden[torch.from_numpy(places)]
+        hidden = self._forward(places, starts, rows.root_positions + sizes, width, masks)
+        if is_whole:
+            return hidden.view(len(requests), width, -1)
+        columns = torch.arange(width, device=starts.device)
+        return hidden[(starts[:-1, None] + columns).clamp(max=total - 1)]
+
+    def _request_of_row(self, starts: torch.Tensor, total: int) -> torch.Tensor:
+        counts = (starts[1:] - starts[:-1]).long()
+        return torch.repeat_interleave(self._requests, counts, output_size=total)
 
     def _forward(
         self,
-        requests: LongArray,
-        starts: LongArray,
-        counts: LongArray,
-        lengths: LongArray,
-        masks: StepMasks | None,
+        places: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        most: int,
+        masks: StepMasks | None = None,
     ) -> torch.Tensor:
-        """Run the model over some rows of some requests.
-
-        Args:
-            requests: The requests, `[T]`.
-            starts: Each one's first row in the step, `[T]`.
-            counts: Number of its rows, `[T]`.
-            lengths: Number of its tokens up to the last of these rows, `[T]`.
-            masks: Masks of the rows' trees; None if they are causal.
-        """
-        begins = np.cumsum(counts) - counts
-        rows = torch.from_numpy(
-            np.repeat(starts - begins, counts) + np.arange(counts.sum(), dtype=np.int64)
-        )
-        bounds = torch.from_numpy(np.append(begins, counts.sum()).astype(np.int32))
-        common = CommonAttentionMetadata(
-            query_start_loc=bounds,
-            query_start_loc_cpu=bounds,
-            seq_lens=torch.from_numpy(lengths.astype(np.int32)),
-            num_reqs=len(requests),
-            num_actual_tokens=len(rows),
-            max_query_len=int(counts.max()),
-            max_seq_len=int(lengths.max()),
-            block_table_tensor=torch.empty(0),
-            slot_mapping=rows,
-        )
-        with self._context(torch.from_numpy(requests), rows, common, masks):
+        """Run the model over some rows, see `StepParts.reading`; `[P, d]`."""
+        rows = self._rows
+        with self._parts.reading(places, starts, lengths, most, masks):
             hidden: torch.Tensor = self._model(
-                input_ids=self._input_ids[rows], positions=self._positions[rows]
+                input_ids=rows.input_ids[places], positions=rows.positions[places]
             )
         return hidden
-
-    @contextmanager
-    def _context(
-        self,
-        requests: torch.Tensor,
-        rows: torch.Tensor,
-        common: CommonAttentionMetadata,
-        masks: StepMasks | None,
-    ) -> Iterator[None]:
-        """The forward context of these rows, for the draft model's layers."""
-        runner, metadata, slots = self._runner, {}, {}
-        tables = runner.input_batch.block_table.block_tables
-        for groups, table in zip(runner.attn_groups, tables, strict=True):
-            here = common.replace(
-                block_table_tensor=table.get_device_tensor(len(self._sizes))[requests],
-                slot_mapping=table.slot_mapping.gpu[rows],
-            )
-            for group in groups:
-                names = [name for name in group.layer_names if name.startswith(PREFIX)]
-                if not names:
-                    continue
-                builder = group.get_metadata_builder(0)
-                shown, builder.step_masks = builder.step_masks, masks
-                metadata.update(dict.fromkeys(names, builder.build(0, here)))
-                builder.step_masks = shown
-                slots.update(dict.fromkeys(names, here.slot_mapping))
-        with set_forward_context(
-            metadata, runner.vllm_config, num_tokens=len(rows), slot_mapping=slots
-        ):
-            yield

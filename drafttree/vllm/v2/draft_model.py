@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 from tree_kernels.mask import depths
@@ -20,8 +21,8 @@ from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import without_nodes
-from drafttree.vllm.drafters.draft_model_loader import load_draft_model
-from drafttree.vllm.drafters.step_forwards import without_graphs
+from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
+from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
 from drafttree.vllm.v2.in_step import InStepRunnerV2
 
 
@@ -39,19 +40,27 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._column_depths = depths(parents, size)[0].to(self.device)
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
-        """Sample the trees, and run the draft model over all of the step's tokens."""
+        """Sample the trees; the draft model reads each of the step's rows once."""
         slots, states = batch.idx_mapping, self.sampler.sampling_states
         self._roots_read, lengths = self._roots(batch, step)
         self._seeds, self._lengths = states.seeds.gpu[slots], lengths
         self._drawn: Any = None
+        starts = slice(batch.num_reqs + 1)
+        rows = StepRows(
+            *(batch.input_ids, batch.positions),
+            *(batch.query_start_loc[starts], batch.query_start_loc_np[starts]),
+            *(step.sizes, np.diff(batch.cu_num_logits_np)),
+            *(step.place_of_node, lengths),
+        )
+        levels = LevelForwards(self._draft_model, self._parts(batch, PREFIX), rows)
         if step.width == 1:
-            self._forward(batch)
+            levels.read_undrafted()
             return step
         columns = pad(self._column_depths, (0, max(step.width - len(self._column_depths), 0)))
         self._write_depths(batch, step, columns[None, : step.width].expand_as(step.parents))
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
-            return self._read(batch, step, trees, first)
+            return self._read(batch, step, levels, trees, first)
 
         sampled = states.temperature.gpu[slots] > 0
         trees, drawn = self._drafter.propose(
@@ -69,15 +78,14 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._show_trees(step, trees.parents)
         return step._replace(parents=trees.parents)
 
-    def _forward(self, batch: InputBatch) -> torch.Tensor:
-        """Run the draft model over all of the step's tokens; `[tokens, d]`."""
-        with without_graphs():
-            hidden: torch.Tensor = self._draft_model(
-                input_ids=batch.input_ids, positions=batch.positions
-            )
-        return hidden
-
-    def _read(self, batch: InputBatch, step: Layout, trees: DraftTree, first: int) -> torch.Tensor:
+    def _read(
+        self,
+        batch: InputBatch,
+        step: Layout,
+        levels: LevelForwards,
+        trees: DraftTree,
+        first: int,
+    ) -> torch.Tensor:
         """A `DraftForward` within the step."""
         requests, columns = trees.tokens.shape
         if first >= step.width:  # the engine scheduled none of these columns
@@ -85,12 +93,13 @@ class DraftModelRunnerV2(InStepRunnerV2):
         last = min(columns, step.width)
         known = self._scheduled(step, trees)
         self._write_tokens(batch, step, known)
-        self._show_trees(step, known.parents)
-        hidden = self._forward(batch)
+        if first == 0:
+            hidden = levels.read_roots()[:, None]
+        else:
+            hidden = levels.read_level(first, known.parents[:, :last])
         if columns == len(self._drafter.columns):
             return hidden[:0]  # nothing is drafted below the leaves
-        places = step.place_of_node[:, first:last]
-        logits = self._draft_model.compute_logits(hidden[places.flatten()]).float()
+        logits = self._draft_model.compute_logits(hidden.flatten(0, 1)).float()
         probs = self._distributions(batch, step, logits, slice(first, last))
         return pad(probs.view(requests, last - first, -1), (0, 0, 0, columns - last))
 

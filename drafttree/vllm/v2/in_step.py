@@ -22,6 +22,7 @@ from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.columns import as_scheduled
+from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.hooks import check_forward
 from drafttree.vllm.v2.runner import TreeRunnerV2
@@ -110,6 +111,12 @@ class InStepRunnerV2(TreeRunnerV2):
         """Nothing is drafted yet when a step is laid out."""
 
     # What drafting needs.
+
+    def _parts(self, batch: InputBatch, prefix: str) -> StepParts:
+        """The parts of this step, for the layers whose names begin with `prefix`."""
+        tables, requests = self.block_tables, slice(batch.num_reqs)
+        blocks = (each[requests] for each in tables.input_block_tables)
+        return StepParts(self, prefix, [*zip(blocks, tables.slot_mappings, strict=True)])
 
     @staticmethod
     def _roots(batch: InputBatch, step: Layout) -> tuple[torch.Tensor, torch.Tensor]:

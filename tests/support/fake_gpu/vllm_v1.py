@@ -22,11 +22,11 @@ from vllm.v1.worker import gpu_input_batch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from drafttree.vllm import adopted
-from drafttree.vllm.drafters import draft_layer, level_forwards, model_free
+from drafttree.vllm.drafters import draft_layer, model_free
 from fake_gpu.record import Record
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1_hosts import HostRunner
-from fake_gpu.vllm_v1_stock import BLOCK, MAX_LEN, MAX_REQUESTS, context_of
+from fake_gpu.vllm_v1_stock import BLOCK, MAX_LEN, MAX_REQUESTS
 
 _GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
 
@@ -84,7 +84,6 @@ def _pinned_memory() -> Iterator[None]:
             (draft_layer, "set_current_vllm_config", nullcontext()),
         ):
             stack.enter_context(mock.patch.object(holder, name, return_value=value))
-        stack.enter_context(mock.patch.object(level_forwards, "set_forward_context", context_of))
         yield
 
 

@@ -26,7 +26,7 @@ from drafttree.vllm.drafters.hidden_state import HiddenStateRunner
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.runner import TreeModelRunner
 from fake_gpu.layer_drafter import LayerDrafter, pattern
-from fake_gpu.vllm_v1_stock import VOCAB, Stock, new_cache, nodes_seen
+from fake_gpu.vllm_v1_stock import VOCAB, Stock, new_cache, nodes_seen, tokens_seen
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin import METHOD as TOKEN_RECYCLING
 from rsd_plugin import METHOD as RSD
@@ -122,7 +122,7 @@ class _DraftModel:
 
 
 class _Attention:
-    """Attention of the layer: the query, and a little of the nodes that it sees."""
+    """Attention of the layer: the query, and a little of the number of tokens that it sees."""
 
     runner: Stock
 
@@ -135,7 +135,7 @@ class _Attention:
             metadata: Any = context.attn_metadata
             slots: Any = context.slot_mapping
             self.runner.caches[LAYER].view(-1)[slots[LAYER]] = k[:, 0]
-            seen = (nodes_seen(metadata[LAYER]) % 13)[:, None]
+            seen = (tokens_seen(metadata[LAYER]) % 13)[:, None]
             return q + 0.5 * seen * pattern(q)
 
 

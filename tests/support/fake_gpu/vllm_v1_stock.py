@@ -32,6 +32,7 @@ BLOCK = 16
 TARGET = "target.0"
 """Name of the target's layer."""
 
+_BITS = 32
 _BUDGET = MAX_REQUESTS * MAX_LEN
 
 
@@ -85,7 +86,8 @@ class Stock(GPUModelRunner):
         self.attn_groups: list[Any] = []
         self._draft_token_ids: Any = None
         self.discard_request_mask = SimpleNamespace(np=np.zeros(MAX_REQUESTS, np.bool_))
-        self.query_start_loc = SimpleNamespace(np=np.zeros(MAX_REQUESTS + 1, np.int32))
+        bounds = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32)
+        self.query_start_loc = SimpleNamespace(np=bounds.numpy(), gpu=bounds.to(device))
         self.input_batch = InputBatch(
             MAX_REQUESTS, MAX_LEN, _BUDGET, device, VOCAB, [BLOCK], [MAX_LEN // BLOCK]
         )
@@ -162,6 +164,7 @@ class Stock(GPUModelRunner):
                 (self.input_ids.gpu, np.array(ids, np.int32)),
                 (self.positions, np.array(positions)),
                 (mapping, np.array(slots)),
+                (self.query_start_loc.gpu, self.query_start_loc.np.copy()),
             ):
                 target[: len(values)] = on_device(values, self.device)
             of_logits = on_device(np.array(rows), self.device)
@@ -236,20 +239,23 @@ class _HostMetadata:
     """What the masks of a step say when attention reads them."""
 
     starts: torch.Tensor
+    lengths: torch.Tensor
     masks: StepMasks | None
 
 
 class _HostBuilder(TreeMetadataBuilder):
-    """A builder whose metadata reads the masks late and trees in parts, as on a CPU."""
-
-    reads_trees_in_parts = True
+    """A builder whose metadata reads the masks late, as on a CPU."""
 
     def __init__(self, layer_names: list[str]) -> None:
         self.layer_names = layer_names
 
     def build(self, prefix: int, common: CommonAttentionMetadata) -> _HostMetadata:
         """Keep what is needed."""
-        return _HostMetadata(common.query_start_loc, self.step_masks)
+        return self.build_part(common, self.step_masks)
+
+    def build_part(self, common: CommonAttentionMetadata, masks: StepMasks | None) -> _HostMetadata:
+        """Keep what is needed."""
+        return _HostMetadata(common.query_start_loc, common.seq_lens, masks)
 
     def masks_changed(self) -> None:
         """Nothing is to be done."""
@@ -257,22 +263,44 @@ class _HostBuilder(TreeMetadataBuilder):
 
 def nodes_seen(metadata: Any) -> torch.Tensor:
     """The draft nodes that each row of a step sees, a bit for each, `int64 [T]`."""
-    if isinstance(metadata, _HostMetadata):
-        seen = torch.zeros(int(metadata.starts[-1]), dtype=torch.int64)
-        masks = metadata.masks
-        for tree, request in enumerate(masks.requests.tolist() if masks else ()):
-            assert masks is not None
-            size = int(masks.tree_sizes[tree])
-            first = 0 if masks.first_nodes is None else int(masks.first_nodes[tree])
-            end = int(metadata.starts[request + 1])
-            bits = masks.masks[tree, first:size, 1:].long() << torch.arange(
-                masks.masks.shape[2] - 1
-            )
-            seen[end - size + first : end] = bits.sum(1)
-        return seen
-    assert metadata.masks.shape[1] == 1
-    rows = torch.arange(metadata.num_actual_tokens, device=metadata.masks.device)
-    request = (rows[:, None] >= metadata.query_starts[None, 1:]).sum(1)
-    within = rows - metadata.query_starts[request]
-    bits = (metadata.masks[:, 0] >> 1).long()
-    return torch.where(within >= metadata.tree_starts[request], bits, 0)
+    _, in_tree, bits = _seen(metadata)
+    return torch.where(in_tree, bits >> 1, 0)
+
+
+def tokens_seen(metadata: Any) -> torch.Tensor:
+    """How many tokens each row of a step sees, `int64 [T]`."""
+    before, in_tree, bits = _seen(metadata)
+    nodes = (bits[:, None] >> torch.arange(_BITS, device=bits.device)) & 1
+    return before + torch.where(in_tree, nodes.sum(1), 0)
+
+
+def _seen(metadata: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each row sees: the number of tokens outside its tree, and a bit for each node of it.
+
+    Returns:
+        `int64 [T]`; whether the row is in a tree, `bool [T]`; the bits, the root's first, `int64`.
+    """
+    on_host = isinstance(metadata, _HostMetadata)
+    starts = (metadata.starts if on_host else metadata.query_starts).long()
+    count = int(starts[-1]) if on_host else metadata.num_actual_tokens
+    rows = torch.arange(count, device=starts.device)
+    request = (rows[:, None] >= starts[None, 1:]).sum(1)
+    places = metadata.lengths[request] - starts[request + 1] + rows
+    if not on_host:
+        assert metadata.masks.shape[1] == 1
+        tree = starts[request] + metadata.tree_starts[request]
+        in_tree = rows >= tree
+        before = torch.where(in_tree, places - rows + tree, places + 1)
+        return before, in_tree, metadata.masks[:, 0].long()
+    before, in_tree, bits = places + 1, torch.zeros(count, dtype=torch.bool), rows * 0
+    masks = metadata.masks
+    for tree, request_of_tree in enumerate(masks.requests.tolist() if masks else ()):
+        assert masks is not None
+        size, end = int(masks.tree_sizes[tree]), int(starts[request_of_tree + 1])
+        first = 0 if masks.first_nodes is None else int(masks.first_nodes[tree])
+        here = slice(end - size + first, end)
+        before[here] = int(metadata.lengths[request_of_tree]) - size
+        in_tree[here] = True
+        columns = torch.arange(masks.masks.shape[2])
+        bits[here] = (masks.masks[tree, first:size].long() << columns).sum(1)
+    return before, in_tree, bits
