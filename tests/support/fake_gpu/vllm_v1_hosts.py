@@ -11,6 +11,7 @@ import logging
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from tree_kernels.kv_move import movers_of
@@ -81,12 +82,20 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
 
     method = RSD
     drafting_layer = DRAFTED
+    rows_read = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
         self.caches[DRAFTED] = new_cache(self.device)
         with mock.patch.object(draft_model, "load_draft_model", return_value=_DraftModel(self)):
             super().load_model()
+
+    def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
+        """The draft model reads each row of a step once."""
+        self.rows_read = 0
+        hidden = super().forward_step(num_scheduled)
+        assert self.rows_read == num_scheduled.sum()
+        return hidden
 
     def check_cache(self, name: str) -> None:
         """The draft model has read what the target has."""
@@ -98,7 +107,7 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
 class _DraftModel:
     """Logits that resemble the target's."""
 
-    def __init__(self, runner: Stock) -> None:
+    def __init__(self, runner: DraftModelHost) -> None:
         self._runner = runner
         generator = torch.Generator().manual_seed(4)
         shape = VOCAB, VOCAB
@@ -108,6 +117,7 @@ class _DraftModel:
         self._noise = torch.randn(shape, generator=generator).to(runner.device)
 
     def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self._runner.rows_read += len(input_ids)
         with self._runner.uncounted():
             context = get_forward_context()
             metadata: Any = context.attn_metadata
