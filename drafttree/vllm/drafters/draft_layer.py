@@ -11,7 +11,8 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-from drafttree.drafter import Attend, HiddenStateDrafter
+from drafttree.drafter import HiddenStateDrafter
+from drafttree.vllm.drafters.step_parts import StepParts
 
 LAYER = "draft_layer.0.attn"
 """Name of the layer in the engine's registry of layers."""
@@ -50,28 +51,36 @@ class DraftLayer:
         )
 
     def unroll(
-        self, slots: torch.Tensor, root_positions: torch.Tensor, rows: torch.Tensor, count: int
+        self,
+        slots: torch.Tensor,
+        root_positions: torch.Tensor,
+        rows: torch.Tensor,
+        sizes: torch.Tensor,
+        parts: StepParts,
     ) -> torch.Tensor:
-        """Run the layer on its own outputs, with the masks of chains.
+        """Run the layer on its own outputs, along a chain: each step reads one row of a request.
 
         Args:
             slots: The requests' slots, `int64 [B]`.
             root_positions: Positions of the roots, `int64 [B]`.
-            rows: Places of each request's nodes among the step's tokens, `int64 [B, N]`.
-            count: Number of the step's tokens.
+            rows: Places of each request's columns among the step's tokens, `int64 [B, N]`; padding
+                repeats a request's last, whose KV is written again before it is read.
+            sizes: Number of columns of each request, `int [B]`.
+            parts: The parts of the step, for the layer.
 
         Returns:
             `[B, L, d]`, the states of all steps; beyond N + 1 they repeat the last.
         """
         num_steps = self._drafter.max_depth
         state = self.states[slots]
-        states, cache = [state], list[torch.Tensor]()
+        states = [state]
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         for ahead in range(min(num_steps - 1, rows.shape[1])):
-            state = self._drafter.layer(
-                self._drafter.between(state),
-                root_positions + ahead,
-                self.attend_at(rows[:, ahead], cache, count),
-            )
+            lengths = root_positions + sizes.clamp(max=ahead + 1)
+            with parts.reading(rows[:, ahead], starts, lengths, 1):
+                state = self._drafter.layer(
+                    self._drafter.between(state), root_positions + ahead, self.attend
+                )
             states.append(state)
         states += states[-1:] * (num_steps - len(states))
         return torch.stack(states, 1)
@@ -85,27 +94,5 @@ class DraftLayer:
         return (1 + sizes.clamp(max=self._drafter.max_depth - 1)).masked_fill(sizes == 1, 0)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The engine's attention for all rows of a step."""
+        """The engine's attention for all rows of the forward context."""
         return self._attention(q.flatten(1), k.flatten(1), v.flatten(1)).view_as(q)
-
-    def attend_at(self, rows: torch.Tensor, cache: list[torch.Tensor], count: int) -> Attend:
-        """The engine's attention for some rows of a step.
-
-        The other rows write meaningless KV into slots that are written again before they are read.
-
-        Args:
-            rows: The rows, `int [n]`.
-            cache: Keys and values of all rows, which keeps those of earlier calls; empty in the
-                first.
-            count: Number of rows of the step.
-        """
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if not cache:
-                cache.extend(each.new_zeros(count, *each.shape[1:]) for each in (k, v))
-            cache[0][rows], cache[1][rows] = k, v
-            queries = q.new_zeros(count, *q.shape[1:])
-            queries[rows] = q
-            return self.attend(queries, *cache)[rows]
-
-        return attend

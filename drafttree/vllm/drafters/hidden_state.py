@@ -8,12 +8,14 @@ built from the logits of all its steps.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from tree_kernels.mask import depths
 from vllm.forward_context import get_forward_context, override_forward_context
 
@@ -23,7 +25,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import without_nodes
-from drafttree.vllm.drafters.draft_layer import DraftLayer
+from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.step import StepTrees
 
@@ -79,15 +81,15 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         """Run the layer on its own outputs, and build the step's trees from the logits."""
         if not step.trees.drafted:
             return DraftTree.of_roots(roots)
-        slots = self._batch_slots()
-        self._show_chains(step)
-        states = self._layer.unroll(slots, step.root_positions, step.rows, len(step.input_ids))
+        slots, sizes = self._batch_slots(), step.trees.tensors.tree_size.long()
+        parts = self._parts(LAYER)
+        states = self._layer.unroll(slots, step.root_positions, step.rows, sizes, parts)
         logits = self.get_model().compute_logits(states.flatten(0, 1))
         trees = self._drafter.propose(
             slots,
             roots,
             logits.view(*states.shape[:2], -1),
-            self._layer.valid_steps(step.trees.tensors.tree_size.long()),
+            self._layer.valid_steps(sizes),
         )
         return self._write_drafts(step, self._as_scheduled(step, trees))
 
@@ -136,24 +138,27 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         source[rows] = torch.where(accepted, step.rows[requests, path.clamp(min=0)].long(), rows)
         positions = step.positions.clone()
         positions[rows] = (step.root_positions[requests] + columns).to(positions.dtype)
-        if step.trees.drafted:
-            self._show_chains(step)
         last = step.rows[:, 0] + verified.num_emitted - 1
+        reading: AbstractContextManager[None] = nullcontext()
         if step.trees.drafted and self.device.type == "cpu":
             # Rows of rejected drafts, most of a tree, need not be read.
             needed = torch.ones(len(tokens), dtype=torch.bool)
             needed[rows] = accepted
             read = needed.nonzero()[:, 0]
-            attend = self._layer.attend_at(read, [], len(tokens))
+            before = pad(needed.cumsum(0, dtype=torch.int32), (1, 0))
+            starts = before[self.query_start_loc.gpu[: len(last) + 1].long()]
+            lengths = step.root_positions + verified.num_emitted
+            most = int(starts.diff().max())
+            reading = self._parts(LAYER).reading(read, starts, lengths, most)
             source, tokens, positions = source[read], tokens[read], positions[read]
-            last = needed.cumsum(0)[last] - 1
-        else:
+            last = before[last]
+        elif step.trees.drafted:
             # A GPU would have to wait until the host knows which rows these are. Their KV is
             # written again before it is read.
-            attend = self._layer.attend
+            self._show_chains(step)
         x = self._drafter.fuse(step.hidden[source], tokens)
-        with override_forward_context(step.context):
-            states = self._drafter.layer(x, positions, attend)
+        with override_forward_context(step.context), reading:
+            states = self._drafter.layer(x, positions, self._layer.attend)
         stored = self._layer.states
         stored[self._batch_slots()] = states[last].to(stored.dtype)
 

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.drafters.draft_layer import DraftLayer
+from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.v2.hooks import check_next_tokens
 from drafttree.vllm.v2.in_step import InStepRunnerV2
 
@@ -43,8 +43,10 @@ class HiddenStateRunnerV2(InStepRunnerV2):
             return step
         slots = batch.idx_mapping
         roots, root_positions = self._roots(batch, step)
-        self._show_chains()
-        states = self._layer.unroll(slots, root_positions, step.place_of_node, len(batch.input_ids))
+        states = self._layer.unroll(
+            *(slots, root_positions, step.place_of_node, step.sizes),
+            self._parts(batch, LAYER),
+        )
         logits = self.model.compute_logits(states.flatten(0, 1))
         steps = self._layer.valid_steps(step.sizes.long())
         steps = steps.masked_fill(self._undrafted(batch, step), 0)
