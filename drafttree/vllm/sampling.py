@@ -29,7 +29,7 @@ from drafttree.verify import Chosen, draw_ahead, draws_ahead, verify_sampled, ve
 from drafttree.vllm import patches
 from drafttree.vllm.processors import follows_texts, is_active, thinking_budgets
 from drafttree.vllm.step_logits import StepLogits
-from drafttree.vllm.tree_rules import choose_whole
+from drafttree.vllm.tree_rules import LogitsRows, choose_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -220,12 +220,13 @@ class _Draw:
         """Let a rule choose for whole trees, before the first level is sampled."""
         self._set_budgets({})
         rows = torch.arange(len(self._trees.rows), device=self._starts.device)
+        requests = self._trees.tensors.request_of_row
         self._rule = chosen = choose_whole(
             rule,
             cast("AcceptanceSampler", self._sampler),
             self._metadata,
             self._logits,
-            self._trees.by_node(rows),
+            LogitsRows(self._trees.by_node(rows), requests),
             drafts,
             self._outputs,
             self._budgets,

@@ -28,6 +28,7 @@ NO_PATCHES = {
     "forward.py: builder.step_masks": "drafttree's own metadata builder",
     "runner.py: builder.step_masks": "drafttree's own metadata builder",
     "runner_choice.py: object.__setattr__(config, name, value)": "a configuration of its own",
+    "row_settings.py: copied.min_p": "a copy, for the rows of several nodes of a request",
     "tracing.py: runner.__class__": "drafttree's own runner, while its steps are recorded",
     "v2/runner.py: builder.step_masks": "drafttree's own metadata builder",
     "v2/runner.py: self._trees.drafter": "drafttree's own speculator",

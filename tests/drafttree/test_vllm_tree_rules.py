@@ -12,12 +12,17 @@ from scipy.stats import chisquare
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
-from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor import (
+    LogitBiasLogitsProcessor,
+    LogitsProcessors,
+    MinPLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from drafttree.drafter import TreeRule
 from drafttree.tree import DraftTree
+from drafttree.vllm import tree_rules
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
 from drafttree.vllm.sampling import sample_trees
 from drafttree.vllm.step import StepTrees
@@ -43,7 +48,17 @@ def after(*path: int) -> torch.Tensor:
     return logits.softmax(0)
 
 
-def verified(**settings: Any) -> tuple[Any, Any]:
+class CountingSampler(AcceptanceSampler):
+    """A sampler that counts its calls."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().forward(*args, **kwargs)
+
+
+def verified(sampler: AcceptanceSampler | None = None, **settings: Any) -> tuple[Any, Any]:
     """One step of requests with a repetition penalty, every second one greedy."""
     target, draft = tables()
     drafter = RsdDrafter(RsdOptions(model="", tree=f"beam:3x{DEPTH}", verify="traversal"), VOCAB)
@@ -96,7 +111,7 @@ def verified(**settings: Any) -> tuple[Any, Any]:
         num_reqs=REQUESTS,
     )
     logits = StepLogits(target[trees.tokens.clamp(min=0).long()].flatten(0, 1), torch.clone, rows)
-    sampler = AcceptanceSampler(Sampler())
+    sampler = sampler or AcceptanceSampler(Sampler())
     output, outcome = sample_trees(batch, sampler, step, trees, logits, DEPTH, rule=rule)
     assert outputs == [[ROOT]] * REQUESTS
     return output, outcome
@@ -137,3 +152,59 @@ def test_logprobs_do_not_change_the_tokens() -> None:
     chosen = output.logprobs_tensors.logprob_token_ids[:, 0].view(REQUESTS, levels)
     there = outcome.emitted[:, :levels] >= 0
     assert chosen[there].tolist() == outcome.emitted[:, :levels][there].tolist()
+
+
+def processors() -> LogitsProcessors:
+    """A bias for every third request, and a least probability for every fifth."""
+    bias = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
+    biased = torch.arange(0, REQUESTS, 3)
+    bias.biases = {request: {2: 3.0} for request in biased.tolist()}
+    bias.logits_slice = biased.int(), torch.full_like(biased, 2).int()
+    bias.bias_tensor = torch.full((len(biased),), 3.0)
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=REQUESTS))
+    least = MinPLogitsProcessor(config, torch.device("cpu"), False)
+    least.min_p_device[::5] = 0.3
+    least.min_p, least.min_p_count = least.min_p_device[:, None], REQUESTS // 5
+    return LogitsProcessors([bias, least])
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_sampler_is_called_once_for_all_nodes(
+    monkeypatch: pytest.MonkeyPatch, filtered: bool, chunks: int
+) -> None:
+    """Or once for each chunk of them, without penalties, which make it one call for each column."""
+    settings: dict[str, Any] = {"repetition_penalties": torch.ones(REQUESTS)}
+    if filtered:
+        allowed = torch.zeros(REQUESTS, VOCAB, dtype=torch.bool)
+        allowed[1::7, 4] = True  # these tokens are not allowed
+        settings |= {
+            "top_k": (torch.arange(REQUESTS) % VOCAB + 1).int(),
+            "top_p": torch.linspace(0.5, 1.0, REQUESTS),
+            "allowed_token_ids_mask": allowed,
+            "logitsprocs": processors(),
+        }
+    columns = CountingSampler(Sampler())
+    _, expected = verified(columns, **settings)
+    width = 1 + 3 * DEPTH
+    assert columns.calls == width
+    rows = REQUESTS * width
+    monkeypatch.setattr(tree_rules, "max_rows", lambda _: -(-rows // chunks))
+    once = CountingSampler(Sampler())
+    _, found = verified(once, **settings, no_penalties=True)
+    assert once.calls == chunks
+    assert found.path.tolist() == expected.path.tolist()
+    assert found.emitted.tolist() == expected.emitted.tolist()
+    assert float((found.num_emitted > 1).float().mean()) > 0.3
+
+
+def test_logits_that_are_read_again_stay_as_they_are() -> None:
+    """Logprobs are those of the raw logits, although the sampler works in place."""
+    sampler = CountingSampler(Sampler())
+    output, outcome = verified(sampler, no_penalties=True, max_num_logprobs=0)
+    levels = output.sampled_token_ids.shape[1]
+    assert sampler.calls == 1 + levels
+    raw = tables()[0].log_softmax(1)
+    roots = torch.arange(REQUESTS) * levels
+    first = output.logprobs_tensors.logprobs[roots, 0]
+    torch.testing.assert_close(first, raw[ROOT, outcome.emitted[:, 0].long()])
