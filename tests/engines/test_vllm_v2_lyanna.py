@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import draft_rows
 import forbid_waiting
 import pytest
 from lyanna_parts import drafter_for
@@ -66,12 +67,16 @@ def drafter(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drafted(tiny_llama: Path, drafter: Path) -> dict[str, Answer]:
-    answers, log = run_v2(
-        tiny_llama, [*CASES.values()], "lyanna", drafter, forbid_waiting.ENVIRONMENT
-    )
+def run(tiny_llama: Path, drafter: Path) -> tuple[list[Answer], str]:
+    environment = forbid_waiting.ENVIRONMENT | draft_rows.ENVIRONMENT
+    answers, log = run_v2(tiny_llama, [*CASES.values()], "lyanna", drafter, environment)
     assert f"{forbid_waiting.CHECKED} draft" in log
-    return dict(zip(CASES, answers, strict=True))
+    return answers, log
+
+
+@pytest.fixture(scope="module")
+def drafted(run: tuple[list[Answer], str]) -> dict[str, Answer]:
+    return dict(zip(CASES, run[0], strict=True))
 
 
 FEW_DRAFTS = ("prefix hits", "the context's end")
@@ -86,6 +91,10 @@ def test_tokens_equal_plain_decoding(
     assert drafted[name].reasons == plain[name].reasons
     assert drafted[name].counters["draft_tokens"] > 0
     assert drafted[name].counters["accepted_tokens"] > 0 or name in FEW_DRAFTS
+
+
+def test_the_layer_drafts_from_one_row_of_each_request(run: tuple[list[Answer], str]) -> None:
+    draft_rows.check_chains(run[1], 2)
 
 
 def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:
