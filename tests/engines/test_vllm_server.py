@@ -47,6 +47,10 @@ PROGRAMS = {
 BENCH_SERVE = Path(__file__).parents[2] / "scripts/benchmarks/bench_serve.py"
 
 
+on_v1 = pytest.mark.parametrize("server", ["v1"], indirect=True, scope="module")
+"""On the V1 model runner alone: in Triton's interpreter hundreds of steps take too long."""
+
+
 @pytest.fixture(scope="module", params=["v1", pytest.param("v2", marks=pytest.mark.full)])
 def server(
     request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
@@ -149,6 +153,7 @@ def test_a_streamed_chat_equals_plain_decoding(
     assert drafts + accepted > emitted / 2
 
 
+@on_v1
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("greedy", {}), pytest.param("sampled", SAMPLED, marks=pytest.mark.full)],
@@ -163,6 +168,7 @@ def test_many_clients_at_once(
     assert after["accepted_tokens"] - before["accepted_tokens"] > len(QUESTIONS)
 
 
+@on_v1
 def test_clients_that_hang_up(server: str, plain: dict[str, list[list[Reply]]]) -> None:
     """Their requests end, the KV cache is free again, and later answers are right."""
     before, tokens_before = draft_counts(server), metric(server, "generation_tokens_total")
@@ -181,6 +187,7 @@ def test_clients_that_hang_up(server: str, plain: dict[str, list[list[Reply]]]) 
     check_equal(ask_at_once(server), plain["greedy"])
 
 
+@on_v1
 @pytest.mark.full
 def test_its_own_benchmark(server: str, smollm2: Path, tmp_path: Path) -> None:
     """`vllm bench serve`: all requests are answered, and it finds that drafts are accepted."""
