@@ -1,15 +1,21 @@
-"""SGLang's OpenAI server with draft trees: chats of many clients, and its metrics."""
+"""SGLang's OpenAI server with draft trees: chats of many clients, metrics, and its benchmark."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+import bench_conversations
 import httpx
 import pytest
 from awaited import wait_until
+from bench_conversations import COUNT, write_conversations
 from bound_answers import called_arguments, object_answer
 from openai import OpenAI
 from openai_chats import (
@@ -26,9 +32,10 @@ from openai_chats import (
     request_of,
 )
 from server_process import is_up
-from sglang_runs import Case, run_sglang
+from sglang_runs import Case, environment, run_sglang
 from sglang_server import counters_of, serving
 
+DATASETS_STUB = Path(__file__).parents[1] / "support" / "datasets_stub"
 TEXT = "The capital of France is"
 
 
@@ -94,13 +101,16 @@ def test_answers_are_those_of_plain_decoding(server: str, plain: list[Reply]) ->
     assert "".join(pieces) == plain[-1].text
 
 
-def test_many_clients_at_once(server: str, plain: list[Reply]) -> None:
+@pytest.mark.parametrize("samples", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_many_clients_at_once(samples: int, server: str, plain: list[Reply]) -> None:
     """With OpenAI's client, streamed and whole, logprobs included: plain decoding's answers."""
-    before = counters_of(server)
-    check_equal(ask_at_once(server), [[reply] for reply in plain[:-1]])
-    after = counters_of(server)
+    # Nothing that was learned, or counted, remains.
+    assert httpx.post(f"{server}/flush_cache", timeout=60).status_code == 200
+    found = ask_at_once(server, n=samples)
+    check_equal(found, [[reply] * samples for reply in plain[:-1]])
+    counters = counters_of(server)
     for name in ("accepted_tokens", "non_first_child_accepted", "kv_rows_moved"):
-        assert after[name] > before[name]
+        assert counters[name] > 0
 
 
 def metric(address: str, name: str) -> float:
@@ -123,6 +133,33 @@ def test_clients_that_hang_up(server: str, plain: list[Reply]) -> None:
     assert after["emitted"] - before["emitted"] < left * LONG / 2
     assert after["accepted_tokens"] > before["accepted_tokens"]
     check_equal(ask_at_once(server), [[reply] for reply in plain[:-1]])
+
+
+@pytest.mark.full
+def test_its_own_benchmark(server: str, smollm2: Path, tmp_path: Path) -> None:
+    """`sglang.bench_serving`: all requests are answered, and it finds that drafts are accepted."""
+    result_file = tmp_path / "result.jsonl"
+    command = [
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"),
+        *("--base-url", server, "--model", str(smollm2), "--served-model-name", "smollm2"),
+        *("--dataset-name", "sharegpt"),
+        *("--dataset-path", str(write_conversations(tmp_path / "conversations.json"))),
+        *("--num-prompts", str(COUNT), "--sharegpt-output-len", str(bench_conversations.TOKENS)),
+        *("--max-concurrency", "4", "--flush-cache", "--output-file", str(result_file)),
+    ]
+    stub = None if find_spec("datasets") else str(DATASETS_STUB)
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), stub)))
+    variables = os.environ | environment() | {"PYTHONPATH": path}
+    run = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    result = json.loads(result_file.read_text())
+    assert result["completed"] == COUNT
+    assert result["total_output_tokens"] == COUNT * bench_conversations.TOKENS
+    assert result["accept_length"] > 1.2
+    # The client flushes the cache before it measures, which sets the counters to zero.
+    counters = counters_of(server)
+    assert counters["non_first_child_accepted"] > 0
+    assert counters["emitted"] >= COUNT * (bench_conversations.TOKENS - 1)
 
 
 def test_beam_search_is_refused_and_the_server_goes_on(server: str) -> None:
