@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -99,18 +100,28 @@ def pip_install(target: Path, *what: str) -> None:
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source distribution of a copy of the checkout, and the wheel built from
-    that."""
-    source = tmp_path_factory.mktemp("source")
+    that. Built once for a run: the processes of pytest-xdist share the folder above their own."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "packages"
+    with (shared / "packages.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            build_packages(tmp_path_factory.mktemp("source"), shared / "packages.part")
+            (shared / "packages.part").rename(folder)
+    return folder
+
+
+def build_packages(source: Path, folder: Path) -> None:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("drafttree", "lyanna_plugin", "recycle_plugin", "rsd_plugin", "kernels"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    folder = tmp_path_factory.mktemp("packages")
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(source)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    return folder
 
 
 @pytest.fixture(scope="module")
