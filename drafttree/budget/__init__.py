@@ -1,10 +1,20 @@
 """Node budget: chooses the sizes of draft trees, so that drafting is never slower for long.
 
-A drafter uses `NodeBudget`; `docs/node_budget.md` explains the model behind it.
+A drafter uses `NodeBudget`, or `ShapeBudget` if it asks a model for its drafts;
+`docs/node_budget.md` explains the model behind both.
 """
 
 from drafttree.budget.forward_profile import measure_forwards
+from drafttree.budget.level_acceptance import TreeShape
 from drafttree.budget.node_budget import NodeBudget, candidate_sizes
+from drafttree.budget.shape_budget import ShapeBudget
 from drafttree.budget.tree_choice import TreeChoice
 
-__all__ = ["NodeBudget", "TreeChoice", "candidate_sizes", "measure_forwards"]
+__all__ = [
+    "NodeBudget",
+    "ShapeBudget",
+    "TreeChoice",
+    "TreeShape",
+    "candidate_sizes",
+    "measure_forwards",
+]

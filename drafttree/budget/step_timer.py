@@ -31,6 +31,8 @@ class StepOutcome:
         seconds: Time from this proposal to the next.
         draft_seconds: Part of it that was spent looking up drafts.
         emitted_tokens: Tokens emitted for the whole batch.
+        catch_up_seconds: Time, not part of the others, in which a drafter's model read what it had
+            missed.
     """
 
     batch_size: int
@@ -39,6 +41,7 @@ class StepOutcome:
     seconds: float
     draft_seconds: float
     emitted_tokens: int
+    catch_up_seconds: float = 0.0
 
 
 @dataclass
@@ -50,6 +53,7 @@ class _PendingStep:
         choice: The trees that were chosen.
         began: Time at which the step was proposed.
         draft_seconds: Seconds spent looking up drafts.
+        catch_up_seconds: Seconds in which a drafter's model read what it had missed.
         tokens: `int32 [B, N]`, tokens of the verified trees; -1 where there is no node. None before
             the verification.
         emitted: `int32 [B, D + 1]`, emitted tokens, padded with -1; None before the verification.
@@ -60,6 +64,7 @@ class _PendingStep:
     choice: TreeChoice
     began: float
     draft_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
     tokens: AsyncHostCopy | None = None
     emitted: AsyncHostCopy | None = None
     rows: int | None = None
@@ -98,7 +103,7 @@ class StepTimer:
             return None
         if step.tokens is None or step.emitted is None:
             return None
-        seconds = self._began - step.began
+        seconds = self._began - step.began - step.catch_up_seconds
         if not 0 <= step.draft_seconds < seconds:  # the clock stood still, or went back
             return None
         emitted = _is_token(step.emitted).sum(1)
@@ -111,11 +116,25 @@ class StepTimer:
             seconds,
             step.draft_seconds,
             int(emitted.sum()),
+            step.catch_up_seconds,
         )
 
     def begin_plain(self, slots: torch.Tensor) -> None:
         """Begin a step for which no drafts are looked up."""
-        self._step = _PendingStep(slots, TreeChoice(0), self._began)
+        self.begin(slots, TreeChoice(0))
+
+    def begin(self, slots: torch.Tensor, choice: TreeChoice) -> None:
+        """Begin a step; what is drafted for it is reported later, by `drafted`."""
+        self._step = _PendingStep(slots, choice, self._began)
+
+    def drafted(self, seconds: float, catch_up_seconds: float) -> None:
+        """Add to the time that drafts have taken in the pending step, and catching up with texts.
+
+        The step's own time does not contain the latter.
+        """
+        if self._step is not None:
+            self._step.draft_seconds += seconds
+            self._step.catch_up_seconds += catch_up_seconds
 
     def begin_drafted(self, slots: torch.Tensor, choice: TreeChoice) -> None:
         """Begin a step for which drafts were looked up since `lap`."""

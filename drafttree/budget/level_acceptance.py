@@ -1,0 +1,158 @@
+"""How often the children of accepted nodes are accepted, by level and by rank.
+
+A drafter that asks a model for its drafts pays for them before it knows what they are worth. So a
+tree's worth is predicted from what was accepted lately.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drafttree.tree import DraftTree, Verified
+
+_MEMORY = 96.0
+"""Recorded steps after which an outcome has 1/e of its weight."""
+_AGE_MEMORY = 256.0
+"""Elapsed steps after which an outcome has 1/e of its weight: texts change while nothing is
+drafted."""
+_PRIOR_WEIGHT = 1.5
+"""Weight of the level above, or of the prior, in outcomes of one request."""
+_PRIOR = (0.55, 0.12, 0.06, 0.04)
+"""Probabilities of acceptance by rank before anything is known; further ranks have the last."""
+_MOST = 0.98
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The shape of the draft trees of a step.
+
+    Attributes:
+        depth: Levels of draft tokens; 0 for no drafts.
+        width: Greatest number of children of a node, 1 for a chain.
+        nodes: Draft tokens of a tree.
+    """
+
+    depth: int
+    width: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.width, self.nodes) < (1 if self.nodes else 0):
+            raise ValueError(f"{self}: a tree with draft tokens has levels, all of one or more")
+
+
+NO_DRAFTS = TreeShape(0, 0, 0)
+
+
+class LevelAcceptance:
+    """Decaying counts of accepted nodes, for trees of up to D levels and K children of a node.
+
+    The rank of a node is its place among its siblings, from 0. The probability that the accepted
+    path goes on at a level with children of ranks below k is the sum of those of the ranks. What
+    was never seen is taken from the level above, which a chain may know when a tree is considered.
+
+    Args:
+        depth: D.
+        width: K.
+    """
+
+    def __init__(self, depth: int, width: int) -> None:
+        self._hits = np.zeros((depth, width))
+        self._tried = np.zeros((depth, width))
+        self._clock = 0
+        self._updated_at = 0
+
+    def pass_step(self) -> None:
+        """Let a step pass, whatever it was."""
+        self._clock += 1
+
+    def add(self, shape: TreeShape, trees: DraftTree, verified: Verified) -> None:
+        """Add the outcome of a step; the tensors are on the host.
+
+        Args:
+            shape: The shape that was asked for. A node without a child of some rank counts as one
+                whose child of that rank was rejected, as the shape has room for it.
+            trees: The trees as verified.
+            verified: The outcome.
+        """
+        weight = math.exp(-1 / _MEMORY) * self._kept()
+        self._hits *= weight
+        self._tried *= weight
+        self._updated_at = self._clock
+        parents, path = trees.parents.numpy(), verified.path.numpy()
+        level = _depths(parents)
+        rows = np.arange(len(path))
+        for depth in range(1, min(shape.depth, path.shape[1] - 1) + 1):
+            # A tree that the host cut above this level tells nothing of it.
+            reached = (path[:, depth - 1] >= 0) & (level == depth).any(1)
+            width = min(shape.width, self._hits.shape[1])
+            self._tried[depth - 1, :width] += reached.sum()
+            column = path[:, depth]
+            hit = reached & (column > 0)
+            above = parents[rows, np.maximum(column, 0)]
+            siblings = parents == above[:, None]
+            earlier = siblings & (np.arange(parents.shape[1]) < column[:, None])
+            ranks = np.minimum(earlier.sum(1), width - 1)
+            np.add.at(self._hits[depth - 1], ranks[hit], 1.0)
+
+    @property
+    def evidence(self) -> float:
+        """How many outcomes of one request in one step are remembered, by their weights."""
+        return float(self._kept() * self._tried[0, 0])
+
+    def chances(self) -> NDArray[np.float64]:
+        """The probability that the child of each rank is accepted after its parent, `[D, K]`."""
+        kept = self._kept()
+        depth, width = self._hits.shape
+        chances = np.empty((depth, width))
+        above = np.array([_PRIOR[min(rank, len(_PRIOR) - 1)] for rank in range(width)])
+        for level in range(depth):
+            above = (_PRIOR_WEIGHT * above + kept * self._hits[level]) / (
+                _PRIOR_WEIGHT + kept * self._tried[level]
+            )
+            chances[level] = above
+        return chances
+
+    def expected_tokens(
+        self, shapes: Sequence[TreeShape], optimism: float = 0.0
+    ) -> NDArray[np.float32]:
+        """Tokens that a request is expected to emit with each shape, bonus included, `[S]`.
+
+        Args:
+            shapes: The shapes.
+            optimism: By how many standard deviations of their estimates the probabilities that a
+                path goes on may be higher.
+        """
+        sums = np.minimum(self.chances().cumsum(1), _MOST)
+        if optimism:
+            known = self._kept() * self._tried + _PRIOR_WEIGHT
+            sums = np.minimum(sums + optimism * np.sqrt(sums * (1 - sums) / known), _MOST)
+        # Column 0 and row 0 are those of the shape without drafts.
+        expected = np.zeros((1 + sums.shape[0], 1 + sums.shape[1]))
+        expected[1:, 1:] = sums.cumprod(0).cumsum(0)
+        depths, widths = np.array([(shape.depth, shape.width) for shape in shapes]).T
+        return (1 + expected[depths, widths]).astype(np.float32)
+
+    def reset(self) -> None:
+        """Forget all outcomes."""
+        self._hits[:] = 0
+        self._tried[:] = 0
+
+    def _kept(self) -> float:
+        return math.exp((self._updated_at - self._clock) / _AGE_MEMORY)
+
+
+def _depths(parents: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Depth of each node, `[B, N]`; -1 where there is no node."""
+    level = np.full(parents.shape, -1, np.int64)
+    level[:, 0] = 0
+    rows = np.arange(len(parents))
+    for column in range(1, parents.shape[1]):
+        above = parents[:, column]
+        level[:, column] = np.where(above >= 0, level[rows, np.maximum(above, 0)] + 1, -1)
+    return level

@@ -1,0 +1,98 @@
+"""What a drafter with a model uses to choose the shape of each step's trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Self
+
+import torch
+
+from drafttree.budget.level_acceptance import TreeShape
+from drafttree.budget.shape_planner import ShapePlanner
+from drafttree.budget.step_timer import StepTimer
+from drafttree.budget.tree_choice import TreeChoice
+from drafttree.tree import DraftTree, Verified
+
+
+class ShapeBudget:
+    """Chooses the shape of each step's trees, and measures steps to choose better.
+
+    In each step call `choose`, then `drafted` if drafts were asked of the model, then `verified`.
+    All tensors are on the host.
+
+    Attributes:
+        planner: The planner that decides.
+    """
+
+    def __init__(self, planner: ShapePlanner, clock: Callable[[], float] = perf_counter) -> None:
+        self.planner = planner
+        self._timer = StepTimer(clock)
+        self._shape: TreeShape | None = None
+
+    @classmethod
+    def from_forwards(
+        cls,
+        shapes: Sequence[TreeShape],
+        forward_seconds: Mapping[int, float],
+        clock: Callable[[], float] = perf_counter,
+    ) -> Self:
+        """Plan from the measured costs of the target's forwards.
+
+        Args:
+            shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
+            forward_seconds: Seconds of a forward by the number of its tokens.
+            clock: Returns the time in seconds.
+
+        Raises:
+            ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
+        """
+        return cls(ShapePlanner(shapes, forward_seconds), clock)
+
+    def choose(
+        self, slots: torch.Tensor, catch_up_seconds: Callable[[], float] = lambda: 0.0
+    ) -> TreeShape:
+        """Choose the shape of the next step's trees; called when the step before has ended.
+
+        Args:
+            slots: `int64 [B]`, slots of the requests.
+            catch_up_seconds: What the model would need to read before it can draft. Asked for
+                only if drafts are considered.
+        """
+        step = self._timer.lap(slots)
+        if step is not None:
+            self.planner.record_step(
+                step.batch_size,
+                step.rows,
+                step.seconds,
+                step.draft_seconds,
+                step.emitted_tokens,
+                step.catch_up_seconds,
+            )
+        shape = self.planner.choose(len(slots), catch_up_seconds)
+        self._timer.begin(slots, TreeChoice(shape.nodes))
+        self._shape = shape
+        return shape
+
+    def drafted(self, seconds: float, catch_up_seconds: float = 0.0) -> None:
+        """Note how long drafting took in the step under way.
+
+        Args:
+            seconds: Time for the drafts; several calls are added up.
+            catch_up_seconds: Further time, for what the model had missed.
+        """
+        self._timer.drafted(seconds, catch_up_seconds)
+
+    def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
+        """Note the outcome of a step; the trees are those that were verified."""
+        if self._shape is not None and self._shape.depth and trees.drafted:
+            self.planner.acceptance.add(self._shape, trees, verified)
+        self._timer.verified(slots, trees, verified)
+
+    def reset(self) -> None:
+        """Forget what was accepted, for instance because the target's weights changed."""
+        self.planner.acceptance.reset()
+
+    def explain(self) -> list[dict[str, float]]:
+        """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
+        return self.planner.explain()

@@ -1,0 +1,265 @@
+"""The planner for drafters that ask a model for their drafts: chooses the shape of a step's trees.
+
+A model drafts one level after another, so that depth costs time before anything is verified, and
+rows cost time after it. Two things differ from `Planner`. A tree's worth must be known before it
+is drafted, so it is predicted from what was accepted lately, by level and rank. And a model has to
+read the text before it can draft: while nothing is drafted it may fall behind, and what it takes to
+catch up is part of the price of drafting again.
+
+**Lossless.** A shape is chosen between two steps, from outcomes and times of earlier steps and the
+number of requests alone. Nothing drawn in a step takes part in the choice of its shape: given what
+came before, the shape is a constant, and recursive rejection and traversal leave the target's
+distribution for each constant shape. (A choice by the drafts that were drawn, such as dropping
+those that look improbable, would bias the distribution of those that are left.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from drafttree.budget.calibration import AcceptanceCalibration
+from drafttree.budget.candidates import checked_sizes
+from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.cost_factors import FloatArray
+from drafttree.budget.costs import CostModel, batch_bucket
+from drafttree.budget.draft_times import DraftTimes
+from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance, TreeShape
+from drafttree.budget.planner_state import BucketState, StepPlan
+from drafttree.budget.step_report import MeasuredStep, StepReport
+from drafttree.budget.tree_choice import TreeChoice
+from drafttree.budget.trials import Trials
+
+_CALIBRATION_AGE = 256
+"""As for `LevelAcceptance`: while nothing is drafted, texts change."""
+_SHARE = 0.005
+"""Share of the time without drafts that may be lost by exploring: drafting to see whether it
+pays."""
+_HOPELESS = 8.0
+"""What is saved up before a shape is tried that should not pay, in plain steps."""
+_CAPACITY = 64.0
+"""Most that is saved up, in plain steps."""
+_AT_START = 4.0
+"""What is there at first, in plain steps."""
+_EVIDENCE = 8.0
+"""Outcomes without which nobody knows whether drafting pays."""
+
+
+class ShapePlanner:
+    """Chooses one of a few tree shapes for each decode step.
+
+    Before each step call `choose`; after it, and before the next one, call `record_step`. A step
+    for which it is not called is ignored. The planner is deterministic: measured times and outcomes
+    are arguments of its methods.
+
+    Attributes:
+        shapes: The shapes to choose from, by number of draft tokens; the first has none.
+        costs: The cost model of a step without drafting.
+        draft_times: How long drafting takes.
+        acceptance: What was accepted lately.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        forward_seconds: Mapping[int, float],
+        constants: BudgetConstants | None = None,
+    ) -> None:
+        """Plan from forwards of the target that were measured at start-up.
+
+        Args:
+            shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
+            forward_seconds: Seconds of a forward of the target by the number of its tokens.
+            constants: Tuned constants; the defaults if None.
+
+        Raises:
+            ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
+        """
+        self.constants = constants or BudgetConstants()
+        self.shapes = (NO_DRAFTS, *shapes)
+        sizes = checked_sizes([shape.nodes for shape in self.shapes])
+        self._depths = [shape.depth for shape in self.shapes]
+        self.costs = CostModel(sizes, forward_seconds, self.constants)
+        self.draft_times = DraftTimes()
+        self.acceptance = LevelAcceptance(
+            max(shape.depth for shape in self.shapes), max(shape.width for shape in self.shapes)
+        )
+        self._trials = Trials(self.costs, self.constants)
+        aged = self.constants.model_copy(update={"age_memory": _CALIBRATION_AGE})
+        self._calibration = AcceptanceCalibration(aged)
+        self._report = StepReport()
+        self._states: dict[int, BucketState] = {}
+        self._saved = _AT_START
+        self._at_stake = 0.0
+        self._plan: tuple[int, StepPlan] | None = None
+
+    def choose(
+        self, batch_size: int, catch_up_seconds: Callable[[], float] = lambda: 0.0
+    ) -> TreeShape:
+        """Choose the shape of the next step's trees.
+
+        Args:
+            batch_size: Number of requests in the step.
+            catch_up_seconds: What the model would need to read before it can draft. Asked for
+                only if drafts are considered.
+        """
+        state = self._state(batch_size)
+        # A step that was not measured, because a request ended for example, is charged too.
+        self._saved -= self._at_stake
+        self._at_stake = 0.0
+        seconds = self._step_seconds(batch_size)
+        if state.index and self._wants_plain(state, batch_size, seconds):
+            state.is_tried = True
+            return self._planned(0, StepPlan(TreeChoice(0), is_trial=True))
+        state.is_tried = False
+        if not state.index and self._saved <= 0 and self.acceptance.evidence < _EVIDENCE:
+            return self._planned(0, StepPlan(TreeChoice(0)))
+        expected = self.acceptance.expected_tokens(self.shapes)
+        gains = self._calibrated(batch_size, expected)
+        rates = gains / seconds
+        best = int(rates.argmax())
+        # Drafting goes on while it does not lose, so that it does not end by chance.
+        least = 1.0 if state.index else self.constants.margin
+        if rates[best] <= least * rates[0]:
+            best = 0
+        if best and not state.index and self.acceptance.evidence < _EVIDENCE:
+            best = 0
+        index, is_trial = best, False
+        if not best:
+            explored = self._explored(batch_size, seconds, catch_up_seconds)
+            if explored is not None:
+                index, self._at_stake = explored
+        elif (trial := self._trials.size(batch_size, best, gains, gains, rates)) is not None:
+            index, is_trial = trial, True
+        state.index, state.gain = best, float(gains[best])
+        gain = float(gains[index])
+        choice = TreeChoice(self.shapes[index].nodes)
+        plan = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
+        return self._planned(index, plan)
+
+    def _explored(
+        self, batch_size: int, seconds: FloatArray, catch_up_seconds: Callable[[], float]
+    ) -> tuple[int, float] | None:
+        """A shape to draft with to see whether drafting pays; None for none.
+
+        Returns:
+            Its index, and what it loses if nothing is accepted, in plain steps.
+        """
+        constants = self.constants
+        hopeful = self._calibrated(
+            batch_size, self.acceptance.expected_tokens(self.shapes, constants.optimism)
+        )
+        deviations = self.costs.deviations(batch_size, 0)
+        rates = hopeful / np.maximum(seconds * np.exp(-constants.optimism * deviations), seconds[0])
+        index = 1 + int(rates[1:].argmax())
+        if self._saved < _HOPELESS and rates[index] <= constants.margin * rates[0]:
+            return None
+        loss = (float(seconds[index]) + catch_up_seconds()) / float(seconds[0]) - 1
+        return (index, loss) if self._saved >= min(loss, _CAPACITY) else None
+
+    def record_step(
+        self,
+        batch_size: int,
+        rows: int,
+        seconds: float,
+        draft_seconds: float,
+        emitted: float,
+        catch_up_seconds: float = 0.0,
+    ) -> None:
+        """Learn from the step that was chosen last.
+
+        Args:
+            batch_size: Number of its requests.
+            rows: Tokens that were verified, roots included; fewer than chosen if trees were cut.
+            seconds: Duration of the whole step, without catching up.
+            draft_seconds: Part of it that was spent drafting.
+            emitted: Tokens emitted for the whole batch.
+            catch_up_seconds: What it took to read what the model had missed.
+        """
+        if self._plan is None:
+            return
+        (index, plan), self._plan = self._plan, None
+        shape, costs = self.shapes[index], self.costs
+        means = self._step_seconds(batch_size)
+        predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
+        drafting = 0.0
+        if shape.depth:
+            self.draft_times.add(batch_size, shape.depth + 1, draft_seconds)
+            # What delays a draft now and then is a stall of a step with drafts.
+            drafting = min(draft_seconds, self._draft_seconds(batch_size, shape.depth))
+        if costs.observe(batch_size, rows, max(seconds - drafting, 1e-9)):
+            self._trials.allowance.renew()
+        if index and rows == batch_size * (1 + shape.nodes):
+            self._calibration.add(
+                batch_bucket(batch_size),
+                shape.nodes,
+                batch_size * (plan.expected - 1),
+                emitted - batch_size,
+                costs.clock,
+            )
+        self.acceptance.pass_step()
+        self._trials.allowance.refill()
+        if not self._state(batch_size).index:
+            self._saved += _SHARE
+            if self._at_stake:
+                # What it gained is saved up as well, so that it goes on while it gains.
+                spent = (seconds + catch_up_seconds) / float(means[0])
+                self._saved -= spent - emitted / batch_size
+                self._at_stake = 0.0
+            self._saved = min(_CAPACITY, self._saved)
+        if plan.is_trial:
+            state = self._state(batch_size)
+            spent = min(seconds, float(means[index])) / float(means[state.index])
+            self._trials.charge(spent, state.gain, plan.lowest)
+        self._report.add(
+            MeasuredStep(
+                bucket=batch_bucket(batch_size),
+                num_draft_tokens=shape.nodes,
+                batch_size=batch_size,
+                rows=rows,
+                predicted_seconds=predicted,
+                seconds=seconds,
+                expected_tokens=batch_size * plan.calibrated,
+                emitted_tokens=emitted,
+                is_trial=plan.is_trial,
+                is_wasted=False,
+            )
+        )
+
+    def explain(self) -> list[dict[str, float]]:
+        """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
+        return self._report.rows()
+
+    def _planned(self, index: int, plan: StepPlan) -> TreeShape:
+        self._plan = index, plan
+        return self.shapes[index]
+
+    def _state(self, batch_size: int) -> BucketState:
+        return self._states.setdefault(batch_bucket(batch_size), BucketState())
+
+    def _draft_seconds(self, batch_size: int, depth: int) -> float:
+        """Usual seconds of drafting: one forward for the roots, and one for each level."""
+        return self.draft_times.usual(batch_size, depth + 1) if depth else 0.0
+
+    def _step_seconds(self, batch_size: int) -> FloatArray:
+        """Predicted mean seconds of a step with each shape, drafting included, `[S]`."""
+        depths = range(1 + max(self._depths))
+        drafting = np.array([self._draft_seconds(batch_size, depth) for depth in depths])
+        seconds: FloatArray = self.costs.of_sizes(batch_size) + drafting[self._depths]
+        return seconds
+
+    def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
+        calibrated = self._calibration.calibrate(
+            expected[None],
+            batch_bucket(batch_size),
+            self.costs.candidate_sizes,
+            self.costs.clock,
+        )
+        gains: FloatArray = calibrated[0]
+        return gains
+
+    def _wants_plain(self, state: BucketState, batch_size: int, seconds: FloatArray) -> bool:
+        return not state.is_tried and self._trials.wants_plain(
+            batch_size, state.index, state.gain, seconds
+        )

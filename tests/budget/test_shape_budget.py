@@ -1,0 +1,67 @@
+"""Steps with a model's drafts, measured on a clock of the test's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drafttree.budget import ShapeBudget, TreeShape
+from drafttree.tree import DraftTree, Verified
+
+SHAPES = (TreeShape(1, 1, 1), TreeShape(3, 1, 3))
+SLOTS = torch.tensor([4])
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def chain(nodes: int) -> DraftTree:
+    columns = torch.arange(1 + nodes, dtype=torch.int32)[None]
+    return DraftTree(columns, columns - 1, torch.tensor([1 + nodes], dtype=torch.int32))
+
+
+def outcome(accepted: int, most: int) -> Verified:
+    path = torch.arange(1 + most, dtype=torch.int32)[None]
+    path = path.masked_fill(path > accepted, -1)
+    return Verified(path, path, torch.tensor([1 + accepted], dtype=torch.int32))
+
+
+def test_measures_drafting_and_leaves_catching_up_out() -> None:
+    clock = Clock()
+    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03}, clock)
+    shape = budget.choose(SLOTS)
+    assert shape.nodes == 3
+    budget.drafted(0.01, catch_up_seconds=0.5)
+    budget.drafted(0.002)
+    budget.verified(SLOTS, chain(3), outcome(2, 3))
+    clock.now = 0.55
+    budget.choose(SLOTS)
+    (row,) = budget.explain()
+    assert row["num_draft_tokens"] == 3
+    assert row["observed_ms"] == pytest.approx(50)
+    assert row["realised_tokens"] == 3
+    assert budget.planner.draft_times.usual(1, 4) == pytest.approx(0.012)
+    assert budget.planner.acceptance.evidence == pytest.approx(1, rel=0.01)
+
+
+def test_a_step_of_other_requests_is_not_measured() -> None:
+    clock = Clock()
+    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03}, clock)
+    budget.choose(SLOTS)
+    budget.verified(torch.tensor([4, 5]), chain(3), outcome(1, 3))
+    clock.now = 1.0
+    budget.choose(SLOTS)
+    assert budget.explain() == []
+
+
+def test_forgets_what_was_accepted() -> None:
+    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03})
+    budget.choose(SLOTS)
+    budget.verified(SLOTS, chain(3), outcome(1, 3))
+    assert budget.planner.acceptance.evidence > 0
+    budget.reset()
+    assert budget.planner.acceptance.evidence == 0

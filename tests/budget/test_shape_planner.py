@@ -1,0 +1,101 @@
+"""The planner of tree shapes finds the best one, and loses little where plain decoding is best."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+from simulated_drafting import BEAMS, Fixed, Planned, Scenario, run
+
+from drafttree.budget.level_acceptance import NO_DRAFTS, TreeShape
+from drafttree.budget.shape_planner import ShapePlanner
+
+STEPS = 2500
+CHAINS = {shape for shape in BEAMS if shape.width == 1}
+full = partial(pytest.param, marks=pytest.mark.full)
+
+
+def over_plain(scenario: Scenario, first: int = 0, steps: int = STEPS) -> float:
+    planned = run(scenario, Planned(scenario), steps).speed(first)
+    return planned / run(scenario, Fixed(), steps).speed(first)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(Scenario(first=lambda step: 0.1), id="hardly accepted"),
+        full(Scenario(draft_fixed=0.02, draft_by_row=0.001), id="dear drafts"),
+        full(Scenario(draft_fixed=0.03, reads=False), id="dear drafts, nothing to read"),
+        full(Scenario(first=lambda step: 0.1, stalls=0.02), id="stalls"),
+        full(Scenario(by_row=0.02, first=lambda step: 0.3), id="dear rows"),
+    ],
+)
+def test_not_slower_than_plain(scenario: Scenario, batch: int) -> None:
+    assert over_plain(dataclasses.replace(scenario, batch=batch)) >= 0.98
+
+
+@pytest.mark.parametrize(
+    ("scenario", "least"),
+    [
+        pytest.param(Scenario(), 0.95, id="one request"),
+        full(Scenario(first=lambda step: 0.85, further=0.1), 0.94, id="chains"),
+        full(Scenario(first=lambda step: 0.4), 0.93, id="trees"),
+        full(Scenario(batch=8), 0.94, id="eight requests"),
+        full(Scenario(reads=False, stalls=0.01), 0.93, id="stalls"),
+    ],
+)
+def test_close_to_the_best_fixed_shape(scenario: Scenario, least: float) -> None:
+    planned = run(scenario, Planned(scenario), STEPS)
+    fixed = {shape: run(scenario, Fixed(shape), STEPS).speed(500) for shape in BEAMS}
+    assert planned.speed(500) >= least * max(fixed.values())
+    assert max(fixed.values()) > 1.1 * run(scenario, Fixed(), STEPS).speed(500)
+
+
+@pytest.mark.full
+def test_chains_where_they_pay() -> None:
+    """Rows are dear and second children hardly accepted."""
+    scenario = Scenario(by_row=0.004, first=lambda step: 0.85, further=0.1)
+    steps = run(scenario, Planned(scenario), STEPS).steps[-1000:]
+    assert sum(step.shape in CHAINS for step in steps) >= 900
+
+
+def test_stops_and_comes_back_when_texts_change() -> None:
+    """Drafts are accepted, then not for 1,500 steps, and then again."""
+    scenario = Scenario(first=lambda step: 0.05 if 1000 <= step < 2500 else 0.75)
+    result = run(scenario, Planned(scenario), 4000)
+    plain = run(scenario, Fixed(), 4000)
+    assert result.drafted(500, 1000) > 0.95
+    assert result.drafted(1300, 2500) < 0.1
+    assert result.speed(1000, 2500) >= 0.96 * plain.speed(1000, 2500)
+    assert result.drafted(3000, 4000) > 0.9
+
+
+@pytest.mark.full
+def test_comes_back_when_drafts_are_cheap_again() -> None:
+    scenario = Scenario(slow=lambda step: 12.0 if 800 <= step < 1800 else 1.0)
+    result = run(scenario, Planned(scenario), 4500)
+    assert result.drafted(1200, 1800) < 0.1
+    assert result.drafted(3500, 4500) > 0.9
+
+
+def test_what_a_model_has_to_read_first_delays_drafts() -> None:
+    planner = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03})
+    assert planner.choose(1, lambda: 0.0) != NO_DRAFTS
+    planner = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03})
+    assert planner.choose(1, lambda: 3.0) == NO_DRAFTS
+
+
+def test_shapes_are_a_function_of_what_was_before() -> None:
+    """The same outcomes and times give the same shapes."""
+    scenario = Scenario(stalls=0.01)
+    first, second = (run(scenario, Planned(scenario), 300) for _ in range(2))
+    assert [step.shape for step in first.steps] == [step.shape for step in second.steps]
+    assert len(first.shapes()) > 2
+
+
+@pytest.mark.parametrize("shapes", [BEAMS[::-1], BEAMS[:2] + BEAMS[1:]])
+def test_shapes_must_ascend(shapes: tuple[TreeShape, ...]) -> None:
+    with pytest.raises(ValueError, match="must start at 0 and ascend"):
+        ShapePlanner(shapes, {1: 0.03})

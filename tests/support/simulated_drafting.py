@@ -1,0 +1,227 @@
+"""Decoding with a model that drafts, on a simulated machine.
+
+A run has a clock of its own, random numbers from a seed, and no engine. Acceptance is by level and
+rank, and each level costs a forward of the draft model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from drafttree.budget.level_acceptance import NO_DRAFTS, TreeShape
+from drafttree.budget.shape_planner import ShapePlanner
+from drafttree.tree import DraftTree, Verified
+
+MEASURED_ROWS = (1, 2, 4, 8, 12, 16)
+BEAMS = tuple(
+    TreeShape(depth, width, depth * width)
+    for width, depth in (
+        *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5)),
+        *((2, 3), (2, 4), (3, 3), (2, 5), (3, 4), (3, 5)),
+    )
+)
+"""The shapes that beam trees of up to 3 x 5 are chosen from."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A machine, its models and its texts.
+
+    Attributes:
+        fixed: Seconds of a forward of the target, of no rows.
+        by_row: Seconds of each row.
+        draft_fixed: Seconds of a forward of the draft model, of no rows.
+        draft_by_row: Seconds of each row.
+        first: Probability that a child of rank 0 is accepted after its parent, at a step.
+        further: The same for each further rank, as a share of what is left.
+        noise: Standard deviation of the logarithm of a step's time.
+        stalls: Probability of a stall of a step, of 5 plain steps.
+        slow: Factor on the draft model's times, at a step.
+        answer: Tokens of an answer, which begins with a prompt of as many tokens.
+        batch: Number of requests.
+        reads: Whether the draft model has to read what it missed while nothing was drafted.
+    """
+
+    fixed: float = 0.03
+    by_row: float = 0.0006
+    draft_fixed: float = 0.003
+    draft_by_row: float = 0.0001
+    first: Callable[[int], float] = lambda step: 0.7
+    further: float = 0.25
+    noise: float = 0.05
+    stalls: float = 0.0
+    slow: Callable[[int], float] = lambda step: 1.0
+    answer: int = 128
+    batch: int = 1
+    reads: bool = True
+
+    def forwards(self) -> dict[int, float]:
+        """Seconds of the forwards that are timed at the start, by token count."""
+        return {rows: self.fixed + self.by_row * rows for rows in MEASURED_ROWS}
+
+
+class Policy(Protocol):
+    """Chooses the shape of each step and learns the outcomes."""
+
+    def choose(self, batch_size: int, catch_up_seconds: float) -> TreeShape:
+        """Choose the shape of the next step."""
+
+    def learn(self, shape: TreeShape, step: Step) -> None:
+        """Learn from a step that was run."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as it was measured: its shape, times, tokens and accepted paths."""
+
+    shape: TreeShape
+    rows: int
+    seconds: float
+    draft_seconds: float
+    catch_up_seconds: float
+    emitted: int
+    paths: NDArray[np.int32]
+
+
+@dataclass
+class Run:
+    """All steps of a run."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def speed(self, first: int = 0, last: int | None = None) -> float:
+        """Tokens per second from step `first` to step `last`, catching up included."""
+        steps = self.steps[first:last]
+        seconds = sum(step.seconds + step.catch_up_seconds for step in steps)
+        return sum(step.emitted for step in steps) / seconds
+
+    def drafted(self, first: int = 0, last: int | None = None) -> float:
+        """Share of steps with drafts."""
+        steps = self.steps[first:last]
+        return sum(step.shape.depth > 0 for step in steps) / len(steps)
+
+    def shapes(self, first: int = 0, last: int | None = None) -> set[TreeShape]:
+        """The shapes that were used."""
+        return {step.shape for step in self.steps[first:last]}
+
+
+@dataclass
+class Fixed:
+    """Decodes with the same shape in all steps."""
+
+    shape: TreeShape = NO_DRAFTS
+
+    def choose(self, batch_size: int, catch_up_seconds: float) -> TreeShape:
+        return self.shape
+
+    def learn(self, shape: TreeShape, step: Step) -> None:
+        pass
+
+
+class Planned:
+    """Decodes as the planner chooses."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.planner = ShapePlanner(BEAMS, scenario.forwards())
+        self._batch = scenario.batch
+
+    def choose(self, batch_size: int, catch_up_seconds: float) -> TreeShape:
+        return self.planner.choose(batch_size, lambda: catch_up_seconds)
+
+    def learn(self, shape: TreeShape, step: Step) -> None:
+        if shape.depth:
+            verified = Verified(torch.from_numpy(step.paths), torch.empty(0), torch.empty(0))
+            self.planner.acceptance.add(shape, _beam(shape, self._batch), verified)
+        self.planner.record_step(
+            self._batch,
+            step.rows,
+            step.seconds,
+            step.draft_seconds,
+            step.emitted,
+            step.catch_up_seconds,
+        )
+
+
+def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
+    """Run steps; each answer that ends is followed by another."""
+    rng = np.random.default_rng(seed)
+    answers = np.random.default_rng(seed + 1000)
+    batch, result = scenario.batch, Run()
+    left = answers.integers(1, 2 * scenario.answer, batch)
+    unread = left.copy() if scenario.reads else np.zeros(batch, np.int64)
+    for step in range(steps):
+        slow = scenario.slow(step)
+        by_row = scenario.draft_by_row * slow
+        shape = policy.choose(batch, float(unread.sum()) * by_row)
+        catch_up = 0.0
+        if shape.depth and unread.any():
+            catch_up, unread[:] = float(unread.sum()) * by_row, 0
+        accepted = _accepted(scenario, shape, step, batch, rng)
+        emitted = np.minimum((accepted >= 0).sum(1), left)
+        rows = batch * (1 + shape.nodes)
+        drafting = 0.0
+        if shape.depth:
+            levels = (shape.depth + 1) * scenario.draft_fixed
+            drafting = slow * levels + by_row * batch * (1 + shape.nodes)
+            drafting *= float(np.exp(scenario.noise * rng.standard_normal()))
+        elif scenario.reads:
+            unread += emitted
+        seconds = scenario.fixed + scenario.by_row * rows
+        seconds *= float(np.exp(scenario.noise * rng.standard_normal()))
+        seconds += 5 * scenario.fixed * (rng.random() < scenario.stalls)
+        result.steps.append(
+            Step(
+                shape,
+                rows,
+                seconds + drafting,
+                drafting,
+                catch_up,
+                int(emitted.sum()),
+                accepted,
+            )
+        )
+        policy.learn(shape, result.steps[-1])
+        left -= emitted
+        for row in np.flatnonzero(left <= 0):
+            left[row] = answers.integers(1, 2 * scenario.answer)
+            unread[row] = left[row] if scenario.reads else 0
+    return result
+
+
+def best_fixed(scenario: Scenario, steps: int, seed: int = 0) -> float:
+    """Tokens per second with the best fixed shape, plain decoding included."""
+    return max(run(scenario, Fixed(shape), steps, seed).speed() for shape in (NO_DRAFTS, *BEAMS))
+
+
+def _beam(shape: TreeShape, batch: int) -> DraftTree:
+    """Trees whose levels are the children of the first node of the level above."""
+    parents = [-1]
+    for level in range(shape.depth):
+        parents += [max(1 + (level - 1) * shape.width, 0)] * shape.width
+    tensor = torch.tensor(parents, dtype=torch.int32).expand(batch, -1)
+    return DraftTree(
+        torch.zeros_like(tensor), tensor, torch.full((batch,), len(parents), dtype=torch.int32)
+    )
+
+
+def _accepted(
+    scenario: Scenario, shape: TreeShape, step: int, batch: int, rng: np.random.Generator
+) -> NDArray[np.int32]:
+    """The paths of the accepted nodes, `int [B, D + 1]`, as if any node could have children."""
+    first = scenario.first(step)
+    ranks = np.array([(1 - first) * scenario.further * 0.5**rank for rank in range(1, 4)])
+    bounds = np.cumsum([first, *ranks])
+    path = np.full((batch, shape.depth + 1), -1, np.int32)
+    path[:, 0] = 0
+    going = np.ones(batch, bool)
+    for level, draws in enumerate(rng.random((8, batch))[: shape.depth]):
+        rank = np.searchsorted(bounds, draws)
+        going &= rank < shape.width
+        path[going, level + 1] = 1 + level * shape.width + rank[going]
+    return path
