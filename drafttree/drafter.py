@@ -110,7 +110,8 @@ class Drafter:
     """Base class of all kinds of drafter; every method here has a default.
 
     Attributes:
-        max_depth: Greatest depth of a draft token; the root's depth is 0.
+        max_depth: Greatest depth of a draft token; the root's depth is 0. It changes only if a
+            drafter plans its trees.
         shares_texts: Whether what a request's text teaches may serve the requests after it.
         source: Where all its candidates come from, for `sources`.
     """
@@ -158,6 +159,15 @@ class Drafter:
             token included; None if the drafter cannot tell.
         """
         return None
+
+    def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
+        """Called between `propose` and `on_verified` by hosts in which a model drafts.
+
+        Args:
+            seconds: The host's time for the drafts; several calls of a step are to be added up.
+            read_tokens: Tokens that the model had missed, and that it has read before.
+            read_seconds: Further time, for reading them.
+        """
 
     def on_verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Called after each verification.
@@ -329,6 +339,26 @@ class DraftModelDrafter(Drafter):
     columns: tuple[int, ...]
     source = "draft model"
 
+    @property
+    def plans(self) -> bool:
+        """Whether `plan` may choose smaller trees."""
+        return False
+
+    def plan(self, slots: torch.Tensor, unread: Callable[[], int]) -> tuple[int, ...]:
+        """Choose the trees that `propose` is asked for next, and until the next call.
+
+        Hosts that never call it are proposed the largest trees. The choice may depend on earlier
+        steps alone, so that it is not biased by what is drawn.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            unread: Counts the tokens that the draft model would have to read before it can draft.
+
+        Returns:
+            Parent of each of their columns, as in `columns`; that of the root alone for no drafts.
+        """
+        return self.columns
+
     def propose(
         self,
         slots: torch.Tensor,
@@ -401,6 +431,25 @@ class HiddenStateDrafter(Drafter):
 
     heads: tuple[int, int, int]
     source = "draft layer"
+
+    @property
+    def plans(self) -> bool:
+        """Whether `plan` may choose smaller trees, and `max_depth` with them."""
+        return False
+
+    def plan(self, slots: torch.Tensor) -> bool:
+        """Choose the trees that `propose` is asked for next, and until the next call.
+
+        Called before `max_draft_tokens`. Hosts that never call it are proposed the largest trees.
+        The choice may depend on earlier steps alone, so that it is not biased by what is drawn.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+
+        Returns:
+            Whether anything is to be drafted.
+        """
+        return True
 
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The layer's input `[N, d]` at known tokens.

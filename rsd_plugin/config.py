@@ -14,6 +14,7 @@ from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_DRAFT_TOKENS, StaticTree
 
 _BEAM = re.compile(r"beam:(\d+)x(\d+)")
+_LARGEST = "beam:3x5"
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,13 @@ class RsdOptions(MethodOptions):
         "vocabulary. In SGLang it is given by `--speculative-draft-model-path`."
     )
     tree: str = Field(
-        default="beam:3x5",
+        default=_LARGEST,
         description="The shape of draft trees. `beam:WxL` keeps the W best nodes at each of L "
         "levels (RSD-S in the paper). `branch:b0-b1-...` samples b0 children of the root, b1 "
         "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
-        "speculative sampling with a chain of L draft tokens.",
+        "speculative sampling with a chain of L draft tokens. `auto`: a cost model chooses a beam "
+        "of up to 3x5 in each step, and no drafts when drafting would not help, on vLLM's V1 "
+        "model runner on a CPU; elsewhere it is `beam:3x5`.",
     )
     verify: Literal["recursive", "traversal"] = Field(
         default="recursive",
@@ -53,19 +56,24 @@ class RsdOptions(MethodOptions):
         "on the accepted path.",
     )
 
+    @property
+    def auto(self) -> bool:
+        """Whether a shape is chosen for each step."""
+        return self.tree == "auto"
+
     @cached_property
     def shape(self) -> Shape:
-        """The levels of the trees, as `tree` declares them."""
+        """The levels of the trees, as `tree` declares them; of the largest ones for `auto`."""
         if self.tree.startswith(BRANCHING):
             tree = StaticTree.from_notation(self.tree)
             widths = tuple(end - start for start, end in pairwise(tree.level_ends))
             factors = tuple(width // above for above, width in pairwise((1, *widths)))
             return Shape(widths, factors)
-        found = _BEAM.fullmatch(self.tree)
+        found = _BEAM.fullmatch(_LARGEST if self.auto else self.tree)
         if found is None:
             raise ValueError(
-                f"tree={self.tree!r} is not known: write beam:3x5 (width x length) or "
-                f"{BRANCHING}3-2-1 (children at each level)"
+                f"tree={self.tree!r} is not known: write beam:3x5 (width x length), "
+                f"{BRANCHING}3-2-1 (children at each level) or auto"
             )
         width, length = int(found[1]), int(found[2])
         if not (width >= 1 and 1 <= length <= MAX_DEPTH and width * length <= MAX_DRAFT_TOKENS):

@@ -3,16 +3,17 @@ replacement, and provides the acceptance rule for it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import DraftForward, DraftModelDrafter
-from drafttree.tree import DraftTree
-from rsd_plugin.config import RsdOptions
+from drafttree.tree import DraftTree, Verified
+from rsd_plugin.config import RsdOptions, Shape
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.rules import RecursiveRejection, Traversal
 from rsd_plugin.sampling import Level, beam, branch
@@ -32,8 +33,23 @@ class Drawn:
     noise: StepNoise
 
 
+_BEAMS = tuple(
+    TreeShape(depth, width, depth * width)
+    for width, depth in (
+        *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5)),
+        *((2, 3), (2, 4), (3, 3), (2, 5), (3, 4), (3, 5)),
+    )
+)
+"""What `tree=auto` chooses from, by number of draft tokens."""
+
+_READ_SMOOTHING = 1 / 4
+
+
 class RsdDrafter(DraftModelDrafter):
-    """Samples trees of one shape from a draft model.
+    """Samples trees from a draft model: of one shape, or of one that is chosen for each step.
+
+    The shape of a step is fixed before anything is drawn in it, see `budget.shape_planner`, so
+    that each step is RSD with the widths of that shape.
 
     Args:
         options: The method's options.
@@ -44,14 +60,55 @@ class RsdDrafter(DraftModelDrafter):
         self._shape = options.shape
         self._vocab_size = vocab_size
         self.max_depth = len(self._shape.widths)
-        widths = (1, *self._shape.widths)
-        starts = [sum(widths[:level]) for level in range(len(widths))]
-        self.columns = (
-            -1,
-            *(starts[level] for level, width in enumerate(widths[1:]) for _ in range(width)),
-        )
+        self.columns = _columns(self._shape.widths)
+        self._plans = options.auto
+        self._budget: ShapeBudget | None = None
+        # Seconds in which the draft model reads a token of a text; 0 until they are measured.
+        self._read_seconds = 0.0
         self._max_children = max(self._shape.factors or self._shape.widths)
         self._traverses = options.verify == "traversal"
+
+    @property
+    def plans(self) -> bool:
+        """Whether shapes are chosen."""
+        return self._plans
+
+    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
+        """With `tree=auto`, measure forwards of the target."""
+        if self._plans:
+            seconds = measure_forwards(measure_forward, max_tokens)
+            self._budget = ShapeBudget.from_forwards(_BEAMS, seconds)
+
+    def plan(self, slots: Tensor, unread: Callable[[], int]) -> tuple[int, ...]:
+        """Choose the shape of the next trees, with `tree=auto`."""
+        if self._budget is None:
+            return self.columns
+        shape = self._budget.choose(slots, lambda: self._read_seconds * unread())
+        self._shape = Shape((shape.width,) * shape.depth, None)
+        return _columns(self._shape.widths)
+
+    def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
+        """Note the times of a step's drafts."""
+        if self._budget is not None:
+            self._budget.drafted(seconds, read_seconds)
+        if read_tokens:
+            latest = read_seconds / read_tokens
+            weight = _READ_SMOOTHING if self._read_seconds else 1.0
+            self._read_seconds += weight * (latest - self._read_seconds)
+
+    def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
+        """Note the outcome of a step."""
+        if self._budget is not None:
+            self._budget.verified(slots, trees, verified)
+
+    def reset(self) -> None:
+        """Forget what was accepted."""
+        if self._budget is not None:
+            self._budget.reset()
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How shapes were chosen, by number of draft tokens."""
+        return [] if self._budget is None else list(self._budget.explain())
 
     def propose(
         self,
@@ -139,6 +196,13 @@ class RsdDrafter(DraftModelDrafter):
         last = self._max_children
         flat = noise.uniform(max(last + 1, len(self.columns)))
         return torch.cat([flat[:, last:], flat[:, :last]], 1)
+
+
+def _columns(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Parent of each column of trees with these levels: the first node of the level above."""
+    above = (1, *widths)
+    starts = [sum(above[:level]) for level in range(len(above))]
+    return (-1, *(starts[level] for level, width in enumerate(widths) for _ in range(width)))
 
 
 def _append_level(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:

@@ -136,7 +136,8 @@ class LevelAcceptance:
         expected = np.zeros((1 + sums.shape[0], 1 + sums.shape[1]))
         expected[1:, 1:] = sums.cumprod(0).cumsum(0)
         depths, widths = np.array([(shape.depth, shape.width) for shape in shapes]).T
-        return (1 + expected[depths, widths]).astype(np.float32)
+        tokens: NDArray[np.float32] = (1 + expected[depths, widths]).astype(np.float32)
+        return tokens
 
     def reset(self) -> None:
         """Forget all outcomes."""

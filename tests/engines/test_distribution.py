@@ -12,7 +12,8 @@ from typing import Any
 
 import draw_ahead_on_cpu
 import pytest
-from hosts import VLLM_V2, Answer, Case, Host
+import scripted_shapes
+from hosts import VLLM, VLLM_V2, Answer, Case, Host
 from joint_distribution import Joint, exact_joint, p_value
 from lyanna_parts import drafter_for
 from tiny_models import make_first_layers, make_tiny_llama
@@ -194,6 +195,22 @@ def test_a_fault_planted_into_rsd_is_found(host: Host, target: Path, draft: Path
         host, target, [case], "rsd", {"tree": "beam:3x3"}, draft, planted_fault="residual"
     )
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) < 1e-6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("host", [VLLM], indirect=True, ids=str)
+@pytest.mark.parametrize("verify", ["recursive", "traversal"])
+def test_rsd_in_shapes_that_change(host: Host, target: Path, draft: Path, verify: str) -> None:
+    (answer,), _ = serve(
+        *(host, target, [Case([PROMPT] * TRAVERSED, SAMPLING)], "rsd"),
+        {"tree": "auto", "verify": verify},
+        draft,
+        environment=scripted_shapes.ENVIRONMENT,
+    )
+    assert answer.counters["accepted_tokens"] > 0.2 * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert answer.counters["kv_rows_moved"] > 0
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
 
 
 @pytest.mark.full

@@ -8,7 +8,9 @@ from typing import Any
 
 import draft_rows
 import pytest
+import scripted_shapes
 from random_prompts import some_prompts
+from simulated_drafting import BEAMS
 from tiny_models import make_first_layers
 from vllm_runs import Answer, Case, run_vllm
 
@@ -30,3 +32,41 @@ def test_a_draft_model_reads_each_row_of_a_step_once(
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
     draft_rows.check_levels(log, [3, 3, 3, 3])
+
+
+def test_trees_of_shapes_that_change_from_step_to_step(tiny_llama: Path) -> None:
+    """A draft model that equals the target: all its drafts are accepted if it has read the texts.
+
+    In several steps nothing is drafted, so that it falls behind, with prompts that are read in
+    chunks, more requests than run at a time, and cached prefixes.
+    """
+    case = Case(some_prompts(10, longest=300), {**GREEDY, "max_tokens": 80})
+    again = Case([*case.prompts[5:], *case.prompts[:5]], case.sampling)
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 160}
+    plain, _ = run_vllm(tiny_llama, [case, again], **limits)
+    method = {"method": "rsd", "model": str(tiny_llama), "tree": "auto"}
+    drafted, _ = run_vllm(tiny_llama, [case, again], method, scripted_shapes.ENVIRONMENT, **limits)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    # All accepted nodes are first children, but not all of them are next to their parents.
+    assert drafted[-1].counters["kv_rows_moved"] > 0
+    depths = {shape.nodes: shape.depth for shape in BEAMS}
+    emitted = {row["num_draft_tokens"]: row["realised_tokens"] for row in drafted[-1].explained}
+    assert len(emitted) >= 5
+    for nodes, tokens in emitted.items():
+        assert tokens >= 1 + 0.6 * depths.get(nodes, 0)
+
+
+@pytest.mark.full
+def test_shapes_that_are_chosen_by_their_costs(tiny_llama: Path, tmp_path: Path) -> None:
+    """In a tiny model whatever is chosen costs little; answers are those of plain decoding."""
+    case = Case(some_prompts(12), {**GREEDY, "max_tokens": 200})
+    plain, _ = run_vllm(tiny_llama, [case])
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    drafted, _ = run_vllm(
+        tiny_llama, [case], {"method": "rsd", "model": str(draft), "tree": "auto"}
+    )
+    assert drafted[0].tokens == plain[0].tokens
+    sizes = {row["num_draft_tokens"] for row in drafted[0].explained}
+    assert 0 in sizes
+    assert max(sizes) > 0
+    assert drafted[0].counters["draft_tokens"] > 0

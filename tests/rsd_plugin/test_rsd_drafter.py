@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Literal
 
 import pytest
 import torch
 from scipy.stats import chisquare
 
+from drafttree.budget import ShapeBudget, TreeShape
+from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.drafter import TreeRule
 from drafttree.seeds import Seeds
 from drafttree.tree import DraftTree, Verified
@@ -20,7 +24,24 @@ REQUESTS = 40_000
 LENGTH = 3
 Rule = Literal["recursive", "traversal"]
 VERIFY: tuple[Rule, ...] = ("recursive", "traversal")
-TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1")
+TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1", "auto")
+SHAPES = (TreeShape(2, 3, 6), TreeShape(1, 1, 1), TreeShape(3, 2, 6), TreeShape(3, 1, 3))
+"""What is chosen in turn with `tree=auto`."""
+
+
+class Scripted(ShapeBudget):
+    """Chooses given shapes in turn."""
+
+    shapes: Iterator[TreeShape]
+
+    @classmethod
+    def of(cls, *shapes: TreeShape) -> Scripted:
+        budget = cls.from_forwards([TreeShape(1, 1, 1)], {1: 0.01})
+        budget.shapes = cycle(shapes)
+        return budget
+
+    def choose(self, slots: torch.Tensor, unread: Callable[[], float] = lambda: 0.0) -> TreeShape:
+        return next(self.shapes)
 
 
 def tables(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,10 +107,13 @@ def decode(
     """The first tokens of each request, and the number of accepted draft tokens."""
     drafter = RsdDrafter(RsdOptions(model="draft", tree=tree, verify=verify), VOCAB)
     count = len(roots)
+    if tree == "auto":
+        drafter._budget = Scripted.of(*SHAPES)
     written = torch.full((count, LENGTH + drafter.max_depth + 1), -1)
     given = Seeds(torch.device("cpu"))
     lengths, accepted = torch.ones(count, dtype=torch.int64), 0
     while int(lengths.min()) <= LENGTH:
+        drafter.plan(torch.arange(count), lambda: 0)
         _, verified = step(drafter, roots, lengths, given.of(seeds), sampled, fault, by_level)
         accepted += int(verified.num_emitted.sum()) - count
         columns = (lengths - 1)[:, None] + torch.arange(verified.emitted.shape[1])
@@ -241,3 +265,13 @@ def test_proposals_are_draft_trees_of_the_declared_size(tree: str) -> None:
     trees, _ = drafter.propose(slots, roots, slots, slots, slots % 2 == 0, forward)
     trees.check(options.num_draft_tokens)
     assert trees.tokens.shape[1] <= len(drafter.columns) == 1 + options.num_draft_tokens
+
+
+def test_a_host_that_plans_nothing_is_proposed_the_largest_trees() -> None:
+    drafter = RsdDrafter(RsdOptions(model="draft", tree="auto"), VOCAB)
+    assert drafter.plans
+    assert drafter.plan(torch.arange(2), lambda: 0) == drafter.columns
+    assert len(drafter.columns) == 16
+    drafter._budget = Scripted.of(TreeShape(2, 3, 6), NO_DRAFTS, TreeShape(3, 1, 3))
+    planned = [drafter.plan(torch.arange(2), lambda: 0) for _ in range(3)]
+    assert planned == [(-1, 0, 0, 0, 1, 1, 1), (-1,), (-1, 0, 1, 2)]

@@ -17,6 +17,7 @@ def options(tree: str) -> RsdOptions:
     [
         ("beam:3x5", (3, 3, 3, 3, 3), None),
         ("beam:1x1", (1,), None),
+        ("auto", (3, 3, 3, 3, 3), None),
         ("branch:3-2-1", (3, 6, 6), (3, 2, 1)),
         ("branch:1-1", (1, 1), (1, 1)),
     ],

@@ -17,6 +17,7 @@ import newer_transformers
 import overlap_on_cpu
 import qwen_images
 import recurrent_on_cpu
+import scripted_shapes
 import small_chunks
 import soak_held
 import steady_steps
@@ -48,6 +49,8 @@ def install() -> None:
         drafter_calls.record(file)
     if os.environ.get(draft_rows.VARIABLE):
         draft_rows.enable()
+    if os.environ.get(scripted_shapes.VARIABLE):
+        scripted_shapes.enable()
     if os.environ.get(qwen_images.VARIABLE):
         qwen_images.enable()
     if os.environ.get(triton_on_cpu.VARIABLE):

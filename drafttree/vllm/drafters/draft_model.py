@@ -9,6 +9,7 @@ at the beginning of the step that verifies it, when the slots exist.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,11 @@ from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
 from drafttree.vllm.arrays import IntArray
+from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
+from drafttree.vllm.drafters.unread_texts import UnreadTexts
 from drafttree.vllm.processors import GREEDY_BELOW
 from drafttree.vllm.step import StepTrees
 
@@ -55,6 +58,8 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._drafter = method.drafter(method.parse(options), self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._draft_path = str(options["model"])
+        self._planned = self._drafter.columns
+        self._unread: UnreadTexts | None = None
         self._seeds = Seeds(self.device)
         self._rule_sampler = AcceptanceSampler(self.sampler)
 
@@ -63,12 +68,23 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         super().load_model(load_dummy_weights)
         self._draft_model = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, of which nothing is read yet."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self._unread = None
+        on_cpu = self.device.type == "cpu"
+        if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
+            self._unread = UnreadTexts(self, self._draft_model)
+
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots.
 
         All trees have the same shape, so they are made on the host, which passes it on.
         """
-        parents = torch.tensor(self._drafter.columns, dtype=torch.int32)
+        if (unread := self._unread) is not None:
+            lengths = self.input_batch.num_tokens_no_spec[: len(roots)].astype(np.int64) - 1
+            self._planned = self._drafter.plan(self._batch_slots(), lambda: unread.count(lengths))
+        parents = torch.tensor(self._planned, dtype=torch.int32)
         parents = parents.expand(len(roots), -1).contiguous()
         tree_size = torch.full((len(roots),), parents.shape[1], dtype=torch.int32)
         trees = DraftTree(torch.full_like(parents, PLACEHOLDER), parents, tree_size)
@@ -82,10 +98,11 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         names = self.input_batch.req_ids
         seeds = self._seeds.of([self._seed(name) for name in names])
         lengths, levels = step.root_positions, self._level_forwards(step)
-        if not step.trees.drafted:
-            levels.read_undrafted()
+        if not step.trees.drafted or len(self._planned) == 1:
+            self._read_undrafted(step, levels)
             step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)
-            return DraftTree.of_roots(roots)
+            return self._as_scheduled(step, DraftTree.of_roots(roots))
+        self._catch_up(step)
         sampled = self._sampled(len(names))
         step.outputs = self._outputs(len(names))
 
@@ -94,10 +111,44 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
 
         slots = self._batch_slots()
         trees, drawn = self._drafter.propose(slots, roots, seeds, lengths, sampled, forward)
-        drafts = self._as_scheduled(step, trees)
+        drafts = self._as_planned(step, self._as_scheduled(step, trees))
         self._show_trees(step, drafts.parents)
         step.rule = self._drafter.acceptance_rule(drafts, drawn)
         return drafts
+
+    def _read_undrafted(self, step: DraftModelStep, levels: LevelForwards) -> None:
+        """Let the draft model read a step without drafts, unless it may fall behind."""
+        if self._unread is not None:
+            self._unread.written(len(step.trees.position_offsets), read=False)
+        else:
+            levels.read_undrafted()
+
+    def _catch_up(self, step: DraftModelStep) -> None:
+        """Let the draft model read what it has missed of the step's texts."""
+        if self._unread is None:
+            return
+        started = perf_counter()
+        computed = self.input_batch.num_computed_tokens_cpu[: len(step.ends)]
+        step.read_tokens = self._unread.read(computed.astype(np.int64))
+        # Its own rows are read with the trees.
+        self._unread.written(len(step.trees.position_offsets), read=True)
+        step.read_seconds = perf_counter() - started
+
+    def _as_planned(self, step: DraftModelStep, drafts: DraftTree) -> DraftTree:
+        """Trees without those nodes for which another shape was scheduled.
+
+        A request that was left out of a step keeps the placeholders, and their positions, of the
+        shape that was planned before.
+        """
+        stored, sizes = step.trees.parents, step.trees.tree_sizes
+        width = stored.shape[1]
+        planned = np.full(width, NO_TOKEN, np.int32)
+        planned[: len(self._planned)] = self._planned[:width]
+        differs = (stored != planned) & (np.arange(width) < sizes[:, None])
+        if not differs.any():
+            return drafts
+        others = on_device(differs.any(1), self.device)[:, None]
+        return without_nodes(drafts, others.expand_as(drafts.tokens))
 
     def _level_forwards(self, step: DraftModelStep) -> LevelForwards:
         """How the draft model reads the step's rows."""
@@ -130,7 +181,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             hidden = levels.read_roots()[:, None]
         else:
             hidden = levels.read_level(first, trees.parents[:, :last])
-        if columns == len(self._drafter.columns):
+        if columns == len(self._planned):
             return hidden[:0]  # nothing is drafted below the leaves
         logits = self._draft_model.compute_logits(hidden.flatten(0, 1))
         logits = logits.float().view(requests, last - first, -1)

@@ -49,6 +49,8 @@ class InStepState(StepState):
         scheduled: The step as the scheduler has scheduled it.
         ends: Number of tokens of each request up to and with its last row in the step, drafts
             counted, `int64 [B]`, on the host.
+        read_tokens: Tokens of texts that a draft model had missed, and has read in this step.
+        read_seconds: The time that this took.
     """
 
     input_ids: torch.Tensor = field(init=False)
@@ -57,6 +59,8 @@ class InStepState(StepState):
     root_positions: torch.Tensor = field(init=False)
     scheduled: SchedulerOutput = field(init=False)
     ends: LongArray = field(init=False)
+    read_tokens: int = 0
+    read_seconds: float = 0.0
 
 
 I = TypeVar("I", bound=InStepState)  # noqa: E741
@@ -98,7 +102,10 @@ class InStepRunner(TreeModelRunner[I]):
             step.root_positions = positions[step.rows[:, 0]]
             step.drafts = self._draft(step, input_ids[step.rows[:, 0]].to(torch.int32))
             if step.trees.drafted:
-                self.draft_seconds += perf_counter() - started
+                seconds = perf_counter() - started
+                self.draft_seconds += seconds
+                drafting = seconds - step.read_seconds
+                self._drafter.drafted(drafting, step.read_tokens, step.read_seconds)
                 self._show_bound(step)
         return super()._model_forward(input_ids, positions, *args, **kwargs)
 

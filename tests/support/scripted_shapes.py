@@ -1,0 +1,30 @@
+"""Tree shapes that follow a script in place of times, so that each is used whatever it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+
+VARIABLE = "TESTS_SCRIPTED_SHAPES"
+
+ENVIRONMENT = {VARIABLE: "1"}
+
+SCRIPT = (11, 0, 0, 3, 6, 1, 0, 0, 0, 9, 5, 2, *([0] * 18))
+"""Indices of shapes, counted round; 0 is no drafts."""
+
+
+def enable() -> None:
+    """Let the shapes of an engine's process follow the script."""
+    from drafttree.budget.level_acceptance import TreeShape
+    from drafttree.budget.planner_state import StepPlan
+    from drafttree.budget.shape_planner import ShapePlanner
+    from drafttree.budget.tree_choice import TreeChoice
+
+    script = cycle(SCRIPT)
+
+    def choose(self: ShapePlanner, batch_size: int, catch_up: Callable[[], float]) -> TreeShape:
+        assert catch_up() >= 0
+        index = next(script) % len(self.shapes)
+        return self._planned(index, StepPlan(TreeChoice(self.shapes[index].nodes)))
+
+    ShapePlanner.choose = choose  # type: ignore[method-assign]
