@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from drafttree.budget.level_acceptance import TreeShape
 from drafttree.method import MethodOptions
 from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
+
+LARGEST = 12
+"""Draft tokens of the paper's regular trees."""
 
 
 class LyannaOptions(MethodOptions):
@@ -28,11 +32,12 @@ class LyannaOptions(MethodOptions):
         ge=1,
         description="Children of a node, and nodes of a level that are expanded further.",
     )
-    nodes: int = Field(
-        default=12,
-        ge=1,
-        le=MAX_DRAFT_TOKENS,
-        description="Draft tokens of the regular tree, excluding the root.",
+    nodes: int | Literal["auto"] = Field(
+        default=LARGEST,
+        description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
+        "cost model chooses up to 12, and up to `steps` levels, in each step, and no drafts when "
+        "drafting would not help, on vLLM's V1 model runner on a CPU; elsewhere it is 12. There "
+        "are no second trees with it.",
     )
     resample: bool = Field(
         default=True,
@@ -59,6 +64,13 @@ class LyannaOptions(MethodOptions):
         "second tree is verified alone, before the next regular one.",
     )
 
+    @field_validator("nodes")
+    @classmethod
+    def _is_in_range(cls, nodes: int | str) -> int | str:
+        if isinstance(nodes, int) and not 1 <= nodes <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"use 1 to {MAX_DRAFT_TOKENS}, or auto")
+        return nodes
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.num_draft_tokens > MAX_DRAFT_TOKENS:
@@ -66,21 +78,45 @@ class LyannaOptions(MethodOptions):
                 f"nodes={self.nodes} and resample_nodes={self.resample_nodes} are more than "
                 f"{MAX_DRAFT_TOKENS} together: choose fewer, or fusion=false"
             )
-        if self.nodes < self.steps:
+        if self.regular_nodes < self.steps:
+            given = f"nodes=auto, up to {LARGEST}," if self.auto else f"nodes={self.nodes}"
             raise ValueError(
-                f"nodes={self.nodes} are fewer than steps={self.steps}: a tree of that depth has "
-                "at least one node per step"
+                f"{given} are fewer than steps={self.steps}: a tree of that depth has at least one "
+                "node per step"
             )
         return self
 
     @property
+    def auto(self) -> bool:
+        """Whether a shape is chosen for each step."""
+        return self.nodes == "auto"
+
+    @property
+    def regular_nodes(self) -> int:
+        """Maximum number of draft tokens of a regular tree, as `nodes` declares it."""
+        return LARGEST if self.nodes == "auto" else self.nodes
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """What `nodes=auto` chooses from, by number of draft tokens: chains and wider trees."""
+        steps, width, most = self.steps, self.width, self.regular_draft_tokens
+        chains = [TreeShape(depth, 1, depth) for depth in range(1, steps + 1)]
+        wider = [
+            TreeShape(steps, min(width, 2), 2 * steps),
+            TreeShape(steps, width, 3 * steps),
+            TreeShape(steps, width, most),
+        ]
+        of_sizes = {shape.nodes: shape for shape in (*wider, *chains) if shape.nodes <= most}
+        return tuple(of_sizes[nodes] for nodes in sorted(of_sizes))
+
+    @property
     def regular_draft_tokens(self) -> int:
         """Maximum number of draft tokens of a regular tree."""
-        return self._draft_tokens(self.steps, self.nodes)
+        return self._draft_tokens(self.steps, self.regular_nodes)
 
     def second_draft_tokens(self, steps: int) -> int:
         """Maximum number of draft tokens of a second tree for which `steps` steps remain."""
-        if not self.resample or steps <= self.resample_min_steps:
+        if not self.resample or self.auto or steps <= self.resample_min_steps:
             return 0
         return self._draft_tokens(steps, self.resample_nodes)
 

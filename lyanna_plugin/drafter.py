@@ -6,13 +6,15 @@ tree, from which a second tree is drafted after a rejection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
@@ -31,6 +33,9 @@ class LyannaTrees(HiddenStateDrafter):
 
     def __init__(self, options: LyannaOptions, info: TokenTable, dtype: torch.dtype) -> None:
         self.max_depth = options.steps
+        # The last one with drafts; a host that plans nothing is proposed the largest trees.
+        self._shape = TreeShape(options.steps, options.width, options.regular_nodes)
+        self._budget: ShapeBudget | None = None
         self._options = options
         self._info = info
         self._dtype = dtype
@@ -54,15 +59,49 @@ class LyannaTrees(HiddenStateDrafter):
         self._steps = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._accepted = torch.zeros_like(self._steps)
 
+    @property
+    def plans(self) -> bool:
+        """Whether shapes are chosen."""
+        return self._options.auto
+
+    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
+        """With `nodes=auto`, measure forwards of the target."""
+        if self.plans:
+            seconds = measure_forwards(measure_forward, max_tokens)
+            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds)
+
+    def plan(self, slots: Tensor) -> bool:
+        """Choose the shape of the next trees, with `nodes=auto`."""
+        if self._budget is None:
+            return True
+        shape = self._budget.choose(slots)
+        if not shape.depth:
+            return False
+        self._shape = shape
+        self.max_depth = shape.depth
+        return True
+
+    def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
+        """Note the times of a step's drafts."""
+        if self._budget is not None:
+            self._budget.drafted(seconds, read_seconds)
+
+    def explain(self) -> list[dict[str, Any]]:
+        """How shapes were chosen, by number of draft tokens."""
+        return [] if self._budget is None else list(self._budget.explain())
+
     def max_draft_tokens(self, slots: Tensor) -> Tensor:
         """Maximum number of draft tokens of each request's next tree, `int64 [B]`."""
+        if self._budget is not None:
+            return torch.full_like(slots, self._shape.nodes)
         remaining = (self._steps[slots] - 1 - self._accepted[slots]).clamp(min=0)
         return self._max_draft_tokens[remaining]
 
     def propose(self, slots: Tensor, roots: Tensor, logits: Tensor, steps: Tensor) -> DraftTree:
         """Draft the regular tree and, if steps remain after a rejection, the second one."""
         options = self._options
-        regular = sample_tree(logits, steps, roots, self._info, options.width, options.nodes)
+        shape = self._shape
+        regular = sample_tree(logits, steps, roots, self._info, shape.width, shape.nodes)
         if not self._resamples:
             return regular
         remaining, remaining_steps = resample_logits(
@@ -84,6 +123,8 @@ class LyannaTrees(HiddenStateDrafter):
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Record the number of accepted tokens; a step without drafts discards the kept logits."""
+        if self._budget is not None:
+            self._budget.verified(slots, trees, verified)
         drafted = trees.tree_size > 1
         accepted = (verified.num_emitted - 1).long()
         self._accepted[slots] = torch.where(drafted, accepted, self._accepted[slots])
@@ -93,10 +134,14 @@ class LyannaTrees(HiddenStateDrafter):
         """Drop the logits of requests that finished."""
         which = on_device(np.array(slots, np.int64), self._steps.device)
         self._steps.index_fill_(0, which, 0)
+        if self._budget is not None and slots:
+            self._budget.discard()
 
     def reset(self) -> None:
         """Drop the logits of all requests."""
         self._steps.zero_()
+        if self._budget is not None:
+            self._budget.reset()
 
 
 class LyannaDrafter(LyannaTrees):

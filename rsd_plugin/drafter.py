@@ -3,7 +3,7 @@ replacement, and provides the acceptance rule for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -100,6 +100,11 @@ class RsdDrafter(DraftModelDrafter):
         """Note the outcome of a step."""
         if self._budget is not None:
             self._budget.verified(slots, trees, verified)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Requests have ended, so that the step under way is no decode step of the same ones."""
+        if self._budget is not None and slots:
+            self._budget.discard()
 
     def reset(self) -> None:
         """Forget what was accepted."""

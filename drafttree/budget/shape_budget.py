@@ -89,6 +89,10 @@ class ShapeBudget:
             self.planner.acceptance.add(self._shape, trees, verified)
         self._timer.verified(slots, trees, verified)
 
+    def discard(self) -> None:
+        """Discard the pending measurement: a request has ended, and the next may take its slot."""
+        self._timer.discard()
+
     def reset(self) -> None:
         """Forget what was accepted, for instance because the target's weights changed."""
         self.planner.acceptance.reset()

@@ -180,6 +180,8 @@ class ShapePlanner:
         if self._plan is None:
             return
         (index, plan), self._plan = self._plan, None
+        if rows == batch_size:
+            index = 0  # at the end of all answers, for example, nothing is drafted after all
         shape, costs = self.shapes[index], self.costs
         means = self._step_seconds(batch_size)
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)

@@ -48,6 +48,30 @@ def test_measures_drafting_and_leaves_catching_up_out() -> None:
     assert budget.planner.acceptance.evidence == pytest.approx(1, rel=0.01)
 
 
+def test_trees_that_the_host_cut_to_their_roots_are_plain_steps() -> None:
+    clock = Clock()
+    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03}, clock)
+    assert budget.choose(SLOTS).nodes == 3
+    budget.verified(SLOTS, chain(0), outcome(0, 0))
+    clock.now = 0.03
+    budget.choose(SLOTS)
+    (row,) = budget.explain()
+    assert row["num_draft_tokens"] == 0
+    assert budget.planner.draft_times.usual(1, 4) == 0
+
+
+def test_the_next_request_in_a_slot_is_not_measured() -> None:
+    """Between the end of a request and the prompt of the next one nothing may run for long."""
+    clock = Clock()
+    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03}, clock)
+    budget.choose(SLOTS)
+    budget.discard()
+    budget.verified(SLOTS, chain(0), outcome(0, 0))
+    clock.now = 50.0
+    budget.choose(SLOTS)
+    assert budget.explain() == []
+
+
 def test_a_step_of_other_requests_is_not_measured() -> None:
     clock = Clock()
     budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03}, clock)

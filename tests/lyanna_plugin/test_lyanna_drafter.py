@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -197,3 +198,24 @@ def test_fewer_nodes_than_steps_are_refused() -> None:
 def test_too_many_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 255 together"):
         LyannaOptions(model="", steps=9, width=8, nodes=200, resample_nodes=200)
+
+
+def test_shapes_of_nodes_auto_ascend_and_fit() -> None:
+    for steps, width in itertools.product((1, 2, 3, 5, 12), (1, 2, 4, 9)):
+        options = LyannaOptions(model="any", nodes="auto", steps=steps, width=width)
+        sizes = [shape.nodes for shape in options.shapes]
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == options.num_draft_tokens <= 12
+        assert max(shape.depth for shape in options.shapes) == steps
+        assert all(shape.depth <= shape.nodes for shape in options.shapes)
+
+
+def test_nodes_auto_is_refused_for_deeper_trees() -> None:
+    with pytest.raises(ValueError, match="nodes=auto, up to 12, are fewer than steps=13"):
+        LyannaOptions(model="any", nodes="auto", steps=13)
+
+
+@pytest.mark.parametrize("nodes", [0, 256, "all"])
+def test_nodes_out_of_range(nodes: int | str) -> None:
+    with pytest.raises(ValueError, match="nodes"):
+        LyannaOptions.model_validate({"model": "any", "nodes": nodes})

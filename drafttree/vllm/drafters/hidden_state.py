@@ -25,6 +25,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import without_nodes
+from drafttree.vllm.drafters.deferred_reads import DeferredReads
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.step import StepTrees
@@ -45,6 +46,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     """Drafts with a `HiddenStateDrafter`."""
 
     _drafter: HiddenStateDrafter
+    _deferred: DeferredReads | None = None
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
         self._method = method
@@ -58,8 +60,23 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._layer = DraftLayer(self._drafter, self.vllm_config, self.max_num_reqs, self.device)
 
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, and what the layer reads later, if trees are planned."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self._deferred = None
+        on_cpu = self.device.type == "cpu"
+        if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
+            self._deferred = DeferredReads(self, self._drafter, self._layer)
+
+    def _requests_ended(self, names: list[str]) -> None:
+        super()._requests_ended(names)
+        if self._deferred is not None:
+            self._deferred.forget(names)
+
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
+        if self._deferred is not None and not self._drafter.plan(self._batch_slots()):
+            return DraftTree.of_roots(on_device(roots, self.device))
         sizes = 1 + self._drafter.max_draft_tokens(self._batch_slots())
         # The drafter knows the sizes on the device alone.
         shape = len(roots), 1 + self.num_spec_tokens
@@ -82,6 +99,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         if not step.trees.drafted:
             return DraftTree.of_roots(roots)
         slots, sizes = self._batch_slots(), step.trees.tensors.tree_size.long()
+        self._read_deferred(step)
         parts = self._parts(LAYER)
         states = self._layer.unroll(slots, step.root_positions, step.rows, sizes, parts)
         logits = self.get_model().compute_logits(states.flatten(0, 1))
@@ -115,9 +133,34 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _step_verified(self, step: HiddenStateStep, verified: Verified) -> None:
         started = perf_counter()
+        if self._defers(step, verified):
+            return
         self._read_accepted(step, verified)
         if step.trees.drafted:
-            self.draft_seconds += perf_counter() - started
+            seconds = perf_counter() - started
+            self.draft_seconds += seconds
+            self._drafter.drafted(seconds)
+
+    def _defers(self, step: HiddenStateStep, verified: Verified) -> bool:
+        """Whether what was accepted in a step is read later, as nothing else is to be read."""
+        deferred, rows = self._deferred, len(step.trees.position_offsets)
+        if deferred is None or step.trees.drafted:
+            return False
+        if rows > len(step.trees.tree_sizes) or not step.trees.counted.all():
+            self._read_deferred(step)
+            return False
+        tokens = verified.emitted[:, 0]
+        if deferred.add(step.hidden[:rows], tokens, step.root_positions):
+            self._read_deferred(step)
+        return True
+
+    def _read_deferred(self, step: HiddenStateStep) -> None:
+        """Let the layer read what was accepted in the steps before."""
+        if self._deferred is not None:
+            started = perf_counter()
+            with override_forward_context(step.context):
+                self._deferred.read(self._batch_slots())
+            step.read_seconds += perf_counter() - started
 
     def _read_accepted(self, step: HiddenStateStep, verified: Verified) -> None:
         """Run the layer on the step's accepted rows, and store its output after the last."""

@@ -1,0 +1,58 @@
+"""Lyanna in vLLM with shapes of trees that change from step to step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scripted_shapes
+from lyanna_parts import drafter_for
+from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
+from random_prompts import some_prompts
+from vllm_runs import Case, run_vllm
+
+from lyanna_plugin import LyannaOptions
+from lyanna_plugin.checkpoint import save
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True}
+DEPTHS = {shape.nodes: shape.depth for shape in LyannaOptions(model="any", nodes="auto").shapes}
+
+
+def test_a_drafter_that_has_memorised_the_answers_is_accepted_after_rests(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """While nothing is drafted the layer reads several tokens at a time, and nothing is lost.
+
+    More requests arrive than run at a time, so some arrive meanwhile.
+    """
+    make_overfitted(tiny_llama, tmp_path)
+    cases = [Case(PROMPTS, GREEDY), Case(PROMPTS[::-1], GREEDY)]
+    method = {"method": "lyanna", "model": str(tmp_path), "nodes": "auto"}
+    plain, _ = run_vllm(tiny_llama, cases, max_num_seqs=5)
+    drafted, _ = run_vllm(tiny_llama, cases, method, scripted_shapes.ENVIRONMENT, max_num_seqs=5)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert drafted[-1].counters["kv_rows_moved"] > 0
+    emitted = {row["num_draft_tokens"]: row["realised_tokens"] for row in drafted[-1].explained}
+    assert len(emitted) >= 4
+    for nodes, tokens in emitted.items():
+        assert tokens >= 1 + 0.7 * DEPTHS.get(nodes, 0)
+
+
+@pytest.mark.full
+def test_shapes_that_change_leave_the_answers(tiny_llama: Path, tmp_path: Path) -> None:
+    """Prompts are read in chunks, and requests are preempted."""
+    save(drafter_for(tiny_llama), tmp_path)
+    case = Case(some_prompts(6, longest=200), {**GREEDY, "max_tokens": 200})
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 160}
+    plain, _ = run_vllm(tiny_llama, [case], **limits)
+    method = {"method": "lyanna", "model": str(tmp_path), "nodes": "auto"}
+    drafted, _ = run_vllm(
+        *(tiny_llama, [case], method, scripted_shapes.ENVIRONMENT),
+        num_gpu_blocks_override=9,
+        **limits,
+    )
+    assert drafted[0].tokens == plain[0].tokens
+    assert drafted[0].preemptions > 0
+    assert drafted[0].counters["accepted_tokens"] > 0
+    assert len(drafted[0].explained) >= 4
