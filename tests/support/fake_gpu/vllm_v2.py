@@ -96,7 +96,7 @@ class _Stock(GPUModelRunner):
         for absent in (
             *("adaptive_verification", "pooling_runner", "encoder_cache", "fast_prefill"),
             *("pcp_manager", "kv_block_zeroer", "speculator", "structured_outputs_worker"),
-            "pp_handler",
+            *("pp_handler", "lora_config"),
         ):
             setattr(self, absent, None)
         self.use_pp, self.is_last_pp_rank, self.supports_mm_inputs = False, True, False
