@@ -170,7 +170,7 @@ def test_sampling_along_trees_with_penalties_does_not_wait() -> None:
 
 
 def test_a_draft_model_is_penalised_along_the_path_of_each_node() -> None:
-    from drafttree.sglang.drafters.draft_model import _penalise
+    from drafttree.sglang.drafters.draft_model import _penalised
     from drafttree.sglang.penalties import Penalties
     from drafttree.tree import DraftTree
 
@@ -184,8 +184,7 @@ def test_a_draft_model_is_penalised_along_the_path_of_each_node() -> None:
     trees = DraftTree(tokens, parents, torch.full((rows,), 5).int())
     paths = {2: [9], 3: [4, 9], 4: [4, 9, 4]}
     logits = torch.randn(rows, 3, VOCABULARY)
-    found = logits.clone()
-    _penalise(found, penalties, trees, torch.arange(rows), 2)
+    found = _penalised(logits.clone(), penalties, trees, torch.arange(rows), 2)
     for row, own in enumerate(requests):
         for column, path in paths.items():
             expected = penalised_by_sglang(own, [4, 4, 8, *path], logits[row, column - 2])
