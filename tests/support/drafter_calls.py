@@ -13,24 +13,32 @@ VARIABLE = "TESTS_DRAFTER_CALLS"
 def record(file: str) -> None:
     """Write the calls of `profile` and `on_verified` to a file. Called in an engine's process.
 
-    Drafters that override these methods are not recorded.
+    Recorded are RSD's drafters, and others that do not override these methods.
     """
     from drafttree.budget import measure_forwards
     from drafttree.drafter import Drafter
+    from rsd_plugin import RsdDrafter
 
     calls: dict[str, Any] = {"seconds": {}, "emitted": {}}
 
-    def profile(self: Drafter, measure_forward: Any, max_tokens: int) -> None:
-        calls["seconds"] = measure_forwards(measure_forward, max_tokens)
+    def recording(kind: Any) -> None:
+        profile_itself, on_verified_itself = kind.profile, kind.on_verified
 
-    def on_verified(self: Drafter, slots: Any, trees: Any, verified: Any) -> None:
-        counts = (verified.emitted >= 0).sum(1).tolist()
-        for slot, count in zip(slots.tolist(), counts, strict=True):
-            calls["emitted"][slot] = calls["emitted"].get(slot, 0) + count
-        Path(file).write_text(json.dumps(calls))
+        def profile(self: Drafter, measure_forward: Any, max_tokens: int) -> None:
+            calls["seconds"] = measure_forwards(measure_forward, max_tokens)
+            profile_itself(self, measure_forward, max_tokens)
 
-    Drafter.profile = profile  # type: ignore[method-assign]
-    Drafter.on_verified = on_verified  # type: ignore[method-assign]
+        def on_verified(self: Drafter, slots: Any, trees: Any, verified: Any) -> None:
+            counts = (verified.emitted >= 0).sum(1).tolist()
+            for slot, count in zip(slots.tolist(), counts, strict=True):
+                calls["emitted"][slot] = calls["emitted"].get(slot, 0) + count
+            Path(file).write_text(json.dumps(calls))
+            on_verified_itself(self, slots, trees, verified)
+
+        kind.profile, kind.on_verified = profile, on_verified
+
+    for kind in (Drafter, RsdDrafter):
+        recording(kind)
 
 
 def recorded(file: Path) -> tuple[dict[int, float], dict[int, int]]:
