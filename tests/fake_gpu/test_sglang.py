@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_gpu.comparison import assert_within_budget
 from fake_gpu.tensors import Gpu
 from structured_answers import PATTERN
 from tiny_models import add_byte_tokenizer
@@ -113,8 +114,5 @@ def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
     for name, each in requests.items():
         assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
     for step in steps:
-        used = step.totals()
-        spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))
-        within = all(n <= most for n, most in zip(spent, BUDGETS[drafter], strict=True))
-        assert within, step.report()
+        assert_within_budget(step, BUDGETS[drafter])
         assert not step.waits

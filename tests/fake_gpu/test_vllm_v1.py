@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_gpu.comparison import assert_within_budget
 from fake_gpu.tensors import Gpu
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
@@ -73,9 +74,6 @@ def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
     steps = [each for each, trees in zip(found.steps, found.trees, strict=False) if len(trees) == 2]
     assert len(steps) > 1
     for step in steps:
-        used = step.totals()
-        spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))
-        within = all(n <= most for n, most in zip(spent, BUDGETS[drafter], strict=True))
-        assert within, step.report()
+        assert_within_budget(step, BUDGETS[drafter])
         assert {wait.what for wait in step.waits} <= {"an event"}
         assert len(step.waits) <= 1

@@ -1,9 +1,11 @@
-"""Comparison of what was decoded on the fake GPU with what the CPU gives."""
+"""Comparison of what was decoded on the fake GPU with what the CPU gives, and with budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from fake_gpu.record import Record
 
 
 def assert_same(expected: Any, found: Any, asked: Mapping[str, Any]) -> None:
@@ -23,3 +25,16 @@ def assert_same(expected: Any, found: Any, asked: Mapping[str, Any]) -> None:
     }
     assert found.counts["accepted_tokens"] > 0
     assert found.counts["kv_rows_moved"] > 0
+
+
+def assert_within_budget(step: Record, budget: tuple[int, int, int, int]) -> None:
+    """A step took no more than its budget.
+
+    Args:
+        step: What the step did.
+        budget: Most kernels, operations of PyTorch, copies in and copies out.
+    """
+    used = step.totals()
+    spent = tuple(used[each] for each in ("kernels", "operations", "copies in", "copies out"))
+    within = all(n <= most for n, most in zip(spent, budget, strict=True))
+    assert within, step.report()
