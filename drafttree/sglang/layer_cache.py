@@ -85,6 +85,7 @@ class LayerCache:
         k: torch.Tensor,
         v: torch.Tensor,
         rows: LayerRows,
+        positions: torch.Tensor,
         lengths: torch.Tensor,
         table: torch.Tensor,
     ) -> torch.Tensor:
@@ -95,10 +96,11 @@ class LayerCache:
             k: Keys `[N, KV heads, size]`.
             v: Values `[N, KV heads, size]`.
             rows: The rows.
+            positions: Their positions, `int64 [N]`.
             lengths: `int64 [B]`, number of tokens of each request up to and with its last row.
             table: `int32 [B, P]`, the KV slot of each position of each request.
         """
-        here = table[rows.requests, rows.positions(lengths)].long()
+        here = table[rows.requests, positions].long()
         self._keys[here], self._values[here] = k, v
         if q.device.type == "cpu":
             return self._attend_one_by_one(q, rows, lengths, table)

@@ -30,12 +30,11 @@ def attended(device: torch.device) -> list[torch.Tensor]:
     for counts, lengths in CALLS:
         shape = sum(counts), HEADS + 2 * KV_HEADS, SIZE
         given = on_device(torch.randn(shape, generator=generator).numpy(), device)
+        rows, ends = LayerRows.of(counts, device), on_device(np.array(lengths, np.int64), device)
         found.append(
             cache.attend(
                 *given.split((HEADS, KV_HEADS, KV_HEADS), 1),
-                LayerRows.of(counts, device),
-                on_device(np.array(lengths, np.int64), device),
-                slots,
+                *(rows, rows.positions(ends), ends, slots),
             )
         )
     return [held(each) for each in found]
@@ -84,11 +83,13 @@ def states(model: LyannaModel, device: torch.device) -> torch.Tensor:
     rows = LayerRows.of((5, 3), device)
     given = torch.randn(2, 8, layer.hidden_size, generator=generator)
 
+    positions = rows.positions(lengths)
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return cache.attend(q[0], k[0], v[0], rows, lengths, slots)[None]
+        return cache.attend(q[0], k[0], v[0], rows, positions, lengths, slots)[None]
 
     x = model.fuse(*on_device(given.numpy(), device).unbind())
-    return held(model.between(model(x[None], rows.positions(lengths)[None], attend)[0]))
+    return held(model.between(model(x[None], positions[None], attend)[0]))
 
 
 @torch.inference_mode()

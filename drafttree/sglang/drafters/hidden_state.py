@@ -100,8 +100,11 @@ class HiddenStateWorker(TreeWorker):
             lengths: Length of each request, these rows included, `int64 [B]`.
             table: What `_table` returns.
         """
-        attend = partial(self._cache.attend, rows=rows, lengths=lengths, table=table)
-        return self.drafter.layer(x, rows.positions(lengths), attend)
+        positions = rows.positions(lengths)
+        attend = partial(
+            self._cache.attend, rows=rows, positions=positions, lengths=lengths, table=table
+        )
+        return self.drafter.layer(x, positions, attend)
 
     def _propose(self, batch: Any) -> Proposal:
         started = perf_counter()
