@@ -37,7 +37,8 @@ test-full:
 
 check: environments
 	@($(call SIDE_BY_SIDE,ENGINE=sglang types,--keep-going ENGINE=vllm style types)); first=$$?; \
-	$(MAKE) --no-print-directory ENGINE=vllm test-without-engine && exit $$first
+	$(MAKE) --no-print-directory ENGINE=vllm test-without-engine; second=$$?; \
+	$(MAKE) --no-print-directory ENGINE=sglang test-without-engine && exit $$((first + second))
 
 smoke: environments
 	@$(call SIDE_BY_SIDE,ENGINE=sglang test-smoke,ENGINE=vllm test-smoke)
@@ -66,9 +67,13 @@ style:
 types:
 	$(VENV)/bin/mypy --cache-dir .mypy_cache/$(ENGINE)
 
+# All tests that start no engine run in vLLM's environment; those of SGLang's own code skip there.
+WITHOUT_ENGINE_vllm := tests --ignore=tests/engines
+WITHOUT_ENGINE_sglang := $(wildcard tests/fake_gpu/test_sglang*.py)
+
 # One process for each core, of one thread each.
 test-without-engine:
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests --ignore=tests/engines -n $(CORES) --dist worksteal
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest $(WITHOUT_ENGINE_$(ENGINE)) -n $(CORES) --dist worksteal
 
 test-smoke:
 	$(VENV)/bin/pytest tests/engines -m smoke

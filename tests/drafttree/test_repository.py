@@ -52,6 +52,17 @@ def test_make_targets_and_scripts_exist(file: Path) -> None:
         assert (ROOT / script).is_file(), script
 
 
+def test_tests_that_need_sglang_run_in_its_environment() -> None:
+    needed = 'importorskip("sglang"'
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if needed in path.read_text()]
+    (glob,) = re.findall(
+        r"WITHOUT_ENGINE_sglang := \$\(wildcard (\S+)\)", (ROOT / "Makefile").read_text()
+    )
+    without_engine = {path for path in files if "engines" not in path.parts} - {Path(__file__)}
+    assert without_engine
+    assert without_engine <= set(ROOT.glob(glob))
+
+
 def test_hooks_use_nothing_from_the_network() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     for repository in config["repos"]:
