@@ -8,6 +8,7 @@ answers. A candidate is scored by how often candidates of the same source were a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,9 @@ from recycle_plugin.texts import Texts
 PROMPT_TOKENS = 16
 """Tokens of a prompt that are remembered before its answer, so that an answer's beginning can be
 matched too."""
+
+_BATCH_SIZES = 16
+"""How many batch sizes keep memory for their expanded trees."""
 
 _CANDIDATES = 4
 """Candidates for each draft token to verify, where a grammar chooses among them."""
@@ -116,6 +120,11 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.tables.allocate_own(max_requests, private=self._private)
         self._texts = Texts(max_requests, max_model_len, device)
         self._sources = zeros((max_requests, columns_of(self._width, DEPTH)), device)
+        columns = columns_of(self._width, DEPTH, self._spine)
+        # A step's trees are no longer needed when the next ones are expanded.
+        self._expanded = lru_cache(maxsize=_BATCH_SIZES)(
+            partial(ExpandedTrees.empty, columns=columns, device=device)
+        )
         self._compile()
 
     def _compile(self) -> None:
@@ -131,7 +140,8 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     def _expand(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
         tables = self.tables.candidates(self._texts.ngrams, roots.shape[0])
-        expanded = expand_trees(tables, slots, roots, self._width, DEPTH, self._spine)
+        into = self._expanded(roots.shape[0])
+        expanded = expand_trees(tables, slots, roots, self._width, DEPTH, self._spine, into)
         return best_paths(expanded, self._num_draft_tokens) if self._chains else expanded
 
     def _remember(self, slots: Sequence[int]) -> None:

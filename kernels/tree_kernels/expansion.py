@@ -64,6 +64,15 @@ class ExpandedTrees:
     sources: Tensor
     scores: Tensor
 
+    @classmethod
+    def empty(cls, requests: int, columns: int, device: torch.device) -> ExpandedTrees:
+        """Memory for the trees of B = `requests` and F = `columns`."""
+        # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
+        tokens, parents, sources = (
+            torch.empty(requests, columns, dtype=torch.int32, device=device) for _ in range(3)
+        )
+        return cls(tokens, parents, sources, torch.empty(requests, columns, device=device))
+
 
 def columns_of(width: int, depth: int, spine: int = 0) -> int:
     """The number of columns of a tree with `depth` levels of up to `width` nodes below the root and
@@ -282,16 +291,16 @@ def _at(values: tl.tensor, here: tl.tensor) -> tl.tensor:
 
 
 def _expand_triton(
-    tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
-) -> ExpandedTrees:
+    tables: CandidateTables,
+    slots: Tensor,
+    roots: Tensor,
+    width: int,
+    depth: int,
+    spine: int,
+    trees: ExpandedTrees,
+) -> None:
     matches = root_matches(tables.ngrams, tables.memory, slots)
-    columns = columns_of(width, depth, spine)
-    count, device = roots.shape[0], tables.matrix.device
-    # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
-    tokens, parents, sources = (
-        torch.empty(count, columns, dtype=torch.int32, device=device) for _ in range(3)
-    )
-    scores = torch.empty(count, columns, device=device)
+    count, columns = trees.tokens.shape
     if count:
         lanes = max(16, next_power_of_2(width))
         ngrams = tables.ngrams
@@ -307,11 +316,11 @@ def _expand_triton(
             slots,
             roots,
             matches,
-            tokens,
-            parents,
-            sources,
-            scores,
-            torch.empty(4, count, lanes, dtype=torch.int32, device=device),
+            trees.tokens,
+            trees.parents,
+            trees.sources,
+            trees.scores,
+            torch.empty(4, count, lanes, dtype=torch.int32, device=roots.device),
             tables.matrix.shape[0],
             tables.bigrams.shape[0],
             tables.own.shape[1],
@@ -338,12 +347,17 @@ def _expand_triton(
             SPINE_PAD=next_power_of_2(spine),
             num_warps=min(16, lanes // 4),
         )
-    return ExpandedTrees(tokens, parents, sources, scores)
 
 
 def _expand_reference(
-    tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
-) -> ExpandedTrees:
+    tables: CandidateTables,
+    slots: Tensor,
+    roots: Tensor,
+    width: int,
+    depth: int,
+    spine: int,
+    trees: ExpandedTrees,
+) -> None:
     batch, device = roots.shape[0], roots.device
     ngrams, memory = tables.ngrams, tables.memory
     places = ngrams.lengths[slots].long()[:, None] + torch.arange(-LONGEST, 0, device=device)
@@ -407,15 +421,22 @@ def _expand_reference(
         parents.append(above.masked_fill(chain < 0, -1).int())
         sources.append(source.int())
         scores.append(score)
-    return ExpandedTrees(*(torch.cat(each, 1) for each in (tokens, parents, sources, scores)))
+    for name, parts in (
+        *(("tokens", tokens), ("parents", parents)),
+        *(("sources", sources), ("scores", scores)),
+    ):
+        getattr(trees, name).copy_(torch.cat(parts, 1))
 
 
 def _expand_cpp(
-    tables: CandidateTables, slots: Tensor, roots: Tensor, width: int, depth: int, spine: int
-) -> ExpandedTrees:
-    columns = columns_of(width, depth, spine)
-    tokens, parents, sources = torch.empty(3, roots.shape[0], columns, dtype=torch.int32).unbind()
-    scores = torch.empty(roots.shape[0], columns)
+    tables: CandidateTables,
+    slots: Tensor,
+    roots: Tensor,
+    width: int,
+    depth: int,
+    spine: int,
+    trees: ExpandedTrees,
+) -> None:
     ngrams, memory = tables.ngrams, tables.memory
     matches = root_matches(ngrams, memory, slots)
     _EXPAND.call(
@@ -426,10 +447,10 @@ def _expand_cpp(
         *(ngrams.index.data_ptr(), ngrams.index.shape[1]),
         *(memory.tokens.data_ptr(), len(memory.tokens), tables.priors.data_ptr()),
         *(slots.data_ptr(), roots.data_ptr(), matches.data_ptr()),
-        *(roots.shape[0], width, depth, spine, columns),
-        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), scores.data_ptr()),
+        *(roots.shape[0], width, depth, spine, trees.tokens.shape[1]),
+        *(trees.tokens.data_ptr(), trees.parents.data_ptr()),
+        *(trees.sources.data_ptr(), trees.scores.data_ptr()),
     )
-    return ExpandedTrees(tokens, parents, sources, scores)
 
 
 _EXPAND_TREES = Op(
@@ -448,6 +469,7 @@ def expand_trees(
     width: int,
     depth: int,
     spine: int = 0,
+    into: ExpandedTrees | None = None,
 ) -> ExpandedTrees:
     """Expand a tree under each root, level by level, and continue its best copy.
 
@@ -460,6 +482,7 @@ def expand_trees(
         width: Maximum number of nodes of a level.
         depth: Number of levels below the root.
         spine: Maximum number of nodes that continue the best node of the last level.
+        into: Memory for the trees, which is overwritten; by default new memory.
 
     Returns:
         Trees of `columns_of(width, depth, spine)` columns.
@@ -475,4 +498,9 @@ def expand_trees(
             f"width={width} and depth={depth} must be positive, and spine={spine} >= 0"
         )
     slots, roots = slots.long().contiguous(), roots.int().contiguous()
-    return _EXPAND_TREES.on(tables.matrix)(tables, slots, roots, width, depth, spine)
+    shape = roots.shape[0], columns_of(width, depth, spine)
+    trees = into or ExpandedTrees.empty(*shape, tables.matrix.device)
+    if trees.tokens.shape != shape:
+        raise ValueError(f"into has {[*trees.tokens.shape]} columns, and must be {[*shape]}")
+    _EXPAND_TREES.on(tables.matrix)(tables, slots, roots, width, depth, spine, trees)
+    return trees

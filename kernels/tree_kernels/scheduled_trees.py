@@ -49,6 +49,28 @@ class Layout(NamedTuple):
     place_of_node: Tensor
     request_of_row: Tensor
 
+    @classmethod
+    def empty(cls, requests: int, width: int, rows: int, device: torch.device) -> Layout:
+        """Memory for the layout of a step of B = `requests`, N = `width` and R = `rows`."""
+
+        def of(dtype: torch.dtype, *shape: int) -> Tensor:
+            # Each has memory of its own: a kernel is compiled again for tensors that begin
+            # elsewhere.
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            requests=of(torch.int64, requests),
+            sizes=of(torch.int32, requests),
+            tree_sizes=of(torch.int32, requests),
+            begun=of(torch.bool, requests),
+            partial=of(torch.bool, requests),
+            parents=of(torch.int32, requests, width),
+            masks=of(torch.bool, requests, width, width),
+            row_of_node=of(torch.int64, requests, width),
+            place_of_node=of(torch.int64, requests, width),
+            request_of_row=of(torch.int64, rows),
+        )
+
     @property
     def width(self) -> int:
         """Number of columns N."""
@@ -147,22 +169,9 @@ def _lay_out_triton(
     kept: Tensor,
     indices: Tensor,
     positions: Tensor,
-    width: int,
-) -> Layout:
-    count, device = rows.shape[0], rows.device
-    # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
-    layout = Layout(
-        requests=torch.empty(count, dtype=torch.int64, device=device),
-        sizes=torch.empty(count, dtype=torch.int32, device=device),
-        tree_sizes=torch.empty(count, dtype=torch.int32, device=device),
-        begun=torch.empty(count, dtype=torch.bool, device=device),
-        partial=torch.empty(count, dtype=torch.bool, device=device),
-        parents=torch.empty(count, width, dtype=torch.int32, device=device),
-        masks=torch.empty(count, width, width, dtype=torch.bool, device=device),
-        row_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
-        place_of_node=torch.empty(count, width, dtype=torch.int64, device=device),
-        request_of_row=torch.empty(indices.shape[0], dtype=torch.int64, device=device),
-    )
+    layout: Layout,
+) -> None:
+    count, width = layout.parents.shape
     if count:
         _lay_out_kernel[(count, -(-width // 32))](
             *(rows, ends, lengths, prompts, kept, indices, positions),
@@ -171,7 +180,6 @@ def _lay_out_triton(
             ROUNDS=max(width - 1, 0).bit_length(),
             PAD=next_power_of_2(width),
         )
-    return layout
 
 
 def _lay_out_reference(
@@ -182,8 +190,9 @@ def _lay_out_reference(
     kept: Tensor,
     indices: Tensor,
     positions: Tensor,
-    width: int,
-) -> Layout:
+    layout: Layout,
+) -> None:
+    width = layout.width
     sizes = (ends[1:] - ends[:-1]).int()
     begun = lengths - sizes >= prompts[rows]
     column = torch.arange(width, device=rows.device)
@@ -197,7 +206,7 @@ def _lay_out_reference(
     depth = depths(parents, sizes)[request_of_row, column_of_row]
     positions.index_add_(0, indices.long(), (depth - column_of_row).to(positions.dtype))
     partial = lengths < prompts[rows]
-    return Layout(
+    found = Layout(
         requests=requests,
         sizes=sizes,
         tree_sizes=sizes.masked_fill(partial, 0),
@@ -209,6 +218,8 @@ def _lay_out_reference(
         place_of_node=place_of_node,
         request_of_row=request_of_row,
     )
+    for part, value in zip(layout, found, strict=True):
+        part.copy_(value)
 
 
 @jit(do_not_specialize=["width"])
@@ -367,6 +378,7 @@ def lay_out(
     indices: Tensor,
     positions: Tensor,
     width: int,
+    into: Layout | None = None,
 ) -> Layout:
     """Lay out a step's trees, and move its positions from those of chains to those of trees.
 
@@ -383,6 +395,7 @@ def lay_out(
         positions: Integers `[T]`, changed in place: a node's is its root's and its depth. That of a
             column without a node becomes the root's.
         width: Greatest number of a request's rows.
+        into: Memory for the layout, which is overwritten; by default new memory.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -393,7 +406,14 @@ def lay_out(
         )
     if not 1 <= width <= kept.shape[1] or not kept.is_contiguous():
         raise ValueError(f"width={width} must be 1 to {kept.shape[1]}, of contiguous trees")
-    return _LAY_OUT.on(rows)(rows, ends, lengths, prompts, kept, indices, positions, width)
+    layout = into or Layout.empty(rows.shape[0], width, indices.shape[0], rows.device)
+    if layout.parents.shape != (rows.shape[0], width) or layout[-1].shape != indices.shape:
+        raise ValueError(
+            f"the layout's memory is for trees {[*layout.parents.shape]} of {len(layout[-1])} rows,"
+            f" not {[rows.shape[0], width]} of {len(indices)}"
+        )
+    _LAY_OUT.on(rows)(rows, ends, lengths, prompts, kept, indices, positions, layout)
+    return layout
 
 
 def node_tokens(

@@ -243,9 +243,14 @@ def _expand(requests: int, length: int, num_draft_tokens: int) -> Work:
     def parts(expanded: expansion.ExpandedTrees) -> Sequence[Tensor]:
         return expanded.tokens, expanded.parents, expanded.sources, expanded.scores
 
+    def reference() -> Sequence[Tensor]:
+        trees = expansion.ExpandedTrees.empty(requests, columns, given[0].matrix.device)
+        expansion._expand_reference(*given, trees)
+        return parts(trees)
+
     return Work(
         lambda: parts(expansion.expand_trees(*given)),
-        lambda: parts(expansion._expand_reference(*given)),
+        reference,
         requests * each,
     )
 

@@ -90,10 +90,16 @@ def _scheduled_trees(requests: int, tree_size: int) -> Work:
         module = scheduled_trees
         return run(mine, module.lay_out, module.node_tokens, module.next_roots, module.keep_trees)
 
+    def lay_out_reference(*given: Any) -> scheduled_trees.Layout:
+        *tensors, width = given
+        layout = scheduled_trees.Layout.empty(requests, width, total, rows.device)
+        scheduled_trees._lay_out_reference(*tensors, layout)
+        return layout
+
     def reference() -> list[Tensor]:
         return run(
             other,
-            scheduled_trees._lay_out_reference,
+            lay_out_reference,
             scheduled_trees._tokens_reference,
             scheduled_trees._roots_reference,
             scheduled_trees._keep_reference,

@@ -80,7 +80,7 @@ def test_levels_keep_the_nodes_of_highest_score(
 )
 def test_kernel_expands_the_same_trees(interpreter, seed, shape, options):
     case = world(seed, batch=2, **options)
-    check(expansion._expand_triton(*case.tensors(), *shape), expected(case, *shape))
+    check(expand_in_triton(*case.tensors(), *shape), expected(case, *shape))
 
 
 def copy_state(source):
@@ -102,10 +102,16 @@ def texts_alone(text, remembered=(), prior=0.5, cells=4096, room=100):
     return tables, torch.tensor([0]), int32(text[-1:])
 
 
+def expand_in_triton(tables, slots, roots, width, depth, spine):
+    trees = ExpandedTrees.empty(len(roots), columns_of(width, depth, spine), CPU)
+    expansion._expand_triton(tables, slots, roots, width, depth, spine, trees)
+    return trees
+
+
 def test_a_repeated_text_is_continued(cpu_path, interpreter):
     verse = [3, 1, 4, 1, 5, 9, 2, 6, 8]
     case = texts_alone([*verse, 7, *verse[:3]])
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(*case, 4, 5, 0)
         best = found.scores[0] == 0.5 ** torch.arange(6)[:, None]
         assert [found.tokens[0][level].tolist()[0] for level in best] == [4, 1, 5, 9, 2, 6]
@@ -118,7 +124,7 @@ def test_a_long_copy_goes_on_as_a_spine(cpu_path, interpreter, where):
     poem = list(range(1, 70))
     text, remembered = ([*poem, 99, *poem[:5]], ()) if where == "text" else (poem[:5], [poem])
     case = texts_alone(text, remembered, prior=0.98)
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(*case, 4, 8, 56)
         chain = found.tokens[0][found.tokens[0] >= 0]
         assert chain.tolist() == poem[4:]
@@ -137,7 +143,7 @@ def test_a_long_copy_goes_on_as_a_spine(cpu_path, interpreter, where):
 def test_a_spine_ends_where_its_score_falls_below_the_least(cpu_path, interpreter):
     poem = list(range(1, 70))
     case = texts_alone([*poem, 99, *poem[:5]], prior=0.9)
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         scores = run(*case, 4, 8, 56).scores[0]
         assert scores[scores > 0].min() >= 0.2
         assert int((scores > 0).sum()) == 16  # 0.9 ** 15 is the last above 0.2
@@ -145,7 +151,7 @@ def test_a_spine_ends_where_its_score_falls_below_the_least(cpu_path, interprete
 
 def test_a_period_is_copied_beyond_the_end_of_the_text(cpu_path, interpreter):
     case = texts_alone([7, 4, 5, 6, 4, 5, 6], prior=0.97)
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(*case, 1, 8, 20)
         assert found.tokens[0].tolist() == [6, *[4, 5, 6] * 9, 4]
 
@@ -155,7 +161,7 @@ def test_up_to_three_copies_are_drafted_longest_match_first(cpu_path, interprete
     text = [21, 22, 23, 10, 9, 22, 23, 11, 9, 23, 12, 8, 23, 13, 5, 21, 22, 23]
     for remembered, wanted in (((), [10, 11, 13]), ([[*text[-4:], 15]], [15, 10, 11])):
         case = texts_alone(text, remembered)
-        for run in (expand_trees, expansion._expand_triton):
+        for run in (expand_trees, expand_in_triton):
             found = run(*case, 8, 1, 0)
             assert [token for token in found.tokens[0, 1:].tolist() if token >= 0] == wanted
             first, *others = copy_state(found.sources[0, 1:4]).tolist()
@@ -166,7 +172,7 @@ def test_up_to_three_copies_are_drafted_longest_match_first(cpu_path, interprete
 def test_rows_of_the_request_come_before_shared_ones(cpu_path, interpreter):
     case = world(3, batch=2, vocab=12, places=0, own=True)
     alone = replace(case.candidates, own=case.candidates.own[:1] * 0 - 1)
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         shared = run(alone, *case.tensors()[1:], 16, 3, 0)
         assert lists(run(*case.tensors(), 16, 3, 0)) == expected(case, 16, 3, 0)
         assert lists(shared) != expected(case, 16, 3, 0)
@@ -174,7 +180,7 @@ def test_rows_of_the_request_come_before_shared_ones(cpu_path, interpreter):
 
 def test_empty_tables_and_a_text_without_repetition_give_the_root_alone(cpu_path, interpreter):
     case = texts_alone(list(range(12)))
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(*case, 4, 3, 0)
         assert found.tokens.tolist() == [[11] + [-1] * 12]
         assert found.parents.tolist() == [[-1] * 13]
@@ -196,7 +202,7 @@ def test_roots_outside_the_vocabulary_have_no_row(cpu_path, interpreter):
     extend_ngrams(ngrams, slots, int32([[1, 2], [1, 1 << 30], [-1, -1]]))
     roots = int32([2, 1 << 30, -1])
     tables = replace(tables, ngrams=ngrams, matrix=int32([[1] * TOP, [0] * TOP]))
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(tables, slots, roots, 3, 2, 0)
         assert found.tokens.tolist() == [[root] + [-1] * 6 for root in roots.tolist()]
 
@@ -204,7 +210,7 @@ def test_roots_outside_the_vocabulary_have_no_row(cpu_path, interpreter):
 def test_a_root_of_no_token_has_no_tree(cpu_path, interpreter):
     # The text repeats, so a root would have copies.
     tables, slots, _ = texts_alone([1, 2, 1, 2, 1, 2])
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         assert (run(tables, slots, int32([-1]), 3, 2, 8).tokens < 0).all()
 
 
@@ -215,7 +221,7 @@ def test_of_equal_scores_the_earlier_parents_and_the_earlier_candidate_is_kept(
     rows[0], rows[1], rows[2] = [2, 1, 3, 4, 5, 6, 7, 8], [3] * TOP, [4, 5] + [-1] * 6
     tables, slots, roots = texts_alone([0], prior=1.0)
     tables = replace(tables, matrix=int32(rows))
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(tables, slots, roots, 2, 3, 0)
         assert found.tokens[0, :5].tolist() == [0, 2, 1, 4, 5]
         assert found.parents[0, :5].tolist() == [-1, 0, 0, 1, 1]
@@ -223,7 +229,7 @@ def test_of_equal_scores_the_earlier_parents_and_the_earlier_candidate_is_kept(
 
 def test_an_empty_batch_gives_no_trees(cpu_path, interpreter):
     case = world(0, batch=0)
-    for run in (expand_trees, expansion._expand_triton):
+    for run in (expand_trees, expand_in_triton):
         found = run(*case.tensors(), 4, 2, 8)
         assert {part.shape for part in vars(found).values()} == {(0, columns_of(4, 2, 8))}
 
@@ -242,8 +248,19 @@ def test_python_and_the_kernels_agree_on_the_cells_of_bigrams(previous, token):
     assert sorted(found.tokens[0, 1:].tolist()) == list(range(TOP))
 
 
+def test_memory_can_be_used_again(cpu_path, interpreter):
+    memory = ExpandedTrees.empty(3, columns_of(4, 2, 8), CPU)
+    for seed in range(2):
+        case = world(seed)
+        found = expand_trees(*case.tensors(), 4, 2, 8, memory)
+        assert found is memory
+        assert lists(found) == expected(case, 4, 2, 8)
+
+
 def test_shapes_that_do_not_fit_are_errors():
     tables, slots, roots = world(0).tensors()
+    with pytest.raises(ValueError, match="into has"):
+        expand_trees(tables, slots, roots, 4, 2, into=ExpandedTrees.empty(3, 4, CPU))
     with pytest.raises(ValueError, match="matrix"):
         expand_trees(replace(tables, matrix=tables.matrix[:, :4]), slots, roots, 4, 2)
     for name in ("bigrams", "own"):

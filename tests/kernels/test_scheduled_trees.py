@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from property_settings import CASES
 from random_parents import random_trees
 from tree_kernels import scheduled_trees
-from tree_kernels.scheduled_trees import keep_trees, lay_out, next_roots, node_tokens
+from tree_kernels.scheduled_trees import Layout, keep_trees, lay_out, next_roots, node_tokens
 
 STATE_ROWS = 9
 
@@ -111,7 +111,8 @@ def test_a_layout_is_that_of_each_request(drawn):
 def test_kernels_give_the_same(interpreter, drawn):
     case, width, inputs = drawn
     ours, theirs = copied(case), copied(case)
-    found = scheduled_trees._lay_out_triton(*ours, width)
+    found = Layout.empty(len(case[0]), width, len(case[5]), case[0].device)
+    scheduled_trees._lay_out_triton(*ours, found)
     expected = lay_out(*theirs, width)
     for mine, others in zip((*found, *ours), (*expected, *theirs), strict=True):
         assert mine.dtype == others.dtype
@@ -158,8 +159,21 @@ def test_roots_are_the_last_tokens_of_requests_that_emitted_some(interpreter):
         assert (last.tolist(), roots.tolist()) == ([7, 5], [-1, 5])
 
 
+def test_memory_can_be_used_again():
+    case, width, _ = batch(0, ["decoding", "end"], 3)
+    memory = Layout.empty(len(case[0]), width, len(case[5]), case[0].device)
+    for kept in (case[4], case[4].clamp(max=0)):
+        ours, theirs = ([*copied(case[:4]), kept.clone(), *copied(case[5:])] for _ in range(2))
+        found, expected = lay_out(*ours, width, memory), lay_out(*theirs, width)
+        assert found is memory
+        for mine, others in zip(found, expected, strict=True):
+            assert mine.tolist() == others.tolist()
+
+
 def test_shapes_that_do_not_fit_are_errors():
     case, width, _ = batch(0, ["decoding", "end"], 3)
+    with pytest.raises(ValueError, match="memory is for trees"):
+        lay_out(*case, width, Layout.empty(2, width, 1, case[0].device))
     with pytest.raises(ValueError, match="2 requests have ends"):
         lay_out(case[0], case[1][:-1], *case[2:], width)
     with pytest.raises(ValueError, match="width=5 must be 1 to 4"):

@@ -9,6 +9,7 @@ another in the order of the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from drafttree.vllm.v2.requests import RequestRules
 from drafttree.vllm.v2.rope import TreeRope, adopt_rope
 from drafttree.vllm.v2.sampling import sample_trees
 from drafttree.vllm.v2.speculator import TreeSpeculator
-from drafttree.vllm.v2.step import lay_out_step
+from drafttree.vllm.v2.step import StepLayouts
 from drafttree.vllm.v2.step_drafts import StepDrafts
 from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
 from drafttree.vllm.v2.tier_report import TierReports
@@ -81,6 +82,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             no_bound_drafts(self) or not_in_schedulers_process(self.parallel_config),
         )
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
+        self._layouts = StepLayouts(self._kept)
         self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
         sizes = sizes_up_to(self.num_speculative_steps) if patches.chooses_tiers(self) else ()
         self._trees = TreeSpeculator(
@@ -140,7 +142,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def _logits_bytes(self) -> int:
         return min(self._max_step_rows, self._max_logits_rows) * self._logits_row_bytes
 
-    @property
+    @cached_property
     def _max_logits_rows(self) -> int:
         """Greatest number of rows whose logits are computed at a time."""
         if self.lora_config is not None:
@@ -216,7 +218,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         prepared = super().prepare_attn(input_batch)
         self._ends_of_logits = input_batch.cu_num_logits_np
         chained = None if self._rope is None else input_batch.positions.clone()
-        self._step = lay_out_step(input_batch, self._kept, self.req_states.prefill_len.gpu)
+        self._step = self._layouts.lay_out(input_batch, self.req_states.prefill_len.gpu)
         if self._rope is not None:
             self._rope.move(input_batch.positions - chained)
         masks = None
