@@ -116,12 +116,11 @@ class BoundTrees:
     width: int = 0
     forced: torch.Tensor | None = None
 
-    def of_nodes(self, nodes: torch.Tensor) -> Any:
-        """SGLang's mask of a level: that of a node of each request, `int32 [B]`."""
+    def of_nodes(self, requests: torch.Tensor, nodes: torch.Tensor) -> Any:
+        """SGLang's mask of some nodes, integers `[R]`, of `requests`, `int64 [R]`."""
         from sglang.srt.constrained.base_grammar_backend import GrammarMask
 
-        rows = torch.arange(len(nodes), device=self.masks.device)
-        return GrammarMask(self.grammar, self.masks[rows, nodes.long()])
+        return GrammarMask(self.grammar, self.masks[requests, nodes.long()])
 
     def count_forced(self, counts: ForcedTokens, trees: DraftTree, verified: Verified) -> None:
         """Count the tokens of a step that grammars have forced."""

@@ -1,18 +1,15 @@
 """Sampling along draft trees with SGLang's own sampler.
 
-At each level of a tree the sampler gets one row per request, exactly as without speculation. So
-temperature, top-k, top-p, min-p, penalties, biases, grammars, seeds and logprobs need no second
-implementation. SGLang's own verification does not sample on a CPU: there it takes the argmax,
+On a CPU, and for logprobs, the sampler gets one row per request at each level of a tree, exactly as
+without speculation. SGLang's own verification does not sample on a CPU: there it takes the argmax,
 whatever the temperature.
 
-On a GPU, requests that sample from a plain softmax are handled without a loop over levels: a token
-is drawn for every row at once, and one kernel walks along the accepted path.
+On a GPU the sampler gets all nodes at once, and one kernel walks along the accepted path, so the
+host waits for nothing. Requests that sample from a plain softmax need no more than one kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,10 +17,9 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from tree_kernels.adjacency import top_candidates
-from tree_kernels.mask import tree_mask
 
 from drafttree.drafter import AcceptanceRule, TreeRule
-from drafttree.sglang.acceptance_sampler import AcceptanceSampler
+from drafttree.sglang.node_sampler import NodeSampler, can_sample_all
 from drafttree.sglang.state import Step, asks_for_tokens_alone, is_plain_greedy
 from drafttree.transfer import on_device
 from drafttree.tree import Verified
@@ -61,16 +57,40 @@ def verify_trees(
         temperatures = batch.sampling_info.temperatures.expand(-1, width).flatten()
         target = draw_ahead(logits.flatten(0, 1), temperatures).view(batch_size, width)
         return verify_target(trees, target, max_depth)
-    draw = _Draw(sampler, step, logits, rule)
-    if isinstance(rule, TreeRule) and not batch.sampling_info.is_all_greedy:
-        chosen = draw.choose_whole(rule)
-        if chosen.by_level is None and not batch.return_logprob:
-            return verify_target(trees, chosen.tokens, max_depth)
+    nodes, info = NodeSampler(sampler, step, logits), batch.sampling_info
+    if isinstance(rule, TreeRule) and not info.is_all_greedy:
+        rule = _choose_whole(nodes, step, rule)
+        if rule.by_level is None and not batch.return_logprob:
+            return verify_target(trees, rule.tokens, max_depth)
+    elif draws_ahead(logits) and can_sample_all(batch) and (rule is None or info.is_all_greedy):
+        return verify_target(trees, nodes.of_all(None), max_depth)
+    draw = _Draw(nodes, batch, rule)
     # Each level is a draw for all requests, so no more levels than this step's trees have.
     verified = verify_sampled(trees, draw, step.max_depth)
     if batch.return_logprob:
         draw.write_logprobs(output)
     return verified
+
+
+def _choose_whole(nodes: NodeSampler, step: Step, rule: TreeRule) -> Chosen:
+    """Let a rule choose for whole trees, before the first level is sampled.
+
+    Requests with a custom processor, which have no drafts, are left to the first level.
+    """
+    target: list[torch.Tensor] = []
+
+    def keep(probs: torch.Tensor, of_nodes: torch.Tensor) -> torch.Tensor:
+        target.append(probs)
+        return torch.zeros_like(of_nodes)
+
+    nodes.of_all(keep)
+    tokens, batch = step.trees.tokens, step.batch
+    by_level = None
+    if batch.sampling_info.has_custom_logit_processor:
+        custom = [each.custom_logit_processor is not None for each in batch.reqs]
+        by_level = on_device(np.array(custom), tokens.device)
+    rows = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    return Chosen(rule, rule.of_trees(torch.cat(target), rows), by_level)
 
 
 def _draws_from_softmax(sampler: Any, batch: Any) -> bool:
@@ -95,121 +115,19 @@ def _draws_from_softmax(sampler: Any, batch: Any) -> bool:
 class _Draw:
     """Samples one level of the trees after another, as a `verify.Draw`."""
 
-    def __init__(
-        self, sampler: Any, step: Step, logits: torch.Tensor, rule: AcceptanceRule | None
-    ) -> None:
-        self._sampler = sampler
-        self._step = step
-        self._batch = step.batch
-        self._logits = logits
-        self._penalties = step.penalties
-        self._bound = step.bound
+    def __init__(self, nodes: NodeSampler, batch: Any, rule: AcceptanceRule | None) -> None:
+        self._nodes = nodes
+        self._batch = batch
         self._rule = rule
-        self._rows = torch.arange(len(logits), device=logits.device)
-        # SGLang's penalties count one token of the last step; `Penalties` counts all.
-        self._info = dataclasses.replace(
-            step.batch.sampling_info, acc_additive_penalties=None, acc_scaling_penalties=None
-        )
         self._levels: list[LogitsProcessorOutput] = []
-        self._path = torch.empty(len(logits), 0, dtype=torch.int32, device=logits.device)
-
-    def choose_whole(self, rule: TreeRule) -> Chosen:
-        """Let a rule choose for whole trees, before the first level is sampled.
-
-        The sampler gets one column of the trees at a time. Requests with a custom processor, which
-        have no drafts, are left to the first level.
-        """
-        trees = self._step.trees
-        requests, width = trees.tokens.shape
-        masks = tree_mask(trees.parents, trees.tree_size)
-        columns: list[torch.Tensor] = []
-
-        def keep(target: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
-            columns.append(target)
-            return torch.zeros_like(nodes)
-
-        info = self._info
-        has_custom = info.has_custom_logit_processor
-        info.has_custom_logit_processor = False
-        for column in range(width):
-            node = (trees.tree_size - 1).clamp(max=column)
-            path = trees.tokens.masked_fill(~masks[self._rows, node.long()], -1)
-            depth = self._step.depths[self._rows, node.long()]
-            self._sample(keep, node, path[:, 1:], depth, are_roots=column == 0)
-        info.has_custom_logit_processor = has_custom
-        by_level = None
-        if has_custom:
-            custom = [each.custom_logit_processor is not None for each in self._batch.reqs]
-            by_level = on_device(np.array(custom), masks.device)
-        # One row for each column and request.
-        rows = torch.arange(width * requests, device=masks.device).view(width, requests).t()
-        tokens = rule.of_trees(torch.stack(columns).flatten(0, 1), rows)
-        self._rule = chosen = Chosen(rule, tokens, by_level)
-        return chosen
+        count, device = len(batch.seq_lens), batch.seq_lens.device
+        self._path = torch.empty(count, 0, dtype=torch.int32, device=device)
 
     def __call__(self, node: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
-        level, info = len(self._levels), self._info
-        if level > 0:
-            # Requests with a custom processor have no drafts, so none are left here.
-            info.has_custom_logit_processor = False
-        tokens, output = self._sample(
-            *(self._rule, node, self._path, level),
-            are_roots=level == 0,
-            return_logprob=self._batch.return_logprob,
-        )
+        tokens, output = self._nodes.of_level(self._rule, node, self._path)
         self._levels.append(output)
         self._path = torch.cat((self._path, tokens[:, None]), 1)
         return tokens
-
-    def _sample(
-        self,
-        rule: AcceptanceRule | None,
-        node: torch.Tensor,
-        path: torch.Tensor,
-        depth: torch.Tensor | int,
-        *,
-        are_roots: bool,
-        return_logprob: bool = False,
-    ) -> tuple[torch.Tensor, LogitsProcessorOutput]:
-        """Sample a token after one node of each request.
-
-        Args:
-            rule: Chooses the tokens in place of the sampler's draw.
-            node: The nodes, `int32 [B]`.
-            path: The tokens on the paths to them, `int32 [B, D]`; -1 for none.
-            depth: Their depths.
-            are_roots: Whether they are all roots.
-            return_logprob: Whether to compute the logprobs that were asked for.
-
-        Returns:
-            The tokens, `int32 [B]`, and the sampler's output.
-        """
-        info, batch = self._info, self._batch
-        if self._bound is not None:
-            info.grammar_mask = self._bound.of_nodes(node)
-        elif are_roots:
-            info.update_regex_vocab_mask()
-        else:
-            # Requests whose grammars cannot follow trees have no drafts, so none are left here.
-            info.grammar_mask = None
-        # Indexing copies, as the sampler overwrites its input.
-        rows = self._logits[self._rows, node.long()]
-        if self._penalties is not None:
-            self._penalties.apply(rows, batch.req_pool_indices, path)
-        info.apply_logits_bias(rows)
-        output = LogitsProcessorOutput(next_token_logits=rows)
-        by_rule = isinstance(self._sampler, AcceptanceSampler)
-        with self._sampler.using(rule, node) if by_rule else nullcontext():
-            tokens = self._sampler(
-                output,
-                info,
-                return_logprob,
-                batch.top_logprobs_nums,
-                batch.token_ids_logprobs,
-                # Seeds are combined with a node's position: one level is one position.
-                batch.seq_lens + depth,
-            )
-        return tokens.to(torch.int32), output
 
     def write_logprobs(self, output: LogitsProcessorOutput) -> None:
         """Write the logprobs of all levels into `output`, request by request."""
@@ -223,5 +141,5 @@ class _Draw:
         ):
             if getattr(levels[0], field):
                 by_level = [getattr(each, field) for each in levels]
-                flat = [values[row] for row in range(len(self._logits)) for values in by_level]
+                flat = [values[row] for row in range(len(self._path)) for values in by_level]
                 setattr(output, field, flat)

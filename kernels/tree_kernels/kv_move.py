@@ -73,7 +73,7 @@ def _move_triton(mover: KvMover, slots: Tensor, path: Tensor, places: Tensor | N
     requests, length = path.shape
     if path.numel() == 0 or cache.numel() == 0:
         return
-    _move_kernel[(requests, heads, len(addresses))](
+    _move_kernel[(requests, heads, addresses.shape[0])](
         cache.view(_BITS[cache.element_size()]),
         addresses,
         slots,

@@ -116,16 +116,17 @@ def test_nothing_is_allocated_for_requests_without_penalties() -> None:
     penalties.add(torch.tensor([2]), torch.tensor([[6]]))
 
 
-def test_sampling_along_trees_with_penalties_does_not_wait() -> None:
+def test_sampling_along_trees_with_penalties_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     from forbid_waiting import NoWaiting
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from tree_kernels.mask import depths
 
+    from drafttree.sglang import node_sampler
     from drafttree.sglang.penalties import Penalties
     from drafttree.sglang.sampling import _Draw
     from drafttree.sglang.state import Step
     from drafttree.tree import DraftTree
-    from drafttree.verify import verify_sampled
+    from drafttree.verify import verify_sampled, verify_target
 
     rows = len(KINDS)
     requests = [penalty_request([4, 4, 8], **given) for given in KINDS.values()]
@@ -161,9 +162,18 @@ def test_sampling_along_trees_with_penalties_does_not_wait() -> None:
 
     step = Step.of(batch, trees, depths(trees.parents, trees.tree_size), penalties, None)
     logits = torch.randn(rows, 6, VOCABULARY)
+    nodes = node_sampler.NodeSampler(greedy, step, logits)
+    # Two requests at a time.
+    monkeypatch.setattr(node_sampler, "_ROW_BYTES", 2 * logits[0].nbytes)
+    for parent, child in ((0, 1), (1, 3)):
+        tokens[:, child] = nodes.of_all(None)[:, parent]
     with NoWaiting():
-        verified = verify_sampled(trees, _Draw(greedy, step, logits, None), 2, waits=False)
+        at_once = verify_target(trees, nodes.of_all(None), 2)
+        verified = verify_sampled(trees, _Draw(nodes, batch, None), 2, waits=False)
         penalties.add(batch.req_pool_indices, verified.emitted)
+    assert torch.equal(at_once.emitted, verified.emitted)
+    assert torch.equal(at_once.path, verified.path)
+    assert verified.num_emitted.eq(3).all()
     for row, own in enumerate(requests):
         expected = penalised_by_sglang(own, [4, 4, 8], logits[row, 0])
         assert verified.emitted[row, 0] == expected.argmax()

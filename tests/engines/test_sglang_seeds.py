@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from sglang_runs import environment
 
 PROGRAM = """
+import sys
 from types import SimpleNamespace
 import torch
 from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32_kernel
@@ -21,6 +23,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch as host_draw
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from tree_kernels.mask import depths
+from drafttree.sglang import sampling
 from drafttree.tree import DraftTree
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import Step
@@ -31,6 +34,7 @@ def murmur_hash32(seed, positions, columns):
     murmur_hash32_kernel[(rows, 1)](seed, positions, columns, hashed, rows, width, BLOCK_SIZE=16)
     return hashed
 
+sampling.draws_ahead = lambda logits: sys.argv[1] == "all nodes at once"
 host_sampler.murmur_hash32 = murmur_hash32  # SGLang's kernel for CPUs needs AMX
 
 VOCAB, STEPS = 16, 40
@@ -87,9 +91,10 @@ print("accepted", accepted)
 """
 
 
-def test_seeded_draws_equal_those_of_a_chain() -> None:
+@pytest.mark.parametrize("order", ["level by level", "all nodes at once"])
+def test_seeded_draws_equal_those_of_a_chain(order: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, order],
         env=os.environ | environment() | {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"},
         capture_output=True,
         text=True,

@@ -88,8 +88,8 @@ def _mask_as_roots(engine: str) -> None:
 
         of_nodes = BoundTrees.of_nodes
 
-        def of_roots(self: BoundTrees, nodes: Any) -> Any:
-            return of_nodes(self, nodes * 0)
+        def of_roots(self: BoundTrees, requests: Any, nodes: Any) -> Any:
+            return of_nodes(self, requests, nodes * 0)
 
         BoundTrees.of_nodes = of_roots  # type: ignore[method-assign]
         return
