@@ -120,13 +120,17 @@ class DraftingRunner:
         if not kwargs.get("is_profiling"):
             self._movers = self._make_movers()
 
-    def _make_movers(self) -> list[list[KvMover]]:
-        """The movers that compact the KV caches after a step, by group of caches."""
+    def _make_movers(self, of: Callable[[str], bool] = bool) -> list[list[KvMover]]:
+        """The movers that compact KV caches after a step, by group of caches.
+
+        Args:
+            of: Whether a layer, given its name, is one of those whose caches they compact.
+        """
         layers = self.compilation_config.static_forward_context
         movers = []
         for group in self.kv_cache_config.kv_cache_groups:
             rows = []
-            for name in group.layer_names:
+            for name in filter(of, group.layer_names):
                 backend = layers[name].get_attn_backend()
                 assert issubclass(backend, TreeBackend)
                 rows.append(backend.kv_rows(layers[name].kv_cache))

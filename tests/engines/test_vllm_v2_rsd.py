@@ -161,6 +161,16 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
 
 
 @pytest.mark.full
+def test_chains_of_a_draft_model_that_is_the_target_are_always_accepted(tiny_llama: Path) -> None:
+    """A penalty that changes no token cuts trees to chains, whose nodes the draft model has read in
+    other columns."""
+    tiny = GREEDY | {"presence_penalty": 1e-6, "max_tokens": 41}
+    case, tree = Case(PROMPTS, tiny), "branch:2-2-1-1"
+    (answer,), _ = run_v2(tiny_llama, [case], "rsd", tiny_llama, tree=tree)
+    assert answer.counters["emitted"] == 5 * answer.counters["steps"] > 0
+
+
+@pytest.mark.full
 def test_structured_output_and_opting_out(tmp_path: Path) -> None:
     """Requests that follow a grammar are drafted for, and those that ask for it are not."""
     model = add_byte_tokenizer(make_tiny_llama(tmp_path / "target"))

@@ -70,7 +70,7 @@ class ChainRunner(ModelFreeRunner):
                         "vLLM: leave the speculative method out"
                     )
 
-    def _make_movers(self) -> list[list[KvMover]]:
+    def _make_movers(self, *args: Any) -> list[list[KvMover]]:
         return []
 
     def _move_kv(self, trees: StepTrees, verified: Verified) -> None:

@@ -7,11 +7,13 @@ samples its tree level by level, right before the target verifies it. The host w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from tree_kernels.kv_move import KvMover
 from tree_kernels.mask import depths
 from tree_kernels.scheduled_trees import Layout
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -19,7 +21,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
-from drafttree.tree import DraftTree
+from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
@@ -30,6 +32,22 @@ class DraftModelRunnerV2(InStepRunnerV2):
     """Drafts with a `DraftModelDrafter`."""
 
     _drafter: DraftModelDrafter
+    _drawn: Any = None
+    _movers_apart: Sequence[list[list[KvMover]]] = ()
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, and movers that compact those of one of the models alone."""
+        self._movers_apart = ()
+        super().initialize_kv_cache(*args, **kwargs)
+        if self._movers:
+
+            def is_draft(name: str) -> bool:
+                return name.startswith(PREFIX)
+
+            def is_target(name: str) -> bool:
+                return not is_draft(name)
+
+            self._movers_apart = [*map(self._make_movers, (is_target, is_draft))]
 
     def _make_drafter(self, method: Method[Any], options: Any) -> None:
         self._drafter = method.drafter(options, self._target())
@@ -44,7 +62,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
         slots, states = batch.idx_mapping, self.sampler.sampling_states
         self._roots_read, lengths = self._roots(batch, step)
         self._seeds, self._lengths = states.seeds.gpu[slots], lengths
-        self._drawn: Any = None
+        self._drawn = None
         starts = slice(batch.num_reqs + 1)
         rows = StepRows(
             *(batch.input_ids, batch.positions),
@@ -145,3 +163,14 @@ class DraftModelRunnerV2(InStepRunnerV2):
         drawn, columns = self._drawn
         of_nodes = None if columns is None else columns[requests]
         return self._drafter.acceptance_rule(trees, drawn, requests, of_nodes)
+
+    def _move_kv(self, step: Layout, verified: Verified) -> None:
+        """Move the accepted path's KV; the draft model has that of chains where it drew them."""
+        columns = None if self._drawn is None else self._drawn[1]
+        if columns is None:
+            super()._move_kv(step, verified)
+            return
+        nodes = columns.gather(1, verified.path.clamp(min=0).long())
+        drawn = nodes.masked_fill(verified.path < 0, -1).int()
+        for movers, path in zip(self._movers_apart, (verified.path, drawn), strict=True):
+            self._compact(step, path, movers)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tree_kernels.kv_move import KvMover
 from tree_kernels.scheduled_trees import Layout, NodeTokens, node_tokens
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
@@ -343,9 +344,15 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     def _move_kv(self, step: Layout, verified: Verified) -> None:
         """Move the KV of the accepted path to the slots right after the root's."""
+        self._compact(step, verified.path, self._movers)
+
+    def _compact(
+        self, step: Layout, path: torch.Tensor, movers: Sequence[Sequence[KvMover]]
+    ) -> None:
+        """Move the KV of the nodes of `path`, `int32 [B, D + 1]`, in some of the caches."""
         if step.width == 1:
             return
-        for group, movers in enumerate(self._movers):
+        for group, of_group in enumerate(movers):
             slots = self.block_tables.slot_mappings[group]
-            for move in movers:
-                move(slots, verified.path, step.place_of_node)
+            for move in of_group:
+                move(slots, path, step.place_of_node)
