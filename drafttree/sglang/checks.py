@@ -55,9 +55,6 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         # SGLang records experts by slot, and the rows of a tree move to other slots.
         ("hidden-states", "enable_return_routed_experts", False, "leave it out"),
         ("watermarks", "enable_watermark", False, "leave it out"),
-        ("lora", "enable_lora", False, "leave it out"),
-        # SGLang turns LoRA on for these, but only after this check.
-        ("lora", "lora_paths", [], "leave it out"),
         # SGLang does not load its plugins in these processes, so there is no such algorithm there.
         ("tokenizer-workers", "tokenizer_worker_num", 1, "set it to 1"),
     ):
@@ -84,8 +81,8 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     _check_kv_cache(method, server_args)
     _check_model(method, server_args)
     _check_windows(method, server_args)
-    _check_draft_model(method, server_args)
     _check_adapters(method, server_args)
+    _check_draft_model(method, server_args)
     if _is_tested_version():
         take_corpora()
         accept_adapters()
@@ -98,14 +95,26 @@ def _is_tested_version() -> bool:
 
 
 def _check_adapters(method: Method[Any], server_args: Any) -> None:
-    """Refuse LoRA adapters in versions whose own check of them is unknown."""
-    if _is_tested_version():
-        return
+    """Refuse LoRA adapters where SGLang's own check is unknown, or refuses a draft model."""
+    # SGLang turns LoRA on for paths alone, but only after this check.
     for option in ("enable_lora", "lora_paths"):
-        if value := getattr(server_args, option, None):
+        value = getattr(server_args, option, None)
+        if value and not _is_tested_version():
             raise ValueError(
                 f"{method.title} does not work with --{option.replace('_', '-')}={value} in this "
                 f"version of SGLang: install {TESTED}, or leave it out"
+            )
+        if value and method.kind.needs_vocabulary_of_target:
+            _check_experts_with_adapters(method, server_args)
+
+
+def _check_experts_with_adapters(method: Method[Any], server_args: Any) -> None:
+    # In forwards of the draft model too it looks for adapters in what is known of the target.
+    for option in ("moe_runner_backend", "speculative_moe_runner_backend"):
+        if getattr(server_args, option) == "experimental_sgl_trtllm":
+            raise ValueError(
+                f"{method.title} does not work with --{option.replace('_', '-')}="
+                "experimental_sgl_trtllm and LoRA adapters: leave either out"
             )
 
 

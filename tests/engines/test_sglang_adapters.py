@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,52 +12,234 @@ from typing import Any
 import adapters_on_cpu
 import pytest
 import torch
+from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
-from tiny_models import make_tiny_adapter
+from tiny_models import make_tiny_adapter, make_tiny_llama, merge_adapter
+from top_tokens import top_tokens
 
-GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+from drafttree.model_files import first_rows_fingerprint
+from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
+
+GREEDY = {"temperature": 0.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 NAMES = ["first", "second", None]
 
+ENGINE: dict[str, Any] = {
+    "enable_lora": True,
+    "lora_backend": "torch_native",
+    "variables": {adapters_on_cpu.VARIABLE: "1"},
+}
+
+AT_ONCE = pytest.mark.parametrize(
+    "most", [pytest.param(3, id="three_at_once"), pytest.param(2, marks=pytest.mark.full)]
+)
+"""With room for fewer adapters they take turns, and SGLang loads them again."""
+
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Arguments of an engine with two adapters of different ranks."""
-    paths = {
-        name: str(make_tiny_adapter(tmp_path_factory.mktemp(name), rank, seed))
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters of different ranks."""
+    return {
+        name: make_tiny_adapter(tmp_path_factory.mktemp(name), rank, seed)
         for name, rank, seed in (("first", 8, 5), ("second", 4, 6))
     }
-    return {
-        "enable_lora": True,
-        "lora_paths": paths,
-        "max_loras_per_batch": len(NAMES),
-        "lora_backend": "torch_native",
-        "variables": {adapters_on_cpu.VARIABLE: "1"},
-    }
+
+
+@pytest.fixture(scope="module")
+def merged(
+    tiny_llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What the target is with the first adapter."""
+    return merge_adapter(tiny_llama, adapters["first"], tmp_path_factory.mktemp("merged"))
+
+
+def arguments(adapters: dict[str, Path], most: int = len(NAMES)) -> dict[str, Any]:
+    paths = {name: str(folder) for name, folder in adapters.items()}
+    return ENGINE | {"lora_paths": paths, "max_loras_per_batch": most}
+
+
+def asked() -> Case:
+    """Each prompt with each adapter and with none."""
+    prompts = some_prompts(4, longest=60, shortest=40)
+    rows = [prompt for prompt in prompts for _ in NAMES]
+    return Case(rows, GREEDY, adapters=NAMES * len(prompts))
 
 
 def cases() -> list[Case]:
-    """Each prompt with each adapter and with none, twice: prefixes are cached for each of them."""
-    prompts = some_prompts(4, longest=60, shortest=40)
-    asked = [prompt for prompt in prompts for _ in NAMES]
-    adapters = NAMES * len(prompts)
-    return [Case(asked, GREEDY, adapters=adapters) for _ in range(2)]
+    """All adapters twice, as prefixes are cached for each of them, and the first alone."""
+    return [asked(), asked(), Case(PROMPTS, GREEDY, adapters=["first"] * len(PROMPTS))]
 
 
-def test_requests_with_two_adapters_and_with_none(
-    engine: dict[str, Any], tiny_llama: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
-    plain, _ = run_sglang(tiny_llama, cases(), drafted=False, **engine)
-    drafted, _ = run_sglang(tiny_llama, cases(), **engine)
+@pytest.fixture(scope="module")
+def plain(tiny_llama: Path, adapters: dict[str, Path]) -> Callable[[int], list[Answer]]:
+    """The engine's own answers to the cases, by the number of adapters at a time."""
+
+    @cache
+    def answers(most: int) -> list[Answer]:
+        return run_sglang(tiny_llama, cases(), drafted=False, **arguments(adapters, most))[0]
+
+    return answers
+
+
+def check(plain: list[Answer], drafted: list[Answer]) -> None:
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
-    proves_drafting(drafted[0])
-    assert drafted[1].counters["accepted_tokens"] > 0
+        assert with_trees.counters["accepted_tokens"] > 0
     answers = (drafted[0].tokens[row::3] for row in range(3))
     for first, second, unadapted in zip(*answers, strict=True):
         assert first != unadapted != second != first
     assert min(drafted[1].cached) > 0
+
+
+@AT_ONCE
+def test_requests_with_two_adapters_and_with_none(
+    most: int,
+    adapters: dict[str, Path],
+    plain: Callable[[int], list[Answer]],
+    tiny_llama: Path,
+    proves_drafting: Callable[[Answer], None],
+) -> None:
+    drafted, _ = run_sglang(tiny_llama, cases(), **arguments(adapters, most))
+    check(plain(most), drafted)
+    proves_drafting(drafted[0])
+
+
+@pytest.mark.full
+@AT_ONCE
+def test_rsd(
+    most: int,
+    adapters: dict[str, Path],
+    merged: Path,
+    plain: Callable[[int], list[Answer]],
+    tiny_llama: Path,
+    proves_drafting: Callable[[Answer], None],
+) -> None:
+    """The draft model runs without adapters, and has the first one merged into it."""
+    drafted, _ = run_sglang(
+        tiny_llama,
+        cases(),
+        {"tree": "beam:3x4"},
+        method="rsd",
+        draft_model=merged,
+        **arguments(adapters, most),
+    )
+    check(plain(most), drafted)
+    proves_drafting(drafted[0])
+    counters = drafted[2].counters
+    assert counters["emitted"] / counters["steps"] > 4
+
+
+@pytest.fixture(scope="module")
+def memorised(merged: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lyanna's drafter for the target, which knows the answers that the first adapter gives."""
+    folder = tmp_path_factory.mktemp("memorised")
+    assert make_overfitted(merged, folder).mean_accepted_tokens > 2.5
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["lyanna"]["fingerprint"] = first_rows_fingerprint(tiny_llama)
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.full
+@AT_ONCE
+def test_lyanna(
+    most: int,
+    adapters: dict[str, Path],
+    memorised: Path,
+    plain: Callable[[int], list[Answer]],
+    tiny_llama: Path,
+) -> None:
+    """Drafts continue the adapted hidden states, else those would not be accepted."""
+    drafted, _ = run_sglang(
+        tiny_llama,
+        cases(),
+        {"resample": False},
+        method="lyanna",
+        draft_model=memorised,
+        **arguments(adapters, most),
+    )
+    check(plain(most), drafted)
+    counters = drafted[2].counters
+    # SGLang runs one more step for a request that has ended.
+    assert counters["emitted"] / counters["steps"] > 2.2
+
+
+@pytest.mark.full
+def test_adapters_that_are_loaded_while_serving(
+    adapters: dict[str, Path], tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """One takes another's name, of whose answers the texts and tables still are."""
+    first, second = ({"late": str(adapters[name])} for name in ("first", "second"))
+    prompts = some_prompts(8, longest=60, shortest=40)
+    late = {"adapters": ["late", None] * 4, "rounds": 2}
+    served = [
+        Case(prompts, GREEDY),
+        *(Case(prompts, GREEDY, loads=each, **late) for each in (first, second, first)),
+    ]
+    engine = ENGINE | {"max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+    without, _ = run_sglang(tiny_llama, served, drafted=False, **engine)
+    with_trees, _ = run_sglang(tiny_llama, served, **engine)
+    for expected, drafted in zip(without, with_trees, strict=True):
+        assert drafted.tokens == expected.tokens
+    for drafted in with_trees[:3]:
+        proves_drafting(drafted)
+    # What was remembered of the first one's answers is right again.
+    assert with_trees[3].counters["accepted_tokens"] > with_trees[1].counters["accepted_tokens"]
+    none, one, other, again = (answer.tokens[::2] for answer in with_trees)
+    for each in zip(none, one, other, strict=True):
+        assert len({tuple(tokens) for tokens in each}) == 3
+    assert again == one
+
+
+@pytest.mark.full
+def test_what_an_idle_engine_computes_is_without_adapters(
+    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of the last batch before are with adapters."""
+    (tmp_path / "model").mkdir()
+    model = make_tiny_llama(tmp_path / "model", sharpness=2.0)
+    monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
+    file = primed_file(model, 8)
+    adapted = Case(some_prompts(2), GREEDY, adapters=["first", "second"])
+    waiting = Case(adapted.prompts[:1], GREEDY, adapters=["first"], after=file)
+    options = {"nodes": 15, "prime": True, "prime_seconds": 0}
+    run_sglang(model, [adapted, waiting], options, **arguments(adapters))
+    rows = load_primed(file, primed_identity(model, 8), 512)
+    # Nearly equal logits may swap ranks.
+    assert (rows == top_tokens(model, 8)).float().mean() > 0.995
+
+
+def test_drafts_are_of_the_head_without_adapters() -> None:
+    """With them SGLang would take the drafter's rows for those of the last batch."""
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
+
+    head = torch.nn.Linear(4, 6)
+    adapted = BaseLayerWithLoRA(head, TorchNativeLoRABackend(1, torch.device("cpu")))
+    used: list[Any] = []
+
+    def product(rows: torch.Tensor, given: Any) -> torch.Tensor:
+        used.append(given)
+        return rows @ given.weight.T
+
+    slots = torch.tensor([1])
+    worker = HiddenStateWorker.__new__(HiddenStateWorker)
+    worker.draft_seconds = 0.0
+    worker._vocab_size = 6
+    worker._runner = SimpleNamespace(
+        model=SimpleNamespace(
+            lm_head=adapted, logits_processor=SimpleNamespace(_compute_lm_head=product)
+        )
+    )
+    worker._states = SimpleNamespace(drafting=torch.ones(2), roots=torch.zeros(2))
+    worker._continue = lambda batch: torch.ones(1, 3, 4)
+    worker.drafter = SimpleNamespace(propose=lambda slots, roots, logits, steps: logits)
+    worker._propose(SimpleNamespace(req_pool_indices=slots))
+    assert used == [head]
 
 
 @pytest.mark.parametrize("tree", [False, True])

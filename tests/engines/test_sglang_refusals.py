@@ -97,7 +97,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "speculative-num-draft-tokens=1": {"speculative_num_draft_tokens": 1},
     "nodes=999": {"speculative_num_draft_tokens": 1000},
     "attention-backend=triton": {"attention_backend": "triton"},
-    "lora-paths=['adapter']": {"lora_paths": ["adapter"], "speculative_algorithm": "lyanna"},
+    "moe-runner-backend=experimental_sgl_trtllm and LoRA adapters": {
+        "enable_lora": True,
+        "moe_runner_backend": "experimental_sgl_trtllm",
+        "speculative_algorithm": "rsd",
+    },
     "tokenizer-worker-num=2: set it to 1": {"tokenizer_worker_num": 2},
     "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},

@@ -32,6 +32,8 @@ class Case:
         processor: Name of a custom logit processor in `sglang_processors`.
         adapters: Name of each request's LoRA adapter, None for the model itself; empty for all. It
             is not for requests that are streamed.
+        loads: Folders of LoRA adapters to load before the case, by name. One that was loaded for
+            an earlier case under the same name is unloaded first.
         stream: Whether to stream the answers and record the order of their pieces.
         abort_after: Number of tokens after which to abort a request, by row; implies `stream`.
     """
@@ -45,6 +47,7 @@ class Case:
     after: Path | None = None
     processor: str | None = None
     adapters: list[str | None] = field(default_factory=list)
+    loads: dict[str, str] = field(default_factory=dict)
     stream: bool = False
     abort_after: dict[int, int] = field(default_factory=dict)
 
@@ -163,13 +166,27 @@ def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]
 
     set_options(**options)
     engine = sglang.Engine(**arguments)
+    loaded: set[str] = set()
     try:
-        answers = [_answer(engine, case) for case in cases]
+        answers = []
+        for case in cases:
+            _load(engine, case.loads, loaded)
+            answers.append(_answer(engine, case))
         if isinstance(options.get("hot_start"), str):
             time.sleep(4)  # tables are saved when idle, and the engine kills its processes
         return answers
     finally:
         engine.shutdown()
+
+
+def _load(engine: Any, asked: dict[str, str], loaded: set[str]) -> None:
+    for name, folder in asked.items():
+        if name in loaded:
+            result = engine.unload_lora_adapter(name)
+            assert result.success, result.error_message
+        result = engine.load_lora_adapter(name, folder)
+        assert result.success, result.error_message
+        loaded.add(name)
 
 
 def _answer(engine: Any, case: Case) -> Answer:

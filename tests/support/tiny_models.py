@@ -8,29 +8,56 @@ from pathlib import Path
 from typing import Any
 
 
-def make_tiny_adapter(folder: Path, rank: int = 8, seed: int = 5) -> Path:
-    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers."""
+def make_tiny_adapter(folder: Path, rank: int = 8, seed: int = 5, *, head: bool = False) -> Path:
+    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers.
+
+    It adapts two projections of each layer, or the `head` alone.
+    """
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
     inputs, outputs = 128, {"q_proj": 128, "v_proj": 64}
+    adapted = {
+        f"model.layers.{layer}.self_attn.{name}": size
+        for layer in range(2)
+        for name, size in outputs.items()
+    }
+    if head:
+        adapted = {"lm_head": 512}
     weights = {}
-    for layer in range(2):
-        for name, size in outputs.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (size, rank))):
-                weights[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=generator) / 2
+    for name, size in adapted.items():
+        prefix = f"base_model.model.{name}"
+        for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (size, rank))):
+            weights[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=generator) / 2
     save_file(weights, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(outputs),
+        "target_modules": ["lm_head"] if head else list(outputs),
         "task_type": "CAUSAL_LM",
         "bias": "none",
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merge_adapter(model: Path, adapter: Path, folder: Path) -> Path:
+    """Save the model that another one is with a LoRA adapter."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    parts = load_file(adapter / "adapter_model.safetensors")
+    merged = AutoModelForCausalLM.from_pretrained(model)
+    weights = merged.state_dict()
+    for name, second in parts.items():
+        if "lora_B" in name:
+            first = parts[name.replace("lora_B", "lora_A")]
+            adapted = name.removeprefix("base_model.model.").replace(".lora_B", "")
+            weights[adapted] += config["lora_alpha"] / config["r"] * second @ first
+    merged.save_pretrained(folder)
     return folder
 
 

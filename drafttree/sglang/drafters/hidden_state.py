@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
@@ -110,9 +111,11 @@ class HiddenStateWorker(TreeWorker):
         started = perf_counter()
         indices = batch.req_pool_indices
         outputs = self._continue(batch)
-        # SGLang's own product, as it keeps the head packed on some CPUs.
+        # SGLang's own product, as it keeps the head packed on some CPUs. A head with LoRA adapters
+        # would take these rows for those of the last batch.
         model = self._runner.model
-        logits = model.logits_processor._compute_lm_head(outputs.flatten(0, 1), model.lm_head)
+        head = unwrap_lora_layer(model.lm_head)
+        logits = model.logits_processor._compute_lm_head(outputs.flatten(0, 1), head)
         logits = logits[:, : self._vocab_size].unflatten(0, outputs.shape[:2])
         steps = self._states.drafting[indices].long() * outputs.shape[1]
         trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)
