@@ -27,7 +27,8 @@ class Case:
         sleep: The level at which the engine sleeps and wakes up before the case.
         rounds: How many times to submit the requests; the last answers count.
         after: A file for which to wait before the case, while no request is running.
-        adapter: Folder of a LoRA adapter that every second request uses.
+        adapter: Folder of a LoRA adapter that every second request uses. It takes the place of
+            that of an earlier case.
         images: Seeds of a random image for each request, in whose prompt one token stands for it;
             None for requests without an image.
         together: Whether to submit all requests at once instead of one after the other.
@@ -154,6 +155,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         arguments["speculative_config"]["method"] != "ngram"
     )
     answers = []
+    loaded: str | None = None
     for case in cases:
         wait_for(case.after)
         if case.reset:
@@ -170,10 +172,11 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         settings = case.sampling if many else [case.sampling] * len(case.prompts)
         parameters = [sampling_parameters(setting) for setting in settings]
         prompts = _prompts(case)
+        adapters = _adapters(llm, case, loaded)
+        loaded = case.adapter or loaded
         for _ in range(case.rounds):
             outputs = []
             for group in _groups(case):
-                adapters = _adapters(case)
                 outputs += llm.generate(
                     prompts[group],
                     parameters[group],
@@ -225,12 +228,16 @@ def _groups(case: Case) -> list[slice]:
     return [slice(row, row + 1) for row in range(len(case.prompts))]
 
 
-def _adapters(case: Case) -> list[Any] | None:
+def _adapters(llm: Any, case: Case, loaded: str | None) -> list[Any] | None:
+    """The adapter of each request; one that takes another's place is loaded as by vLLM's server."""
     if case.adapter is None:
         return None
     from vllm.lora.request import LoRARequest
 
-    adapter = LoRARequest("adapter", 1, case.adapter)
+    replaces = loaded not in (None, case.adapter)
+    adapter = LoRARequest("adapter", 1, case.adapter, load_inplace=replaces)
+    if replaces:
+        assert llm.llm_engine.add_lora(adapter)
     return [adapter if row % 2 else None for row in range(len(case.prompts))]
 
 
