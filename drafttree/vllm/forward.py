@@ -223,10 +223,12 @@ def _attention_metadata(
             table = 1 + torch.arange(requests * per_request, dtype=torch.int32, device=device)
             table = table.view(requests, -1)
         slots = table.gather(1, columns.view(requests, -1) // size).long() * size
+        lengths = torch.full((requests,), length, dtype=torch.int32)
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.full((requests,), length, dtype=torch.int32, device=device),
+            seq_lens=lengths.to(device),
+            seq_lens_cpu_upper_bound=lengths,
             num_reqs=requests,
             num_actual_tokens=requests * tokens,
             max_query_len=tokens,

@@ -66,3 +66,19 @@ def test_a_forward_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "_attention_metadata", lambda *_: (None, None))
     assert len(forward.forward_seconds(Runner(), 2, 16, 8, True, 3)) == 3
     assert all(are_random(ids) for ids in seen)
+
+
+def test_lengths_are_given_on_the_host_too() -> None:
+    """Backends for latent attention read those of prompts there, and fail without them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    builder = SimpleNamespace(build=lambda prefix, common: common)
+    group = SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda number: builder)
+    cache = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4))
+    runner: Any = SimpleNamespace(
+        attn_groups=[[group]], kv_cache_config=SimpleNamespace(kv_cache_groups=[cache])
+    )
+    metadata, slots = forward._attention_metadata(
+        runner, 3, torch.tensor([4, 5] * 3), None, torch.arange(6, dtype=torch.int32).view(3, 2)
+    )
+    assert metadata["layer"].seq_lens_cpu_upper_bound.tolist() == [6, 6, 6]
+    assert slots["layer"].tolist() == [4, 5, 12, 13, 20, 21]

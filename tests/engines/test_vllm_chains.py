@@ -192,10 +192,24 @@ def test_chunks_of_prompts_beside_chains(without_trees: Callable[[str], Path]) -
     assert log.count(ANNOUNCED) == 1
 
 
+SHORT = Case([[5, 9, 11]], GREEDY | {"max_tokens": 3})
+"""One step that can be drafted for; without primed rows nothing is known about its root."""
+OWN_LOOP = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""Lets the engine core run in a process of its own, which waits for requests."""
+
+
+@pytest.fixture(scope="module")
+def unprimed(without_trees: Callable[[str], Path]) -> Answer:
+    method = CHAINS | {"prime": False}
+    (answer,), _ = run_vllm(without_trees("deepseek_v2"), [SHORT], method, OWN_LOOP)
+    return answer
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seconds", [math.inf, 0])
 def test_tables_are_primed(
     seconds: float,
+    unprimed: Answer,
     without_trees: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -204,14 +218,11 @@ def test_tables_are_primed(
     monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path))
     model = without_trees("deepseek_v2")
     file = primed_file(model, 8)
-    short = Case([[5, 9, 11]], GREEDY | {"max_tokens": 3})
-    environment = {"DRAFTTREE_CACHE": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    (unprimed,), _ = run_vllm(model, [short], CHAINS | {"prime": False}, environment)
-    assert unprimed.counters["drafted_steps"] == 0
-    cases = [short] if seconds else [short, replace(short, after=file)]
+    cases = [SHORT] if seconds else [SHORT, replace(SHORT, after=file)]
     method = CHAINS | {"prime": True, "prime_seconds": seconds, "nodes": 15}
-    answers, log = run_vllm(model, cases, method, environment)
+    answers, log = run_vllm(model, cases, method, OWN_LOOP | {"DRAFTTREE_CACHE": str(tmp_path)})
     assert "is primed for 512 of 512 tokens" in log
+    assert unprimed.counters["drafted_steps"] == 0
     assert answers[-1].tokens == unprimed.tokens
     assert answers[-1].counters["drafted_steps"] == 1
     rows = load_primed(file, primed_identity(model, 8), 512)
