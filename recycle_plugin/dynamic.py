@@ -215,15 +215,15 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         if self._auto and budget is None:
             most = untimed_draft_tokens(len(roots), roots.device.type)
             num_draft_tokens = min(num_draft_tokens, most)
-            if not num_draft_tokens:
-                return None, TreeChoice(0)
         choice = TreeChoice(num_draft_tokens)
         if budget is not None and budget.should_skip_drafting(slots):
             return None, TreeChoice(0)
+        if self._auto and not num_draft_tokens:
+            return None, choice
         expanded = self._expand(slots, roots)
         self._scores = expanded.scores if self._by_score else None
         if budget is not None:
-            choice = budget.choose_best_first(slots, expanded.scores)
+            choice = budget.choose_best_first(slots, expanded.scores, num_draft_tokens)
             if not choice.drafts:
                 return None, choice
         return expanded, choice

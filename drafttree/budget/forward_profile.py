@@ -9,7 +9,7 @@ from time import perf_counter
 
 from drafttree.drafter import Drafter
 
-_CONTEXT = 128
+CONTEXT = 128
 """Cached tokens of the request whose forwards are timed."""
 
 _TOKEN_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -34,7 +34,7 @@ def of_one_request(forwards: Forwards, room: int) -> Callable[[int], float]:
     Returns:
         A function that runs one forward of one request and returns its seconds.
     """
-    return lambda tokens: forwards(1, tokens, min(_CONTEXT, room - tokens), tokens > 1, 1)[0]
+    return lambda tokens: forwards(1, tokens, min(CONTEXT, room - tokens), tokens > 1, 1)[0]
 
 
 def profile_drafter(

@@ -19,7 +19,7 @@ from drafttree.tree import DraftTree, Verified
 
 _CPU_SIZES = (0, 3, 7, 11, 15, 23, 31, 47, 63, 80, 127, 191, 255)
 # With the root, most of them fill whole tiles of the matrix units.
-_DEVICE_SIZES = (0, 7, 15, 31, 80)
+_DEVICE_SIZES = (0, 3, 7, 15, 31, 80)
 
 
 def candidate_sizes(max_draft_tokens: int, device: torch.device) -> tuple[int, ...]:
@@ -101,7 +101,9 @@ class NodeBudget:
         self._timer.begin_drafted(slots, TreeChoice(num_draft_tokens))
         return num_draft_tokens
 
-    def choose_best_first(self, slots: torch.Tensor, scores: torch.Tensor) -> TreeChoice:
+    def choose_best_first(
+        self, slots: torch.Tensor, scores: torch.Tensor, most: int | None = None
+    ) -> TreeChoice:
         """Choose for trees that take their nodes best first.
 
         Args:
@@ -109,9 +111,14 @@ class NodeBudget:
             scores: `float32 [B, F]`, the probability that each node is accepted; column 0 is the
                 root. On a device the scores of the step before are used, and all trees have the
                 same number of draft tokens, as a CUDA graph verifies them.
+            most: Greatest number of draft tokens in this step; None for that of the largest size.
         """
         known, is_current = self._on_host(scores)
-        best_first = _best_first(known, self.planner.candidate_sizes[-1])
+        sizes = self.planner.candidate_sizes
+        best_first = _best_first(known, sizes[-1])
+        if most is not None:
+            # What cannot be verified is worth nothing, and the planner chooses no such size.
+            best_first[:, max(size for size in sizes if size <= most) :] = 0
         if is_current and not (self._pads_trees and len(slots) > 1):
             choice = self.planner.choose_best_first(len(slots), best_first)
         else:

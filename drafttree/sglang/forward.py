@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from tree_kernels.full_mask import full_mask
 from tree_kernels.mask import tree_mask
 
 from drafttree.sglang.adapters import use_no_adapters
@@ -46,6 +47,31 @@ def forward_seconds(
     return seconds
 
 
+def verification_seconds(runner: Any, requests: int, tokens: int, context: int) -> float:
+    """Time one verification on a device, with a CUDA graph if the runner has one for it.
+
+    Args:
+        runner: The target's model runner; the cache must be empty.
+        requests: Batch size.
+        tokens: Nodes of each request's tree.
+        context: Cached tokens per request.
+
+    """
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    batch = _batch(runner, requests, tokens, context, tree=True)
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    batch.capture_hidden_mode = CaptureHiddenMode.NULL
+    device = torch.get_device_module(batch.input_ids.device)
+    # Not inference mode: whatever the graphs' runner keeps is written again by later steps.
+    with torch.no_grad():
+        device.synchronize()
+        started = perf_counter()
+        runner.forward(batch)
+        device.synchronize()
+        return perf_counter() - started
+
+
 def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -53,30 +79,35 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
     length = context + tokens
     # SGLang uses page 0 for padding. The rows' old contents are written again before they are used.
     first = runner.page_size
-    slots = first + torch.arange(requests * length).view(requests, length)
     table = runner.req_to_token_pool.req_to_token
+    device = table.device
+    slots = first + torch.arange(requests * length, device=device).view(requests, length)
     table[:requests, :length] = slots.to(table.dtype)
-    lengths = torch.full((requests,), context if tree else length)
+    seen = context if tree else length
     batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND if tokens > 1 else ForwardMode.DECODE,
         batch_size=requests,
-        input_ids=torch.zeros(requests * tokens, dtype=torch.int64),
-        req_pool_indices=torch.arange(requests),
-        seq_lens=lengths,
+        input_ids=torch.zeros(requests * tokens, dtype=torch.int64, device=device),
+        req_pool_indices=torch.arange(requests, device=device),
+        seq_lens=torch.full((requests,), seen, device=device),
         out_cache_loc=slots[:, context:].flatten(),
-        seq_lens_sum=int(lengths.sum()),
-        positions=torch.arange(context, length).repeat(requests),
+        seq_lens_sum=requests * seen,
+        positions=torch.arange(context, length, device=device).repeat(requests),
     )
-    batch.extend_prefix_lens = torch.full((requests,), context)
-    batch.extend_seq_lens = torch.full((requests,), tokens)
+    batch.extend_prefix_lens = torch.full((requests,), context, device=device)
+    batch.extend_seq_lens = torch.full((requests,), tokens, device=device)
     batch.extend_seq_lens_cpu = [tokens] * requests
     if tree:
         # The mask does not change the work: any tree of this size will do.
-        parents = ((torch.arange(tokens, dtype=torch.int32) - 1) >> 1).expand(requests, -1)
-        tree_size = torch.full((requests,), tokens, dtype=torch.int32)
+        columns = torch.arange(tokens, dtype=torch.int32, device=device)
+        parents = ((columns - 1) >> 1).expand(requests, -1)
+        tree_size = torch.full((requests,), tokens, dtype=torch.int32, device=device)
+        masks = tree_mask(parents, tree_size)
+        if device.type != "cpu":
+            masks = full_mask(masks, batch.seq_lens, requests * tokens * length)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.spec_info = NgramVerifyInput(
-            custom_mask=tree_mask(parents, tree_size), draft_token_num=tokens
+            custom_mask=masks, positions=batch.positions, draft_token_num=tokens
         )
     use_no_adapters(runner, batch)
     return batch

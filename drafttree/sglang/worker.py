@@ -21,15 +21,13 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from drafttree.budget.forward_profile import of_one_request, profile_drafter
 from drafttree.drafter import AcceptanceRule, Drafter, Target
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder
-from drafttree.sglang.corpus import CorpusWorker
-from drafttree.sglang.forward import forward_seconds
 from drafttree.sglang.grammars import BoundTrees, has_grammars, mask_trees
+from drafttree.sglang.graphs.worker import GraphWorker
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees, whole_trees
 from drafttree.sglang.options import parse_options
@@ -45,14 +43,7 @@ from drafttree.sglang.state import (
     why_undrafted,
 )
 from drafttree.sglang.verify_input import drop_unusable, prepare_verify, relay
-from drafttree.tensor_parallel import (
-    broadcast_trees,
-    broadcast_verified,
-    drafts_alone,
-    follow_measurements,
-    is_drafting_rank,
-    leading_measurements,
-)
+from drafttree.tensor_parallel import broadcast_trees, broadcast_verified, drafts_alone
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 
@@ -63,19 +54,16 @@ Publish = Callable[[torch.Tensor], None]
 """Receives the requests' new lengths, `int64 [B]`, as soon as they are known."""
 
 
-class TreeWorker(CorpusWorker):
+class TreeWorker(GraphWorker):
     """Drafts and verifies for one target; made by `of`. A subclass serves one kind of drafter.
 
     The arguments after the method are SGLang's. `ps`, its parallel ranks, is given by version
     0.5.17 alone and is not needed.
 
     Attributes:
-        in_chains: Whether chains are drafted in place of trees.
         drafter: The method's drafter.
         counters: Counts of drafted and accepted tokens.
     """
-
-    in_chains = False
 
     def __init__(
         self,
@@ -98,6 +86,7 @@ class TreeWorker(CorpusWorker):
         # Chains may have fewer tokens than the trees that a method's options declare.
         declared = None if self.in_chains else tree_size
         options = parse_options(method, declared, spec.speculative_draft_model_path)
+        self._verify_sizes(adaptive=options.is_adaptive)
         server = self._runner.server_args
         target = Target(
             model=server.model_path,
@@ -158,19 +147,6 @@ class TreeWorker(CorpusWorker):
         cache = self.token_to_kv_pool_allocator.get_kvcache()
         self._movers = [] if self.in_chains else kv_movers(cache)
         self.drafter.allocate(slots, length)
-
-    def init_cuda_graphs(self) -> None:
-        """SGLang's last call before it serves: let the drafter time forwards of the target."""
-        super().init_cuda_graphs()
-        if self._device.type != "cpu":
-            return
-        room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
-        measure = of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room)
-        if not is_drafting_rank(self._group):
-            follow_measurements(measure, self._group, self._device)
-            return
-        with leading_measurements(measure, self._group, self._device) as led:
-            profile_drafter(self.drafter, led, min(room, self._num_draft_tokens + 1), logger)
 
     def clear_cache_pool(self) -> None:
         """Forget everything learned and counted; SGLang calls this for `flush_cache`.
@@ -297,6 +273,10 @@ class TreeWorker(CorpusWorker):
         )
 
     def _draft(self, batch: Any) -> Step:
+        requests = len(batch.reqs)
+        most = self._sizes.largest(requests)
+        if self._sizes.are_several:
+            self.drafter.limit_draft_tokens(most)
         proposal = self._propose(batch)
         trees = proposal.trees
         if not drafts_alone(self._group):
@@ -304,18 +284,25 @@ class TreeWorker(CorpusWorker):
             trees = broadcast_trees(trees, self._num_draft_tokens, self._group)
         bound = None
         if has_grammars(batch):
-            bound = self._bind(batch, replace(proposal, trees=trees))
+            bound = self._bind(batch, replace(proposal, trees=trees), most)
             trees = bound.trees
-        trees = limit_trees(trees, self._num_draft_tokens, self.drafter)
+        trees = limit_trees(trees, self._num_draft_tokens, self.drafter).truncated(most)
         if self._device.type != "cpu":
-            trees = whole_trees(trees, self._num_draft_tokens)
+            columns = trees.tokens.shape[1]
+            trees = whole_trees(trees, self._sizes.fitting(requests, columns - 1))
         states, slots = self._states, batch.req_pool_indices
         trees, depths = drop_unusable(trees, states.limits[slots] - batch.seq_lens)
         penalties = self._penalties if has_penalties(batch) else None
         return Step.of(batch, trees, depths, penalties, proposal.drawn, bound)
 
-    def _bind(self, batch: Any, proposal: Proposal) -> BoundTrees:
-        """Bind the trees to the requests' grammars; as a rule they are verified as they are."""
+    def _bind(self, batch: Any, proposal: Proposal, most: int) -> BoundTrees:
+        """Bind the trees to the requests' grammars; as a rule they are verified as they are.
+
+        Args:
+            batch: SGLang's batch.
+            proposal: What was drafted.
+            most: Greatest number of draft tokens of a tree in this step.
+        """
         return mask_trees(batch.reqs, proposal.trees, self._vocab_size)
 
     def _learn_outcome(self, step: Step, verified: Verified) -> None:
@@ -324,10 +311,6 @@ class TreeWorker(CorpusWorker):
             bound.count_forced(self._forced, trees, verified)
             trees, verified = bound.as_proposed(trees, verified)
         self.drafter.on_verified(step.batch.req_pool_indices, trees, verified)
-
-    def _forward_verify(self, batch: Any) -> GenerationBatchResult:
-        """The target's forward over the trees."""
-        return self._target_worker.forward_batch_generation(batch, is_verify=True)
 
     def _verify_trees(
         self,

@@ -22,7 +22,7 @@ from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
 
 CPU = (0, 3, 7, 11, 15, 23, 31, 47, 63, 80)
-CUDA = (0, 7, 15, 31, 80)
+CUDA = (0, 3, 7, 15, 31, 80)
 MEASURED = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256)
 
 Cost = Callable[[int, int], float]

@@ -212,8 +212,8 @@ def test_the_candidate_sizes_end_with_the_largest() -> None:
     assert candidate_sizes(80, cpu)[-2:] == (63, 80)
     assert candidate_sizes(10, cpu) == (0, 3, 7, 10)
     assert candidate_sizes(1, cpu) == (0, 1)
-    assert candidate_sizes(80, cuda) == (0, 7, 15, 31, 80)
-    assert candidate_sizes(20, cuda) == (0, 7, 15, 20)
+    assert candidate_sizes(80, cuda) == (0, 3, 7, 15, 31, 80)
+    assert candidate_sizes(20, cuda) == (0, 3, 7, 15, 20)
 
 
 def test_scores_of_a_device_are_read_in_the_next_step(

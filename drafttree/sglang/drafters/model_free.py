@@ -120,10 +120,10 @@ class ModelFreeWorker(TreeWorker):
         tokens = torch.cat((roots[:, None], trees.tokens[:, 1:]), 1)
         return Proposal(replace(trees, tokens=tokens), most_proposed=most_proposed)
 
-    def _bind(self, batch: Any, proposal: Proposal) -> BoundTrees:
+    def _bind(self, batch: Any, proposal: Proposal, most: int) -> BoundTrees:
         """Let nodes that grammars allow and tokens that they force take the place of others."""
         if not drafts_alone(self._group):
-            return super()._bind(batch, proposal)
+            return super()._bind(batch, proposal, most)
         trees, proposed = proposal.trees, proposal.most_proposed
         rooms = [0 if proposed is None else _room(each) for each in batch.reqs]
         return bind_trees(
@@ -131,7 +131,7 @@ class ModelFreeWorker(TreeWorker):
             trees,
             torch.zeros_like(trees.tree_size) if proposed is None else proposed,
             rooms,
-            self._num_draft_tokens,
+            most,
             self._vocab_size,
             self._tokenizer,
         )

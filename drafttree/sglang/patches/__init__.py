@@ -16,7 +16,11 @@ from drafttree.sglang.patches.memory import (
     match_prefixes_by_bigrams,
     widen_request_rows,
 )
-from drafttree.sglang.patches.runner import install_acceptance_sampler, observe_prefill
+from drafttree.sglang.patches.runner import (
+    exchange_graphs,
+    install_acceptance_sampler,
+    observe_prefill,
+)
 from drafttree.sglang.patches.scheduler import prime_when_idle, report_counters
 from drafttree.sglang.patches.server import accept_adapters, route_attention, take_corpora
 
@@ -24,6 +28,7 @@ __all__ = [
     "PATCHES",
     "accept_adapters",
     "count_layer_memory",
+    "exchange_graphs",
     "install_acceptance_sampler",
     "match_prefixes_by_bigrams",
     "observe_prefill",

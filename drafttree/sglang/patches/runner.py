@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from drafttree.patches import Patch, check_parameters, replace_function
@@ -22,6 +23,16 @@ PATCHES: tuple[Patch, ...] = (
         target="sglang.srt.model_executor.model_runner:ModelRunner.sampler",
         when=f"{WITH_A_WORKER}, on the target's runner alone, for methods with a draft model",
         reason="An acceptance rule chooses tokens where SGLang would draw them.",
+    ),
+    *(
+        Patch(
+            target=f"sglang.srt.model_executor.model_runner:ModelRunner.{name}",
+            when="on a GPU, on the target's runner alone, during each verification of trees whose "
+            "number of draft tokens is chosen in each step; restored afterwards",
+            reason="SGLang's CUDA graphs and its attention backends are made for one number of "
+            "draft tokens. Those for other numbers take their place, as in its adaptive methods.",
+        )
+        for name in ("attn_backend", "decode_cuda_graph_runner")
     ),
 )
 
@@ -69,3 +80,20 @@ def install_acceptance_sampler(runner: Any) -> None:
     name = "Sampler._sample_from_probs"
     check_parameters(name, Sampler._sample_from_probs, parameters, unknown)
     runner.sampler = AcceptanceSampler()
+
+
+@contextmanager
+def exchange_graphs(runner: Any, attn_backend: Any, graph_runner: Any) -> Iterator[None]:
+    """Let a model runner verify with another attention backend and other CUDA graphs for a while.
+
+    Args:
+        runner: The target's model runner.
+        attn_backend: The attention backend.
+        graph_runner: A `DecodeCudaGraphRunner` that was made with this backend.
+    """
+    stock = runner.attn_backend, runner.decode_cuda_graph_runner
+    runner.attn_backend, runner.decode_cuda_graph_runner = attn_backend, graph_runner
+    try:
+        yield
+    finally:
+        runner.attn_backend, runner.decode_cuda_graph_runner = stock

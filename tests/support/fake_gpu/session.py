@@ -81,6 +81,8 @@ def _kernels_launched_on(gpu: Gpu) -> Iterator[None]:
         given = [tree_map(address, each) for each in args]
         named = {key: tree_map(address, each) for key, each in kwargs.items()}
         gpu.record.launched(self.__name__)
+        if gpu.graph is not None:
+            gpu.graph.launched(lambda: run(self, *given, **named))
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return run(self, *given, **named)
 

@@ -37,12 +37,17 @@ if TYPE_CHECKING:
 MAX_REQUESTS = 4
 MAX_LEN = 96
 KV_SLOTS = 1500
-_GROUP = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None)
+_GROUP = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None, barrier=lambda: None)
 
 
 @contextmanager
 def configured(
-    host: Host, options: dict[str, Any], gpu: Gpu | None, *, seeded: bool
+    host: Host,
+    options: dict[str, Any],
+    gpu: Gpu | None,
+    *,
+    seeded: bool,
+    **settings: Any,
 ) -> Iterator[None]:
     """The configuration of an engine with one rank.
 
@@ -51,9 +56,10 @@ def configured(
         options: The method's options.
         gpu: The fake GPU; None for the CPU.
         seeded: Whether the engine samples by seeds.
+        settings: Further arguments of the engine.
     """
     plugin.register()
-    arguments = {
+    arguments: dict[str, Any] = {
         "speculative_algorithm": host.algorithm,
         "speculative_draft_model_path": host.draft_model,
         "speculative_num_draft_tokens": host.num_draft_tokens(options) + 1,
@@ -63,12 +69,13 @@ def configured(
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "enable_deterministic_inference": seeded,
+        **settings,
     }
     with ExitStack() as stack:
         for context in (
             mock.patch.dict(os.environ, {VARIABLE: json.dumps(options)}),
             get_context().override_server_args(**arguments),
-            get_parallel().override(tp_group=_GROUP),
+            get_parallel().override(tp_group=_GROUP, tp_rank=0),
             mock.patch.object(worker, "get_tp_group", return_value=_GROUP),
             # The engine's own operators are compiled for one device or the other.
             mock.patch.object(allocation, "assign_req_to_token_pool_func", _assign_slots),

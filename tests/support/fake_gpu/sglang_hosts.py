@@ -6,25 +6,29 @@ slots, positions and masks that they are given, so a mistake in any of them chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from drafttree.drafter import Attend
-from drafttree.method import HIDDEN_STATE, Method
+from drafttree.drafter import Attend, Drafter, Target
+from drafttree.method import HIDDEN_STATE, MODEL_FREE, Method
 from drafttree.sglang.drafters import draft_model
 from drafttree.sglang.drafters.draft_model import DraftModelWorker
 from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
 from drafttree.sglang.drafters.model_free import ModelFreeWorker
 from drafttree.sglang.worker import TreeWorker
+from drafttree.tree import DraftTree
 from fake_gpu.layer_drafter import LayerDrafter, pattern
 from fake_gpu.sglang_target import DraftWorker
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin import METHOD as RECYCLING
+from recycle_plugin.config import RecycleOptions
+from recycle_plugin.static import StaticTreeDrafter
 from rsd_plugin import METHOD as RSD
 
 
@@ -67,6 +71,49 @@ class _AttendingDrafter(LayerDrafter):
         return (given + attend(0.05 * given, given, given))[:, 0]
 
 
+class _AdaptiveOptions(RecycleOptions):
+    """A static tree, of which each step takes a part."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the number of draft tokens may change from step to step."""
+        return True
+
+
+class ScriptedDrafter(StaticTreeDrafter):
+    """Drafts the static tree's first nodes, as many as a script says.
+
+    Attributes:
+        script: Numbers of draft tokens, counted round.
+    """
+
+    script: Iterator[int] = cycle((15, 2, 0, 6, 15, 1))
+    _limit = 255
+
+    def limit_draft_tokens(self, num_draft_tokens: int) -> None:
+        """Draft at most that many tokens."""
+        self._limit = num_draft_tokens
+
+    def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        """A part of the static tree."""
+        whole = super().propose(slots, roots)
+        return whole.truncated(min(next(self.script), self._limit))
+
+
+def _scripted(options: _AdaptiveOptions, target: Target) -> Drafter:
+    made = RECYCLING.drafter(RecycleOptions(tree=options.tree), target)
+    made.__class__ = ScriptedDrafter
+    return made
+
+
+SCRIPTED_SIZES = Method(
+    name="scripted_sizes",
+    title="Scripted sizes",
+    kind=MODEL_FREE,
+    options=_AdaptiveOptions,
+    make_drafter=_scripted,
+)
+
 LAYER = Method(
     name="layer",
     title="A layer",
@@ -98,6 +145,7 @@ class Host:
         return self.method.parse({**options, **own}).num_draft_tokens
 
 
+SCRIPTED = Host("TOKEN-RECYCLING", SCRIPTED_SIZES, _ModelFree)
 TOKEN_RECYCLING = Host("TOKEN-RECYCLING", RECYCLING, _ModelFree)
 DRAFT_MODEL = Host("RSD", RSD, _DraftModel, "none")
 HIDDEN_STATES = Host("LYANNA", LAYER, _HiddenState, "none")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fake_gpu.record import Record
 from fake_gpu.sglang_engine import Pools, configured, result_processor
+from fake_gpu.sglang_graphs import GraphTarget, captured, graphs_for
 from fake_gpu.sglang_hosts import TOKEN_RECYCLING, Host
 from fake_gpu.sglang_target import TargetWorker, Weights
 from fake_gpu.tensors import Gpu, held
@@ -44,6 +45,8 @@ class Decoded:
         starts: The same for each step that reads prompts.
         parts: Number of steps that read a part of a prompt.
         cached: Number of tokens of prompts that were found in the cache of prefixes.
+        captured: The numbers of requests with a graph, by the rows of each.
+        replayed: Rows of a request and number of requests of each graph that was replayed.
     """
 
     texts: dict[str, list[int]] = field(default_factory=dict)
@@ -55,6 +58,8 @@ class Decoded:
     starts: list[Record] = field(default_factory=list)
     parts: int = 0
     cached: int = 0
+    captured: dict[int, list[int]] = field(default_factory=dict)
+    replayed: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def decode(
     chunk: int = 8,
     waits: bool = False,
     seeded: bool = False,
+    requests: list[int] | None = None,
 ) -> Decoded:
     """Serve requests until all have finished, on the CPU or on a fake GPU.
 
@@ -102,32 +108,52 @@ def decode(
         chunk: Most tokens of prompts that are read in a step.
         waits: Whether the host may wait for a GPU in drafttree's part of a step.
         seeded: Whether the engine samples by seeds.
+        requests: The numbers of requests for which a GPU captures graphs; None without graphs.
     """
-    with configured(host, options, gpu, seeded=seeded):
-        return _Loop(host, weights, gpu, overlap=overlap, waits=waits).run(asked, chunk)
+    with ExitStack() as stack:
+        settings, make = {}, TargetWorker
+        if gpu is not None and requests is not None:
+            settings, make = stack.enter_context(graphs_for(gpu, requests)), GraphTarget
+        stack.enter_context(configured(host, options, gpu, seeded=seeded, **settings))
+        return _Loop(host, weights, gpu, make, overlap=overlap, waits=waits).run(asked, chunk)
 
 
 class _Loop:
     """The scheduler's loop."""
 
     def __init__(
-        self, host: Host, weights: Weights, gpu: Gpu | None, *, overlap: bool, waits: bool
+        self,
+        host: Host,
+        weights: Weights,
+        gpu: Gpu | None,
+        make: type[TargetWorker],
+        *,
+        overlap: bool,
+        waits: bool,
     ) -> None:
         self._gpu, self._overlap, self._waits = gpu, overlap, waits
+        self.result = Decoded()
         device = "cpu" if gpu is None else "cuda"
         self._pools = pools = Pools.on(device)
-        target = TargetWorker(weights, pools.rows, pools.slots, gpu, self._unwatched)
+        target = make(weights, pools.rows, pools.slots, gpu, self._unwatched)
         self._config = target.model_runner.model_config
         self._algorithm = SpeculativeAlgorithm.from_string(host.algorithm)
         made = self._worker = host.worker.of(host.method)(None, 0, 0, target)
         made.alloc_memory_pool()
+        if isinstance(target, GraphTarget):
+            with self._unwatched():
+                target.init_attention_backends()
+                made.init_attention_backends()
+                target.model_runner.capture()
+                made.init_cuda_graphs()
+            self.result.captured = captured(made._graphs)
+            self.result.replayed = target.model_runner.replayed
         self._futures = FutureMap(torch.device(device), self._algorithm, pools.rows)
         self._processor = result_processor(pools, self._config, made, overlap=overlap)
         self._results: deque[tuple[Any, Any]] = deque()
         self._running: Any = None
         self._last: Any = None
         self._chunked: Any = None
-        self.result = Decoded()
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:

@@ -101,11 +101,13 @@ class Gpu:
     Attributes:
         record: What it was asked for.
         copies: Copies on their way.
+        graph: The graph that is being captured; see `fake_gpu.graphs`.
     """
 
     def __init__(self) -> None:
         self.record = Record()
         self.copies = Copies()
+        self.graph: Any = None
         self._forbids_waiting = False
 
     @contextmanager
@@ -144,6 +146,8 @@ class Gpu:
         """The host waits for the stream, or for its first `until` copies."""
         wait = Wait(what, place())
         self.record.waits.append(wait)
+        if self.graph is not None:
+            raise HostWaitError(f"{wait.what} at {wait.where}, while a graph is captured")
         if self._forbids_waiting:
             raise HostWaitError(f"{wait.what} at {wait.where}")
         self.copies.wait(until)
@@ -188,7 +192,10 @@ class Gpu:
             key: torch.device("cpu") if key == "device" else _host(value)
             for key, value in kwargs.items()
         }
-        result = func(*tree_map(_host, args), **host_kwargs)
+        host_args = tree_map(_host, args)
+        result = func(*host_args, **host_kwargs)
+        if self.graph is not None:
+            self.graph.operated(func, host_args, host_kwargs, result)
         if name not in ALLOCATIONS and _launches(name, result, args):
             self.record.operated(name)
         given = {id(each.host): each for each in on_device}
@@ -257,6 +264,8 @@ class Gpu:
             self._received(self.copies.pin(values), values.clone(), asynchronous)
         elif is_there:
             self.record.operated("_to_copy")
+            if self.graph is not None:
+                self.graph.operated(aten._to_copy, (_host(source),), others, values)
         return DeviceTensor(values, self) if goes_there else values
 
     def _copy_between(
@@ -270,6 +279,7 @@ class Gpu:
         return target
 
     def _sent(self, source: torch.Tensor, asynchronous: bool) -> None:
+        assert self.graph is None, "a copy from the host is not part of a graph"
         self.record.copies_in[place()] += 1
         if not asynchronous:
             self.wait("a copy from the host")

@@ -1,0 +1,1 @@
+"""CUDA graphs of the target for trees of several sizes, of which each step takes one."""

@@ -1,0 +1,109 @@
+"""SGLang's own CUDA graphs are captured on the fake GPU for trees of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_gpu.comparison import assert_same
+from fake_gpu.tensors import Gpu
+
+pytest.importorskip("sglang", reason="SGLang is not installed here")
+
+from fake_gpu.sglang_cases import GREEDY, WEIGHTS, asked
+from fake_gpu.sglang_hosts import SCRIPTED, ScriptedDrafter
+from fake_gpu.sglang_steps import Decoded, decode
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+from sglang.srt.runtime_context import get_context
+
+from drafttree.sglang.graphs import sizes
+from drafttree.sglang.graphs.runners import TreeGraphs, why_one_size
+
+OPTIONS = {"tree": "branch:3-2-1", "prime": False}
+REQUESTS = [1, 2, 4]
+
+
+def drafted_by_script(monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None) -> Decoded:
+    """Steps whose trees have 15 draft tokens, 2, 0, and so on."""
+    monkeypatch.setattr(ScriptedDrafter, "script", cycle((15, 2, 0, 6, 15, 1)))
+    requests = asked(GREEDY, GREEDY, GREEDY)
+    found = decode(OPTIONS, requests, WEIGHTS, gpu, host=SCRIPTED, requests=REQUESTS)
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
+    assert found.counts["accepted_tokens"] > 0
+    return found
+
+
+def test_each_step_replays_a_graph_of_its_size(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = drafted_by_script(monkeypatch, None)
+    found = drafted_by_script(monkeypatch, gpu)
+    assert_same(expected, found, asked(GREEDY, GREEDY, GREEDY))
+    assert found.captured == dict.fromkeys((16, 8, 4, 1), REQUESTS)
+    # Trees of 2 draft tokens are padded to 3, those of 6 to 7.
+    script = (16, 4, 1, 8, 16, 4)
+    steps = found.replayed[-len(found.steps) :]
+    assert [rows for rows, _ in steps] == [script[step % 6] for step in range(len(steps))]
+    assert {rows for rows, requests in steps if requests == 4} >= {16, 4}
+    for record in found.steps:
+        assert not record.waits, record.report()
+
+
+def test_steps_of_many_requests_have_smaller_trees(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "MOST_ROWS", 32)
+    found = drafted_by_script(monkeypatch, gpu)
+    assert found.captured == {16: [1, 2], 8: REQUESTS, 4: REQUESTS, 1: REQUESTS}
+    steps = found.replayed[-len(found.steps) :]
+    assert {rows for rows, requests in steps if requests == 4} == {8, 4}
+    assert {rows for rows, requests in steps if requests < 4} >= {16, 1}
+
+
+def _one_for_all(self: TreeGraphs, num_draft_tokens: int, backend: Any, graphs: Any) -> None:
+    self._captured[num_draft_tokens + 1] = backend, graphs
+    for rows in self._captured:
+        self._captured[rows] = self._captured[16]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("_add", _one_for_all, "no graph for this step"),
+        ("_config", lambda self, num_draft_tokens: self._stock, r"have \(16, \(1, 2, 4\)\)"),
+    ],
+)
+def test_a_wrong_graph_is_found(
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    fault: Callable[..., Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sizes, "MOST_ROWS", 32)
+    monkeypatch.setattr(TreeGraphs, name, fault)
+    with pytest.raises((AssertionError, RuntimeError), match=message):
+        drafted_by_script(monkeypatch, gpu)
+
+
+@pytest.mark.parametrize(
+    ("server", "lora", "reason"),
+    [
+        ({}, None, None),
+        ({}, object(), "LoRA adapters are served"),
+        ({"disable_cuda_graph_padding": True}, None, "batches are not padded"),
+        (
+            {"cuda_graph_config": CudaGraphConfig(decode=PhaseConfig(backend="disabled"))},
+            None,
+            "the backend of CUDA graphs is disabled",
+        ),
+    ],
+)
+def test_what_keeps_trees_of_one_size(
+    server: dict[str, Any], lora: Any, reason: str | None
+) -> None:
+    graphs = CudaGraphConfig(decode=PhaseConfig(backend="full", bs=[1]))
+    with get_context().override_server_args(**{"cuda_graph_config": graphs, **server}):
+        assert why_one_size(SimpleNamespace(lora_manager=lora)) == reason
