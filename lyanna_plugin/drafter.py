@@ -152,7 +152,8 @@ class LyannaDrafter(LyannaTrees):
         target: The target, whose `model` must be a local folder.
 
     Raises:
-        ValueError: The folder `options.model` does not contain a drafter for this target.
+        ValueError: The folder `options.model` does not contain a drafter for this target, or a
+            device would have to be waited for in each of the layer's steps.
     """
 
     def __init__(self, options: LyannaOptions, target: Target) -> None:
@@ -160,8 +161,14 @@ class LyannaDrafter(LyannaTrees):
         from lyanna_plugin.checkpoint import load
 
         assert target.embed is not None, "hidden-state drafters get the target's embeddings"
-        module = load(Path(options.model), Path(target.model)).to(target.device)
-        module.requires_grad_(False)
+        module = load(Path(options.model), Path(target.model))
+        if target.device.type != "cpu" and module.self_attn.reads_positions:
+            raise ValueError(
+                f"the target {target.model} has rope_type={module.self_attn.rotary.rope_type!r} in "
+                "its config.json: frequencies follow the longest position, which each step of "
+                "Lyanna's layer would wait for on a GPU. Use Token Recycling, or serve on a CPU"
+            )
+        module.to(target.device).requires_grad_(False)
         hot = target.embed(module.token_info.hot_tokens.long()).float()
         dtype = torch.float8_e4m3fn if options.table == "float8" else target.dtype
         super().__init__(options, TokenTable.of(module.token_info, hot, dtype), target.dtype)

@@ -92,6 +92,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(out, layer.hidden_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(layer)
 
+    @property
+    def reads_positions(self) -> bool:
+        """Whether frequencies follow the longest position, which is read on the host for that."""
+        rope_type = self.rotary.rope_type
+        return "dynamic" in rope_type or rope_type == "longrope"
+
     def forward(self, x: Tensor, positions: Tensor, attend: AttendBatch) -> Tensor:
         """`[B, S, d]` at `positions [B, S]` to `[B, S, d]`."""
         q, k, v = (
