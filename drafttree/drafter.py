@@ -427,10 +427,19 @@ class HiddenStateDrafter(Drafter):
 
     Attributes:
         heads: The layer's query heads, KV heads and head size.
+        tables: A model-free drafter whose candidates share the trees; None without one. Hosts
+            call its `start`, `previous_tokens`, `observe` and `prime` as for its kind. All else
+            this drafter passes on itself.
     """
 
     heads: tuple[int, int, int]
+    tables: ModelFreeDrafter | None = None
     source = "draft layer"
+
+    @property
+    def steps(self) -> int:
+        """Steps of the layer, L. Trees are as deep, unless other candidates share them."""
+        return self.max_depth
 
     @property
     def plans(self) -> bool:

@@ -56,6 +56,12 @@ class MethodOptions(BaseModel):
         """Whether the user has chosen the greatest number of draft tokens; hosts then keep it."""
         return True
 
+    @property
+    def reads_logits(self) -> str | None:
+        """The option, as in `tables=true`, by which a hidden-state drafter has `tables`, which read
+        texts and the target's logits; None if it has none."""
+        return None
+
     @classmethod
     def apply_num_draft_tokens(cls, given: dict[str, Any], num_draft_tokens: int) -> dict[str, Any]:
         """Combine the options with the host's own setting of the number of draft tokens.

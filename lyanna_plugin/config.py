@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from drafttree.budget.level_acceptance import TreeShape
 from drafttree.method import MethodOptions
 from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
+from recycle_plugin import METHOD as TOKEN_RECYCLING
+from recycle_plugin.config import RecycleOptions
 
 LARGEST = 12
 """Draft tokens of the paper's regular trees."""
@@ -63,6 +65,26 @@ class LyannaOptions(MethodOptions):
         description="Verify both trees together, with common paths merged. With `false` the "
         "second tree is verified alone, before the next regular one.",
     )
+    tables: bool | RecycleOptions = Field(
+        default=False,
+        description="Draft the candidates of Token Recycling too, from its tables and from copies, "
+        "in the same trees. Those nodes are verified that are accepted most often, as many as "
+        "without. `true`, or an object of Token Recycling's options: `hot_start`, `memory`, "
+        "`prime`, `prime_seconds`, `sharing`. In vLLM on the V1 model runner.",
+    )
+
+    @field_validator("tables", mode="before")
+    @classmethod
+    def _parse_tables(cls, given: Any) -> Any:
+        if given is False or isinstance(given, RecycleOptions):
+            return given
+        if given is not True and not isinstance(given, dict):
+            raise ValueError("use true, false, or an object of Token Recycling's options")
+        chosen = {} if given is True else given
+        for name in ("tree", "drafting", "nodes", "max_nodes", "k"):
+            if name in chosen:
+                raise ValueError(f"{name} is not used, as Lyanna's nodes decides: leave it out")
+        return TOKEN_RECYCLING.parse(chosen)
 
     @field_validator("nodes")
     @classmethod
@@ -77,6 +99,16 @@ class LyannaOptions(MethodOptions):
             raise ValueError(
                 f"nodes={self.nodes} and resample_nodes={self.resample_nodes} are more than "
                 f"{MAX_DRAFT_TOKENS} together: choose fewer, or fusion=false"
+            )
+        if self.tables and self.auto:
+            raise ValueError(
+                "nodes=auto chooses among trees of Lyanna's nodes alone: give nodes a number with "
+                "tables, or leave tables out"
+            )
+        if self.tables and self.resample and not self.fusion:
+            raise ValueError(
+                "fusion=false verifies second trees alone, but with tables there is one tree: "
+                "leave fusion out, or add resample=false"
             )
         if self.regular_nodes < self.steps:
             given = f"nodes=auto, up to {LARGEST}," if self.auto else f"nodes={self.nodes}"
@@ -133,4 +165,22 @@ class LyannaOptions(MethodOptions):
     @property
     def depth(self) -> int:
         """Maximum depth of a draft token."""
-        return self.steps
+        of_tables = self.of_tables
+        return self.steps if of_tables is None else max(self.steps, of_tables.depth)
+
+    @property
+    def of_tables(self) -> RecycleOptions | None:
+        """Token Recycling's options, for trees as large as these; None without tables."""
+        if not isinstance(self.tables, RecycleOptions):
+            return None
+        return self.tables.model_copy(update={"nodes": self.num_draft_tokens})
+
+    @property
+    def shares_worth(self) -> bool:
+        """Whether requests share what is learnt of the worth of nodes."""
+        return isinstance(self.tables, RecycleOptions) and self.tables.sharing == "engine"
+
+    @property
+    def reads_logits(self) -> str | None:
+        """The option by which the drafter learns from the target's logits."""
+        return "tables" if self.tables else None

@@ -19,7 +19,17 @@ from drafttree.drafter import Attend, HiddenStateDrafter, Target
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.tree import TokenTable, choose, merge, resample_logits, sample_tree
+from lyanna_plugin.shared_trees import SharedTrees, united_steps
+from lyanna_plugin.tree import (
+    TokenTable,
+    choose,
+    expand_tree,
+    merge,
+    resample_logits,
+    sample_tree,
+)
+from recycle_plugin import DynamicTreeDrafter
+from recycle_plugin import make_drafter as make_tables
 
 
 class LyannaTrees(HiddenStateDrafter):
@@ -40,6 +50,7 @@ class LyannaTrees(HiddenStateDrafter):
         self._info = info
         self._dtype = dtype
         self._resamples = options.second_draft_tokens(options.steps - 1) > 0
+        self._shared: SharedTrees | None = None
         regular = options.regular_draft_tokens
         seconds = [options.second_draft_tokens(steps) for steps in range(options.steps)]
         # Indexed by the number of steps that remain for a second tree.
@@ -58,6 +69,35 @@ class LyannaTrees(HiddenStateDrafter):
         # The number of valid steps in them, and of the draft tokens accepted from their tree.
         self._steps = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._accepted = torch.zeros_like(self._steps)
+        if self._shared is not None:
+            self._shared.allocate(max_requests, max_model_len, device)
+
+    def share_tables(self, target: Target) -> None:
+        """Make the tables that the options ask for, if they do; called before `allocate`."""
+        options = self._options.of_tables
+        if options is not None:
+            tables = make_tables(options, target)
+            assert isinstance(tables, DynamicTreeDrafter), "the options allow no others"
+            self.share_trees(tables)
+
+    def share_trees(self, tables: DynamicTreeDrafter) -> None:
+        """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
+
+        Args:
+            tables: Its drafter, of as many draft tokens as these trees.
+        """
+        options = self._options
+        self._shared = SharedTrees(
+            tables, options.num_draft_tokens, options.steps, learns=options.shares_worth
+        )
+        self.tables = tables
+        self.max_depth = self._shared.max_depth
+        self.shares_texts = tables.shares_texts
+
+    @property
+    def steps(self) -> int:
+        """Steps of the layer: the depth of the tree, if it is of its nodes alone."""
+        return self._shape.depth
 
     @property
     def plans(self) -> bool:
@@ -99,17 +139,14 @@ class LyannaTrees(HiddenStateDrafter):
 
     def propose(self, slots: Tensor, roots: Tensor, logits: Tensor, steps: Tensor) -> DraftTree:
         """Draft the regular tree and, if steps remain after a rejection, the second one."""
+        if self._shared is not None:
+            return self._propose_shared(self._shared, slots, roots, logits, steps)
         options = self._options
         shape = self._shape
         regular = sample_tree(logits, steps, roots, self._info, shape.width, shape.nodes)
         if not self._resamples:
             return regular
-        remaining, remaining_steps = resample_logits(
-            self._logits[slots], self._steps[slots], self._accepted[slots]
-        )
-        # A request without a regular tree gets no second one.
-        unused = (remaining_steps <= options.resample_min_steps) | (steps == 0)
-        remaining_steps = remaining_steps.masked_fill(unused, 0)
+        remaining, remaining_steps = self._remaining(slots, steps)
         second = sample_tree(
             remaining, remaining_steps, roots, self._info, options.width, options.resample_nodes
         )
@@ -121,8 +158,33 @@ class LyannaTrees(HiddenStateDrafter):
             return merge(regular, second, options.steps)
         return choose(alone, second, regular)
 
+    def _remaining(self, slots: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits for second trees `[B, L - 1, V]`, and their numbers of valid steps `[B]`."""
+        remaining, remaining_steps = resample_logits(
+            self._logits[slots], self._steps[slots], self._accepted[slots]
+        )
+        # A request without a regular tree gets no second one.
+        unused = (remaining_steps <= self._options.resample_min_steps) | (steps == 0)
+        return remaining, remaining_steps.masked_fill(unused, 0)
+
+    def _propose_shared(
+        self, shared: SharedTrees, slots: Tensor, roots: Tensor, logits: Tensor, steps: Tensor
+    ) -> DraftTree:
+        """Draft trees that are shared with the tables, as large as they would be without them."""
+        width, depth = self._options.width, self._options.steps
+        most = self.max_draft_tokens(slots).masked_fill(steps == 0, 0)
+        own = expand_tree(logits, steps, roots, self._info, width).under(roots)
+        if self._resamples:
+            second = expand_tree(*self._remaining(slots, steps), roots, self._info, width)
+            own = united_steps(own, second.under(roots), depth)
+            self._steps[slots] = steps
+            self._logits[slots] = logits
+        return shared.choose(slots, own, most)
+
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Record the number of accepted tokens; a step without drafts discards the kept logits."""
+        if self._shared is not None:
+            self._shared.on_verified(slots, trees, verified)
         if self._budget is not None:
             self._budget.verified(slots, trees, verified)
         drafted = trees.tree_size > 1
@@ -132,6 +194,8 @@ class LyannaTrees(HiddenStateDrafter):
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop the logits of requests that finished."""
+        if self._shared is not None:
+            self._shared.tables.release(slots)
         which = on_device(np.array(slots, np.int64), self._steps.device)
         self._steps.index_fill_(0, which, 0)
         if self._budget is not None and slots:
@@ -142,6 +206,29 @@ class LyannaTrees(HiddenStateDrafter):
         self._steps.zero_()
         if self._budget is not None:
             self._budget.reset()
+        if self._shared is not None:
+            self._shared.reset()
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Let the tables' memory learn a text.
+
+        Raises:
+            ValueError: There are no tables, or they have no memory.
+        """
+        if self._shared is None:
+            super().remember(tokens)
+        else:
+            self._shared.tables.remember(tokens)
+
+    def acceptance(self) -> dict[str, Any]:
+        """With tables, acceptance by who proposed a draft token."""
+        return {} if self._shared is None else self._shared.acceptance()
+
+    def sources(self, slots: Tensor, width: int) -> list[list[str]]:
+        """Who proposed each node of the trees proposed last."""
+        if self._shared is None:
+            return super().sources(slots, width)
+        return self._shared.sources(slots, width)
 
 
 class LyannaDrafter(LyannaTrees):
@@ -176,6 +263,7 @@ class LyannaDrafter(LyannaTrees):
         self._module = module.to(target.dtype)
         layer = module.layer_config
         self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+        self.share_tables(target)
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input `[N, d]` at accepted tokens."""

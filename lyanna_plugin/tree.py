@@ -14,6 +14,7 @@ from tree_kernels.merge import merge_trees
 from tree_kernels.token_info import token_info_top
 
 from drafttree.tree import DraftTree
+from drafttree.tree_union import Candidates
 from lyanna_plugin.token_info import TokenInfo
 
 
@@ -44,6 +45,33 @@ class TokenTable:
             return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
 
 
+@dataclass(frozen=True)
+class ExpandedTree:
+    """All nodes from which a tree is chosen, without their roots, in breadth-first order.
+
+    Attributes:
+        tokens: `int32 [B, N]`; -1 where there is no node.
+        parents: `int32 [B, N]`, the position of each node's parent, where the root is 0.
+        scores: `float32 [B, N]`, logarithms of joint probabilities; the score of a node is no
+            higher than its parent's.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+
+    def under(self, roots: Tensor) -> Candidates:
+        """The nodes below `roots`, `int32 [B]`, each with its probability given its parent."""
+        scores = torch.nn.functional.pad(self.scores, (1, 0))
+        chances = (self.scores - scores.gather(1, self.parents.long())).exp()
+        gone = self.tokens < 0
+        return Candidates(
+            torch.cat((roots.int()[:, None], self.tokens), 1),
+            torch.nn.functional.pad(self.parents.masked_fill(gone, -1), (1, 0), value=-1),
+            torch.nn.functional.pad(chances.masked_fill(gone, 0), (1, 0)),
+        )
+
+
 def sample_tree(
     logits: Tensor,
     steps: Tensor,
@@ -54,6 +82,23 @@ def sample_tree(
 ) -> DraftTree:
     """Token-info sampling (algorithm 1), pruned by joint probability.
 
+    Args:
+        logits: As in `expand_tree`.
+        steps: As in `expand_tree`.
+        roots: As in `expand_tree`.
+        info: As in `expand_tree`.
+        width: As in `expand_tree`.
+        num_draft_tokens: Maximum number of nodes, excluding the root.
+    """
+    expanded = expand_tree(logits, steps, roots, info, width)
+    return prune(roots, expanded.tokens, expanded.parents, expanded.scores, num_draft_tokens)
+
+
+def expand_tree(
+    logits: Tensor, steps: Tensor, roots: Tensor, info: TokenTable, width: int
+) -> ExpandedTree:
+    """Token-info sampling (algorithm 1) without pruning.
+
     Every expanded node gets its `width` most likely children. In each level the `width` most likely
     paths are expanded.
 
@@ -63,7 +108,6 @@ def sample_tree(
         roots: `int32 [B]`, the last accepted tokens.
         info: The token info.
         width: Number of children of a node, and of expanded nodes in a level.
-        num_draft_tokens: Maximum number of nodes, excluding the root.
     """
     batch, length, _ = logits.shape
     expanded = roots[:, None].int()
@@ -87,9 +131,7 @@ def sample_tree(
         expanded, joint = children.flatten(1).gather(1, best), order.values[:, :width]
         columns = (num_found + best).int()
         num_found += joined.shape[1]
-    return prune(
-        roots, torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), num_draft_tokens
-    )
+    return ExpandedTree(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
 
 
 def prune(

@@ -200,6 +200,22 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """Build trees of at most that many draft tokens from now on."""
         self._limit = min(num_draft_tokens, self._num_draft_tokens)
 
+    def candidates(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
+        """All nodes under each root (`int32 [B]`, -1 for none), for who chooses among them.
+
+        `chosen` must tell which were, before they are verified.
+        """
+        return self._expand(slots, roots)
+
+    def chosen(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
+        """The sources of the nodes of each request's tree, `int32 [B, N]`.
+
+        Args:
+            slots: The requests' slots, `int64 [B]`.
+            sources: Those of `candidates`; 0 for roots and for nodes that are not from there.
+        """
+        self._sources[slots, : sources.shape[1]] = sources
+
     def propose(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
         """Build a tree under each root (`int32 [B]`): the request's last token, -1 for no tree."""
         expanded, choice = self._choose(slots, roots)

@@ -162,6 +162,8 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
         self._numbers[slot] += 1
         coins = torch.rand(self._coins.shape[1], generator=self._of_slots[slot])
         self._coins[slot] = coins
+        if self._drafter.tables is not None:
+            self._drafter.tables.start(slot, prompt)
         tokens, end = torch.tensor(prompt, dtype=torch.int32), len(prompt)
         last = torch.tensor([end - 1])
         token = int(self._target_tokens(torch.tensor([slot]), tokens[-1:], last))
@@ -240,7 +242,7 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
     def _draft_logits(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The logits `[B, L, V]` of the layer's steps from each request's last token."""
         states = [self._states[slots]]
-        for ahead in range(self._drafter.max_depth - 1):
+        for ahead in range(self._drafter.steps - 1):
             x = self._drafter.between(states[-1])
             self._check_states("between", x, len(slots))
             positions = lengths + ahead
@@ -268,9 +270,11 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
     def _verify(self, slots: torch.Tensor, trees: DraftTree, lengths: torch.Tensor) -> Verified:
         width = trees.tokens.shape[1]
         positions = lengths[:, None] + depths(trees.parents, trees.tree_size)
-        target = self._target_tokens(
-            slots.repeat_interleave(width),
-            trees.tokens.clamp(min=0).flatten(),
-            positions.flatten().long(),
-        )
+        rows, tokens = slots.repeat_interleave(width), trees.tokens.flatten()
+        tables = self._drafter.tables
+        if tables is not None:
+            previous = trees.previous_tokens(tables.previous_tokens(slots)).flatten()
+            logits = self._logits(self._hidden(tokens.clamp(min=0)))
+            tables.observe(rows, tokens, previous, logits)
+        target = self._target_tokens(rows, tokens.clamp(min=0), positions.flatten().long())
         return verify_target(trees, target.view(-1, width), self._drafter.max_depth)

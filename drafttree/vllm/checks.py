@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from drafttree.method import Method
+    from drafttree.method import Method, MethodOptions
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -73,7 +73,11 @@ class Serving(NamedTuple):
 
 
 def check_engine(
-    method: Method[Any], engine: EngineArgs, model: ModelConfig, parallel: ParallelConfig
+    method: Method[Any],
+    engine: EngineArgs,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    options: MethodOptions,
 ) -> Serving:
     """Refuse an engine that cannot serve a method.
 
@@ -82,6 +86,7 @@ def check_engine(
         engine: The engine's arguments.
         model: The target.
         parallel: The engine's parallelism.
+        options: The method's options.
 
     Returns:
         How the method is served.
@@ -150,7 +155,7 @@ def check_engine(
         without_trees += _check_backend(method, engine)
     check_media(method, engine, model, without_trees)
     chains = choose_chains(method, without_trees, engine, model)
-    uses_v2 = choose_v2(method, engine, model, parallel, without_trees)
+    uses_v2 = choose_v2(method, engine, model, parallel, options, without_trees)
     return Serving(device, uses_v2, chains)
 
 

@@ -59,11 +59,12 @@ def _create(
             f"--spec-method={named[0]!r} and --speculative-config['method']={named[1]!r} are "
             "mutually exclusive: leave one of them out"
         )
-    serving = check_engine(method, engine, target_model_config, target_parallel_config)
     given = dict(engine.speculative_config or {})
     given.pop("method", None)
     _take_model(method, given, engine.spec_model)
     options, num_draft_tokens = _parse(method, given, engine.spec_tokens)
+    parsed = method.parse(options)
+    serving = check_engine(method, engine, target_model_config, target_parallel_config, parsed)
     if serving.chains is not None:
         num_draft_tokens = min(num_draft_tokens, serving.chains.longest)
         announce(method, serving.chains.reason, num_draft_tokens)
@@ -73,7 +74,7 @@ def _create(
     if serving.uses_v2:
         from drafttree.vllm.v2.tiers import plan
 
-        adaptive = method.parse(options).is_adaptive
+        adaptive = parsed.is_adaptive
         tiers = plan(engine, target_model_config.max_model_len, num_draft_tokens, adaptive=adaptive)
         request = _as_ngram_gpu(tiers)
         patches.use_scheduler(engine, tiers=adaptive)

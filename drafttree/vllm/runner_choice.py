@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from drafttree.method import Method
+    from drafttree.method import Method, MethodOptions
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -34,6 +34,7 @@ def choose_v2(
     engine: EngineArgs,
     model: ModelConfig,
     parallel: ParallelConfig,
+    options: MethodOptions,
     without_trees: Sequence[str] = (),
 ) -> bool:
     """Whether V2 is to serve a method.
@@ -46,6 +47,7 @@ def choose_v2(
         engine: The engine's arguments.
         model: The target.
         parallel: The engine's parallelism.
+        options: The method's options.
         without_trees: Why chains are drafted in place of trees; empty if they are not.
 
     Raises:
@@ -55,7 +57,7 @@ def choose_v2(
     from vllm import envs
 
     asked = getattr(envs, VARIABLE, None)
-    reason = _why_no_v2(method)
+    reason = _why_no_v2(method, options)
     if without_trees:
         because = " and ".join(without_trees)
         reason = f"{method.title} drafts chains where {because}, which only V1 serves"
@@ -144,13 +146,15 @@ def takes_v2(
         return None
 
 
-def _why_no_v2(method: Method[Any]) -> str | None:
+def _why_no_v2(method: Method[Any], options: MethodOptions) -> str | None:
     """Why a method cannot be served by V2 in this environment; None if it can."""
     import vllm
     from vllm.triton_utils import HAS_TRITON
 
     if method.kind.vllm.runs_v2 is None:
         return f"{method.title} is served by the V1 model runner only"
+    if options.reads_logits:
+        return f"{method.title} is served with {options.reads_logits} by the V1 model runner only"
     if not serves_v2(vllm.__version__):
         return (
             f"draft trees work with the V2 model runner of vLLM {window_v2()}, not with that of "

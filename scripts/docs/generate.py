@@ -63,7 +63,13 @@ def _kinds(annotation: Any) -> list[str]:
         return [kind for part in get_args(annotation) for kind in _kinds(part)]
     if get_origin(annotation) is Literal:
         return [f"`{value}`" for value in get_args(annotation)]
-    named = {int: ["a number"], str: ["a string"], Path: ["a path"], bool: ["`true`", "`false`"]}
+    named = {
+        int: ["a number"],
+        str: ["a string"],
+        Path: ["a path"],
+        bool: ["`true`", "`false`"],
+        RecycleOptions: ["an object"],
+    }
     return named[annotation]
 
 

@@ -56,3 +56,30 @@ def test_shapes_that_change_leave_the_answers(tiny_llama: Path, tmp_path: Path) 
     assert drafted[0].preemptions > 0
     assert drafted[0].counters["accepted_tokens"] > 0
     assert len(drafted[0].explained) >= 4
+
+
+def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
+    """The layer's nodes, at most three deep, and the tables', which copy what was answered before.
+
+    Prompts of the second case are read in chunks.
+    """
+    make_overfitted(tiny_llama, tmp_path)
+    seeded = [{**GREEDY, "temperature": 0.8, "seed": row} for row in range(len(PROMPTS))]
+    cases = [
+        Case(PROMPTS, GREEDY),
+        Case(some_prompts(8, seed=5, longest=400), GREEDY),
+        Case(PROMPTS, seeded),
+        Case(PROMPTS[::-1], GREEDY),
+    ]
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 160}
+    method = {"method": "lyanna", "model": str(tmp_path), "tables": True}
+    plain, _ = run_vllm(tiny_llama, cases, **limits)
+    drafted, log = run_vllm(tiny_llama, cases, method, **limits)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert "Token Recycling's tables take" in log
+    again = drafted[-1].counters
+    assert again["emitted"] / again["steps"] > 1 + max(DEPTHS.values())
+    hits = {row["source"]: row["hit"] for row in drafted[-1].accepted["sources"]}
+    assert hits["tables"] > 0
+    assert hits["draft layer"] > 0
+    assert hits["draft layer and tables"] > 0

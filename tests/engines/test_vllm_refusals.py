@@ -231,6 +231,11 @@ def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
         ({}, {"kv_offloading_size": 1.0}, "chains where kv_offloading_size is set.*: unset it"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 on the V2 model runner"),
         ({}, {"return_sampling_mask": True}, "return_sampling_mask=True on the V2 model runner"),
+        (
+            {"method": "lyanna", "model": "any", "tables": True},
+            {},
+            r"RUNNER=1: Lyanna is served with tables by the V1 model runner only: unset it",
+        ),
     ],
 )
 def test_what_the_v2_runner_does_not_serve(

@@ -105,7 +105,14 @@ def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any
     table = torch.randn(len(hot), len(hot), generator=generator)
     info = TokenTable(table.to(device), row_of.to(device), hot.to(device))
     drafter = LyannaTrees(options, info, torch.float32)
+    if options.of_tables is not None:
+        tables = Tables(VOCAB, 8, device, bigrams=True, hot_start=True, memory=64)
+        nodes = options.num_draft_tokens
+        drafter.share_trees(DynamicTreeDrafter(tables, nodes, auto=False, private=False))
     drafter.allocate(4, 64)
+    if drafter.tables is not None:
+        for slot in (1, 2):
+            drafter.tables.start(slot, [5, 6, 0, 7, 1, 0, 7])
     slots, steps = tensor([2, 1], device), tensor([options.steps] * 2, device)
     everything = torch.randn(3, 2, options.steps, VOCAB, generator=generator).to(device)
     found = []
@@ -124,9 +131,9 @@ def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any
     return [values(each) for each in found], record
 
 
-@pytest.mark.parametrize("fusion", [True, False])
-def test_lyanna(gpu: Gpu, fusion: bool) -> None:
-    options = LyannaOptions(model="", width=3, nodes=6, resample_nodes=4, fusion=fusion)
+@pytest.mark.parametrize("given", [{}, {"fusion": False}, {"tables": True}], ids=str)
+def test_lyanna(gpu: Gpu, given: dict[str, Any]) -> None:
+    options = LyannaOptions(model="", width=3, nodes=6, resample_nodes=4, **given)
     expected, _ = drafted_by_lyanna(options, None)
     found, _ = drafted_by_lyanna(options, gpu)
     assert found == expected

@@ -38,7 +38,15 @@ def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"fusion": False}, {"resample": False}, {"steps": 1}, {"steps": 4, "table": "float8"}],
+    [
+        {},
+        {"fusion": False},
+        {"resample": False},
+        {"steps": 1},
+        {"steps": 4, "table": "float8"},
+        {"tables": True},
+        {"tables": {"sharing": "request"}, "resample": False, "nodes": 30},
+    ],
     ids=str,
 )
 def test_the_drafter_passes(target: Path, drafter: Path, options: dict[str, Any]) -> None:

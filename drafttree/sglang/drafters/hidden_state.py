@@ -124,7 +124,7 @@ class HiddenStateWorker(TreeWorker):
 
     def _continue(self, batch: Any) -> torch.Tensor:
         """The layer's outputs of each step of the draft, `[B, L, d]`."""
-        steps = self.drafter.max_depth
+        steps = self.drafter.steps
         output = self._outputs[batch.req_pool_indices]
         outputs = [output]
         if steps > 1:

@@ -71,7 +71,7 @@ class DraftLayer:
         Returns:
             `[B, L, d]`, the states of all steps; beyond N + 1 they repeat the last.
         """
-        num_steps = self._drafter.max_depth
+        num_steps = self._drafter.steps
         state = self.states[slots]
         states = [state]
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
@@ -91,7 +91,7 @@ class DraftLayer:
         Args:
             sizes: Number of each request's rows, `int [B]`.
         """
-        return (1 + sizes.clamp(max=self._drafter.max_depth - 1)).masked_fill(sizes == 1, 0)
+        return (1 + sizes.clamp(max=self._drafter.steps - 1)).masked_fill(sizes == 1, 0)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The engine's attention for all rows of the forward context."""

@@ -8,6 +8,7 @@ built from the logits of all its steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -28,6 +29,9 @@ from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.deferred_reads import DeferredReads
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
+from drafttree.vllm.drafters.observing import observer, start_text
+from drafttree.vllm.priming import prime
+from drafttree.vllm.sampling import Observe
 from drafttree.vllm.step import StepTrees
 
 
@@ -84,6 +88,23 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         parents = torch.zeros_like(tokens)
         parents[:, 0] = -1
         return self._as_declared(DraftTree(tokens, parents, sizes.int()))
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Let the drafter's tables compute something beforehand, if there are any."""
+        tables = self._drafter.tables
+        return (0, 0) if tables is None else prime(self, tables, blocks, idle=idle)
+
+    def _request_started(self, name: str, slot: int) -> None:
+        if self._drafter.tables is not None:
+            start_text(self, self._drafter.tables, name, slot)
+
+    def _observer(self, step: HiddenStateStep) -> Observe | None:
+        tables = self._drafter.tables
+        if tables is None:
+            return None
+        tokens = step.trees.by_row(step.drafts.tokens)
+        slots, partial = self._batch_slots(), self._partial_prefills()
+        return observer(tables, slots, step.trees, step.drafts, tokens, partial)
 
     def _new_step(self, trees: StepTrees) -> HiddenStateStep:
         return HiddenStateStep(trees)

@@ -24,7 +24,7 @@ from drafttree.vllm.arrays import LongArray
 from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.runner import TreeModelRunner
-from drafttree.vllm.sampling import sample_trees
+from drafttree.vllm.sampling import Observe, sample_trees
 from drafttree.vllm.step import StepState
 from drafttree.vllm.step_logits import StepLogits
 from drafttree.vllm.structured.binding import not_in_schedulers_process
@@ -196,6 +196,10 @@ class InStepRunner(TreeModelRunner[I]):
         known = torch.nn.functional.pad(tokens.clamp(min=PLACEHOLDER), (0, missing))
         step.input_ids[step.trees.rows] = step.trees.by_row(known).to(step.input_ids.dtype)
 
+    def _observer(self, step: I) -> Observe | None:
+        """What observes the step's logits before they are masked, if anything does."""
+        return None
+
     def _max_depth(self, step: I) -> int:
         """Greatest depth of a node of the step's trees, or more."""
         return step.trees.max_depth
@@ -204,5 +208,12 @@ class InStepRunner(TreeModelRunner[I]):
         sampler, rule = self._sampler_and_rule(step)
         depth = self._max_depth(step)
         return sample_trees(
-            self.input_batch, sampler, step.trees, step.drafts, logits, depth, rule=rule
+            self.input_batch,
+            sampler,
+            step.trees,
+            step.drafts,
+            logits,
+            depth,
+            self._observer(step),
+            rule,
         )

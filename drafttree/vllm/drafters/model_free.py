@@ -19,9 +19,10 @@ from drafttree.tensor_parallel import (
     is_drafting_rank,
 )
 from drafttree.transfer import on_device
-from drafttree.tree import NO_TOKEN, DraftTree, Verified
+from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.arrays import IntArray, LongArray
-from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
+from drafttree.vllm.drafters.observing import observer, start_text
+from drafttree.vllm.model_inputs import without_placeholders
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import sample_trees
@@ -54,10 +55,7 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         return prime(self, self._drafter, blocks, idle=idle)
 
     def _request_started(self, name: str, slot: int) -> None:
-        batch = self.input_batch
-        row = batch.req_id_to_index[name]
-        text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
-        self._drafter.start(slot, text_without_placeholders(self, text))
+        start_text(self, self._drafter, name, slot)
 
     def _new_step(self, trees: StepTrees) -> StepState:
         return StepState(trees)
@@ -65,18 +63,14 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     def _verify(self, step: StepState, logits: StepLogits) -> tuple[SamplerOutput, Verified]:
         tokens = self._row_tokens(step.trees)
         step.drafts = step.trees.trees(tokens)
-        slots = self._batch_slots()
-        roots_previous = self._drafter.previous_tokens(slots)
-        partial = self._partial_prefills()
-        if partial is not None:
-            # The drafter's text of a partially prefilled prompt goes beyond the root.
-            roots_previous = roots_previous.masked_fill(partial, NO_TOKEN)
-        previous = step.trees.by_row(step.drafts.previous_tokens(roots_previous))
-        of_rows = slots[step.trees.tensors.request_of_row] if step.trees.drafted else slots
-
-        def observe(rows: slice, logits: torch.Tensor) -> torch.Tensor | None:
-            return self._drafter.observe(of_rows[rows], tokens[rows], previous[rows], logits)
-
+        observe = observer(
+            self._drafter,
+            self._batch_slots(),
+            step.trees,
+            step.drafts,
+            tokens,
+            self._partial_prefills(),
+        )
         depth = step.trees.max_depth
         return sample_trees(
             self.input_batch, self.sampler, step.trees, step.drafts, logits, depth, observe

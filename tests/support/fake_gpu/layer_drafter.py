@@ -29,6 +29,7 @@ class LayerDrafter(LyannaTrees):
         super().__init__(options, info, torch.float32)
         self.heads = 1, 1, vocab
         self._embed = target.embed
+        self.share_tables(target)
 
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """What the target says after the tokens, and a little of what it said before."""
