@@ -30,6 +30,14 @@ HOSTS: dict[str, Any] = {
         HiddenStateHost,
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "fusion": False},
     ),
+    "lyanna with tables": (
+        HiddenStateHost,
+        {
+            "model": "none",
+            **{"steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
+            "tables": {"prime": False},
+        },
+    ),
 }
 MAIN = ["rsd, beams", "lyanna"]
 
