@@ -203,7 +203,8 @@ class DynamicTreeDrafter(ModelFreeDrafter):
     def candidates(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
         """All nodes under each root (`int32 [B]`, -1 for none), for who chooses among them.
 
-        `chosen` must tell which were, before they are verified.
+        They are valid until the next call. `chosen` must tell which were chosen, before they are
+        verified.
         """
         return self._expand(slots, roots)
 

@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from drafttree.method import Method, load
 from drafttree.sglang.chains.choice import announce, choose_chains
-from drafttree.sglang.options import given_options, parse_options
+from drafttree.sglang.options import parse_options
 from drafttree.sglang.target_config import target_config
 from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
 
@@ -61,12 +61,6 @@ class TreeAlgorithm(CustomSpecAlgo):
             server_args.speculative_num_draft_tokens,
             server_args.speculative_draft_model_path,
         )
-        if options.reads_logits:
-            name = options.reads_logits
-            raise ValueError(
-                f"{self.method.title} does not work with {name}={given_options()[name]} in SGLang: "
-                f"leave {name} out, or use vLLM"
-            )
         num_draft_tokens, width = options.num_draft_tokens, 8
         chains = choose_chains(self.method, server_args)
         if chains is not None:

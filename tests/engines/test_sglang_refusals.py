@@ -15,7 +15,6 @@ from lyanna_parts import drafter_for
 from sglang_runs import environment
 from tiny_models import make_tiny_llama
 
-import lyanna_plugin
 import recycle_plugin
 import rsd_plugin
 from lyanna_plugin.checkpoint import save
@@ -200,19 +199,6 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
         _check_kv_cache(recycle_plugin.METHOD, SimpleNamespace(kv_cache_dtype="mxfp8"))
     with pytest.raises(ValueError, match="--kv-cache-dtype=fp8_e4m3: use auto or bf16 or"):
         _check_kv_cache(rsd_plugin.METHOD, SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
-
-
-def test_tables_beside_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafttree.sglang.algorithm import HiddenStateAlgorithm
-
-    monkeypatch.setenv("DRAFTTREE_OPTIONS", '{"tables": true}')
-    algorithm = object.__new__(HiddenStateAlgorithm)
-    algorithm.method = lyanna_plugin.METHOD
-    arguments = SimpleNamespace(
-        speculative_num_draft_tokens=None, speculative_draft_model_path="any"
-    )
-    with pytest.raises(ValueError, match="with tables=True in SGLang: leave tables out"):
-        algorithm.handle_server_args(arguments)
 
 
 @pytest.mark.parametrize(

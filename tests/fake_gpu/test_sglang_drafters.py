@@ -22,6 +22,7 @@ HOSTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rsd, traversal": (DRAFT_MODEL, {"tree": "branch:2-2-1", "verify": "traversal"}),
     "lyanna": (HIDDEN_STATES, TREES),
     "lyanna, one tree at a time": (HIDDEN_STATES, {**TREES, "fusion": False}),
+    "lyanna with tables": (HIDDEN_STATES, {**TREES, "tables": {"prime": False}}),
 }
 MAIN = ["rsd, beams", "lyanna"]
 OTHERS = ["branches", "traversal"]
@@ -45,6 +46,10 @@ def test_greedy_requests(gpu: Gpu, name: str) -> None:
     assert len(found.widths) == 1, "SGLang captures graphs for trees of one size"
     for record in (*found.steps, *found.starts):
         assert not record.waits, record.report()
+    if "tables" in name:
+        hits = {row["source"]: row["hit"] for row in found.acceptance["sources"]}
+        assert hits["tables"] > 0
+        assert hits["draft layer"] > 0
 
 
 NUCLEUS = {"temperature": 0.8, "top_p": 0.7, "top_k": 12, "sampling_seed": 3}

@@ -17,16 +17,16 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-from drafttree.drafter import HiddenStateDrafter
+from drafttree.drafter import HiddenStateDrafter, ModelFreeDrafter
+from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
 from drafttree.sglang.state import Proposal, Step, are_parts
-from drafttree.sglang.worker import TreeWorker
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, Verified
 
 
-class HiddenStateWorker(TreeWorker):
+class HiddenStateWorker(ObservingWorker):
     """Drafts with a `HiddenStateDrafter`.
 
     Attributes:
@@ -40,6 +40,10 @@ class HiddenStateWorker(TreeWorker):
         self.draft_seconds = 0.0
         count_layer_memory()
         match_prefixes_by_bigrams()
+
+    @property
+    def _observing(self) -> ModelFreeDrafter | None:
+        return self.drafter.tables
 
     @property
     def draft_worker(self) -> None:
@@ -143,7 +147,7 @@ class HiddenStateWorker(TreeWorker):
 
     def _verify(self, step: Step, output: Any) -> Verified:
         hidden = output.hidden_states.view(*step.trees.tokens.shape, -1)
-        verified = self._verify_trees(step, output)
+        verified = self._verify_trees(step, output, self._observe_trees(step, output))
         started = perf_counter()
         self._read_accepted(step, hidden, verified)
         self.draft_seconds += perf_counter() - started

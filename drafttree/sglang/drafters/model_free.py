@@ -12,31 +12,21 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from drafttree.drafter import Drafter, ModelFreeDrafter, Target
 from drafttree.grammar import JumpForwardTokenizer
 from drafttree.method import Method
+from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.grammars import BoundTrees, bind_trees
-from drafttree.sglang.patches import observe_prefill, prime_when_idle
-from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Proposal, Step, is_drafted_bound, sampled_tokens
-from drafttree.sglang.worker import TreeWorker
-from drafttree.tensor_parallel import (
-    NonDraftingRank,
-    drafts_alone,
-    is_drafting_rank,
-    prime_ranks,
-)
+from drafttree.tensor_parallel import NonDraftingRank, drafts_alone, is_drafting_rank
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 
 
-class ModelFreeWorker(TreeWorker):
+class ModelFreeWorker(ObservingWorker):
     """Drafts with a `ModelFreeDrafter`, which observes all of the target's logits."""
 
     drafter: ModelFreeDrafter
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        observe_prefill(self._runner, self._observe_prefill)
-        prime_when_idle()
-        self._primed = 0, 0
         tokenizer = self._target_worker.tokenizer
         self._tokenizer = None if tokenizer is None else JumpForwardTokenizer(tokenizer)
 
@@ -45,62 +35,20 @@ class ModelFreeWorker(TreeWorker):
             return NonDraftingRank(options.depth)
         return super()._make_drafter(method, options, target)
 
-    def init_cuda_graphs(self) -> None:
-        """SGLang's last call before it serves: let the drafter time forwards, and prime."""
-        super().init_cuda_graphs()
-        self._prime(None, idle=False)
-
-    def drafttree_prime(self, tree_cache: Any) -> tuple[int, int]:
-        """While no request is running: let the drafter prime in one short forward.
-
-        Args:
-            tree_cache: SGLang's cache of prefixes.
-
-        Returns:
-            How much is computed, and how much there is in all.
-        """
-        done, everything = self._primed
-        if done < everything:
-            self._prime(tree_cache, idle=True)
-        return self._primed
-
-    def _prime(self, tree_cache: Any, *, idle: bool) -> None:
-        tree_size = self._num_draft_tokens + 1
-        on_cpu = self._device.type == "cpu"
-        allocator = self.token_to_kv_pool_allocator
-        # SGLang's backends for GPUs verify trees of one size only.
-        row = self.req_to_token_pool.req_to_token.shape[1]
-        most = min(MAX_TOKENS + 1, allocator.size, row) if on_cpu else tree_size
-        with lent_slots(allocator, tree_cache, most) as slots:
-
-            def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
-                width = len(tokens) + (root is not None) if on_cpu else tree_size
-                return child_logits(self._runner, root, tokens, slots, width)
-
-            self._primed = prime_ranks(
-                self.drafter, forward, most - 1, self._group, self._device, idle=idle
-            )
+    @property
+    def _observing(self) -> ModelFreeDrafter:
+        return self.drafter
 
     @property
     def draft_worker(self) -> None:
         """None, because there is no draft model."""
         return None
 
-    def _observe_prefill(self, batch: Any, logits: torch.Tensor) -> None:
-        lengths = batch.extend_seq_lens
-        last = lengths.cumsum(0) - 1
-        tokens = batch.input_ids.int()
-        previous = tokens[(last - 1).clamp(min=0)].masked_fill(lengths < 2, -1)
-        self.drafter.observe(batch.req_pool_indices, tokens[last], previous, logits)
-
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         result = super()._forward_prompt(batch)
         sampled = sampled_tokens(batch, result.next_token_ids)
         self.drafter.extend(batch.req_pool_indices, sampled[:, None])
         return result
-
-    def _start_request(self, request: Any, slot: int) -> None:
-        self.drafter.start(slot, [*request.origin_input_ids, *request.output_ids])
 
     def _propose(self, batch: Any) -> Proposal:
         slots = batch.req_pool_indices
@@ -137,15 +85,7 @@ class ModelFreeWorker(TreeWorker):
         )
 
     def _verify(self, step: Step, output: Any) -> Verified:
-        slots, tokens = step.batch.req_pool_indices, step.trees.tokens
-        previous = step.trees.previous_tokens(self.drafter.previous_tokens(slots))
-        argmax = self.drafter.observe(
-            slots.repeat_interleave(tokens.shape[1]),
-            tokens.flatten(),
-            previous.flatten(),
-            output.next_token_logits,
-        )
-        return self._verify_trees(step, output, argmax)
+        return self._verify_trees(step, output, self._observe_trees(step, output))
 
 
 def _room(request: Any) -> int:
