@@ -278,17 +278,16 @@ class DraftTree:
         )
 
     def previous_tokens(self, of_roots: torch.Tensor) -> torch.Tensor:
-        """The token before each node, `int32 [B, N]`; -1 where there is no node.
+        """The token before each node, `int32 [B, N]`; any where there is no node.
 
         Args:
             of_roots: `int32 [B]`, the tokens before the roots.
         """
         if not self.drafted:
             return of_roots[:, None]
-        above = self.tokens.gather(1, self.parents.clamp(min=0).long())
-        above = above.masked_fill(self.parents < 0, -1)
-        above[:, 0] = of_roots
-        return above
+        # The parent of roots, -1, is the first column.
+        above = torch.cat((of_roots[:, None], self.tokens), 1)
+        return above.gather(1, self.parents.long() + 1)
 
     def on_host(self) -> DraftTree:
         """The trees in the host's memory, for which the host waits."""
