@@ -68,6 +68,7 @@ def _one_for_all(self: TreeGraphs, num_draft_tokens: int, backend: Any, graphs: 
         self._captured[rows] = self._captured[16]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "fault", "message"),
     [

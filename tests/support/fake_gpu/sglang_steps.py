@@ -114,6 +114,7 @@ def decode(
         settings, make = {}, TargetWorker
         if gpu is not None and requests is not None:
             settings, make = stack.enter_context(graphs_for(gpu, requests)), GraphTarget
+        settings |= {"disable_overlap_schedule": not overlap}
         stack.enter_context(configured(host, options, gpu, seeded=seeded, **settings))
         return _Loop(host, weights, gpu, make, overlap=overlap, waits=waits).run(asked, chunk)
 
