@@ -13,13 +13,15 @@ from fake_gpu.tensors import Gpu
 
 pytest.importorskip("sglang", reason="SGLang is not installed here")
 
-from fake_gpu.sglang_cases import GREEDY, WEIGHTS, asked
+from fake_gpu.sglang_cases import GREEDY, WEIGHTS, asked, prompt
+from fake_gpu.sglang_graphs import GraphModelRunner
 from fake_gpu.sglang_hosts import SCRIPTED, ScriptedDrafter
-from fake_gpu.sglang_steps import Decoded, decode
+from fake_gpu.sglang_steps import Asked, Decoded, decode
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.runtime_context import get_context
 
-from drafttree.sglang.graphs import sizes
+from drafttree.budget.step_timer import StepTimer
+from drafttree.sglang.graphs import sizes, worker
 from drafttree.sglang.graphs.runners import TreeGraphs, why_one_size
 
 OPTIONS = {"tree": "branch:3-2-1", "prime": False}
@@ -87,6 +89,55 @@ def test_a_wrong_graph_is_found(
     monkeypatch.setattr(TreeGraphs, name, fault)
     with pytest.raises((AssertionError, RuntimeError), match=message):
         drafted_by_script(monkeypatch, gpu)
+
+
+@pytest.mark.full
+def test_auto_moves_between_sizes_by_the_times_of_steps(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row costs next to nothing at first; later it costs as much as a plain step."""
+    now, row_seconds = 0.0, 0.001
+    stock_init, stock_forward = StepTimer.__init__, GraphModelRunner.forward
+    stock_seconds = worker.verification_seconds
+    measured: set[int] = set()
+
+    def with_clock(self: StepTimer, clock: Callable[[], float], *, pads_trees: bool) -> None:
+        stock_init(self, lambda: now, pads_trees=pads_trees)
+
+    def forward(self: GraphModelRunner, batch: Any) -> Any:
+        nonlocal now, row_seconds
+        output = stock_forward(self, batch)
+        rows, requests = self.replayed[-1]
+        now += 1 + row_seconds * rows * requests
+        if len(self.replayed) == cheap_until:
+            row_seconds = 1.0
+        return output
+
+    def seconds(runner: Any, requests: int, tokens: int, context: int) -> float:
+        nonlocal cheap_until
+        before = now
+        stock_seconds(runner, requests, tokens, context)
+        measured.add(requests * tokens)
+        cheap_until = len(runner.replayed) + 10
+        return now - before
+
+    cheap_until = 0
+    monkeypatch.setattr(StepTimer, "__init__", with_clock)
+    monkeypatch.setattr(GraphModelRunner, "forward", forward)
+    monkeypatch.setattr(worker, "verification_seconds", seconds)
+    requests = {"one": Asked(prompt(0, 9), 40, GREEDY)}
+    options = {"prime": False, "max_nodes": 15}
+    found = decode(options, requests, WEIGHTS, gpu, requests=[1, 2], overlap=False, waits=True)
+    assert found.texts["one"] == WEIGHTS.plain_text(requests["one"].prompt, 40)
+    assert found.counts["accepted_tokens"] > 0
+    assert measured == {1, 2, 4, 8, 16, 32}
+    steps = [rows for rows, _ in found.replayed[-len(found.steps) :]]
+    assert max(steps[:10]) == 16
+    # The last steps are plain, but for trials.
+    assert steps[-6:] == [1] * 6
+    # For what the host has waited already, as it reads each step's tokens before the next step.
+    for record in found.steps:
+        assert {wait.what for wait in record.waits} <= {"an event"}
 
 
 @pytest.mark.parametrize(
