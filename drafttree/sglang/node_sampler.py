@@ -112,7 +112,7 @@ class NodeSampler:
                 path = trees.tokens[part].masked_fill(~masks[part, nodes], -1)
             of_rows = _of_rows(info, part)
             if bound is not None:
-                of_rows.grammar_mask = bound.of_nodes(part, nodes)
+                of_rows = dataclasses.replace(of_rows, grammar_mask=bound.of_nodes(part, nodes))
             depths = self._step.depths[part, nodes]
             tokens.append(
                 self._sample(of_rows, rule, part, nodes, path[:, 1:], depths, logprobs=False)[0]
