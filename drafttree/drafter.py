@@ -85,6 +85,7 @@ class Target:
         bos: The token that texts begin with; None if there is none.
         folder: Folder of the target's files on this machine; None if it is not known.
         pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
+        late_steps: How many further steps the host proposes before it knows a step's outcome.
         sizes_trees: Whether the host chooses the number of draft tokens of each step, and announces
             it by `Drafter.limit_draft_tokens`. Trees should then hold their most probable nodes
             first.
@@ -102,6 +103,7 @@ class Target:
     bos: int | None = None
     folder: Path | None = None
     pads_trees: bool = False
+    late_steps: int = 0
     sizes_trees: bool = False
     longest_chain: int | None = None
 

@@ -88,6 +88,7 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             auto=options.is_adaptive and not target.sizes_trees,
             private=options.sharing == "request",
             pads_trees=target.pads_trees,
+            late_steps=target.late_steps,
             by_score=target.sizes_trees,
             chains=longest is not None,
         )

@@ -85,6 +85,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             `num_draft_tokens`.
         private: Whether each request has its own tables.
         pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
+        late_steps: How many further steps the host proposes before it knows a step's outcome.
         by_score: Whether trees hold their most probable nodes first.
         chains: Whether only the best path of each tree is drafted.
     """
@@ -97,6 +98,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         auto: bool,
         private: bool,
         pads_trees: bool = False,
+        late_steps: int = 0,
         by_score: bool = False,
         chains: bool = False,
     ) -> None:
@@ -104,6 +106,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._chains = chains
         self._by_score = by_score
         self._pads_trees = pads_trees
+        self._late_steps = late_steps
         self._private = private
         self._num_draft_tokens = num_draft_tokens
         self._limit = num_draft_tokens
@@ -173,6 +176,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 candidate_sizes(self._num_draft_tokens, self.tables.matrix.device),
                 measure_forwards(measure_forward, max_tokens),
                 pads_trees=self._pads_trees,
+                late=self._late_steps,
             )
 
     def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Self
@@ -48,11 +49,13 @@ class NodeBudget:
         clock: Callable[[], float] = perf_counter,
         *,
         pads_trees: bool = False,
+        late: int = 0,
     ) -> None:
         self.planner = planner
-        self._timer = StepTimer(clock, pads_trees=pads_trees)
+        self._timer = StepTimer(clock, pads_trees=pads_trees, late=late)
         self._pads_trees = pads_trees
-        self._last: AsyncHostCopy | None = None
+        self._late = late
+        self._known: deque[AsyncHostCopy] = deque(maxlen=2 + late)
 
     @classmethod
     def from_forwards(
@@ -62,10 +65,12 @@ class NodeBudget:
         clock: Callable[[], float] = perf_counter,
         *,
         pads_trees: bool = False,
+        late: int = 0,
     ) -> Self:
         """Plan from the measured costs of the target's forwards.
 
-        Steps are recorded if the environment variable `DRAFTTREE_RECORD_STEPS` names a file.
+        Steps are recorded if the environment variable `DRAFTTREE_RECORD_STEPS` names a file and no
+        outcome is late.
 
         Args:
             candidate_sizes: Numbers of draft tokens to choose from, ascending from 0.
@@ -73,11 +78,16 @@ class NodeBudget:
             clock: Time in seconds.
             pads_trees: Whether a step verifies as many rows of each request as of the largest
                 tree, so that further nodes of one request cost as many of all.
+            late: How many further steps the host proposes before it knows a step's outcome.
 
         Raises:
             ValueError: The sizes do not ascend from 0, or there is no forward.
         """
-        return cls(make_planner(candidate_sizes, forward_seconds), clock, pads_trees=pads_trees)
+        if late:
+            planner = Planner(candidate_sizes, forward_seconds, late=late)
+        else:
+            planner = make_planner(candidate_sizes, forward_seconds)
+        return cls(planner, clock, pads_trees=pads_trees, late=late)
 
     def should_skip_drafting(self, slots: torch.Tensor) -> bool:
         """Whether the next step, of the requests in `slots` (`int64 [B]`), is plain."""
@@ -93,10 +103,10 @@ class NodeBudget:
         Args:
             slots: `int64 [B]`, slots of the requests.
             expected_tokens: `float32 [B, S]`, the tokens that each request is expected to emit at
-                each of the S candidate sizes, bonus token included. On a device the values of the
-                step before are used, so that the host does not wait for them.
+                each of the S candidate sizes, bonus token included. On a device the values of an
+                earlier step are used, so that the host does not wait for them.
         """
-        known, _ = self._on_host(expected_tokens)
+        known, _ = self._on_host(expected_tokens, unknown=1.0)
         num_draft_tokens = self.planner.choose(len(slots), known)
         self._timer.begin_drafted(slots, TreeChoice(num_draft_tokens))
         return num_draft_tokens
@@ -109,11 +119,11 @@ class NodeBudget:
         Args:
             slots: `int64 [B]`, slots of the requests.
             scores: `float32 [B, F]`, the probability that each node is accepted; column 0 is the
-                root. On a device the scores of the step before are used, and all trees have the
+                root. On a device the scores of an earlier step are used, and all trees have the
                 same number of draft tokens, as a CUDA graph verifies them.
             most: Greatest number of draft tokens in this step; None for that of the largest size.
         """
-        known, is_current = self._on_host(scores)
+        known, is_current = self._on_host(scores, unknown=0.0)
         sizes = self.planner.candidate_sizes
         best_first = _best_first(known, sizes[-1])
         if most is not None:
@@ -139,12 +149,19 @@ class NodeBudget:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
         return self.planner.explain()
 
-    def _on_host(self, values: torch.Tensor) -> tuple[FloatArray, bool]:
-        """Values on the host in float32, as in a recording, and whether they are of this step."""
+    def _on_host(self, values: torch.Tensor, unknown: float) -> tuple[FloatArray, bool]:
+        """Values on the host in float32, as in a recording, and whether they are of this step.
+
+        The host knows those of a device once it knows the tokens of the step that was drafted with
+        them. At the engine's start it waits for them, or takes all for `unknown` if they are late.
+        """
         copy = AsyncHostCopy.of(values)
-        known = copy if copy.arrived is None or self._last is None else self._last
-        self._last = copy
-        return known.wait().numpy().astype(np.float32, copy=False), copy.arrived is None
+        if copy.arrived is None:
+            return copy.wait().numpy().astype(np.float32, copy=False), True
+        self._known.append(copy)
+        if len(self._known) == self._known.maxlen or not self._late:
+            return self._known[0].wait().numpy().astype(np.float32, copy=False), False
+        return np.full(values.shape, unknown, np.float32), False
 
     def _record(self, slots: torch.Tensor) -> None:
         step = self._timer.lap(slots)

@@ -17,6 +17,7 @@ The planner is deterministic: measured times and outcomes are arguments of its m
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -39,8 +40,8 @@ class Planner:
     """Chooses one of a few candidate sizes for each decode step, and further nodes for some trees.
 
     Before each step call `should_skip_drafting`. If it returns False, look up drafts and call
-    `choose` or `choose_best_first`. After the step, and before the next one, call `record_step`; a
-    step for which it is not called is ignored.
+    `choose` or `choose_best_first`. After the step, and before the next one, call `record_step`, or
+    where steps overlap one or more steps later; a step for which it is not called is ignored.
 
     Attributes:
         candidate_sizes: Numbers of draft tokens to choose from, ascending from 0.
@@ -54,6 +55,8 @@ class Planner:
         candidate_sizes: Sequence[int],
         forward_seconds: Mapping[int, float],
         constants: BudgetConstants | None = None,
+        *,
+        late: int = 0,
     ) -> None:
         """Plan from forwards that were measured at start-up.
 
@@ -61,6 +64,7 @@ class Planner:
             candidate_sizes: Numbers of draft tokens to choose from, ascending from 0.
             forward_seconds: Seconds of a forward by the number of its tokens.
             constants: Tuned constants; the defaults if None.
+            late: How many further steps are chosen before a step is recorded.
 
         Raises:
             ValueError: The sizes do not start at 0 or do not ascend, or `forward_seconds` is
@@ -74,7 +78,7 @@ class Planner:
         self._calibration = AcceptanceCalibration(self.constants)
         self._report = StepReport()
         self._states: dict[int, BucketState] = {}
-        self._plan: StepPlan | None = None
+        self._plans: deque[StepPlan] = deque(maxlen=1 + late)
 
     def should_skip_drafting(self, batch_size: int) -> bool:
         """Whether the next step is plain and drafts need not be looked up for it."""
@@ -82,7 +86,7 @@ class Planner:
         if not self._should_skip(state, batch_size):
             return False
         state.is_tried = state.index > 0
-        self._plan = StepPlan(TreeChoice(0), is_trial=state.is_tried)
+        self._plans.append(StepPlan(TreeChoice(0), is_trial=state.is_tried))
         return True
 
     def choose(self, batch_size: int, expected_tokens: FloatArray) -> int:
@@ -144,8 +148,9 @@ class Planner:
             emitted_tokens: Tokens emitted for the whole batch.
         """
         state, costs = self._state(batch_size), self.costs
-        bucket, plan = batch_bucket(batch_size), self._plan
-        self._plan = None
+        bucket, plan = batch_bucket(batch_size), None
+        if len(self._plans) == self._plans.maxlen:
+            plan = self._plans.popleft()
         if plan is None or plan.choice != choice:
             emitted = emitted_tokens / batch_size
             plan = StepPlan(choice, emitted, emitted, emitted)
@@ -243,8 +248,10 @@ class Planner:
         seconds = self._step_seconds(state, batch_size)
         best, rates = best_size(gains, expected, seconds, self.constants.margin)
         index, is_trial = best, False
-        if (trial := self.trials.size(batch_size, best, gains, lowest, rates)) is not None:
-            index, is_trial = trial, True
+        if not self._is_trial_under_way():
+            trial = self.trials.size(batch_size, best, gains, lowest, rates)
+            if trial is not None:
+                index, is_trial = trial, True
         choice, taken = TreeChoice(sizes[index]), float(seconds[index])
         plan = StepPlan(
             choice,
@@ -284,8 +291,12 @@ class Planner:
             lookup = state.draft_seconds if plan.is_wasted else 0.0
             saved = plan.gain - (taken + lookup) / float(seconds[0])
             state.benefit += self.constants.smoothing * (saved - state.benefit)
-        self._plan = plan
+        self._plans.append(plan)
         return choice
+
+    def _is_trial_under_way(self) -> bool:
+        """Whether the outcome of a trial is still to come, where outcomes are late."""
+        return self._plans.maxlen != 1 and any(plan.is_trial for plan in self._plans)
 
     def _settle(self, state: BucketState, batch_size: int, plan: StepPlan, seconds: float) -> None:
         """Refill the allowances, and charge the step to the one that it used.

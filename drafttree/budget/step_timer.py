@@ -1,11 +1,14 @@
 """Measures decode steps, each from one proposal of drafts to the next.
 
 Nothing here waits for a device: the outcome of a step is read when the next one is proposed, and by
-then the host has waited for the step's tokens anyway.
+then the host has waited for the step's tokens anyway. Where steps overlap it is read one proposal
+later, and so does the step itself last from the next proposal to the one after it: a device that is
+never idle ends a step when the host, which is one step ahead, learns of its tokens.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -80,30 +83,48 @@ def _is_token(tokens: AsyncHostCopy) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 class StepTimer:
-    """Times one step at a time; a step that was not verified as it was proposed is discarded."""
+    """Times steps; one that was not verified as it was proposed is discarded.
+
+    Args:
+        clock: Time in seconds.
+        pads_trees: See `NodeBudget`.
+        late: How many further steps are proposed before the host knows a step's tokens. If there
+            are any, the host's time for looking up drafts stands for the device's.
+    """
 
     def __init__(
-        self, clock: Callable[[], float] = perf_counter, *, pads_trees: bool = False
+        self,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        pads_trees: bool = False,
+        late: int = 0,
     ) -> None:
         self._clock = clock
         self._pads_trees = pads_trees
+        self._late = late
         self._began = clock()
-        self._step: _PendingStep | None = None
+        self._steps: deque[_PendingStep] = deque()
 
     def lap(self, slots: torch.Tensor) -> StepOutcome | None:
-        """End the pending step and start the clock for the next one, of requests in `slots`.
+        """End the step whose tokens are known by now, and start the clock for the next one.
+
+        Args:
+            slots: `int64 [B]`, slots of the next step's requests.
 
         Returns:
             The step that ended; None if there was none of the same requests, if it was not
             verified, if one of its requests emitted nothing, or if its times cannot be right.
         """
-        step, self._began = self._step, self._clock()
-        self._step = None
-        if step is None or not _equal(slots, step.slots):
+        steps, self._began = self._steps, self._clock()
+        if not all(_equal(slots, each.slots) for each in steps):
+            steps.clear()
+        if len(steps) <= self._late:
             return None
+        step = steps.popleft()
         if step.tokens is None or step.emitted is None:
             return None
-        seconds = self._began - step.began - step.catch_up_seconds
+        began = steps[self._late - 1].began if self._late else step.began
+        seconds = self._began - began - step.catch_up_seconds
         if not 0 <= step.draft_seconds < seconds:  # the clock stood still, or went back
             return None
         emitted = _is_token(step.emitted).sum(1)
@@ -125,37 +146,42 @@ class StepTimer:
 
     def begin(self, slots: torch.Tensor, choice: TreeChoice) -> None:
         """Begin a step; what is drafted for it is reported later, by `drafted`."""
-        self._step = _PendingStep(slots, choice, self._began)
+        self._begin(_PendingStep(slots, choice, self._began))
 
     def drafted(self, seconds: float, catch_up_seconds: float) -> None:
         """Add to the time that drafts have taken in the pending step, and catching up with texts.
 
         The step's own time does not contain the latter.
         """
-        if self._step is not None:
-            self._step.draft_seconds += seconds
-            self._step.catch_up_seconds += catch_up_seconds
+        if self._steps:
+            self._steps[-1].draft_seconds += seconds
+            self._steps[-1].catch_up_seconds += catch_up_seconds
 
     def begin_drafted(self, slots: torch.Tensor, choice: TreeChoice) -> None:
         """Begin a step for which drafts were looked up since `lap`."""
         draft_seconds = self._clock() - self._began
-        self._step = _PendingStep(slots, choice, self._began, draft_seconds)
+        self._begin(_PendingStep(slots, choice, self._began, draft_seconds))
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
-        """Note the outcome of the pending step; discard it if another step was verified."""
-        step = self._step
-        if step is None:
+        """Note the outcome of the step proposed last; discard it if another one was verified."""
+        if not self._steps:
             return
+        step = self._steps[-1]
         if step.emitted is not None or not _equal(slots, step.slots):
-            self._step = None
+            self._steps.clear()
             return
         step.tokens = AsyncHostCopy.of(trees.tokens)
         step.emitted = AsyncHostCopy.of(verified.emitted)
         step.rows = verified.rows
 
     def discard(self) -> None:
-        """Discard the pending measurement, because a prefill ran in between, for example."""
-        self._step = None
+        """Discard pending measurements, because a prefill ran in between, for example."""
+        self._steps.clear()
+
+    def _begin(self, step: _PendingStep) -> None:
+        self._steps.append(step)
+        while len(self._steps) > 1 + self._late:
+            self._steps.popleft()
 
     def _rows(self, tokens: AsyncHostCopy) -> int:
         return tokens.values.numel() if self._pads_trees else int(_is_token(tokens).sum())

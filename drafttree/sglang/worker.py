@@ -98,6 +98,8 @@ class TreeWorker(GraphWorker):
             bos=bos_token(self._runner.model_config.hf_text_config, self._vocab_size),
             folder=local_folder(server.model_path, server.revision, server.download_dir),
             pads_trees=True,
+            # With overlapping steps a step is launched before the last one's tokens are there.
+            late_steps=0 if server.disable_overlap_schedule else 1,
             longest_chain=self._num_draft_tokens if self.in_chains else None,
         )
         # Before the memory pools are sized, so that the drafter's memory is counted.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -124,10 +124,18 @@ class Score:
 
 
 def play(
-    machine: Machine, planner: Planner, steps: int, batch: Callable[[int], int] | int = 1
+    machine: Machine,
+    planner: Planner,
+    steps: int,
+    batch: Callable[[int], int] | int = 1,
+    late: int = 0,
 ) -> Score:
-    """Run steps; `plain` and `best` are the seconds for the same tokens at a fixed size."""
+    """Run steps; `plain` and `best` are the seconds for the same tokens at a fixed size.
+
+    With `late` outcomes as many further steps are chosen before one of them is recorded.
+    """
     score = Score()
+    outcomes: deque[tuple[int, TreeChoice, int, float, float, int]] = deque()
     for step in range(steps):
         b = batch if isinstance(batch, int) else batch(step)
         quality = machine.quality * math.exp(machine.sway * machine.rng.standard_normal())
@@ -140,9 +148,11 @@ def play(
         gain = gain_of(n, quality)
         emitted = b + (int(machine.rng.binomial(8 * b, min(1.0, (gain - 1) / 8))) if n else 0)
         draft_seconds = machine.slow * machine.wasted * machine.cost(b, 0) if drafted else 0.0
-        planner.record_step(
-            b, TreeChoice(n), b * (n + 1), machine.seen(seconds), draft_seconds, emitted
+        outcomes.append(
+            (b, TreeChoice(n), b * (n + 1), machine.seen(seconds), draft_seconds, emitted)
         )
+        if len(outcomes) > late:
+            planner.record_step(*outcomes.popleft())
         score.sizes.append(n)
         score.seconds += seconds
         score.tokens += b * gain
@@ -153,9 +163,10 @@ def play(
 
 @pytest.mark.parametrize("cost", [memory_bound, stepwise, between, compute_bound])
 @pytest.mark.parametrize("noisy", [False, True], ids=["quiet", "noisy"])
-def test_it_comes_near_the_best_fixed_size(cost: Cost, noisy: bool) -> None:
+@pytest.mark.parametrize("late", [0, 1])
+def test_it_comes_near_the_best_fixed_size(cost: Cost, noisy: bool, late: int) -> None:
     machine = Machine(cost, noise=0.1 if noisy else 0.02, outliers=noisy)
-    score = play(machine, Planner(CPU, machine.forwards()), 2000)
+    score = play(machine, Planner(CPU, machine.forwards(), late=late), 2000, late=late)
     assert score.over_plain >= 0.98
     assert score.over_best >= (0.95 if noisy else 0.97)
 
@@ -463,7 +474,7 @@ def test_errors_name_what_was_given() -> None:
         Planner((7, 15), {1: 1.0})
     with pytest.raises(ValueError, match="start at 0 and ascend"):
         Planner((0, 15, 7), {1: 1.0})
-    with pytest.raises(ValueError, match="2 columns: give one for each of the 5"):
+    with pytest.raises(ValueError, match="2 columns: give one for each of the 6"):
         Planner(CUDA, {1: 1.0}).choose(1, np.array([[1.0, 2.0]]))
     with pytest.raises(ValueError, match="2 columns: give one for each of the 80 nodes"):
         Planner(CUDA, {1: 1.0}).choose_best_first(1, np.array([[1.0, 0.5]]))

@@ -59,10 +59,10 @@ class FixedPlanner(Planner):
 class Steps:
     """Two requests with trees of three draft tokens, timed by a clock that the test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, late: int = 0) -> None:
         self.now = 0.0
         self.planner = FixedPlanner()
-        self.budget = NodeBudget(self.planner, lambda: self.now)
+        self.budget = NodeBudget(self.planner, lambda: self.now, late=late)
 
     def propose(self, *slots: int) -> None:
         batch = len(slots)
@@ -95,6 +95,32 @@ def test_a_step_lasts_from_one_proposal_to_the_next() -> None:
     steps.verify(2, 1)
     steps.propose(4, 2)
     assert steps.planner.recorded[1:] == [(2, CHOICE, 8, 0.5, DRAFT_SECONDS, 3)]
+
+
+def test_overlapping_steps_last_from_the_next_proposal_to_the_one_after_it() -> None:
+    steps = Steps(late=1)
+    for began, emitted in ((0.0, (1, 3)), (2.0, (2, 2)), (5.0, (1, 1)), (9.0, (3, 3))):
+        steps.now = began
+        steps.propose(4, 2)
+        steps.verify(*emitted)
+    expected = [(2, CHOICE, 8, seconds, DRAFT_SECONDS, 4) for seconds in (3.0, 4.0)]
+    assert steps.planner.recorded == expected
+    steps.propose(4)
+    steps.verify(1)
+    steps.propose(4)
+    assert len(steps.planner.recorded) == 2, "another batch"
+
+
+def test_a_late_step_is_recorded_with_the_plan_that_was_made_for_it() -> None:
+    planner = Planner((0, 3), {1: 1.0, 4: 1.0}, late=1)
+    expected = [np.array([[1.0, tokens]], np.float32) for tokens in (3.0, 2.0, 4.0)]
+    for step, tokens in enumerate(expected):
+        if step > 1:
+            planner.record_step(1, TreeChoice(3), 4, 1.0, 0.0, 2.0)
+        assert not planner.should_skip_drafting(1)
+        assert planner.choose(1, tokens) == 3
+    (row,) = (each for each in planner.explain() if each["num_draft_tokens"] == 3)
+    assert row["expected_tokens"] == pytest.approx(3.0, rel=0.1)
 
 
 def test_plain_steps_are_timed_too() -> None:
@@ -216,14 +242,27 @@ def test_the_candidate_sizes_end_with_the_largest() -> None:
     assert candidate_sizes(20, cuda) == (0, 3, 7, 15, 20)
 
 
-def test_scores_of_a_device_are_read_in_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def in_flight(tensor: torch.Tensor) -> AsyncHostCopy:
+@pytest.fixture
+def in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to the host take a while."""
+
+    def start(tensor: torch.Tensor) -> AsyncHostCopy:
         return AsyncHostCopy(tensor, torch.Event("cpu"))
 
-    monkeypatch.setattr(AsyncHostCopy, "of", in_flight)
+    monkeypatch.setattr(AsyncHostCopy, "of", start)
     monkeypatch.setattr(AsyncHostCopy, "wait", lambda copy: copy.values)
+
+
+def test_scores_of_a_device_are_read_two_steps_later_if_steps_overlap(in_flight: None) -> None:
+    steps = Steps(late=1)
+    for worth in (0.9, 0.8, 0.7, 0.6):
+        scores = torch.full((1, 7), worth)
+        steps.budget.choose_best_first(torch.tensor([4]), scores)
+    most = [round(each[0][-1], 1) for each in steps.planner.expected]
+    assert most == [1.0, 1.0, pytest.approx(1 + 6 * 0.9), pytest.approx(1 + 6 * 0.8)]
+
+
+def test_scores_of_a_device_are_read_in_the_next_step(in_flight: None) -> None:
     steps = Steps()
     steps.propose(4, 2)
     first = steps.planner.expected[0]

@@ -126,8 +126,8 @@ def test_token_recycling_passes_and_is_accepted(
     now = 0.0
     stock = StepTimer.__init__
 
-    def with_clock(self: StepTimer, clock: Callable[[], float], *, pads_trees: bool) -> None:
-        stock(self, lambda: now, pads_trees=pads_trees)
+    def with_clock(self: StepTimer, clock: Callable[[], float], **given: Any) -> None:
+        stock(self, lambda: now, **given)
 
     def forward(seconds: float) -> None:
         nonlocal now

@@ -91,19 +91,7 @@ class GraphWorker(CorpusWorker):
             self._time_one_request()
         elif self._graphs is not None:
             self._graphs.capture()
-            self._time_graphs()
-
-    def _time_graphs(self) -> None:
-        from sglang.srt.runtime_context import get_schedule
-
-        if get_schedule().disable_overlap_schedule:
             profile_drafter(self.drafter, self._replay_seconds, self._sizes.most_rows, logger)
-            return
-        # A step is launched before the last one's outcome is there, which a plan would wait for.
-        logger.info(
-            "The draft tokens of a step follow from its requests alone, as steps overlap; with "
-            "--disable-overlap-schedule they follow from measured times too"
-        )
 
     def _time_one_request(self) -> None:
         room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)

@@ -41,6 +41,11 @@ class Copies:
         """Number of copies to the host that were started so far."""
         return self._delivered + len(self._out)
 
+    @property
+    def arrived(self) -> int:
+        """Number of copies to the host that have arrived, as the host waited for them."""
+        return self._delivered
+
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Let a tensor's memory count as pinned."""
         self._pinned[tensor.untyped_storage().data_ptr()] = tensor

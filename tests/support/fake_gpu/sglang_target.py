@@ -17,7 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_schedule, get_spec
 
 from fake_gpu.sglang_engine import new_cache
 from fake_gpu.tensors import DeviceTensor, Gpu, held
@@ -232,7 +232,12 @@ class _Runner:
             self_opened_think_start_ids=None,
             think_end_ids=None,
         )
-        self.server_args = SimpleNamespace(model_path="no model", revision=None, download_dir=None)
+        self.server_args = SimpleNamespace(
+            model_path="no model",
+            revision=None,
+            download_dir=None,
+            disable_overlap_schedule=get_schedule().disable_overlap_schedule,
+        )
         self.model = _Model(weights.after.to(device))
         self.sampler = Sampler()
         self.sampling_observer = self.watermark_state = None
