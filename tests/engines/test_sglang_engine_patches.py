@@ -91,6 +91,11 @@ apply(runners[0], "first")
 report["applied"] = changed(start)
 report["runner"] = [runners[0].sample is not stock_sample,
                     isinstance(runners[0].sampler, AcceptanceSampler)]
+exchanged = SimpleNamespace(attn_backend="stock", decode_cuda_graph_runner="graphs")
+report["graphs"] = [dict(vars(exchanged))]
+with patches.exchange_graphs(exchanged, "another", "others"):
+    report["graphs"].append(dict(vars(exchanged)))
+report["graphs"].append(dict(vars(exchanged)))
 once, sampler = functions(), runners[0].sampler
 apply(runners[0], "again")
 apply(runners[1], "second")
@@ -201,8 +206,8 @@ print("REPORT", json.dumps(report))
 """
 
 OF_RUNNERS = {
-    "sglang.srt.model_executor.model_runner:ModelRunner.sample",
-    "sglang.srt.model_executor.model_runner:ModelRunner.sampler",
+    f"sglang.srt.model_executor.model_runner:ModelRunner.{name}"
+    for name in ("sample", "sampler", "attn_backend", "decode_cuda_graph_runner")
 }
 REGISTRY = "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS"
 
@@ -232,6 +237,12 @@ def test_the_list_is_complete(report: dict[str, Any]) -> None:
         patch.target for patch in PATCHES
     } - OF_RUNNERS
     assert report["runner"] == [True, True]
+
+
+def test_graphs_are_exchanged_for_a_while(report: dict[str, Any]) -> None:
+    before, meanwhile, after = report["graphs"]
+    assert before == after == {"attn_backend": "stock", "decode_cuda_graph_runner": "graphs"}
+    assert meanwhile == {"attn_backend": "another", "decode_cuda_graph_runner": "others"}
 
 
 def test_nothing_is_replaced_twice(report: dict[str, Any]) -> None:
