@@ -70,8 +70,7 @@ class LyannaOptions(MethodOptions):
         description="Draft the candidates of Token Recycling too, from its tables and from copies, "
         "in the same trees. Those nodes are verified that are accepted most often, as many as "
         "without. `true`, or an object of Token Recycling's options: `hot_start`, `memory`, "
-        "`prime`, `prime_seconds`, `sharing`. In SGLang, and in vLLM on the V1 model "
-        "runner.",
+        "`prime`, `prime_seconds`, `sharing`. In SGLang, and in vLLM on the V1 model runner.",
     )
 
     @field_validator("tables", mode="before")

@@ -103,7 +103,7 @@ class StepTimer:
         self._pads_trees = pads_trees
         self._late = late
         self._began = clock()
-        self._steps: deque[_PendingStep] = deque()
+        self._steps: deque[_PendingStep] = deque(maxlen=1 + late)
 
     def lap(self, slots: torch.Tensor) -> StepOutcome | None:
         """End the step whose tokens are known by now, and start the clock for the next one.
@@ -146,7 +146,7 @@ class StepTimer:
 
     def begin(self, slots: torch.Tensor, choice: TreeChoice) -> None:
         """Begin a step; what is drafted for it is reported later, by `drafted`."""
-        self._begin(_PendingStep(slots, choice, self._began))
+        self._steps.append(_PendingStep(slots, choice, self._began))
 
     def drafted(self, seconds: float, catch_up_seconds: float) -> None:
         """Add to the time that drafts have taken in the pending step, and catching up with texts.
@@ -160,7 +160,7 @@ class StepTimer:
     def begin_drafted(self, slots: torch.Tensor, choice: TreeChoice) -> None:
         """Begin a step for which drafts were looked up since `lap`."""
         draft_seconds = self._clock() - self._began
-        self._begin(_PendingStep(slots, choice, self._began, draft_seconds))
+        self._steps.append(_PendingStep(slots, choice, self._began, draft_seconds))
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of the step proposed last; discard it if another one was verified."""
@@ -177,11 +177,6 @@ class StepTimer:
     def discard(self) -> None:
         """Discard pending measurements, because a prefill ran in between, for example."""
         self._steps.clear()
-
-    def _begin(self, step: _PendingStep) -> None:
-        self._steps.append(step)
-        while len(self._steps) > 1 + self._late:
-            self._steps.popleft()
 
     def _rows(self, tokens: AsyncHostCopy) -> int:
         return tokens.values.numel() if self._pads_trees else int(_is_token(tokens).sum())

@@ -55,7 +55,6 @@ def verification_seconds(runner: Any, requests: int, tokens: int, context: int) 
         requests: Batch size.
         tokens: Nodes of each request's tree.
         context: Cached tokens per request.
-
     """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 

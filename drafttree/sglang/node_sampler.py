@@ -97,8 +97,9 @@ class NodeSampler:
         count, width = trees.tokens.shape
         columns = torch.arange(width, device=trees.tokens.device)
         columns = torch.minimum(columns, trees.tree_size[:, None].clamp(min=1) - 1)
-        penalised = self._step.penalties is not None
-        masks = tree_mask(trees.parents, trees.tree_size) if penalised else None
+        masks = None
+        if self._step.penalties is not None:
+            masks = tree_mask(trees.parents, trees.tree_size)
         info = self._info
         if bound is None:
             info.update_regex_vocab_mask()

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lyanna_parts import drafter_for
+from lyanna_parts import drafter_for, predict_embeddings
 from tiny_models import make_tiny_llama
 
 from drafttree.testing import check_method, random_target
@@ -24,13 +23,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Predicts that the next hidden state is the last token's embedding, as the test's target's."""
     module = drafter_for(target)
-    with torch.no_grad():
-        hidden, embedded = module.fuse_proj.weight.chunk(2, 1)
-        hidden.zero_()
-        embedded.copy_(torch.eye(len(embedded)))
-        for projection in (module.self_attn.o_proj, module.mlp.down_proj):
-            projection.weight *= 0.1
-        module.token_info.gain *= 0.1
+    predict_embeddings(module)
     folder = tmp_path_factory.mktemp("drafter")
     save(module, folder)
     return folder

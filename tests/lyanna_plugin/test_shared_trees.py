@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lyanna_parts import drafter_for
+from lyanna_parts import drafter_for, predict_embeddings
 from tiny_models import make_tiny_llama
 
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
@@ -68,14 +68,8 @@ class TablesAlone(HiddenStateDrafter):
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
     folder = make_tiny_llama(tmp_path_factory.mktemp("target"), vocab_size=96)
     module = drafter_for(folder)
-    with torch.no_grad():
-        # It predicts the last token's embedding, which is the test's target's hidden state.
-        hidden, embedded = module.fuse_proj.weight.chunk(2, 1)
-        hidden.zero_()
-        embedded.copy_(torch.eye(len(embedded)))
-        for projection in (module.self_attn.o_proj, module.mlp.down_proj):
-            projection.weight *= 0.1
-        module.token_info.gain *= 0.1
+    # An embedding is the hidden state of the test's target.
+    predict_embeddings(module)
     out = tmp_path_factory.mktemp("drafter")
     save(module, out)
     return random_target(vocab_size=96, hidden_size=128, model=str(folder)), out

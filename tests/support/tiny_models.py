@@ -8,34 +8,25 @@ from pathlib import Path
 from typing import Any
 
 
-def make_tiny_adapter(folder: Path, rank: int = 8, seed: int = 5, *, head: bool = False) -> Path:
-    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers.
-
-    It adapts two projections of each layer, or the `head` alone.
-    """
+def make_tiny_adapter(folder: Path, rank: int = 8, seed: int = 5) -> Path:
+    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers."""
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
     inputs, outputs = 128, {"q_proj": 128, "v_proj": 64}
-    adapted = {
-        f"model.layers.{layer}.self_attn.{name}": size
-        for layer in range(2)
-        for name, size in outputs.items()
-    }
-    if head:
-        adapted = {"lm_head": 512}
     weights = {}
-    for name, size in adapted.items():
-        prefix = f"base_model.model.{name}"
-        for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (size, rank))):
-            weights[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=generator) / 2
+    for layer in range(2):
+        for name, size in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (size, rank))):
+                weights[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=generator) / 2
     save_file(weights, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": ["lm_head"] if head else list(outputs),
+        "target_modules": list(outputs),
         "task_type": "CAUSAL_LM",
         "bias": "none",
     }

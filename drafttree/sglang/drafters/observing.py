@@ -55,7 +55,7 @@ class ObservingWorker(TreeWorker):
         tree_size = self._num_draft_tokens + 1
         on_cpu = self._device.type == "cpu"
         allocator = self.token_to_kv_pool_allocator
-        # SGLang's backends for GPUs verify trees of one size only.
+        # On a GPU, SGLang's backends are laid out for the largest trees.
         row = self.req_to_token_pool.req_to_token.shape[1]
         most = min(MAX_TOKENS + 1, allocator.size, row) if on_cpu else tree_size
         with lent_slots(allocator, tree_cache, most) as slots:

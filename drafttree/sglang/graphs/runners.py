@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-import sglang
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
@@ -23,7 +22,7 @@ from sglang.srt.utils import get_available_gpu_memory
 from drafttree.patches import check_parameters
 from drafttree.sglang.graphs.sizes import GraphSizes
 from drafttree.sglang.patches import exchange_graphs
-from drafttree.sglang.versions import is_tested, unknown
+from drafttree.sglang.versions import unknown
 
 # A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -129,8 +128,6 @@ def why_one_size(runner: Any) -> str | None:
         runner: The target's model runner.
     """
     graph = get_exec().graph
-    if not is_tested(sglang.__version__):
-        return f"SGLang is {sglang.__version__}"
     if graph.cuda_graph_config.decode.backend != Backend.FULL:
         return f"the backend of CUDA graphs is {graph.cuda_graph_config.decode.backend}"
     if graph.disable_cuda_graph_padding:
