@@ -1,7 +1,7 @@
 """Turns a method's name and options on the command line into a speculative configuration.
 
-Methods that draft trees are found through the entry-point group `drafttree.methods`; `ngram` and
-`suffix` are vLLM's own.
+Methods that draft trees are found through the entry-point group `drafttree.methods`; `ngram`,
+`suffix` and `draft-model` are vLLM's own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ _NGRAM: dict[str, Any] = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 5,
 }
+
+_OWN_OF_VLLM = ("suffix", "draft-model")
+"""Methods that are measured in vLLM alone. SGLang's n-gram speculation has a reason of its own."""
 
 _BUILD_SUFFIX = (
     "--method suffix is vLLM's suffix decoding and needs arctic-inference, which has no wheels. To "
@@ -87,10 +90,17 @@ def resolve_method(name: str, options: dict[str, Any]) -> BenchMethod:
         return BenchMethod(name, options, {"method": "ngram", **_NGRAM, **options})
     if name == "suffix":
         return BenchMethod(name, options, {"method": "suffix", **options})
+    if name == "draft-model":
+        if "model" not in options:
+            raise InputError("--method draft-model needs --option model=FOLDER, the draft model's")
+        config = {"method": "draft_model", "num_speculative_tokens": 5, **options}
+        return BenchMethod(name, options, config, draft_model=str(options["model"]))
     try:
         tree_method = find_method(name)
     except ValueError as error:
-        raise InputError(f"{error}, besides none and vLLM's own ngram and suffix") from error
+        raise InputError(
+            f"{error}, besides none and vLLM's own ngram, suffix and draft-model"
+        ) from error
     try:
         parsed = tree_method.parse(options)
     except ValueError as error:
@@ -136,11 +146,10 @@ def check_engine(engine: str, method: BenchMethod) -> None:
             "--method ngram does not run in SGLang on a CPU, whose attention backend cannot verify "
             "drafts: use --method none or a tree method"
         )
-    if method.name == "suffix":
-        if engine != "vllm":
-            raise InputError("--method suffix is vLLM's own: use --engine vllm")
-        if find_spec("arctic_inference") is None:
-            raise InputError(_BUILD_SUFFIX)
+    if engine != "vllm" and method.name in _OWN_OF_VLLM:
+        raise InputError(f"--method {method.name} is vLLM's own: use --engine vllm")
+    if method.name == "suffix" and find_spec("arctic_inference") is None:
+        raise InputError(_BUILD_SUFFIX)
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def progress_bar(console: Console) -> Progress:
 
 
 def bench(
-    method: Annotated[str, typer.Option(help="none, ngram, suffix, or an installed tree method.")],
+    method: Annotated[
+        str, typer.Option(help="none, ngram, suffix, draft-model, or an installed tree method.")
+    ],
     model: Annotated[Path, typer.Option(help="The model's folder.")],
     output: Annotated[Path, typer.Option(help="The JSON file to write.")],
     engine: Annotated[str, typer.Option(help="The engine to run in: vllm or sglang.")] = "vllm",

@@ -209,6 +209,23 @@ def test_suffix_decoding_is_refused_with_the_way_to_build_it(
     check_engine("vllm", suffix)
 
 
+def test_a_draft_model_of_vllm() -> None:
+    drafted = resolve_method("draft_model", {"model": "DRAFT", "num_speculative_tokens": 3})
+    assert drafted.speculative_config == {
+        "method": "draft_model",
+        "model": "DRAFT",
+        "num_speculative_tokens": 3,
+    }
+    assert drafted.draft_model == "DRAFT"
+    assert not drafted.drafts_trees
+    assert not drafted.learns
+    check_engine("vllm", drafted)
+    with pytest.raises(InputError, match="use --engine vllm"):
+        check_engine("sglang", drafted)
+    with pytest.raises(InputError, match="--option model=FOLDER"):
+        resolve_method("draft-model", {})
+
+
 def test_tree_methods() -> None:
     for name in ("token-recycling", "token_recycling"):
         method = resolve_method(name, {"nodes": 15})

@@ -85,6 +85,14 @@ def test_ngram(model: Path, prompts: Path) -> None:
     assert len(report["repetitions"]) == 2
 
 
+def test_a_draft_model_of_vllm(model: Path, prompts: Path) -> None:
+    # The target as its own draft model, so whatever it drafts is accepted.
+    method = ("--method", "draft-model", "--option", f"model={model}")
+    report = report_of(model, prompts, *method, "--option", "num_speculative_tokens=3")
+    assert report["identical"] + report["ties"] == 3
+    assert report["mean_accepted_tokens"] > 3.0
+
+
 def test_suffix_decoding_remembers_the_first_wave(model: Path, prompts: Path) -> None:
     pytest.importorskip("arctic_inference", reason="arctic-inference is not installed here")
     report = report_of(model, prompts, "--method", "suffix", "--repeat", "2", waves=2)
