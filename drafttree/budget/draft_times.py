@@ -15,17 +15,26 @@ class DraftTimes:
     """Usual seconds of drafting a tree by batch bucket and number of the model's forwards.
 
     A number of forwards that was not measured takes its share of the nearest one that was. Nothing
-    costs time until something was measured.
+    costs time until something was measured. The first trees with a number of forwards are not
+    measured: they may load or compile something, which took up to 150 plain steps.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[int, dict[int, float]] = {}
+        self._warm: set[int] = set()
+
+    def warm(self, forwards: int) -> bool:
+        """Whether trees with so many forwards of the model have been drafted before."""
+        return forwards in self._warm
 
     def add(self, batch_size: int, forwards: int, seconds: float) -> None:
         """Add a step whose trees took `forwards` forwards of the model.
 
-        The first forwards may compile something, so a shorter time counts more than a longer one.
+        Something may be compiled later too, so a shorter time counts more than a longer one.
         """
+        if forwards not in self._warm:
+            self._warm.add(forwards)
+            return
         known = self._seconds.setdefault(batch_bucket(batch_size), {})
         usual = known.get(forwards)
         if usual is None:

@@ -44,6 +44,9 @@ _AT_START = 4.0
 """What is there at first, in plain steps."""
 _EVIDENCE = 8.0
 """Outcomes without which nobody knows whether drafting pays."""
+_RESTS = 8
+"""Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
+and a decision takes up to 3% of a small model's step."""
 
 
 class ShapePlanner:
@@ -92,6 +95,7 @@ class ShapePlanner:
         self._states: dict[int, BucketState] = {}
         self._saved = _AT_START
         self._at_stake = 0.0
+        self._rests = 0
         self._plan: tuple[int, StepPlan] | None = None
 
     def choose(
@@ -108,13 +112,16 @@ class ShapePlanner:
         # A step that was not measured, because a request ended for example, is charged too.
         self._saved -= self._at_stake
         self._at_stake = 0.0
+        if not state.index and self._rests:
+            self._rests -= 1
+            return self._planned(0, StepPlan(TreeChoice(0)))
         seconds = self._step_seconds(batch_size)
         if state.index and self._wants_plain(state, batch_size, seconds):
             state.is_tried = True
             return self._planned(0, StepPlan(TreeChoice(0), is_trial=True))
         state.is_tried = False
         if not state.index and self._saved <= 0 and self.acceptance.evidence < _EVIDENCE:
-            return self._planned(0, StepPlan(TreeChoice(0)))
+            return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
         gains = self._calibrated(batch_size, expected)
         rates = gains / seconds
@@ -133,6 +140,8 @@ class ShapePlanner:
         elif (trial := self._trials.size(batch_size, best, gains, gains, rates)) is not None:
             index, is_trial = trial, True
         state.index, state.gain = best, float(gains[best])
+        if not index and not best:
+            return self._rest()
         gain = float(gains[index])
         choice = TreeChoice(self.shapes[index].nodes)
         plan = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
@@ -185,11 +194,13 @@ class ShapePlanner:
         shape, costs = self.shapes[index], self.costs
         means = self._step_seconds(batch_size)
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
-        drafting = 0.0
+        drafting, warm = 0.0, True
         if shape.depth:
+            warm = self.draft_times.warm(shape.depth + 1)
             self.draft_times.add(batch_size, shape.depth + 1, draft_seconds)
             # What delays a draft now and then is a stall of a step with drafts.
-            drafting = min(draft_seconds, self._draft_seconds(batch_size, shape.depth))
+            usual = self._draft_seconds(batch_size, shape.depth)
+            drafting = min(draft_seconds, usual) if warm else draft_seconds
         if costs.observe(batch_size, rows, max(seconds - drafting, 1e-9)):
             self._trials.allowance.renew()
         if index and rows == batch_size * (1 + shape.nodes):
@@ -207,6 +218,10 @@ class ShapePlanner:
             if self._at_stake:
                 # What it gained is saved up as well, so that it goes on while it gains.
                 spent = (seconds + catch_up_seconds) / float(means[0])
+                if not warm:
+                    # What is loaded or compiled once says nothing of the steps that follow; what
+                    # drafts cost is not in the stake yet, and counts as a plain step at most.
+                    spent = min(spent, 2 + self._at_stake)
                 self._saved -= spent - emitted / batch_size
                 self._at_stake = 0.0
             self._saved = min(_CAPACITY, self._saved)
@@ -232,6 +247,10 @@ class ShapePlanner:
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
         return self._report.rows()
+
+    def _rest(self) -> TreeShape:
+        self._rests = _RESTS - 1
+        return self._planned(0, StepPlan(TreeChoice(0)))
 
     def _planned(self, index: int, plan: StepPlan) -> TreeShape:
         self._plan = index, plan

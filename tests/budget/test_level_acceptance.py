@@ -94,12 +94,17 @@ def test_a_shape_with_drafts_has_levels() -> None:
 def test_draft_times_follow_levels_and_forget_a_slow_start() -> None:
     times = DraftTimes()
     assert times.usual(1, 4) == 0
+    assert not times.warm(4)
+    times.add(1, 4, 300.0)
+    assert times.warm(4)
+    assert times.usual(1, 4) == 0
     times.add(1, 4, 3.0)
     for _ in range(16):
         times.add(1, 4, 0.4)
     assert times.usual(1, 4) == pytest.approx(0.4, rel=0.1)
     assert times.usual(1, 2) == pytest.approx(0.2, rel=0.1)
     assert times.usual(16, 2) == pytest.approx(0.2, rel=0.1)
+    times.add(16, 2, 9.0)
     times.add(16, 2, 0.9)
     assert times.usual(8, 2) == pytest.approx(0.9)
     assert times.usual(1, 0) == 0

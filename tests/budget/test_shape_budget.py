@@ -44,8 +44,13 @@ def test_measures_drafting_and_leaves_catching_up_out() -> None:
     assert row["num_draft_tokens"] == 3
     assert row["observed_ms"] == pytest.approx(50)
     assert row["realised_tokens"] == 3
-    assert budget.planner.draft_times.usual(1, 4) == pytest.approx(0.012)
     assert budget.planner.acceptance.evidence == pytest.approx(1, rel=0.01)
+    assert budget.planner.draft_times.usual(1, 4) == 0  # the first drafts are not measured
+    budget.drafted(0.012)
+    budget.verified(SLOTS, chain(3), outcome(2, 3))
+    clock.now = 0.6
+    budget.choose(SLOTS)
+    assert budget.planner.draft_times.usual(1, 4) == pytest.approx(0.012)
 
 
 def test_trees_that_the_host_cut_to_their_roots_are_plain_steps() -> None:

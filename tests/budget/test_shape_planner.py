@@ -44,6 +44,7 @@ def test_not_slower_than_plain(scenario: Scenario, batch: int) -> None:
         full(Scenario(first=lambda step: 0.4), 0.93, id="trees"),
         full(Scenario(batch=8), 0.94, id="eight requests"),
         full(Scenario(reads=False, stalls=0.01), 0.93, id="stalls"),
+        pytest.param(Scenario(warm_up=3.0), 0.93, id="slow first drafts"),
     ],
 )
 def test_close_to_the_best_fixed_shape(scenario: Scenario, least: float) -> None:

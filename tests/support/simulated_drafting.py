@@ -46,6 +46,7 @@ class Scenario:
         answer: Tokens of an answer, which begins with a prompt of as many tokens.
         batch: Number of requests.
         reads: Whether the draft model has to read what it missed while nothing was drafted.
+        warm_up: Further seconds of the first drafts with a number of levels.
     """
 
     fixed: float = 0.03
@@ -60,6 +61,7 @@ class Scenario:
     answer: int = 128
     batch: int = 1
     reads: bool = True
+    warm_up: float = 0.0
 
     def forwards(self) -> dict[int, float]:
         """Seconds of the forwards that are timed at the start, by token count."""
@@ -153,6 +155,7 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
     rng = np.random.default_rng(seed)
     answers = np.random.default_rng(seed + 1000)
     batch, result = scenario.batch, Run()
+    warm = {0}
     left = answers.integers(1, 2 * scenario.answer, batch)
     unread = left.copy() if scenario.reads else np.zeros(batch, np.int64)
     for step in range(steps):
@@ -170,6 +173,8 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
             levels = (shape.depth + 1) * scenario.draft_fixed
             drafting = slow * levels + by_row * batch * (1 + shape.nodes)
             drafting *= float(np.exp(scenario.noise * rng.standard_normal()))
+            drafting += scenario.warm_up * (shape.depth not in warm)
+            warm.add(shape.depth)
         elif scenario.reads:
             unread += emitted
         seconds = scenario.fixed + scenario.by_row * rows
