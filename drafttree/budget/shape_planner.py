@@ -41,7 +41,7 @@ _HOPELESS = 8.0
 _CAPACITY = 64.0
 """Most that is saved up, in plain steps."""
 _AT_START = 4.0
-"""What is there at first, in plain steps."""
+"""What is there at first, and the most that a depth's first drafts are charged, in plain steps."""
 _EVIDENCE = 8.0
 """Outcomes without which nobody knows whether drafting pays."""
 _RESTS = 8
@@ -219,9 +219,8 @@ class ShapePlanner:
                 # What it gained is saved up as well, so that it goes on while it gains.
                 spent = (seconds + catch_up_seconds) / float(means[0])
                 if not warm:
-                    # What is loaded or compiled once says nothing of the steps that follow; what
-                    # drafts cost is not in the stake yet, and counts as a plain step at most.
-                    spent = min(spent, 2 + self._at_stake)
+                    # What is loaded or compiled once says nothing of the steps that follow.
+                    spent = min(spent, _AT_START)
                 self._saved -= spent - emitted / batch_size
                 self._at_stake = 0.0
             self._saved = min(_CAPACITY, self._saved)

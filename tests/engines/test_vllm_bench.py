@@ -85,6 +85,7 @@ def test_ngram(model: Path, prompts: Path) -> None:
     assert len(report["repetitions"]) == 2
 
 
+@pytest.mark.full
 def test_a_draft_model_of_vllm(model: Path, prompts: Path) -> None:
     # The target as its own draft model, so whatever it drafts is accepted.
     method = ("--method", "draft-model", "--option", f"model={model}")

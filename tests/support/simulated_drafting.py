@@ -154,6 +154,8 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
     """Run steps; each answer that ends is followed by another."""
     rng = np.random.default_rng(seed)
     answers = np.random.default_rng(seed + 1000)
+    # All policies meet the same stalls.
+    stalls = np.random.default_rng(seed + 2000)
     batch, result = scenario.batch, Run()
     warm = {0}
     left = answers.integers(1, 2 * scenario.answer, batch)
@@ -179,7 +181,7 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
             unread += emitted
         seconds = scenario.fixed + scenario.by_row * rows
         seconds *= float(np.exp(scenario.noise * rng.standard_normal()))
-        seconds += 5 * scenario.fixed * (rng.random() < scenario.stalls)
+        seconds += 5 * scenario.fixed * (stalls.random() < scenario.stalls)
         result.steps.append(
             Step(
                 shape,
