@@ -113,7 +113,6 @@ def check_engine(
         ("two-batches", parallel, "enable_dbo", False, "leave dual batch overlap out"),
         ("two-batches", parallel, "ubatch_size", 0, "leave micro-batches out"),
         ("prompt-embeddings", model, "enable_prompt_embeds", False, "leave it out"),
-        ("lora", engine, "enable_lora", False, "leave it out"),
         ("watermarks", engine, "watermark_config", None, "leave it out"),
     ):
         value = getattr(settings, option, served)  # an older version may lack it

@@ -23,6 +23,7 @@ STEP_STATE = {"step"}
 
 NO_PATCHES = {
     "acceptance_sampler.py: self.topk_topp_sampler.choose": "a module of drafttree's own sampler",
+    "adapters.py: copied._modules": "a copy, for a drafter's embeddings and logits",
     "drafters/draft_model_loader.py: config.model_config": "a copy, for the draft model",
     "drafters/draft_model_loader.py: config.quant_config": "a copy, for the draft model",
     "forward.py: builder.step_masks": "drafttree's own metadata builder",

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import adapters_on_cpu
 import pytest
 import torch
-from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
+from overfitted_drafter import LENGTH, PROMPTS, make_overfitted_to_adapter
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 from tiny_models import make_tiny_adapter, make_tiny_llama, merge_adapter
 from top_tokens import top_tokens
 
-from drafttree.model_files import first_rows_fingerprint
 from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": LENGTH, "ignore_eos": True}
@@ -30,6 +28,15 @@ ENGINE: dict[str, Any] = {
     "lora_backend": "torch_native",
     "variables": {adapters_on_cpu.VARIABLE: "1"},
 }
+
+
+class Loading(NamedTuple):
+    """Cases in which adapters are loaded, the arguments of their engine, and its own answers."""
+
+    cases: list[Case]
+    engine: dict[str, Any]
+    plain: list[Answer]
+
 
 AT_ONCE = pytest.mark.parametrize(
     "most", [pytest.param(3, id="three_at_once"), pytest.param(2, marks=pytest.mark.full)]
@@ -133,13 +140,7 @@ def test_rsd(
 @pytest.fixture(scope="module")
 def memorised(merged: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lyanna's drafter for the target, which knows the answers that the first adapter gives."""
-    folder = tmp_path_factory.mktemp("memorised")
-    assert make_overfitted(merged, folder).mean_accepted_tokens > 2.5
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["lyanna"]["fingerprint"] = first_rows_fingerprint(tiny_llama)
-    file.write_text(json.dumps(config))
-    return folder
+    return make_overfitted_to_adapter(tiny_llama, merged, tmp_path_factory.mktemp("memorised"))
 
 
 @pytest.mark.full
@@ -166,11 +167,9 @@ def test_lyanna(
     assert counters["emitted"] / counters["steps"] > 2.2
 
 
-@pytest.mark.full
-def test_adapters_that_are_loaded_while_serving(
-    adapters: dict[str, Path], tiny_llama: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
-    """One takes another's name, of whose answers the texts and tables still are."""
+@pytest.fixture(scope="module")
+def loading(tiny_llama: Path, adapters: dict[str, Path]) -> Loading:
+    """Cases in which one adapter takes another's name, and the engine's own answers."""
     first, second = ({"late": str(adapters[name])} for name in ("first", "second"))
     prompts = some_prompts(8, longest=60, shortest=40)
     late = {"adapters": ["late", None] * 4, "rounds": 2}
@@ -179,18 +178,40 @@ def test_adapters_that_are_loaded_while_serving(
         *(Case(prompts, GREEDY, loads=each, **late) for each in (first, second, first)),
     ]
     engine = ENGINE | {"max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
-    without, _ = run_sglang(tiny_llama, served, drafted=False, **engine)
-    with_trees, _ = run_sglang(tiny_llama, served, **engine)
-    for expected, drafted in zip(without, with_trees, strict=True):
-        assert drafted.tokens == expected.tokens
-    for drafted in with_trees[:3]:
-        proves_drafting(drafted)
-    # What was remembered of the first one's answers is right again.
-    assert with_trees[3].counters["accepted_tokens"] > with_trees[1].counters["accepted_tokens"]
-    none, one, other, again = (answer.tokens[::2] for answer in with_trees)
+    plain, _ = run_sglang(tiny_llama, served, drafted=False, **engine)
+    none, one, other, again = (answer.tokens[::2] for answer in plain)
     for each in zip(none, one, other, strict=True):
         assert len({tuple(tokens) for tokens in each}) == 3
     assert again == one
+    return Loading(served, engine, plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["token-recycling", "rsd", "lyanna"])
+def test_adapters_that_are_loaded_while_serving(
+    method: str,
+    loading: Loading,
+    tiny_llama: Path,
+    proves_drafting: Callable[[Answer], None],
+    request: pytest.FixtureRequest,
+) -> None:
+    """What a drafter knows of the answers of one adapter is of no use for those of another."""
+    models = {"rsd": "merged", "lyanna": "memorised"}
+    with_trees, _ = run_sglang(
+        tiny_llama,
+        loading.cases,
+        {"tree": "beam:3x4"} if method == "rsd" else None,
+        method=method,
+        draft_model=request.getfixturevalue(models[method]) if method in models else None,
+        **loading.engine,
+    )
+    for expected, drafted in zip(loading.plain, with_trees, strict=True):
+        assert drafted.tokens == expected.tokens
+    for drafted in with_trees[:3]:
+        proves_drafting(drafted)
+    if method == "token-recycling":
+        # What was remembered of the first one's answers is right again.
+        assert with_trees[3].counters["accepted_tokens"] > with_trees[1].counters["accepted_tokens"]
 
 
 @pytest.mark.full

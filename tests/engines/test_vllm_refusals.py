@@ -50,13 +50,6 @@ def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str
         configure(tiny_llama, speculative)
 
 
-def test_adapters_beside_a_drafter_that_reads_embeddings(tiny_llama: Path) -> None:
-    lyanna = {"method": "lyanna", "model": str(tiny_llama)}
-    with pytest.raises(ValueError, match="Lyanna does not work with enable_lora=True: leave it"):
-        configure(tiny_llama, lyanna, enable_lora=True)
-    configure(tiny_llama, {"nodes": 15}, enable_lora=True)
-
-
 def test_a_window_beside_a_second_model(tmp_path: Path) -> None:
     """Its layers would share the target's cache groups; a context within the window is fine."""
     model = make_tiny_family("mistral", tmp_path)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from random_prompts import some_prompts
-from tiny_models import make_tiny_adapter
 from v2_on_cpu import check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm
 
@@ -153,28 +152,6 @@ def test_no_running_request_waits_because_others_draft(
     proves_drafting(drafted)
     counters = drafted.counters
     assert counters["draft_tokens"] <= 15 * counters["drafted_steps"]
-
-
-@on_both_runners
-def test_lora_requests_beside_plain_ones(
-    runner: str, tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
-) -> None:
-    """The engine does not know the adapters at its start, and one takes the other's place."""
-    first, second = (tmp_path / name for name in ("first", "second"))
-    for seed, folder in enumerate((first, second)):
-        folder.mkdir()
-        make_tiny_adapter(folder, seed=seed)
-    count, tokens = {"v1": (8, 40), "v2": (4, 20)}[runner]
-    asked, greedy = prompts(count, 5, 30), GREEDY | {"max_tokens": tokens}
-    cases = [Case(asked, greedy, adapter=each and str(each)) for each in (first, None, second)]
-    # On a CPU vLLM computes requests without an adapter with the last place of adapters: empty.
-    engine: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-    plain, drafted, _ = both(tiny_llama, cases, runner=runner, **engine)
-    for without, with_trees in zip(plain, drafted, strict=True):
-        assert with_trees.tokens == without.tokens
-        proves_drafting(with_trees)
-    for row, answers in enumerate(zip(*(each.tokens for each in drafted), strict=True)):
-        assert len({tuple(samples[0]) for samples in answers}) == (3 if row % 2 else 1)
 
 
 @on_both_runners

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from lyanna_parts import drafter_for
 
+from drafttree.model_files import first_rows_fingerprint
 from lyanna_plugin.checkpoint import save
 from lyanna_plugin.training.acceptance import Acceptance, measure
 from lyanna_plugin.training.dataset import Sample
@@ -63,3 +65,19 @@ def make_overfitted(folder: Path, out: Path) -> Acceptance:
     train(model, corpus, settings, out, lambda progress: None)
     save(drafter, out)
     return measure(model, corpus, torch.device("cpu"))
+
+
+def make_overfitted_to_adapter(target: Path, merged: Path, out: Path) -> Path:
+    """Train a drafter for a target on the greedy answers that it gives with a LoRA adapter.
+
+    Args:
+        target: The target's folder.
+        merged: What the target is with the adapter, with the same embeddings and head.
+        out: The drafter's folder.
+    """
+    assert make_overfitted(merged, out).mean_accepted_tokens > 2.5
+    file = out / "config.json"
+    config = json.loads(file.read_text())
+    config["lyanna"]["fingerprint"] = first_rows_fingerprint(target)
+    file.write_text(json.dumps(config))
+    return out

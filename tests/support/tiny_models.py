@@ -8,25 +8,41 @@ from pathlib import Path
 from typing import Any
 
 
-def make_tiny_adapter(folder: Path, rank: int = 8, seed: int = 5) -> Path:
-    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers."""
+def make_tiny_adapter(
+    folder: Path, rank: int = 8, seed: int = 5, *, vocabulary: bool = False
+) -> Path:
+    """Save a random LoRA adapter for `make_tiny_llama`'s model, strong enough to change answers.
+
+    It adapts two projections of each layer and, with `vocabulary`, the embeddings and the head too.
+    """
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
-    inputs, outputs = 128, {"q_proj": 128, "v_proj": 64}
-    weights = {}
+    size, tokens, outputs = 128, 512, {"q_proj": 128, "v_proj": 64}
+    shapes = {}
     for layer in range(2):
-        for name, size in outputs.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (size, rank))):
-                weights[f"{prefix}.{part}.weight"] = torch.randn(shape, generator=generator) / 2
+        for name, output in outputs.items():
+            prefix = f"model.layers.{layer}.self_attn.{name}"
+            shapes[f"{prefix}.lora_A.weight"] = rank, size
+            shapes[f"{prefix}.lora_B.weight"] = output, rank
+    modules = [*outputs]
+    if vocabulary:
+        shapes["model.embed_tokens.lora_embedding_A"] = rank, tokens
+        shapes["model.embed_tokens.lora_embedding_B"] = size, rank
+        shapes["lm_head.lora_A.weight"] = rank, size
+        shapes["lm_head.lora_B.weight"] = tokens, rank
+        modules += ["embed_tokens", "lm_head"]
+    weights = {
+        f"base_model.model.{name}": torch.randn(shape, generator=generator) / 2
+        for name, shape in shapes.items()
+    }
     save_file(weights, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": 2 * rank,
-        "target_modules": list(outputs),
+        "target_modules": modules,
         "task_type": "CAUSAL_LM",
         "bias": "none",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ class Case:
         sleep: The level at which the engine sleeps and wakes up before the case.
         rounds: How many times to submit the requests; the last answers count.
         after: A file for which to wait before the case, while no request is running.
-        adapter: Folder of a LoRA adapter that every second request uses. It takes the place of
-            that of an earlier case.
+        adapters: Name of each request's LoRA adapter, None for the model itself; empty for all.
+        loads: Folders of LoRA adapters to load before the case, by name; None to unload one. It
+            takes the place of one that was loaded for an earlier case under the same name.
         images: Seeds of a random image for each request, in whose prompt one token stands for it;
             None for requests without an image.
         together: Whether to submit all requests at once instead of one after the other.
@@ -41,7 +43,8 @@ class Case:
     sleep: int | None = None
     rounds: int = 1
     after: Path | None = None
-    adapter: str | None = None
+    adapters: list[str | None] = field(default_factory=list)
+    loads: dict[str, str | None] = field(default_factory=dict)
     images: list[int | None] | None = None
     together: bool = True
 
@@ -155,7 +158,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         arguments["speculative_config"]["method"] != "ngram"
     )
     answers = []
-    loaded: str | None = None
+    adapters = Adapters(llm)
     for case in cases:
         wait_for(case.after)
         if case.reset:
@@ -172,8 +175,8 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
         settings = case.sampling if many else [case.sampling] * len(case.prompts)
         parameters = [sampling_parameters(setting) for setting in settings]
         prompts = _prompts(case)
-        adapters = _adapters(llm, case, loaded)
-        loaded = case.adapter or loaded
+        adapters.load(case.loads)
+        adapted = adapters.of(case)
         for _ in range(case.rounds):
             outputs = []
             for group in _groups(case):
@@ -181,7 +184,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                     prompts[group],
                     parameters[group],
                     use_tqdm=False,
-                    lora_request=adapters and adapters[group],
+                    lora_request=adapted and adapted[group],
                 )
         after = llm.collective_rpc("drafttree_counters")[0] if ours else {}
         answers.append(
@@ -228,17 +231,35 @@ def _groups(case: Case) -> list[slice]:
     return [slice(row, row + 1) for row in range(len(case.prompts))]
 
 
-def _adapters(llm: Any, case: Case, loaded: str | None) -> list[Any] | None:
-    """The adapter of each request; one that takes another's place is loaded as by vLLM's server."""
-    if case.adapter is None:
-        return None
+class Adapters:
+    """The LoRA adapters of an engine, which are loaded as by vLLM's server."""
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+        self._numbers = count(1)
+        self._loaded: dict[str, Any] = {}
+
+    def load(self, asked: dict[str, str | None]) -> None:
+        """Load, replace and unload adapters. A new one is loaded by the first request for it."""
+        for name, folder in asked.items():
+            known = self._loaded.pop(name, None)
+            if folder is None:
+                assert self._engine.remove_lora(known.lora_int_id)
+                continue
+            number = known.lora_int_id if known else next(self._numbers)
+            if known:
+                assert self._engine.add_lora(_adapter(name, number, folder, load_inplace=True))
+            self._loaded[name] = _adapter(name, number, folder)
+
+    def of(self, case: Case) -> list[Any] | None:
+        """The adapter of each request; None if no request has one."""
+        return [name and self._loaded[name] for name in case.adapters] or None
+
+
+def _adapter(*args: Any, **kwargs: Any) -> Any:
     from vllm.lora.request import LoRARequest
 
-    replaces = loaded not in (None, case.adapter)
-    adapter = LoRARequest("adapter", 1, case.adapter, load_inplace=replaces)
-    if replaces:
-        assert llm.llm_engine.add_lora(adapter)
-    return [adapter if row % 2 else None for row in range(len(case.prompts))]
+    return LoRARequest(*args, **kwargs)
 
 
 def sampling_parameters(setting: dict[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
+from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.deferred_reads import DeferredReads
@@ -59,7 +60,8 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         """Load the target, and then the drafter with its layer."""
         super().load_model(load_dummy_weights)
-        target = self._target(self.get_model().embed_input_ids)
+        self._unadapted = unadapted_target(self)
+        target = self._target(self._unadapted.embed_input_ids)
         self._drafter = self._method.drafter(self._options, target)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._layer = DraftLayer(self._drafter, self.vllm_config, self.max_num_reqs, self.device)
@@ -123,7 +125,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._read_deferred(step)
         parts = self._parts(LAYER)
         states = self._layer.unroll(slots, step.root_positions, step.rows, sizes, parts)
-        logits = self.get_model().compute_logits(states.flatten(0, 1))
+        logits = self._unadapted.compute_logits(states.flatten(0, 1))
         trees = self._drafter.propose(
             slots,
             roots,

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.v2.hooks import check_next_tokens
 from drafttree.vllm.v2.in_step import InStepRunnerV2
@@ -34,7 +35,8 @@ class HiddenStateRunnerV2(InStepRunnerV2):
 
     def _make_drafter(self, method: Method[Any], options: Any) -> None:
         # The drafter needs the target's embeddings.
-        self._drafter = method.drafter(options, self._target(self.get_model().embed_input_ids))
+        self._unadapted = unadapted_target(self)
+        self._drafter = method.drafter(options, self._target(self._unadapted.embed_input_ids))
         self._layer = DraftLayer(self._drafter, self.vllm_config, self.max_num_reqs, self.device)
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
@@ -47,7 +49,7 @@ class HiddenStateRunnerV2(InStepRunnerV2):
             *(slots, root_positions, step.place_of_node, step.sizes),
             self._parts(batch, LAYER),
         )
-        logits = self.model.compute_logits(states.flatten(0, 1))
+        logits = self._unadapted.compute_logits(states.flatten(0, 1))
         steps = self._layer.valid_steps(step.sizes.long())
         steps = steps.masked_fill(self._undrafted(batch, step), 0)
         trees = self._drafter.propose(slots, roots, logits.view(*states.shape[:2], -1), steps)
