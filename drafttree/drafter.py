@@ -29,7 +29,8 @@ DraftForward = Callable[[DraftTree, int], torch.Tensor]
 """`(trees, first) -> float32 [B, N - first, V]`: the draft model's next-token distributions after
 the nodes from column `first` on, with the request's temperature and filters applied (without
 filters for requests that are not sampled). The KV of earlier columns is cached; the KV of these
-columns is written. The result for the last level of a complete tree is not used."""
+columns is written, in place of what was there. The result for the last columns of a complete tree
+is not used."""
 
 AcceptanceRule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """`(target float32 [B, V], nodes int32 [B]) -> tokens int32 [B]`: chooses the token after each node
@@ -335,10 +336,15 @@ class DraftModelDrafter(Drafter):
 
     Attributes:
         columns: Parent of each column of the largest tree, level by level; -1 for the root. Each
-            column of a proposed tree holds a node of the depth given here, or none.
+            column of a proposed tree holds a node of the depth given here, or none. With `tables`
+            only their number counts: there may be a node of any depth in each.
+        tables: A model-free drafter whose candidates share the trees; None without one. Hosts
+            call its `start`, `previous_tokens`, `observe` and `prime` as for its kind. All else
+            this drafter passes on itself.
     """
 
     columns: tuple[int, ...]
+    tables: ModelFreeDrafter | None = None
     source = "draft model"
 
     @property
@@ -380,7 +386,8 @@ class DraftModelDrafter(Drafter):
             sampled: `bool [B]`; where it is false nothing is sampled, and the most likely tokens
                 are drafted.
             forward: The draft model. It must be called for each column that is returned, the last
-                level and the roots included, as it writes the KV of accepted tokens.
+                level and the roots included, as it writes the KV of accepted tokens. With `tables`
+                the last call reads all columns of the trees that are returned, but the roots.
 
         Returns:
             The trees, and whatever `acceptance_rule` needs about how they were sampled. A tree may

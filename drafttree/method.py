@@ -58,7 +58,7 @@ class MethodOptions(BaseModel):
 
     @property
     def reads_logits(self) -> str | None:
-        """The option, as in `tables=true`, by which a hidden-state drafter has `tables`, which read
+        """The option, as in `tables=true`, by which a drafter with a model has `tables`, which read
         texts and the target's logits; None if it has none."""
         return None
 

@@ -210,7 +210,8 @@ class StaticTree:
 class DraftTree:
     """The draft trees of a batch of B requests, nodes in breadth-first order.
 
-    Hosts that choose the number of draft tokens get them from the most to the least probable one.
+    Hosts that choose the number of draft tokens get them from the most to the least probable one,
+    and so do all hosts from a drafter that samples from a draft model and has tables.
     Every parent comes before its children, so any prefix of the columns is a valid tree too. A
     column whose token is -1 contains no node; its parent is -1.
 
@@ -237,12 +238,13 @@ class DraftTree:
         """Whether there are columns for drafts."""
         return self.tokens.shape[1] > 1
 
-    def check(self, num_draft_tokens: int | None = None) -> None:
+    def check(self, num_draft_tokens: int | None = None, *, by_depth: bool = True) -> None:
         """Verify that the tensors are draft trees; reads them on the host.
 
         Args:
             num_draft_tokens: Greatest number of columns beside the root; None to leave that
                 unchecked.
+            by_depth: Whether nodes must be in breadth-first order.
 
         Raises:
             ValueError: The message names the request, the column and the rule that is broken.
@@ -266,7 +268,7 @@ class DraftTree:
             self.tokens.tolist(), self.parents.tolist(), self.tree_size.tolist(), strict=True
         )
         for row, (tokens, parents, size) in enumerate(rows):
-            _check_tree(f"request {row}", tokens, parents, size)
+            _check_tree(f"request {row}", tokens, parents, size, by_depth=by_depth)
 
     def truncated(self, num_draft_tokens: int) -> DraftTree:
         """The trees without the columns beyond `num_draft_tokens` drafts; no copy is made."""
@@ -302,7 +304,9 @@ class DraftTree:
         return [token for token in tokens if token >= 0]
 
 
-def _check_tree(name: str, tokens: list[int], parents: list[int], size: int) -> None:
+def _check_tree(
+    name: str, tokens: list[int], parents: list[int], size: int, *, by_depth: bool
+) -> None:
     """Check one request's tree; `name` begins the messages."""
     if parents[0] != -1:
         raise ValueError(f"{name}: the root's parent is {parents[0]} and must be -1")
@@ -323,7 +327,7 @@ def _check_tree(name: str, tokens: list[int], parents: list[int], size: int) -> 
                 f"{name}: the parent of column {column} is {parent}, which is not an earlier node"
             )
         depth[column] = depth[parent] + 1
-        if depth[column] < depth[before]:
+        if by_depth and depth[column] < depth[before]:
             raise ValueError(
                 f"{name}: column {column} is shallower than column {before}: nodes must be in "
                 "breadth-first order"

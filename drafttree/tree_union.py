@@ -162,6 +162,38 @@ def best_of_union(
     own = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(1, order, own)
     scores = scores.masked_fill(rank > most[:, None], 0)
-    trees = ExpandedTrees(union.tokens, union.parents, own.int().contiguous(), scores)
-    tokens, parents, columns, tree_size = best_nodes(trees, num_draft_tokens)
+    return _best(union, scores, num_draft_tokens, by_score=False)
+
+
+def best_first(union: TreeUnion, scores: Tensor, num_draft_tokens: int) -> tuple[DraftTree, Tensor]:
+    """The nodes of highest score of each tree, from the highest to the lowest.
+
+    The arguments and the result are otherwise those of `best_of_union`.
+    """
+    return _best(union, scores, num_draft_tokens, by_score=True)
+
+
+def kept_first(union: TreeUnion, scores: Tensor, kept: Tensor) -> Tensor:
+    """Scores by which all nodes of the first drafter come before the others.
+
+    Args:
+        union: The trees.
+        scores: What `scores_of` returns.
+        kept: `bool [B]`, the requests for which they do, in the order of their columns; the scores
+            of the others stay.
+    """
+    columns = union.columns[0]
+    first = kept[:, None] & (columns > 0)
+    # Above all probabilities, and exact for as many columns as a tree can have.
+    return torch.where(first, 2 - columns / 1024, scores)
+
+
+def _best(
+    union: TreeUnion, scores: Tensor, num_draft_tokens: int, *, by_score: bool
+) -> tuple[DraftTree, Tensor]:
+    own = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    trees = ExpandedTrees(
+        union.tokens, union.parents, own.expand_as(scores).contiguous(), scores.contiguous()
+    )
+    tokens, parents, columns, tree_size = best_nodes(trees, num_draft_tokens, by_score=by_score)
     return DraftTree(tokens, parents, tree_size), columns.long()

@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from drafttree.budget.level_acceptance import TreeShape
 from drafttree.method import MethodOptions
 from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
-from recycle_plugin import METHOD as TOKEN_RECYCLING
 from recycle_plugin.config import RecycleOptions
+from recycle_plugin.shared_trees import parse_tables
 
 LARGEST = 12
 """Draft tokens of the paper's regular trees."""
@@ -76,15 +76,7 @@ class LyannaOptions(MethodOptions):
     @field_validator("tables", mode="before")
     @classmethod
     def _parse_tables(cls, given: Any) -> Any:
-        if given is False or isinstance(given, RecycleOptions):
-            return given
-        if given is not True and not isinstance(given, dict):
-            raise ValueError("use true, false, or an object of Token Recycling's options")
-        chosen = {} if given is True else given
-        for name in ("tree", "drafting", "nodes", "max_nodes", "k"):
-            if name in chosen:
-                raise ValueError(f"{name} is not used, as Lyanna's nodes decides: leave it out")
-        return TOKEN_RECYCLING.parse(chosen)
+        return parse_tables(given, ["nodes"], "Lyanna's nodes decides")
 
     @field_validator("nodes")
     @classmethod

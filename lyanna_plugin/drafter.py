@@ -19,7 +19,6 @@ from drafttree.drafter import Attend, HiddenStateDrafter, Target
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.shared_trees import SharedTrees, united_steps
 from lyanna_plugin.tree import (
     TokenTable,
     choose,
@@ -27,9 +26,10 @@ from lyanna_plugin.tree import (
     merge,
     resample_logits,
     sample_tree,
+    united_steps,
 )
 from recycle_plugin import DynamicTreeDrafter
-from recycle_plugin import make_drafter as make_tables
+from recycle_plugin.shared_trees import SharedTrees, make_tables
 
 
 class LyannaTrees(HiddenStateDrafter):
@@ -70,15 +70,13 @@ class LyannaTrees(HiddenStateDrafter):
         self._steps = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._accepted = torch.zeros_like(self._steps)
         if self._shared is not None:
-            self._shared.allocate(max_requests, max_model_len, device)
+            self._shared.allocate(max_requests, max_model_len)
 
     def share_tables(self, target: Target) -> None:
         """Make the tables that the options ask for, if they do; called before `allocate`."""
         options = self._options.of_tables
         if options is not None:
-            tables = make_tables(options, target)
-            assert isinstance(tables, DynamicTreeDrafter), "the options allow no others"
-            self.share_trees(tables)
+            self.share_trees(make_tables(options, target))
 
     def share_trees(self, tables: DynamicTreeDrafter) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
@@ -88,7 +86,11 @@ class LyannaTrees(HiddenStateDrafter):
         """
         options = self._options
         self._shared = SharedTrees(
-            tables, options.num_draft_tokens, options.steps, learns=options.shares_worth
+            tables,
+            options.num_draft_tokens,
+            options.steps,
+            self.source,
+            learns=options.shares_worth,
         )
         self.tables = tables
         self.max_depth = self._shared.max_depth

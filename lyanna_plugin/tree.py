@@ -14,7 +14,7 @@ from tree_kernels.merge import merge_trees
 from tree_kernels.token_info import token_info_top
 
 from drafttree.tree import DraftTree
-from drafttree.tree_union import Candidates
+from drafttree.tree_union import Candidates, unite
 from lyanna_plugin.token_info import TokenInfo
 
 
@@ -132,6 +132,18 @@ def expand_tree(
         columns = (num_found + best).int()
         num_found += joined.shape[1]
     return ExpandedTree(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
+
+
+def united_steps(regular: Candidates, second: Candidates, steps: int) -> Candidates:
+    """The candidates of a regular tree and of a second one, whose estimates are older."""
+    union = unite(regular, second, steps)
+    at, other = union.columns
+    chances = torch.where(
+        at >= 0,
+        regular.chances.gather(1, at.clamp(min=0)),
+        second.chances.gather(1, other.clamp(min=0)),
+    ).masked_fill((at < 0) & (other < 0), 0)
+    return Candidates(union.tokens, union.parents, chances)
 
 
 def prune(

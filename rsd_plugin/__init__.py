@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from drafttree.drafter import Target
 from drafttree.method import DRAFT_MODEL, Method
+from recycle_plugin.shared_trees import make_tables
 from rsd_plugin.config import RsdOptions
 from rsd_plugin.drafter import RsdDrafter
 
 
 def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
     """Build the drafter for a target."""
-    return RsdDrafter(options, target.vocab_size)
+    drafter = RsdDrafter(options, target.vocab_size)
+    if options.of_tables is not None:
+        drafter.share_trees(make_tables(options.of_tables, target))
+    return drafter
 
 
 METHOD = Method(

@@ -6,15 +6,20 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_DRAFT_TOKENS, StaticTree
+from recycle_plugin.config import RecycleOptions
+from recycle_plugin.shared_trees import parse_tables
 
 _BEAM = re.compile(r"beam:(\d+)x(\d+)")
 _LARGEST = "beam:3x5"
+
+_OF_TABLES = 8
+"""How many draft tokens more a tree has with tables, by default."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,24 @@ class RsdOptions(MethodOptions):
         "high temperature, and reads the target's distributions after all nodes in place of those "
         "on the accepted path.",
     )
+    tables: bool | RecycleOptions = Field(
+        default=False,
+        description="Draft the candidates of Token Recycling too, from its tables and from copies, "
+        "in the same trees, which have 8 draft tokens more. `true`, or an object: `nodes`, how "
+        "many they have more, and Token Recycling's options `hot_start`, `memory`, `prime`, "
+        "`prime_seconds` and `sharing`. In SGLang, and in vLLM on the V1 model runner.",
+    )
+
+    @field_validator("tables", mode="before")
+    @classmethod
+    def _parse_tables(cls, given: Any) -> Any:
+        given = {} if given is True else given
+        if isinstance(given, dict):
+            given = {"nodes": _OF_TABLES, **given}
+        parsed = parse_tables(given, [], "RSD's tree decides")
+        if isinstance(parsed, RecycleOptions) and parsed.nodes == "auto":
+            raise ValueError("nodes=auto chooses among trees of tables alone: use a number")
+        return parsed
 
     @property
     def auto(self) -> bool:
@@ -88,12 +111,54 @@ class RsdOptions(MethodOptions):
         _ = self.shape
         return self
 
+    @model_validator(mode="after")
+    def _tables_fit(self) -> Self:
+        if not isinstance(self.tables, RecycleOptions):
+            return self
+        if self.auto:
+            raise ValueError(
+                f"tree=auto chooses among trees of the draft model alone: use tree={_LARGEST} or "
+                "another with tables, or leave tables out"
+            )
+        if self.verify != "recursive":
+            raise ValueError(
+                f"verify={self.verify} verifies trees that are sampled as a whole: leave verify "
+                "out, or tables"
+            )
+        if self.num_draft_tokens > MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"tree={self.tree!r} and the nodes={self.tables.nodes} of tables are more than "
+                f"{MAX_DRAFT_TOKENS} draft tokens together: choose fewer"
+            )
+        return self
+
     @property
     def num_draft_tokens(self) -> int:
         """Number of draft tokens of a tree, excluding the root."""
-        return sum(self.shape.widths)
+        sampled = sum(self.shape.widths)
+        if isinstance(self.tables, RecycleOptions):
+            return sampled + self.tables.num_draft_tokens
+        return sampled
 
     @property
     def depth(self) -> int:
         """Maximum depth of a draft token."""
-        return len(self.shape.widths)
+        of_tables, sampled = self.of_tables, len(self.shape.widths)
+        return sampled if of_tables is None else max(sampled, of_tables.depth)
+
+    @property
+    def of_tables(self) -> RecycleOptions | None:
+        """Token Recycling's options, for trees as large as these; None without tables."""
+        if not isinstance(self.tables, RecycleOptions):
+            return None
+        return self.tables.model_copy(update={"nodes": self.num_draft_tokens})
+
+    @property
+    def shares_worth(self) -> bool:
+        """Whether requests share what is learnt of the worth of nodes."""
+        return isinstance(self.tables, RecycleOptions) and self.tables.sharing == "engine"
+
+    @property
+    def reads_logits(self) -> str | None:
+        """The option by which the drafter learns from the target's logits."""
+        return "tables" if self.tables else None

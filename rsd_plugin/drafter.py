@@ -1,5 +1,10 @@
 """The RSD drafter (arXiv 2402.14160, section 3): samples a tree from a draft model without
-replacement, and provides the acceptance rule for it."""
+replacement, and provides the acceptance rule for it.
+
+With tables, nodes of Token Recycling's stand in the trees too. Those of requests that are sampled
+begin with the whole tree that the draft model gave, as choosing among tokens that were drawn would
+change the law of the output.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import DraftForward, DraftModelDrafter
 from drafttree.tree import DraftTree, Verified
+from drafttree.tree_union import Candidates
+from recycle_plugin import DynamicTreeDrafter
+from recycle_plugin.shared_trees import SharedTrees
 from rsd_plugin.config import RsdOptions, Shape
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.rules import RecursiveRejection, Traversal
@@ -27,10 +36,13 @@ class Drawn:
         probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
             were sampled; zeros where nothing was sampled.
         noise: The random numbers of the step.
+        columns: `int64 [B, N]`, the column that each node of the trees had when it was sampled, -1
+            for nodes that were not; None if it is the same.
     """
 
     probs: Tensor
     noise: StepNoise
+    columns: Tensor | None = None
 
 
 _BEAMS = tuple(
@@ -67,6 +79,27 @@ class RsdDrafter(DraftModelDrafter):
         self._read_seconds = 0.0
         self._max_children = max(self._shape.factors or self._shape.widths)
         self._traverses = options.verify == "traversal"
+        self._options = options
+        self._shared: SharedTrees | None = None
+
+    def share_trees(self, tables: DynamicTreeDrafter) -> None:
+        """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
+
+        Args:
+            tables: Its drafter, of as many draft tokens as these trees.
+        """
+        options = self._options
+        nodes, steps = options.num_draft_tokens, len(self._shape.widths)
+        self._shared = SharedTrees(tables, nodes, steps, self.source, learns=options.shares_worth)
+        self.tables = tables
+        self.max_depth = self._shared.max_depth
+        self.shares_texts = tables.shares_texts
+        self.columns = (-1, *[0] * nodes)
+
+    def allocate(self, max_requests: int, max_model_len: int) -> None:
+        """Allocate the tables' state of requests, if there are any."""
+        if self._shared is not None:
+            self._shared.allocate(max_requests, max_model_len)
 
     @property
     def plans(self) -> bool:
@@ -98,18 +131,45 @@ class RsdDrafter(DraftModelDrafter):
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of a step."""
+        if self._shared is not None:
+            self._shared.on_verified(slots, trees, verified)
         if self._budget is not None:
             self._budget.verified(slots, trees, verified)
 
     def release(self, slots: Sequence[int]) -> None:
         """Requests have ended, so that the step under way is no decode step of the same ones."""
+        if self._shared is not None:
+            self._shared.tables.release(slots)
         if self._budget is not None and slots:
             self._budget.discard()
 
     def reset(self) -> None:
-        """Forget what was accepted."""
+        """Forget what was accepted, and what the tables have learned."""
         if self._budget is not None:
             self._budget.reset()
+        if self._shared is not None:
+            self._shared.reset()
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Let the tables' memory learn a text.
+
+        Raises:
+            ValueError: There are no tables, or they have no memory.
+        """
+        if self._shared is None:
+            super().remember(tokens)
+        else:
+            self._shared.tables.remember(tokens)
+
+    def acceptance(self) -> dict[str, Any]:
+        """With tables, acceptance by who proposed a draft token."""
+        return {} if self._shared is None else self._shared.acceptance()
+
+    def sources(self, slots: Tensor, width: int) -> list[list[str]]:
+        """Who proposed each node of the trees proposed last."""
+        if self._shared is None:
+            return super().sources(slots, width)
+        return self._shared.sources(slots, width)
 
     def explain(self) -> list[dict[str, Any]]:
         """How shapes were chosen, by number of draft tokens."""
@@ -129,7 +189,7 @@ class RsdDrafter(DraftModelDrafter):
         If sampling filters leave fewer tokens than a node has children, the last columns of the
         level are empty.
         """
-        levels = self.levels(roots, seeds, lengths, sampled)
+        levels = self.levels(slots, roots, seeds, lengths, sampled)
         request = next(levels)
         while True:
             try:
@@ -139,6 +199,7 @@ class RsdDrafter(DraftModelDrafter):
 
     def levels(
         self,
+        slots: Tensor,
         roots: Tensor,
         seeds: Tensor,
         lengths: Tensor,
@@ -153,22 +214,30 @@ class RsdDrafter(DraftModelDrafter):
         level, first = Level.root(roots), 0
         trees = DraftTree.of_roots(roots)
         all_probs: list[Tensor] = []
+        chances = [torch.zeros_like(roots[:, None], dtype=torch.float32)]
         draws = sampled[:, None, None]
         for depth, width in enumerate(self._shape.widths):
             probs = yield trees, first
             all_probs.append(torch.where(draws, probs, 0.0))
-            log_p = probs.log()
+            above, log_p = level, probs.log()
             gumbel = torch.where(draws, noise.gumbel(*log_p.shape[1:]), 0.0)
             if self._shape.factors is None:
                 level = beam(level, log_p, gumbel, width, sampled)
             else:
                 level = branch(level, log_p, gumbel, self._shape.factors[depth])
+            chances.append(level.chances(above))
             parents = (first + level.parents).int().masked_fill(level.tokens < 0, -1)
             first = trees.tokens.shape[1]
             trees = _append_level(trees, level.tokens, parents)
+        columns = None
+        if self._shared is not None:
+            own = Candidates(trees.tokens, trees.parents, torch.cat(chances, 1))
+            trees, columns = self._shared.choose_first(slots, own, sampled)
+            # The KV of nodes must be in the columns in which they are verified.
+            first = 1
         # This forward writes the KV of the leaves, which may be accepted.
         yield trees, first
-        return trees, Drawn(torch.cat(all_probs, 1), noise)
+        return trees, Drawn(torch.cat(all_probs, 1), noise, columns)
 
     def acceptance_rule(
         self,
@@ -179,6 +248,9 @@ class RsdDrafter(DraftModelDrafter):
     ) -> RecursiveRejection | Traversal:
         """The rule that the options ask for, for trees that were sampled by `propose`."""
         probs, coins = drawn.probs[requests], self._coins(drawn.noise)[requests]
+        if drawn.columns is not None:
+            assert columns is None, "hosts that move nodes to other columns serve no tables"
+            columns = _as_wide(drawn.columns[requests], trees.tokens.shape[1])
         if not self._traverses:
             return RecursiveRejection(trees, probs, coins, columns)
         node_coins = self._node_coins(drawn.noise)[requests]
@@ -208,6 +280,11 @@ def _columns(widths: tuple[int, ...]) -> tuple[int, ...]:
     above = (1, *widths)
     starts = [sum(above[:level]) for level in range(len(above))]
     return (-1, *(starts[level] for level, width in enumerate(widths) for _ in range(width)))
+
+
+def _as_wide(columns: Tensor, width: int) -> Tensor:
+    """`Drawn.columns` for trees of another width: cut, or padded."""
+    return pad(columns, (0, max(width - columns.shape[1], 0)), value=-1)[:, :width]
 
 
 def _append_level(trees: DraftTree, tokens: Tensor, parents: Tensor) -> DraftTree:

@@ -19,13 +19,16 @@ class RecursiveRejection:
     and K the maximum number of children of a node.
 
     Args:
-        trees: The trees as sampled, or a breadth-first prefix of them.
+        trees: The trees as sampled, or a breadth-first prefix of them; with other nodes anywhere
+            below their roots, if these were not sampled.
         probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
             were sampled. A row of zeros means that the children are the draft model's most likely
             tokens; the target's distribution after such a node must be one-hot.
         coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
-        columns: `int64 [B, N]`, the column that each node had when the trees were sampled; None if
-            it is the same.
+        columns: `int64 [B, N]`, the column that each node had when the trees were sampled, -1 for
+            nodes that were not; None if it is the same. Nodes that were not sampled are not tried:
+            the token that is drawn if no child is accepted may be theirs, and follows the target
+            whatever they are.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class RecursiveRejection:
         inner, sampled = self._probs.shape[1], nodes
         if self._columns is not None:
             sampled = self._columns.gather(1, nodes.long()[:, None])[:, 0]
-        rows = (self._rows * inner + sampled).masked_fill(sampled >= inner, -1)
+        drafted = (sampled >= 0) & (sampled < inner)
+        rows = (self._rows * inner + sampled).masked_fill(~drafted, -1)
         _, tokens = reject_step(
             target,
             self._probs.flatten(0, 1),
@@ -68,6 +72,8 @@ class RecursiveRejection:
         width = self._coins.shape[2] - 1
         tokens = self._trees.tokens
         children = (self._trees.parents == nodes[:, None]) & (tokens >= 0)
+        if self._columns is not None:
+            children &= self._columns >= 0
         columns = torch.where(children, children.cumsum(1) - 1, width)
         found = tokens.new_full((len(tokens), width + 1), -1)
         return found.scatter(1, columns, torch.where(children, tokens, -1))[:, :width]

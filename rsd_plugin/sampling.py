@@ -35,6 +35,15 @@ class Level:
         zeros = torch.zeros(len(tokens), 1, dtype=torch.float64, device=tokens.device)
         return cls(tokens[:, None], torch.zeros_like(zeros, dtype=torch.int64), zeros, zeros)
 
+    def chances(self, above: Level) -> Tensor:
+        """The probability of each node given its parent, `float32 [B, W]`; 0 without a node.
+
+        Args:
+            above: The level above.
+        """
+        chances = (self.log_probs - above.log_probs.gather(1, self.parents)).exp()
+        return chances.float().masked_fill(self.tokens < 0, 0)
+
 
 def branch(level: Level, log_p: Tensor, noise: Tensor, width: int) -> Level:
     """Sample `width` children under every node (RSD-C, algorithms 4 and 5).

@@ -39,6 +39,8 @@ def _check_columns(drafter: DraftModelDrafter, num_draft_tokens: int) -> None:
         f"columns has {len(columns) - 1} draft tokens, but num_draft_tokens={num_draft_tokens}"
     )
     depth = _column_depths(columns)
+    if drafter.tables is not None:
+        return
     assert sorted(depth) == depth, f"columns must go level by level, not at depths {depth}"
     assert depth[-1] == drafter.max_depth, (
         f"columns ends at depth {depth[-1]}, but max_depth={drafter.max_depth}"
@@ -71,17 +73,21 @@ class _Forward:
     ) -> None:
         self.trees: DraftTree | None = None
         self._whole = len(drafter.columns)
+        self._has_tables = drafter.tables is not None
         self._probs = probs
         self._sampled = sampled
 
     def __call__(self, trees: DraftTree, first: int) -> torch.Tensor:
-        trees.check(self._whole - 1)
+        trees.check(self._whole - 1, by_depth=not self._has_tables)
         read = 0 if self.trees is None else self.trees.tokens.shape[1]
         width = trees.tokens.shape[1]
-        assert first == read < width, (
+        is_last = self._has_tables and width == self._whole
+        assert first == (1 if is_last else read) < width, (
             f"forward was called for columns {first} to {width - 1} when {read} columns had been "
-            "read: each must be read once, in order"
+            "read: each must be read once, in order, and with tables all of them again at the end"
         )
+        if is_last:
+            self.trees = None if self.trees is None else self.trees.truncated(0)
         self.check_unchanged(trees)
         self.trees = trees
         if width == self._whole:
@@ -122,6 +128,8 @@ class _DraftModelSession(Session[DraftModelDrafter]):
     def _start(self, slot: int, prompt: list[int]) -> None:
         slots, root = torch.tensor([slot]), prompt[-1]
         self._texts[slot] = prompt
+        if self._drafter.tables is not None:
+            self._drafter.tables.start(slot, prompt)
         trees = DraftTree.of_roots(torch.tensor([root], dtype=torch.int32))
         token = int(self._verify(slots, trees, self._undrafted_rule(slots)).emitted[0, 0])
         self._prompt_read(slot, root, token)
@@ -160,6 +168,8 @@ class _DraftModelSession(Session[DraftModelDrafter]):
             "missing after they are accepted"
         )
         forward.check_unchanged(trees)
+        if self._drafter.tables is not None:
+            return trees, drawn
         columns = torch.tensor(_column_depths(self._drafter.columns)[:width])
         found = depths(trees.parents, trees.tree_size).long()
         wrong = ((found != columns) & (trees.tokens >= 0)).nonzero().tolist()
@@ -170,6 +180,10 @@ class _DraftModelSession(Session[DraftModelDrafter]):
                 f"says {int(columns[column])}"
             )
         return trees, drawn
+
+    @property
+    def _by_depth(self) -> bool:
+        return self._drafter.tables is None
 
     def _check_order(
         self, slots: torch.Tensor, roots: torch.Tensor, drafting: torch.Tensor
@@ -204,6 +218,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
         self, slots: torch.Tensor, trees: DraftTree, rule: AcceptanceRule | None
     ) -> Verified:
         sampled = _SAMPLED[slots]
+        self._observe(slots, trees)
 
         def after(tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
             sure = torch.nn.functional.one_hot(self._likeliest[tokens], self._vocab_size)
@@ -240,6 +255,16 @@ class _DraftModelSession(Session[DraftModelDrafter]):
             return found
 
         return verify_sampled(trees, draw, self._drafter.max_depth)
+
+    def _observe(self, slots: torch.Tensor, trees: DraftTree) -> None:
+        """Show the tables, if there are any, what the target says after all nodes."""
+        tables = self._drafter.tables
+        if tables is None:
+            return
+        tokens = trees.tokens.flatten()
+        previous = trees.previous_tokens(tables.previous_tokens(slots)).flatten()
+        rows = slots.repeat_interleave(trees.tokens.shape[1])
+        tables.observe(rows, tokens, previous, self._target[tokens.clamp(min=0).long()])
 
 
 def _filtered(weights: torch.Tensor, count: int) -> torch.Tensor:

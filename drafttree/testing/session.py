@@ -98,6 +98,11 @@ class Session(ABC, Generic[D]):
             if len(self._texts[slot]) + self._drafter.max_depth + 1 >= MAX_MODEL_LEN:
                 self._restart(slot)
 
+    @property
+    def _by_depth(self) -> bool:
+        """Whether the nodes of trees must be in breadth-first order."""
+        return True
+
     def _lengths(self, slots: torch.Tensor) -> torch.Tensor:
         """Number of tokens before each root, `int64 [B]`."""
         return torch.tensor([len(self._texts[slot]) - 1 for slot in slots.tolist()])
@@ -142,7 +147,7 @@ class Session(ABC, Generic[D]):
         assert len(trees.tokens) == len(roots), (
             f"propose returned {len(trees.tokens)} trees for {len(roots)} requests"
         )
-        trees.check(self._num_draft_tokens)
+        trees.check(self._num_draft_tokens, by_depth=self._by_depth)
         assert torch.equal(trees.tokens[:, 0], roots), (
             f"column 0 must contain the roots {roots.tolist()}, not {trees.tokens[:, 0].tolist()}"
         )

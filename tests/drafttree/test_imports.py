@@ -33,8 +33,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "drafttree.bench": (*BUDGET, *HOSTS, "drafttree.bench"),
     "drafttree.cli": (*BUDGET, *HOSTS, "drafttree.bench", "drafttree.cli"),
     **{plugin: (*BUDGET, plugin) for plugin in PLUGINS},
-    # Token Recycling's candidates may share Lyanna's trees.
-    "lyanna_plugin": (*BUDGET, "recycle_plugin", "lyanna_plugin"),
+    # Token Recycling's candidates may share the trees of the others.
+    **{plugin: (*BUDGET, "recycle_plugin", plugin) for plugin in ("lyanna_plugin", "rsd_plugin")},
 }
 """The layers that each layer may import."""
 

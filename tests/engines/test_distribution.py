@@ -136,6 +136,27 @@ def test_rsd(host: Host, target: Path, draft: Path) -> None:
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
 
 
+@pytest.mark.full
+def test_rsd_with_tables(host: Host, target: Path, draft: Path) -> None:
+    """The tables' nodes are looked up in what recursive rejection leaves of the target.
+
+    Greedy requests in the batches stay greedy.
+    """
+    options = {"tree": RSD_TREES[host.name], "tables": {"prime": False, "nodes": 6}}
+    cases = [
+        Case([PROMPT] * REQUESTS, SAMPLING),
+        Case([PROMPT], GREEDY),
+        Case([PROMPT] * 64, [SAMPLING, GREEDY] * 32),
+    ]
+    (answer, greedy, mixed), _ = serve(host, target, cases, "rsd", options, draft)
+    assert answer.counters["accepted_tokens"] > 0.5 * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert answer.counters["kv_rows_moved"] > 0
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+    assert mixed.tokens[1::2] == greedy.tokens * 32
+    assert mixed.tokens[0::2] != greedy.tokens * 32
+
+
 TRAVERSAL = {"tree": "beam:3x3", "verify": "traversal"}
 
 

@@ -229,6 +229,11 @@ def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
             {},
             r"RUNNER=1: Lyanna is served with tables by the V1 model runner only: unset it",
         ),
+        (
+            {"method": "rsd", "model": "any", "tables": True},
+            {},
+            r"RUNNER=1: RSD is served with tables by the V1 model runner only: unset it",
+        ),
     ],
 )
 def test_what_the_v2_runner_does_not_serve(

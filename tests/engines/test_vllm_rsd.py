@@ -70,3 +70,24 @@ def test_shapes_that_are_chosen_by_their_costs(tiny_llama: Path, tmp_path: Path)
     assert 0 in sizes
     assert max(sizes) > 0
     assert drafted[0].counters["draft_tokens"] > 0
+
+
+def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
+    """Nodes of the draft model, of the tables, and of both are accepted, also in what is sampled.
+
+    Seeds give other tokens as the tables learn, so sampled answers are not compared here.
+    """
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    sampled = {**GREEDY, "temperature": 0.7}
+    prompts = some_prompts(10)
+    cases = [Case(prompts, sampled), Case(prompts, GREEDY, reset=True), Case(prompts, GREEDY)]
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 160}
+    plain, _ = run_vllm(tiny_llama, cases, **limits)
+    method = {"method": "rsd", "model": str(draft), "tree": "beam:3x3", "tables": True}
+    drafted, log = run_vllm(tiny_llama, cases, method, **limits)
+    assert [each.tokens for each in drafted[1:]] == [each.tokens for each in plain[1:]]
+    assert "Token Recycling's tables take" in log
+    for answer in (drafted[0], drafted[2]):
+        hits = {row["source"]: row["hit"] for row in answer.accepted["sources"]}
+        assert min(hits[name] for name in ("tables", "draft model", "draft model and tables")) > 0
+    assert drafted[0].counters["kv_rows_moved"] > 0

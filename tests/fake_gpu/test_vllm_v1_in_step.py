@@ -44,7 +44,10 @@ def test_greedy_requests(gpu: Gpu, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["rsd, beams", "rsd, traversal", pytest.param("rsd, branches", marks=pytest.mark.full)],
+    [
+        *("rsd, beams", "rsd, traversal", "rsd with tables"),
+        pytest.param("rsd, branches", marks=pytest.mark.full),
+    ],
 )
 def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
     """Their random numbers follow from their seeds, or from one generator on the host."""
@@ -54,7 +57,14 @@ def test_requests_that_sample_from_a_draft_model(gpu: Gpu, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["rsd, beams", pytest.param("rsd, traversal", marks=pytest.mark.full)]
+    "name",
+    [
+        "rsd, beams",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("rsd, traversal", "rsd with tables")
+        ),
+    ],
 )
 def test_penalties_along_the_paths_of_a_draft_model(gpu: Gpu, name: str) -> None:
     penalised = {"temperature": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.1, "seed": 7}

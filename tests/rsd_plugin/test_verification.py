@@ -12,7 +12,7 @@ from dataclasses import replace
 import enumerated_steps
 import pytest
 import torch
-from enumerated_steps import CASES, Law, every_beam, every_branching, every_drawing
+from enumerated_steps import CASES, Law, error, every_beam, every_branching, every_drawing
 
 from scripts.experiments.rsd import blocks
 from scripts.experiments.rsd.acceptance import (
@@ -115,20 +115,6 @@ RULES: dict[str, tuple[Callable[[Distributions], Law], Rule, int]] = {
     "target's draw, beam": (beam(2, 2), walked(target_draw), 3),
 }
 """How trees are drawn, how they are verified, and the size of the vocabulary."""
-
-
-def error(case: str, law: Callable[[Distributions], Law], verify: Rule, vocab: int) -> float:
-    """The largest difference between the law of the emitted tokens and the target's."""
-    target = enumerated_steps.model(case, vocab, 0, draft=False)
-    draft = enumerated_steps.model(case, vocab, 0, draft=True)
-    trees = list(law(draft))
-    assert sum(probability for probability, _ in trees) == pytest.approx(1.0, abs=1e-12)
-    length = 1 + max(enumerated_steps.depth_of(children) for _, children in trees)
-    found = enumerated_steps.emitted(
-        trees, lambda children: verify(children, target, draft), target, vocab, length
-    )
-    wanted = enumerated_steps.autoregressive(target, vocab, length)
-    return float((found - wanted).abs().max())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,10 +6,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
+import pytest
 import torch
 from torch import Tensor
 
 from scripts.experiments.rsd.drawing import Draw, Drawing
+from scripts.experiments.rsd.positions import Rule
 from scripts.experiments.rsd.rsd_expectation import Children, Distributions, NodePath, Stop
 
 Law = Iterator[tuple[float, Children]]
@@ -218,3 +220,22 @@ def emitted(
                     known[path] = autoregressive(target, vocab, length - len(path), path)
                 total[path] += share * weight * known[path]
     return total
+
+
+def error(case: str, law: Callable[[Distributions], Law], verify: Rule, vocab: int) -> float:
+    """The largest difference between the law of the emitted tokens and the target's.
+
+    Args:
+        case: One of `CASES`.
+        law: How trees are drawn from the draft model.
+        verify: How they are verified.
+        vocab: Number of tokens.
+    """
+    target = model(case, vocab, 0, draft=False)
+    draft = model(case, vocab, 0, draft=True)
+    trees = list(law(draft))
+    assert sum(probability for probability, _ in trees) == pytest.approx(1.0, abs=1e-12)
+    length = 1 + max(depth_of(children) for _, children in trees)
+    found = emitted(trees, lambda children: verify(children, target, draft), target, vocab, length)
+    wanted = autoregressive(target, vocab, length)
+    return float((found - wanted).abs().max())

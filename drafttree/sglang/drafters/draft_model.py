@@ -17,17 +17,17 @@ from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from tree_kernels.mask import depths, tree_mask
 
-from drafttree.drafter import DraftModelDrafter
+from drafttree.drafter import DraftModelDrafter, ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
+from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
 from drafttree.sglang.patches import install_acceptance_sampler
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Proposal, Step
 from drafttree.sglang.verify_input import prepare_verify
-from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree, Verified
 
 
@@ -56,7 +56,7 @@ class _DraftModel(EagleDraftWorkerBase):
         pass
 
 
-class DraftModelWorker(TreeWorker):
+class DraftModelWorker(ObservingWorker):
     """Drafts with a `DraftModelDrafter` and the draft model that SGLang loads.
 
     Attributes:
@@ -94,6 +94,10 @@ class DraftModelWorker(TreeWorker):
         self.draft_seconds = 0.0
         self._seeds = Seeds(self._device)
         install_acceptance_sampler(self._runner)
+
+    @property
+    def _observing(self) -> ModelFreeDrafter | None:
+        return self.drafter.tables
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the draft model a KV cache in the same slots."""
@@ -149,6 +153,9 @@ class DraftModelWorker(TreeWorker):
             # columns again, and that of columns without a node yet before it is read.
             read, cached = whole_trees(trees, self._num_draft_tokens), 0
         depth = depths(read.parents, read.tree_size)
+        # Nodes beyond a request's end, which have no position, are not verified.
+        left = self._states.limits[batch.req_pool_indices] - batch.seq_lens
+        depth = depth.minimum((left - 1).clamp(min=0).int()[:, None])
         prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
         worker = self._draft_worker.draft_worker
         output = worker.forward_batch_generation(batch, is_verify=True).logits_output
@@ -157,7 +164,7 @@ class DraftModelWorker(TreeWorker):
 
     def _verify(self, step: Step, output: Any) -> Verified:
         rule = self.drafter.acceptance_rule(step.trees, step.drawn)
-        return self._verify_trees(step, output, rule=rule)
+        return self._verify_trees(step, output, self._observe_trees(step, output), rule)
 
 
 def _penalised(

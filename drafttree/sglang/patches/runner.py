@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PATCHES: tuple[Patch, ...] = (
     Patch(
         target="sglang.srt.model_executor.model_runner:ModelRunner.sample",
-        when=f"{WITH_A_WORKER}, on the target's runner alone, for model-free methods",
+        when=f"{WITH_A_WORKER}, on the target's runner alone, for methods that learn from logits",
         reason="Sampling overwrites a prompt's logits, so the drafter must read them first.",
     ),
     Patch(

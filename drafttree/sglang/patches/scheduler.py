@@ -20,7 +20,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler:Scheduler.maybe_sleep_on_idle",
-        when=f"{WITH_A_WORKER}, for model-free methods",
+        when=f"{WITH_A_WORKER}, for methods that learn from logits",
         reason="SGLang calls it in each round of its loop in which no request is running, and then "
         "looks for requests again. Drafters prime there, one short forward in a round.",
     ),

@@ -111,7 +111,11 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
 
         slots = self._batch_slots()
         trees, drawn = self._drafter.propose(slots, roots, seeds, lengths, sampled, forward)
-        drafts = self._as_planned(step, self._as_scheduled(step, trees))
+        drafts = self._as_scheduled(step, trees)
+        if self._drafter.tables is None:
+            drafts = self._as_planned(step, drafts)
+        else:
+            drafts = self._write_nodes(step, drafts)
         self._show_trees(step, drafts.parents)
         step.rule = self._drafter.acceptance_rule(drafts, drawn)
         return drafts
@@ -176,7 +180,10 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             shape = requests, columns - first, self._vocab_size
             return torch.zeros(shape, device=self.device)
         last = min(columns, width)
-        self._write_tokens(step, trees.tokens[:, :last])
+        if self._drafter.tables is None:
+            self._write_tokens(step, trees.tokens[:, :last])
+        else:
+            self._write_nodes(step, trees.truncated(last - 1))
         if first == 0:
             hidden = levels.read_roots()[:, None]
         else:
@@ -188,6 +195,12 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         logits = self._adjusted(logits, step, trees, first)
         probs = self._distributions(logits, sampled)
         return torch.nn.functional.pad(probs, (0, 0, 0, columns - last))
+
+    def _max_depth(self, step: DraftModelStep) -> int:
+        if self._drafter.tables is None:
+            return super()._max_depth(step)
+        # The scheduler has been given placeholders of depth 1.
+        return min(self._drafter.max_depth, step.rows.shape[1] - 1)
 
     def _sampler_and_rule(self, step: DraftModelStep) -> tuple[Sampler, AcceptanceRule | None]:
         return (self.sampler if step.rule is None else self._rule_sampler), step.rule

@@ -8,7 +8,6 @@ built from the logits of all its steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from tree_kernels.mask import depths
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from drafttree.drafter import HiddenStateDrafter
@@ -26,13 +24,9 @@ from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.arrays import IntArray
-from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.deferred_reads import DeferredReads
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
-from drafttree.vllm.drafters.observing import observer, start_text
-from drafttree.vllm.priming import prime
-from drafttree.vllm.sampling import Observe
 from drafttree.vllm.step import StepTrees
 
 
@@ -91,23 +85,6 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         parents[:, 0] = -1
         return self._as_declared(DraftTree(tokens, parents, sizes.int()))
 
-    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
-        """Let the drafter's tables compute something beforehand, if there are any."""
-        tables = self._drafter.tables
-        return (0, 0) if tables is None else prime(self, tables, blocks, idle=idle)
-
-    def _request_started(self, name: str, slot: int) -> None:
-        if self._drafter.tables is not None:
-            start_text(self, self._drafter.tables, name, slot)
-
-    def _observer(self, step: HiddenStateStep) -> Observe | None:
-        tables = self._drafter.tables
-        if tables is None:
-            return None
-        tokens = step.trees.by_row(step.drafts.tokens)
-        slots, partial = self._batch_slots(), self._partial_prefills()
-        return observer(tables, slots, step.trees, step.drafts, tokens, partial)
-
     def _new_step(self, trees: StepTrees) -> HiddenStateStep:
         return HiddenStateStep(trees)
 
@@ -132,21 +109,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             logits.view(*states.shape[:2], -1),
             self._layer.valid_steps(sizes),
         )
-        return self._write_drafts(step, self._as_scheduled(step, trees))
-
-    def _write_drafts(self, step: HiddenStateStep, drafts: DraftTree) -> DraftTree:
-        """Replace the step's placeholders by draft tokens.
-
-        Returns:
-            The trees without nodes beyond the end of a request, which have no position.
-        """
-        depth = depths(drafts.parents, drafts.tree_size)
-        left = np.array([*map(self._tokens_left, self.input_batch.req_ids)])
-        within = depth < on_device(left, self.device)[:, None]
-        drafts = without_nodes(drafts, ~within)
-        self._write_tokens(step, drafts.tokens)
-        positions = step.root_positions[:, None] + depth.masked_fill(~within, 0)
-        step.positions[step.trees.rows] = step.trees.by_row(positions).to(step.positions.dtype)
+        drafts = self._write_nodes(step, self._as_scheduled(step, trees))
         self._show_trees(step, drafts.parents)
         return drafts
 

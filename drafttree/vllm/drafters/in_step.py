@@ -6,23 +6,26 @@ the next step replaces these by draft tokens before the target runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from tree_kernels.mask import tree_mask
+from tree_kernels.mask import depths, tree_mask
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from drafttree.drafter import AcceptanceRule
-from drafttree.transfer import AsyncHostCopy
+from drafttree.drafter import AcceptanceRule, DraftModelDrafter, HiddenStateDrafter
+from drafttree.transfer import AsyncHostCopy, on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
 from drafttree.vllm.arrays import LongArray
-from drafttree.vllm.drafters.columns import as_scheduled
+from drafttree.vllm.drafters.columns import as_scheduled, without_nodes
+from drafttree.vllm.drafters.observing import observer, start_text
 from drafttree.vllm.drafters.step_parts import StepParts
+from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import Observe, sample_trees
 from drafttree.vllm.step import StepState
@@ -68,6 +71,17 @@ I = TypeVar("I", bound=InStepState)  # noqa: E741
 
 class InStepRunner(TreeModelRunner[I]):
     """Base class of runners that draft within the step."""
+
+    _drafter: DraftModelDrafter | HiddenStateDrafter
+
+    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
+        """Let the drafter's tables compute something beforehand, if there are any."""
+        tables = self._drafter.tables
+        return (0, 0) if tables is None else prime(self, tables, blocks, idle=idle)
+
+    def _request_started(self, name: str, slot: int) -> None:
+        if self._drafter.tables is not None:
+            start_text(self, self._drafter.tables, name, slot)
 
     def _draft(self, step: I, roots: torch.Tensor) -> DraftTree:
         """Draft the trees of a step, within the engine's forward context.
@@ -196,9 +210,35 @@ class InStepRunner(TreeModelRunner[I]):
         known = torch.nn.functional.pad(tokens.clamp(min=PLACEHOLDER), (0, missing))
         step.input_ids[step.trees.rows] = step.trees.by_row(known).to(step.input_ids.dtype)
 
+    def _write_nodes(self, step: I, trees: DraftTree) -> DraftTree:
+        """Replace the step's placeholders by draft tokens, at the positions of their depths.
+
+        Args:
+            step: The step.
+            trees: The trees' first columns, whose depths the scheduler does not know.
+
+        Returns:
+            The trees without nodes beyond the end of a request, which have no position.
+        """
+        depth = depths(trees.parents, trees.tree_size)
+        left = np.array([*map(self._tokens_left, self.input_batch.req_ids)])
+        within = depth < on_device(left, self.device)[:, None]
+        kept = without_nodes(trees, ~within)
+        self._write_tokens(step, kept.tokens)
+        missing = step.rows.shape[1] - depth.shape[1]
+        depth = torch.nn.functional.pad(depth.masked_fill(~within, 0), (0, missing))
+        positions = step.trees.by_row(step.root_positions[:, None] + depth)
+        step.positions[step.trees.rows] = positions.to(step.positions.dtype)
+        return kept
+
     def _observer(self, step: I) -> Observe | None:
         """What observes the step's logits before they are masked, if anything does."""
-        return None
+        tables = self._drafter.tables
+        if tables is None:
+            return None
+        tokens = step.trees.by_row(step.drafts.tokens)
+        slots, partial = self._batch_slots(), self._partial_prefills()
+        return observer(tables, slots, step.trees, step.drafts, tokens, partial)
 
     def _max_depth(self, step: I) -> int:
         """Greatest depth of a node of the step's trees, or more."""

@@ -138,10 +138,9 @@ class Position:
         options = RsdOptions(model="", tree=notation)
         nothing = torch.zeros_like(self.probs[()])
         drafter = RsdDrafter(options, len(nothing))
-        root = torch.tensor([self._root], dtype=torch.int32)
-        levels = drafter.levels(
-            root, torch.tensor([self._seed]), torch.tensor([0]), torch.tensor([sampled])
-        )
+        root, zero = torch.tensor([self._root], dtype=torch.int32), torch.tensor([0])
+        seed = torch.tensor([self._seed])
+        levels = drafter.levels(zero, root, seed, zero, torch.tensor([sampled]))
         children: dict[NodePath, list[int]] = {}
         paths: list[NodePath] = [()]
         trees, first = next(levels)

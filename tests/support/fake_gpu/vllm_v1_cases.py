@@ -22,6 +22,10 @@ HOSTS: dict[str, Any] = {
         DraftModelHost,
         {"model": "none", "tree": "branch:2-2-1", "verify": "traversal"},
     ),
+    "rsd with tables": (
+        DraftModelHost,
+        {"model": "none", "tree": "beam:2x3", "tables": {"prime": False, "nodes": 5}},
+    ),
     "lyanna": (
         HiddenStateHost,
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
