@@ -144,7 +144,9 @@ class RsdOptions(MethodOptions):
     def depth(self) -> int:
         """Maximum depth of a draft token."""
         of_tables, sampled = self.of_tables, len(self.shape.widths)
-        return sampled if of_tables is None else max(sampled, of_tables.depth)
+        if of_tables is None:
+            return sampled
+        return max(sampled, min(of_tables.depth, self.num_draft_tokens))
 
     @property
     def of_tables(self) -> RecycleOptions | None:

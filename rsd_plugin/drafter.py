@@ -92,7 +92,7 @@ class RsdDrafter(DraftModelDrafter):
         nodes, steps = options.num_draft_tokens, len(self._shape.widths)
         self._shared = SharedTrees(tables, nodes, steps, self.source, learns=options.shares_worth)
         self.tables = tables
-        self.max_depth = self._shared.max_depth
+        self.max_depth = options.depth
         self.shares_texts = tables.shares_texts
         self.columns = (-1, *[0] * nodes)
 

@@ -131,6 +131,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
         if self._drafter.tables is not None:
             self._drafter.tables.start(slot, prompt)
         trees = DraftTree.of_roots(torch.tensor([root], dtype=torch.int32))
+        self._observe(slots, trees)
         token = int(self._verify(slots, trees, self._undrafted_rule(slots)).emitted[0, 0])
         self._prompt_read(slot, root, token)
         self._texts[slot] = [*prompt, token]
@@ -152,6 +153,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
             trees, drawn = self._propose(slots, roots)
             trees = as_verified(trees, roots, drafting, limit)
             rule = self._drafter.acceptance_rule(trees, drawn)
+        self._observe(slots, trees)
         return trees, self._verify(slots, trees, rule)
 
     def _propose(self, slots: torch.Tensor, roots: torch.Tensor) -> tuple[DraftTree, Any]:
@@ -218,7 +220,6 @@ class _DraftModelSession(Session[DraftModelDrafter]):
         self, slots: torch.Tensor, trees: DraftTree, rule: AcceptanceRule | None
     ) -> Verified:
         sampled = _SAMPLED[slots]
-        self._observe(slots, trees)
 
         def after(tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
             sure = torch.nn.functional.one_hot(self._likeliest[tokens], self._vocab_size)

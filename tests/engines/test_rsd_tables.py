@@ -70,13 +70,14 @@ def test_the_draft_model_knows_what_tables_have_drafted(host: Host, tiny_llama: 
 
     They do as long as the draft model's KV of all accepted tokens is right; the cases end inside
     trees, read prompts in chunks, and find prefixes in the cache. More tokens than those four and
-    the bonus token are the tables'.
+    the bonus token are the tables', of answers that are nearly always the same.
     """
-    sampled = {**GREEDY, "temperature": 0.4, "max_tokens": 203}
+    sampled = {**GREEDY, "temperature": 0.05, "max_tokens": 203}
     cases = [
         Case(PROMPTS[:6], sampled),
         Case(some_prompts(4, seed=6, longest=400), sampled),
         Case([[*prompt, 5, 6] for prompt in PROMPTS[:6]], sampled),
+        Case(PROMPTS[:6], sampled),
     ]
     options = {"tree": "branch:1-1-1-1", "tables": {"nodes": 6, "prime": False}}
     served, _ = host.run(
@@ -84,4 +85,5 @@ def test_the_draft_model_knows_what_tables_have_drafted(host: Host, tiny_llama: 
     )
     for case, answer in zip(cases, served, strict=True):
         assert answer.counters["steps"] <= ceil(202 / 5) * len(case.prompts)
-        assert answer.counters["emitted"] > 5.2 * answer.counters["steps"]
+    again = served[-1].counters
+    assert again["emitted"] > 6 * again["steps"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from drafttree.drafter import DraftModelDrafter, Target
 from drafttree.seeds import Seeds
 from drafttree.testing import check_method, random_target
 from drafttree.tree import DraftTree, Verified
+from drafttree.tree_union import Candidates
 from drafttree.verify import verify_sampled
 from recycle_plugin import METHOD as TOKEN_RECYCLING
+from recycle_plugin.shared_trees import SharedTrees
 from rsd_plugin import METHOD, RsdDrafter
 
 VOCAB, ROOT = 12, 3
@@ -46,6 +48,7 @@ def step(
     slots: torch.Tensor,
     roots: torch.Tensor,
     lengths: torch.Tensor,
+    seeds: torch.Tensor,
     sampled: torch.Tensor,
     *,
     fault: bool = False,
@@ -56,12 +59,17 @@ def step(
     def forward(trees: DraftTree, first: int) -> torch.Tensor:
         return draft[trees.tokens[:, first:].clamp(min=0).long()]
 
-    seeds = Seeds(torch.device("cpu")).of([None] * len(slots))
-    trees, drawn = drafter.propose(slots, roots, seeds, lengths, sampled, forward)
-    if fault:
-        # All children are tried as if they had been sampled.
-        columns = torch.arange(trees.tokens.shape[1]).expand_as(trees.tokens)
-        drawn = replace(drawn, columns=torch.where(trees.tokens >= 0, columns, -1))
+    shared = drafter._shared
+    assert shared is not None
+
+    def ranked(
+        slots: torch.Tensor, own: Candidates, kept: torch.Tensor
+    ) -> tuple[DraftTree, torch.Tensor]:
+        return SharedTrees.choose_first(shared, slots, own, ~kept)
+
+    # The fault: the nodes of sampled requests are ranked, as those of greedy ones are.
+    with patch.object(shared, "choose_first", ranked if fault else shared.choose_first):
+        trees, drawn = drafter.propose(slots, roots, seeds, lengths, sampled, forward)
     if size is not None:
         trees = trees.truncated(size)
     rule = drafter.acceptance_rule(trees, drawn)
@@ -90,7 +98,7 @@ def answers(
 ) -> torch.Tensor:
     """The first tokens of the answers, `[rounds * B, length]`, all after the same root."""
     count = len(sampled)
-    slots, found = torch.arange(count), []
+    slots, found, seeds = torch.arange(count), [], Seeds(torch.device("cpu"))
     assert drafter.tables is not None
     for _ in range(rounds):
         for slot in range(count):
@@ -98,7 +106,9 @@ def answers(
         written = torch.full((count, length + drafter.max_depth + 1), -1)
         lengths, roots = torch.zeros_like(slots), torch.full((count,), ROOT, dtype=torch.int32)
         while int(lengths.min()) < length:
-            _, verified = step(drafter, slots, roots, lengths, sampled, **given)
+            _, verified = step(
+                drafter, slots, roots, lengths, seeds.of([None] * count), sampled, **given
+            )
             columns = lengths[:, None] + torch.arange(verified.emitted.shape[1])
             fits = (verified.emitted >= 0) & (columns < written.shape[1])
             rows = slots[:, None].expand_as(columns)
