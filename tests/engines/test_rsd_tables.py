@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hosts import Answer, Case, Host
 from random_prompts import some_prompts
-from tiny_models import make_first_layers
+from tiny_models import make_first_layers, make_tiny_llama
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 PROMPTS = some_prompts(12)
@@ -65,14 +65,15 @@ def test_greedy_tokens_equal_plain_decoding(
 
 
 @pytest.mark.full
-def test_the_draft_model_knows_what_tables_have_drafted(host: Host, tiny_llama: Path) -> None:
+def test_the_draft_model_knows_what_tables_have_drafted(host: Host, tmp_path: Path) -> None:
     """The target is its own draft model, so that sampled requests accept all of its drafts.
 
     They do as long as the draft model's KV of all accepted tokens is right; the cases end inside
     trees, read prompts in chunks, and find prefixes in the cache. More tokens than those four and
     the bonus token are the tables', of answers that are nearly always the same.
     """
-    sampled = {**GREEDY, "temperature": 0.05, "max_tokens": 203}
+    target = make_tiny_llama(tmp_path, sharpness=3.0)
+    sampled = {**GREEDY, "temperature": 0.1, "max_tokens": 203}
     cases = [
         Case(PROMPTS[:6], sampled),
         Case(some_prompts(4, seed=6, longest=400), sampled),
@@ -81,9 +82,9 @@ def test_the_draft_model_knows_what_tables_have_drafted(host: Host, tiny_llama: 
     ]
     options = {"tree": "branch:1-1-1-1", "tables": {"nodes": 6, "prime": False}}
     served, _ = host.run(
-        tiny_llama, cases, "rsd", options, tiny_llama, chunk={"vllm": 300, "sglang": 32}[host.name]
+        target, cases, "rsd", options, target, chunk={"vllm": 300, "sglang": 32}[host.name]
     )
     for case, answer in zip(cases, served, strict=True):
         assert answer.counters["steps"] <= ceil(202 / 5) * len(case.prompts)
     again = served[-1].counters
-    assert again["emitted"] > 6 * again["steps"]
+    assert again["emitted"] > 5.5 * again["steps"]
