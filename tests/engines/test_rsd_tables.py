@@ -72,7 +72,7 @@ def test_the_draft_model_knows_what_tables_have_drafted(host: Host, tmp_path: Pa
     trees, read prompts in chunks, and find prefixes in the cache. More tokens than those four and
     the bonus token are the tables', of answers that are nearly always the same.
     """
-    target = make_tiny_llama(tmp_path, sharpness=3.0)
+    target = make_tiny_llama(tmp_path, sharpness=400.0)
     sampled = {**GREEDY, "temperature": 0.1, "max_tokens": 203}
     cases = [
         Case(PROMPTS[:6], sampled),
