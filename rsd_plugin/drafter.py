@@ -214,7 +214,7 @@ class RsdDrafter(DraftModelDrafter):
         level, first = Level.root(roots), 0
         trees = DraftTree.of_roots(roots)
         all_probs: list[Tensor] = []
-        chances = [torch.zeros_like(roots[:, None], dtype=torch.float32)]
+        chances: list[Tensor] = []
         draws = sampled[:, None, None]
         for depth, width in enumerate(self._shape.widths):
             probs = yield trees, first
@@ -225,13 +225,14 @@ class RsdDrafter(DraftModelDrafter):
                 level = beam(level, log_p, gumbel, width, sampled)
             else:
                 level = branch(level, log_p, gumbel, self._shape.factors[depth])
-            chances.append(level.chances(above))
+            if self._shared is not None:
+                chances.append(level.chances(above))
             parents = (first + level.parents).int().masked_fill(level.tokens < 0, -1)
             first = trees.tokens.shape[1]
             trees = _append_level(trees, level.tokens, parents)
         columns = None
         if self._shared is not None:
-            own = Candidates(trees.tokens, trees.parents, torch.cat(chances, 1))
+            own = Candidates(trees.tokens, trees.parents, pad(torch.cat(chances, 1), (1, 0)))
             trees, columns = self._shared.choose_first(slots, own, sampled)
             # The KV of nodes must be in the columns in which they are verified.
             first = 1
