@@ -1,4 +1,4 @@
-"""The soak of each engine, for five minutes, and that it reports wrong answers."""
+"""The soak of each engine with each method, and that it reports wrong answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import pytest
 from hosts import Host
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
+MINUTES = {"token-recycling": 5.0, "rsd": 2.0, "lyanna": 2.0}
 
 
-def soak(host: Host, minutes: float, **environment: str) -> tuple[int, str, list[int]]:
+def soak(host: Host, method: str, minutes: float, **environment: str) -> tuple[int, str, list[int]]:
     """The exit status, the output, and the numbers of the last line."""
+    arguments = ["--engine", host.name, "--method", method, "--minutes", str(minutes)]
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT), "--engine", host.name, "--minutes", str(minutes)],
+        [sys.executable, str(SCRIPT), *arguments],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -31,8 +33,9 @@ def soak(host: Host, minutes: float, **environment: str) -> tuple[int, str, list
 
 
 @pytest.mark.full
-def test_five_minutes_without_a_wrong_answer_or_a_leak(host: Host) -> None:
-    status, output, (requests, wrong, leaks) = soak(host, 5)
+@pytest.mark.parametrize("method", MINUTES)
+def test_minutes_without_a_wrong_answer_or_a_leak(host: Host, method: str) -> None:
+    status, output, (requests, wrong, leaks) = soak(host, method, MINUTES[method])
     assert (status, wrong, leaks) == (0, 0, 0), output
     assert requests > 100
     assert re.search(r"^accepted_tokens: [1-9]", output, re.M)
@@ -42,7 +45,7 @@ def test_five_minutes_without_a_wrong_answer_or_a_leak(host: Host) -> None:
 def test_a_planted_fault_is_reported(host: Host) -> None:
     """Below the root, sampled tokens are the most likely ones, or grammars allow what roots may."""
     fault = {"vllm": "most likely", "sglang": "root's grammar"}[host.name]
-    status, output, (_, wrong, _) = soak(host, 0.5, **{faults.VARIABLE: fault})
+    status, output, (_, wrong, _) = soak(host, "token-recycling", 0.5, **{faults.VARIABLE: fault})
     assert status == 1
     assert wrong > 0, output
     assert re.search(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lyanna_parts import drafter_for
+from lyanna_parts import drafter_for, predict_embeddings
 from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
 
 from lyanna_plugin.checkpoint import save
@@ -69,7 +69,9 @@ def make_drafter(method: str, model: Path, folder: Path) -> tuple[Path, dict[str
     """Save a draft model for RSD, or a drafter for Lyanna, and return the method's options too."""
     if method == "rsd":
         return make_first_layers(model, folder / "draft", 1), {"tree": "beam:3x4"}
-    save(drafter_for(model, hot_tokens=256), folder / "drafter")
+    module = drafter_for(model, hot_tokens=256)
+    predict_embeddings(module)
+    save(module, folder / "drafter")
     return folder / "drafter", {}
 
 
