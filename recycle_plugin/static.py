@@ -53,9 +53,9 @@ class StaticTreeDrafter(ModelFreeDrafter):
         """Fill the topology under each root (`int32 [B]`) from the matrix, level by level."""
         matrix = self.tables.matrix
         tokens = gather_tree(matrix, roots, self._parents, self._ranks, self._level_ends)
-        # The topology node of each column after compaction.
-        self._drafted[slots] = (tokens < 0).int().sort(dim=1, stable=True).indices.int()
-        return DraftTree(*compact_tree(tokens, self._parents))
+        *tree, columns = compact_tree(tokens, self._parents)
+        self._drafted[slots] = columns
+        return DraftTree(*tree)
 
     def observe(
         self,

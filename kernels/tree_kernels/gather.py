@@ -14,7 +14,7 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, tl
 
 _GATHER = CppFunction("gather.cpp", "gather", "piipippip")
-_COMPACT = CppFunction("gather.cpp", "compact", "ppiiipppp")
+_COMPACT = CppFunction("gather.cpp", "compact", "ppiiippppp")
 
 
 @jit
@@ -55,6 +55,7 @@ def _compact_kernel(
     out_tokens: tl.tensor,
     out_parents: tl.tensor,
     out_tree_size: tl.tensor,
+    out_columns: tl.tensor,
     width: tl.tensor,
     parents_stride: tl.tensor,
     PAD: tl.constexpr,
@@ -73,6 +74,7 @@ def _compact_kernel(
     here = request * width + place
     tl.store(out_tokens + here, token, mask=inside)
     tl.store(out_parents + here, tl.where(keep, above, -1), mask=inside)
+    tl.store(out_columns + here, tl.where(keep, nodes, 0), mask=inside)
     tl.store(out_tree_size + request, count)
 
 
@@ -98,25 +100,25 @@ def _gather_triton(
     return out
 
 
-def _compact_triton(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compact_triton(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     requests, width = tokens.shape
     tokens, parents = tokens.contiguous(), parents.contiguous()
-    out_tokens = torch.empty_like(tokens)
-    out_parents = torch.empty_like(tokens)
+    out_tokens, out_parents, columns = (torch.empty_like(tokens) for _ in range(3))
     tree_size = torch.empty(requests, dtype=torch.int32, device=tokens.device)
     if requests == 0:
-        return out_tokens, out_parents, tree_size
+        return out_tokens, out_parents, tree_size, columns
     _compact_kernel[(requests,)](
         tokens,
         parents,
         out_tokens,
         out_parents,
         tree_size,
+        columns,
         width,
         parents.stride(0) if parents.dim() == 2 else 0,
         PAD=next_power_of_2(width),
     )
-    return out_tokens, out_parents, tree_size
+    return out_tokens, out_parents, tree_size, columns
 
 
 def _gather_reference(
@@ -134,7 +136,7 @@ def _gather_reference(
     return out
 
 
-def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     requests, width = tokens.shape
     keep = tokens != -1
     place = keep.cumsum(1) - 1
@@ -143,9 +145,12 @@ def _compact_reference(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor,
     # Dropped nodes go to an extra column, which is discarded.
     place = place.masked_fill(~keep, width)
     padding = tokens.new_full((requests, width + 1), -1)
+    nodes = torch.arange(width, dtype=tokens.dtype, device=tokens.device).expand_as(tokens)
     out_tokens = padding.scatter(1, place, tokens)[:, :width]
     out_parents = padding.scatter(1, place, above)[:, :width]
-    return out_tokens.contiguous(), out_parents.contiguous(), keep.sum(1, dtype=torch.int32)
+    columns = torch.zeros_like(padding).scatter(1, place, nodes)[:, :width]
+    tree_size = keep.sum(1, dtype=torch.int32)
+    return out_tokens.contiguous(), out_parents.contiguous(), tree_size, columns.contiguous()
 
 
 def _gather_cpp(
@@ -160,17 +165,17 @@ def _gather_cpp(
     return out
 
 
-def _compact_cpp(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compact_cpp(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, parents = tokens.contiguous(), parents.contiguous()
-    out_tokens, out_parents = torch.empty_like(tokens), torch.empty_like(tokens)
+    out_tokens, out_parents, columns = (torch.empty_like(tokens) for _ in range(3))
     tree_size = torch.empty(tokens.shape[0], dtype=torch.int32)
     places = torch.empty(tokens.shape[1], dtype=torch.int32)
     _COMPACT.call(
         *(tokens.data_ptr(), parents.data_ptr(), parents.stride(0) if parents.dim() == 2 else 0),
         *(*tokens.shape, out_tokens.data_ptr(), out_parents.data_ptr()),
-        *(tree_size.data_ptr(), places.data_ptr()),
+        *(tree_size.data_ptr(), columns.data_ptr(), places.data_ptr()),
     )
-    return out_tokens, out_parents, tree_size
+    return out_tokens, out_parents, tree_size, columns
 
 
 _GATHER_TREE = Op(
@@ -214,7 +219,7 @@ def gather_tree(
     return _GATHER_TREE.on(matrix)(matrix, roots, parents, ranks, level_ends)
 
 
-def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Remove the nodes whose token is -1; the others keep their order.
 
     The paper drafts zeros for these nodes (section 3.3).
@@ -225,8 +230,8 @@ def compact_tree(tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tenso
         parents: Int32 `[N]` or `[B, N]`, the columns of the nodes' parents, -1 for a root.
 
     Returns:
-        Tokens and parents, int32 `[B, N]`, padded with -1, and the size of each tree, int32 `[B]`,
-        including the root.
+        Tokens and parents, int32 `[B, N]`, padded with -1; the size of each tree, int32 `[B]`,
+        including the root; and the column that each node had, int32 `[B, N]`, padded with 0.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -192,7 +192,7 @@ def _gather(requests: int, tree_size: int) -> Work:
         return tokens, *gather._compact_reference(tokens, shape[0])
 
     # For each node its cell, its token written and read again, and its cells of the compact tree.
-    return Work(ours, reference, requests * (tree_size * 4 * 5 + 8) + tree_size * 8)
+    return Work(ours, reference, requests * (tree_size * 4 * 6 + 8) + tree_size * 8)
 
 
 def _texts(requests: int, length: int, room: int) -> tuple[NgramIndex, Tensor]:

@@ -62,7 +62,7 @@ def test_top_p_alone_waits_for_nothing(gpu: Gpu) -> None:
     compared("static", cold, GREEDY, cold, gpu=gpu)
 
 
-BUDGETS = {"static": (10, 20, 2, 1), "dynamic": (16, 15, 2, 1)}
+BUDGETS = {"static": (10, 16, 2, 1), "dynamic": (16, 15, 2, 1)}
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 
 

@@ -13,7 +13,7 @@ import pytest
 from fake_gpu_of_v2 import ANSWER
 from tree_kernels.machine import find_compiler
 
-BUDGETS = {"static": (17, 8), "dynamic": (23, 3)}
+BUDGETS = {"static": (17, 4), "dynamic": (23, 3)}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
 engine's sampler and the drafter launch, without the preparation of inputs and the target."""
 
