@@ -153,9 +153,10 @@ class DraftModelWorker(ObservingWorker):
             # columns again, and that of columns without a node yet before it is read.
             read, cached = whole_trees(trees, self._num_draft_tokens), 0
         depth = depths(read.parents, read.tree_size)
-        # Nodes beyond a request's end, which have no position, are not verified.
-        left = self._states.limits[batch.req_pool_indices] - batch.seq_lens
-        depth = depth.minimum((left - 1).clamp(min=0).int()[:, None])
+        if self.drafter.tables is not None:
+            # Copies may be longer than an answer; nodes beyond its end are not verified.
+            left = self._states.limits[batch.req_pool_indices] - batch.seq_lens
+            depth = depth.minimum((left - 1).clamp(min=0).int()[:, None])
         prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
         worker = self._draft_worker.draft_worker
         output = worker.forward_batch_generation(batch, is_verify=True).logits_output
