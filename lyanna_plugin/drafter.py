@@ -29,10 +29,10 @@ from lyanna_plugin.tree import (
     united_steps,
 )
 from recycle_plugin import DynamicTreeDrafter
-from recycle_plugin.shared_trees import SharedTrees, make_tables
+from recycle_plugin.shared_trees import SharedTrees, SharingDrafter, make_tables
 
 
-class LyannaTrees(HiddenStateDrafter):
+class LyannaTrees(SharingDrafter, HiddenStateDrafter):
     """The part of the drafter that builds trees, which needs no model.
 
     Args:
@@ -50,7 +50,6 @@ class LyannaTrees(HiddenStateDrafter):
         self._info = info
         self._dtype = dtype
         self._resamples = options.second_draft_tokens(options.steps - 1) > 0
-        self._shared: SharedTrees | None = None
         regular = options.regular_draft_tokens
         seconds = [options.second_draft_tokens(steps) for steps in range(options.steps)]
         # Indexed by the number of steps that remain for a second tree.
@@ -210,27 +209,6 @@ class LyannaTrees(HiddenStateDrafter):
             self._budget.reset()
         if self._shared is not None:
             self._shared.reset()
-
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Let the tables' memory learn a text.
-
-        Raises:
-            ValueError: There are no tables, or they have no memory.
-        """
-        if self._shared is None:
-            super().remember(tokens)
-        else:
-            self._shared.tables.remember(tokens)
-
-    def acceptance(self) -> dict[str, Any]:
-        """With tables, acceptance by who proposed a draft token."""
-        return {} if self._shared is None else self._shared.acceptance()
-
-    def sources(self, slots: Tensor, width: int) -> list[list[str]]:
-        """Who proposed each node of the trees proposed last."""
-        if self._shared is None:
-            return super().sources(slots, width)
-        return self._shared.sources(slots, width)
 
 
 class LyannaDrafter(LyannaTrees):

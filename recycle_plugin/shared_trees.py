@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tree_kernels.expansion import ExpandedTrees
 
-from drafttree.drafter import Target
+from drafttree.drafter import Drafter, Target
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import (
     Candidates,
@@ -170,6 +170,33 @@ class SharedTrees:
     def _name(self, ours: bool, theirs: bool, source: str) -> str:
         """The name of a node's source; `source` is that of the tables."""
         return " and ".join([self._source] * ours + [source] * theirs)
+
+
+class SharingDrafter(Drafter):
+    """A drafter with a model, in whose trees the tables' candidates may stand too."""
+
+    _shared: SharedTrees | None = None
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Let the tables' memory learn a text.
+
+        Raises:
+            ValueError: There are no tables, or they have no memory.
+        """
+        if self._shared is None:
+            super().remember(tokens)
+        else:
+            self._shared.tables.remember(tokens)
+
+    def acceptance(self) -> dict[str, Any]:
+        """With tables, acceptance by who proposed a draft token."""
+        return {} if self._shared is None else self._shared.acceptance()
+
+    def sources(self, slots: Tensor, width: int) -> list[list[str]]:
+        """Who proposed each node of the trees proposed last."""
+        if self._shared is None:
+            return super().sources(slots, width)
+        return self._shared.sources(slots, width)
 
 
 def make_tables(options: RecycleOptions, target: Target) -> DynamicTreeDrafter:

@@ -21,7 +21,7 @@ from drafttree.drafter import DraftForward, DraftModelDrafter
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import Candidates
 from recycle_plugin import DynamicTreeDrafter
-from recycle_plugin.shared_trees import SharedTrees
+from recycle_plugin.shared_trees import SharedTrees, SharingDrafter
 from rsd_plugin.config import RsdOptions, Shape
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.rules import RecursiveRejection, Traversal
@@ -57,7 +57,7 @@ _BEAMS = tuple(
 _READ_SMOOTHING = 1 / 4
 
 
-class RsdDrafter(DraftModelDrafter):
+class RsdDrafter(SharingDrafter, DraftModelDrafter):
     """Samples trees from a draft model: of one shape, or of one that is chosen for each step.
 
     The shape of a step is fixed before anything is drawn in it, see `budget.shape_planner`, so
@@ -80,7 +80,6 @@ class RsdDrafter(DraftModelDrafter):
         self._max_children = max(self._shape.factors or self._shape.widths)
         self._traverses = options.verify == "traversal"
         self._options = options
-        self._shared: SharedTrees | None = None
 
     def share_trees(self, tables: DynamicTreeDrafter) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
@@ -149,27 +148,6 @@ class RsdDrafter(DraftModelDrafter):
             self._budget.reset()
         if self._shared is not None:
             self._shared.reset()
-
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Let the tables' memory learn a text.
-
-        Raises:
-            ValueError: There are no tables, or they have no memory.
-        """
-        if self._shared is None:
-            super().remember(tokens)
-        else:
-            self._shared.tables.remember(tokens)
-
-    def acceptance(self) -> dict[str, Any]:
-        """With tables, acceptance by who proposed a draft token."""
-        return {} if self._shared is None else self._shared.acceptance()
-
-    def sources(self, slots: Tensor, width: int) -> list[list[str]]:
-        """Who proposed each node of the trees proposed last."""
-        if self._shared is None:
-            return super().sources(slots, width)
-        return self._shared.sources(slots, width)
 
     def explain(self) -> list[dict[str, Any]]:
         """How shapes were chosen, by number of draft tokens."""
