@@ -140,7 +140,7 @@ class ShapePlanner:
         elif (trial := self._trials.size(batch_size, best, gains, gains, rates)) is not None:
             index, is_trial = trial, True
         state.index, state.gain = best, float(gains[best])
-        if not index and not best:
+        if not index:
             return self._rest()
         gain = float(gains[index])
         choice = TreeChoice(self.shapes[index].nodes)
