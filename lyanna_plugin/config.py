@@ -7,16 +7,15 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from drafttree.budget.level_acceptance import TreeShape
-from drafttree.method import MethodOptions
 from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
 from recycle_plugin.config import RecycleOptions
-from recycle_plugin.shared_trees import parse_tables
+from recycle_plugin.shared_trees import SharingOptions, parse_tables
 
 LARGEST = 12
 """Draft tokens of the paper's regular trees."""
 
 
-class LyannaOptions(MethodOptions):
+class LyannaOptions(SharingOptions):
     """The options of Lyanna. The defaults are those of the paper's runs."""
 
     model: str = Field(
@@ -159,20 +158,3 @@ class LyannaOptions(MethodOptions):
         """Maximum depth of a draft token."""
         of_tables = self.of_tables
         return self.steps if of_tables is None else max(self.steps, of_tables.depth)
-
-    @property
-    def of_tables(self) -> RecycleOptions | None:
-        """Token Recycling's options, for trees as large as these; None without tables."""
-        if not isinstance(self.tables, RecycleOptions):
-            return None
-        return self.tables.model_copy(update={"nodes": self.num_draft_tokens})
-
-    @property
-    def shares_worth(self) -> bool:
-        """Whether requests share what is learnt of the worth of nodes."""
-        return isinstance(self.tables, RecycleOptions) and self.tables.sharing == "engine"
-
-    @property
-    def reads_logits(self) -> str | None:
-        """The option by which the drafter learns from the target's logits."""
-        return "tables" if self.tables else None

@@ -9,13 +9,14 @@ leaves of it, is looked up among them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tree_kernels.expansion import ExpandedTrees
 
 from drafttree.drafter import Drafter, Target
+from drafttree.method import MethodOptions
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import (
     Candidates,
@@ -170,6 +171,31 @@ class SharedTrees:
     def _name(self, ours: bool, theirs: bool, source: str) -> str:
         """The name of a node's source; `source` is that of the tables."""
         return " and ".join([self._source] * ours + [source] * theirs)
+
+
+class SharingOptions(MethodOptions):
+    """Options of a method in whose trees the tables' candidates may stand too."""
+
+    if TYPE_CHECKING:
+        # Each method declares it, after its other options, with a description of its own.
+        tables: bool | RecycleOptions
+
+    @property
+    def of_tables(self) -> RecycleOptions | None:
+        """Token Recycling's options, for trees as large as these; None without tables."""
+        if not isinstance(self.tables, RecycleOptions):
+            return None
+        return self.tables.model_copy(update={"nodes": self.num_draft_tokens})
+
+    @property
+    def shares_worth(self) -> bool:
+        """Whether requests share what is learnt of the worth of nodes."""
+        return isinstance(self.tables, RecycleOptions) and self.tables.sharing == "engine"
+
+    @property
+    def reads_logits(self) -> str | None:
+        """The option by which the drafter learns from the target's logits."""
+        return "tables" if self.tables else None
 
 
 class SharingDrafter(Drafter):

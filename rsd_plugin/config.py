@@ -10,10 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from drafttree.method import MethodOptions
 from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_DRAFT_TOKENS, StaticTree
 from recycle_plugin.config import RecycleOptions
-from recycle_plugin.shared_trees import parse_tables
+from recycle_plugin.shared_trees import SharingOptions, parse_tables
 
 _BEAM = re.compile(r"beam:(\d+)x(\d+)")
 _LARGEST = "beam:3x5"
@@ -36,7 +35,7 @@ class Shape:
     factors: tuple[int, ...] | None
 
 
-class RsdOptions(MethodOptions):
+class RsdOptions(SharingOptions):
     """The options of RSD."""
 
     model: str = Field(
@@ -147,20 +146,3 @@ class RsdOptions(MethodOptions):
         if of_tables is None:
             return sampled
         return max(sampled, min(of_tables.depth, self.num_draft_tokens))
-
-    @property
-    def of_tables(self) -> RecycleOptions | None:
-        """Token Recycling's options, for trees as large as these; None without tables."""
-        if not isinstance(self.tables, RecycleOptions):
-            return None
-        return self.tables.model_copy(update={"nodes": self.num_draft_tokens})
-
-    @property
-    def shares_worth(self) -> bool:
-        """Whether requests share what is learnt of the worth of nodes."""
-        return isinstance(self.tables, RecycleOptions) and self.tables.sharing == "engine"
-
-    @property
-    def reads_logits(self) -> str | None:
-        """The option by which the drafter learns from the target's logits."""
-        return "tables" if self.tables else None
