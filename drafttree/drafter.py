@@ -16,11 +16,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drafttree.tree import DraftTree, Verified
+
+if TYPE_CHECKING:
+    from drafttree.tensor_parallel import Group
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over a layer's KV."""
@@ -93,6 +96,9 @@ class Target:
         longest_chain: Greatest number of draft tokens where the host verifies chains alone: no
             node should have a second child, as only the path of first children is kept. None
             where it verifies trees.
+        group: The ranks of tensor parallelism, each of which has a drafter of its own and verifies
+            the first one's trees; None if there is one rank. Drafters with a model draft on all
+            ranks at once: what may differ between them must come from the first one.
     """
 
     model: str
@@ -107,6 +113,7 @@ class Target:
     late_steps: int = 0
     sizes_trees: bool = False
     longest_chain: int | None = None
+    group: Group | None = None
 
 
 class Drafter:

@@ -1,9 +1,11 @@
-"""Tensor parallelism: the first rank drafts, and the others verify its trees.
+"""Tensor parallelism: all ranks verify the first one's trees.
 
 All ranks have the same logits, so they accept the same tokens. But a drafter's state may depend on
 its process, for instance on measured times or on files in a cache, so ranks that drafted
-independently could disagree. For the same reason the first rank alone decides which forwards are
-run to prime its drafter, and which to time.
+independently could disagree. A model-free drafter therefore drafts on the first rank alone. Drafters
+with a model draft on all ranks, as each has a part of the model; what else they draft from comes
+from the first rank. It alone also decides which forwards are run to prime a drafter, and which to
+time.
 """
 
 from __future__ import annotations
@@ -41,6 +43,12 @@ def is_drafting_rank(group: Group) -> bool:
 def drafts_alone(group: Group) -> bool:
     """Whether no other rank verifies this one's trees."""
     return group.world_size == 1
+
+
+def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
+    """Overwrite a tensor with the first rank's."""
+    if not drafts_alone(group):
+        group.broadcast(tensor)
 
 
 def broadcast_trees(trees: DraftTree, num_draft_tokens: int, group: Group) -> DraftTree:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
+from drafttree.tensor_parallel import Group
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
@@ -28,8 +29,7 @@ from lyanna_plugin.tree import (
     sample_tree,
     united_steps,
 )
-from recycle_plugin import DynamicTreeDrafter
-from recycle_plugin.shared_trees import SharedTrees, SharingDrafter, make_tables
+from recycle_plugin.shared_trees import RankTables, SharedTrees, SharingDrafter, make_tables
 
 
 class LyannaTrees(SharingDrafter, HiddenStateDrafter):
@@ -75,13 +75,14 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         """Make the tables that the options ask for, if they do; called before `allocate`."""
         options = self._options.of_tables
         if options is not None:
-            self.share_trees(make_tables(options, target))
+            self.share_trees(make_tables(options, target), target.group)
 
-    def share_trees(self, tables: DynamicTreeDrafter) -> None:
+    def share_trees(self, tables: RankTables, group: Group | None = None) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
 
         Args:
             tables: Its drafter, of as many draft tokens as these trees.
+            group: The tensor-parallel ranks; None if there is one.
         """
         options = self._options
         self._shared = SharedTrees(
@@ -90,6 +91,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
             options.steps,
             self.source,
             learns=options.shares_worth,
+            group=group,
         )
         self.tables = tables
         self.max_depth = self._shared.max_depth

@@ -65,6 +65,12 @@ def level_width(num_draft_tokens: int) -> int:
     return width
 
 
+def candidate_columns(num_draft_tokens: int) -> int:
+    """Number of columns of `DynamicTreeDrafter.candidates`."""
+    spine = tree_depth(num_draft_tokens) - DEPTH
+    return columns_of(level_width(num_draft_tokens), DEPTH, spine)
+
+
 def untimed_draft_tokens(requests: int, device_type: str) -> int:
     """Most draft tokens per request with `nodes=auto` where no forward was measured.
 
@@ -117,13 +123,18 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._budget: NodeBudget | None = None
         self._scores: torch.Tensor | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """The tables' device."""
+        return self.tables.matrix.device
+
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate the requests' texts and their n-gram indices."""
-        device = self.tables.matrix.device
+        device = self.device
         self.tables.allocate_own(max_requests, private=self._private)
         self._texts = Texts(max_requests, max_model_len, device)
         self._sources = zeros((max_requests, columns_of(self._width, DEPTH)), device)
-        columns = columns_of(self._width, DEPTH, self._spine)
+        columns = candidate_columns(self._num_draft_tokens)
         # A step's trees are no longer needed when the next ones are expanded.
         self._expanded = lru_cache(maxsize=_BATCH_SIZES)(
             partial(ExpandedTrees.empty, columns=columns, device=device)
@@ -173,7 +184,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """With `auto`, measure forwards of up to `max_tokens` tokens and set up the node budget."""
         if self._auto:
             self._budget = NodeBudget.from_forwards(
-                candidate_sizes(self._num_draft_tokens, self.tables.matrix.device),
+                candidate_sizes(self._num_draft_tokens, self.device),
                 measure_forwards(measure_forward, max_tokens),
                 pads_trees=self._pads_trees,
                 late=self._late_steps,

@@ -17,6 +17,7 @@ from tree_kernels.expansion import ExpandedTrees
 
 from drafttree.drafter import Drafter, Target
 from drafttree.method import MethodOptions
+from drafttree.tensor_parallel import Group, is_drafting_rank
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import (
     Candidates,
@@ -29,6 +30,10 @@ from drafttree.tree_union import (
 )
 from drafttree.tree_worth import TreeWorth, all_classes, proposed_by
 from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, make_drafter
+from recycle_plugin.shared_ranks import TablesOfFirstRank, broadcast_candidates
+
+RankTables = DynamicTreeDrafter | TablesOfFirstRank
+"""Token Recycling's drafter for shared trees, or what stands for it on the other ranks."""
 
 _MODELS_WEIGHT = 0.7
 """How much the model's estimate counts for a node that both propose, until that is measured."""
@@ -54,23 +59,26 @@ class SharedTrees:
     """Chooses the nodes of the trees.
 
     Args:
-        tables: Token Recycling's drafter.
+        tables: Token Recycling's drafter on this rank.
         num_draft_tokens: Greatest number of draft tokens of a tree.
         steps: Greatest depth of the model's nodes.
         source: Where these come from.
         learns: Whether requests share what is learnt of the worth of nodes.
+        group: The tensor-parallel ranks; None if there is one.
     """
 
     def __init__(
         self,
-        tables: DynamicTreeDrafter,
+        tables: RankTables,
         num_draft_tokens: int,
         steps: int,
         source: str,
         *,
         learns: bool,
+        group: Group | None = None,
     ) -> None:
         self.tables = tables
+        self._group = group
         self.max_depth = max(tables.max_depth, steps)
         self._num_draft_tokens = num_draft_tokens
         self._steps = steps
@@ -80,7 +88,7 @@ class SharedTrees:
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate the tables' state of requests, and the classes of their nodes."""
         self.tables.allocate(max_requests, max_model_len)
-        device = self.tables.tables.matrix.device
+        device = self.tables.device
         self._worth = TreeWorth(device, _MODELS_WEIGHT)
         shape = max_requests, 1 + self._num_draft_tokens
         self._classes = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -121,7 +129,7 @@ class SharedTrees:
 
     def _rank(self, slots: Tensor, roots: Tensor, own: Candidates) -> _Ranked:
         """Unite the model's candidates with those of the tables under `roots [B]`."""
-        expanded = self.tables.candidates(slots, roots)
+        expanded = broadcast_candidates(self.tables.candidates(slots, roots), self._group)
         above = expanded.scores.gather(1, expanded.parents.clamp(min=0).long())
         chances = torch.where(expanded.scores > 0, expanded.scores / above, 0)
         others = Candidates(expanded.tokens, expanded.parents, chances)
@@ -225,8 +233,10 @@ class SharingDrafter(Drafter):
         return self._shared.sources(slots, width)
 
 
-def make_tables(options: RecycleOptions, target: Target) -> DynamicTreeDrafter:
+def make_tables(options: RecycleOptions, target: Target) -> RankTables:
     """Token Recycling's drafter for shared trees, of `options.nodes` draft tokens."""
+    if target.group is not None and not is_drafting_rank(target.group):
+        return TablesOfFirstRank(options.num_draft_tokens, target.device)
     tables = make_drafter(options, target)
     assert isinstance(tables, DynamicTreeDrafter), "parse_tables allows no others"
     return tables

@@ -15,7 +15,7 @@ def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
     """Build the drafter for a target."""
     drafter = RsdDrafter(options, target.vocab_size)
     if options.of_tables is not None:
-        drafter.share_trees(make_tables(options.of_tables, target))
+        drafter.share_trees(make_tables(options.of_tables, target), target.group)
     return drafter
 
 

@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 
 from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import DraftForward, DraftModelDrafter
+from drafttree.tensor_parallel import Group
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import Candidates
-from recycle_plugin import DynamicTreeDrafter
-from recycle_plugin.shared_trees import SharedTrees, SharingDrafter
+from recycle_plugin.shared_trees import RankTables, SharedTrees, SharingDrafter
 from rsd_plugin.config import RsdOptions, Shape
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.rules import RecursiveRejection, Traversal
@@ -81,15 +81,18 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         self._traverses = options.verify == "traversal"
         self._options = options
 
-    def share_trees(self, tables: DynamicTreeDrafter) -> None:
+    def share_trees(self, tables: RankTables, group: Group | None = None) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
 
         Args:
             tables: Its drafter, of as many draft tokens as these trees.
+            group: The tensor-parallel ranks; None if there is one.
         """
         options = self._options
         nodes, steps = options.num_draft_tokens, len(self._shape.widths)
-        self._shared = SharedTrees(tables, nodes, steps, self.source, learns=options.shares_worth)
+        self._shared = SharedTrees(
+            tables, nodes, steps, self.source, learns=options.shares_worth, group=group
+        )
         self.tables = tables
         self.max_depth = options.depth
         self.shares_texts = tables.shares_texts
