@@ -2,10 +2,9 @@
 
 All ranks have the same logits, so they accept the same tokens. But a drafter's state may depend on
 its process, for instance on measured times or on files in a cache, so ranks that drafted
-independently could disagree. A model-free drafter therefore drafts on the first rank alone. Drafters
-with a model draft on all ranks, as each has a part of the model; what else they draft from comes
-from the first rank. It alone also decides which forwards are run to prime a drafter, and which to
-time.
+independently could disagree. So a model-free drafter drafts on the first rank alone. Drafters with
+a model draft on all ranks, as each has a part of the model; what else they draft from comes from
+the first rank. It alone also decides which forwards are run to prime a drafter, and which to time.
 """
 
 from __future__ import annotations

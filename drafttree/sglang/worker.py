@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.async_probe import sanitize_nan_logits
@@ -101,6 +101,7 @@ class TreeWorker(GraphWorker):
             # With overlapping steps a step is launched before the last one's tokens are there.
             late_steps=0 if server.disable_overlap_schedule else 1,
             longest_chain=self._num_draft_tokens if self.in_chains else None,
+            group=self._group,
         )
         # Before the memory pools are sized, so that the drafter's memory is counted.
         self.drafter = self._make_drafter(method, options, target)
@@ -128,7 +129,7 @@ class TreeWorker(GraphWorker):
 
     @abstractmethod
     def _verify(self, step: Step, output: Any) -> Verified:
-        """Verify the step's trees by the target's output for all nodes."""
+        """Verify the step's trees by the target's output for all nodes; the same on all ranks."""
 
     def explain(self) -> list[dict[str, Any]]:
         """How the sizes of trees were chosen; see `Drafter.explain`."""
@@ -249,8 +250,7 @@ class TreeWorker(GraphWorker):
         output = result.logits_output
         # As before SGLang's own sampling: if asked to, it replaces NaN, which would be the argmax.
         sanitize_nan_logits(output.next_token_logits, "logits of draft trees")
-        # With several ranks SGLang does the same for its own methods.
-        verified = broadcast_verified(self._verify(step, output), self._group)
+        verified = self._verify(step, output)
         self._learn_outcome(step, verified)
         if has_penalties(batch):
             self._penalties.add(batch.req_pool_indices, verified.emitted)
@@ -321,9 +321,11 @@ class TreeWorker(GraphWorker):
         argmax: torch.Tensor | None = None,
         rule: AcceptanceRule | None = None,
     ) -> Verified:
-        """Call `verify_trees` with the target's sampler."""
+        """Call `verify_trees` with the target's sampler; the first rank's outcome counts."""
         sampler = self._runner.sampler
-        return verify_trees(sampler, step, self.drafter.max_depth, output, argmax, rule)
+        verified = verify_trees(sampler, step, self.drafter.max_depth, output, argmax, rule)
+        # With several ranks SGLang does the same for its own methods.
+        return broadcast_verified(verified, self._group)
 
     def _move_kv(self, batch: Any, verified: Verified) -> None:
         """Move the accepted path's KV to the slots right after the root's."""
@@ -332,9 +334,10 @@ class TreeWorker(GraphWorker):
             move(slots, verified.path)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The target's embeddings `[N, d]` of `tokens [N]`."""
-        embeddings, _ = self._runner.model.get_embed_and_head()
-        return F.embedding(tokens, embeddings)
+        """The target's embeddings `[N, d]` of `tokens [N]`; all ranks ask for the same together."""
+        embedding = unwrap_lora_layer(self._runner.model.get_input_embeddings())
+        embedded: torch.Tensor = embedding(tokens)
+        return embedded
 
 
 @functools.cache

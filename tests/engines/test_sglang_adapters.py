@@ -251,6 +251,7 @@ def test_drafts_are_of_the_head_without_adapters() -> None:
     worker = HiddenStateWorker.__new__(HiddenStateWorker)
     worker.draft_seconds = 0.0
     worker._vocab_size = 6
+    worker._group = SimpleNamespace(world_size=1)
     worker._runner = SimpleNamespace(
         model=SimpleNamespace(
             lm_head=adapted, logits_processor=SimpleNamespace(_compute_lm_head=product)

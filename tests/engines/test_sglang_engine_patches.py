@@ -27,6 +27,7 @@ from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.model_executor import pool_configurator
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 import sglang.srt.layers.attention.torch_native_backend, sglang.srt.speculative.ngram_info
 import sglang.srt.speculative.draft_worker_common
@@ -116,9 +117,15 @@ kv_cache_builder.create_tree_cache = stub("create_tree_cache", "ctx", lambda: "c
 Scheduler.get_internal_state = stub("get_internal_state", "self, recv_req", answer)
 patches.count_layer_memory(), patches.match_prefixes_by_bigrams(), patches.report_counters()
 report["layers"], report["bigrams"] = {}, {}
+heads = SimpleNamespace(get_total_num_kv_heads=lambda: 8,
+                        get_num_kv_heads=lambda ranks: max(1, 8 // ranks))
 for name, algorithm in algorithms.items():
-    Stub._compute_cell_size(None, SimpleNamespace(spec_algorithm=algorithm), 10)
-    report["layers"][name] = seen[-1][1]["num_layers"]
+    report["layers"][name] = []
+    for ranks in (1, 4, 16):
+        kvc = SimpleNamespace(spec_algorithm=algorithm, model_config=heads)
+        with get_parallel().override(attn_tp_size=ranks):
+            Stub._compute_cell_size(None, kvc, 10)
+        report["layers"][name].append(seen[-1][1]["num_layers"])
     context = SimpleNamespace(
         params=SimpleNamespace(is_eagle=False),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(spec_algorithm=algorithm)))
@@ -264,7 +271,13 @@ def test_the_last_worker_of_a_runner_observes_it(report: dict[str, Any]) -> None
 
 
 def test_other_servers_are_served_as_before(report: dict[str, Any]) -> None:
-    assert report["layers"] == {"none": 10, "token-recycling": 10, "lyanna": 11}
+    # With 1, 4 and 16 ranks, each of which has all 8 KV heads of the drafter's layer.
+    unchanged = [10, 10, 10]
+    assert report["layers"] == {
+        "none": unchanged,
+        "token-recycling": unchanged,
+        "lyanna": [11, 14, 18],
+    }
     assert report["bigrams"] == {"none": False, "token-recycling": False, "lyanna": True}
     assert report["backends"] == {
         "none": "TorchNativeAttnBackend",

@@ -80,7 +80,6 @@ WINDOWED = {
 
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
-    "tp-size=2": {"tp_size": 2, "speculative_algorithm": "rsd"},
     "max-total-tokens=128": {"max_total_tokens": 128},
     "MLA": {
         "model": {

@@ -3,6 +3,9 @@
 Both models share the table of KV slots: a token's KV is in the same slot of both caches. So prompts
 are computed by both, cached prefixes are valid for both, and in each step the draft model computes
 the KV of the nodes as it drafts them.
+
+With tensor parallelism each rank has a part of both models and draws the same drafts, as logits,
+seeds and the candidates of tables are the same on all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from drafttree.sglang.patches import install_acceptance_sampler
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Proposal, Step
 from drafttree.sglang.verify_input import prepare_verify
+from drafttree.tensor_parallel import broadcast_tensor, broadcast_trees
 from drafttree.tree import DraftTree, Verified
 
 
@@ -110,6 +114,8 @@ class DraftModelWorker(ObservingWorker):
         rule = self.drafter.undrafted_rule(roots, self._seeds_of(batch), batch.seq_lens - 1)
         with self._runner.sampler.using(rule, roots):
             result = super()._forward_prompt(batch)
+        # As in `forward` below, and texts must not differ.
+        broadcast_tensor(result.next_token_ids, self._group)
         self._prompts_verified(batch, result.next_token_ids)
         batch.spec_info = None
         self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
@@ -124,6 +130,9 @@ class DraftModelWorker(ObservingWorker):
         sampled = (info.top_ks != 1).view(-1)
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
+            # On a GPU the ranks' sums may be rounded differently, and a rare draw with them: all
+            # parts of a node's KV must be of one token.
+            trees = broadcast_trees(trees, trees.tokens.shape[1] - 1, self._group)
             logits = self._forward_draft(batch, trees, first)
             if trees.tokens.shape[1] == len(self.drafter.columns):
                 return logits  # nothing is sampled below the leaves

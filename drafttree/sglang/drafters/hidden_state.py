@@ -3,6 +3,9 @@
 The KV of the drafter's layer uses the target's slots, so cached prefixes are valid for both. At the
 end of a step the layer reads the accepted tokens, each with the target's hidden state before it; in
 the next step it continues from its own output in the slots that are reserved for the tree.
+
+With tensor parallelism each rank has the whole layer, and a part of the target's embeddings and
+head.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -22,6 +26,7 @@ from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
 from drafttree.sglang.state import Proposal, Step, are_parts
+from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, Verified
 
@@ -120,6 +125,8 @@ class HiddenStateWorker(ObservingWorker):
         model = self._runner.model
         head = unwrap_lora_layer(model.lm_head)
         logits = model.logits_processor._compute_lm_head(outputs.flatten(0, 1), head)
+        if not drafts_alone(self._group):
+            logits = tensor_model_parallel_all_gather(logits)
         logits = logits[:, : self._vocab_size].unflatten(0, outputs.shape[:2])
         steps = self._states.drafting[indices].long() * outputs.shape[1]
         trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)

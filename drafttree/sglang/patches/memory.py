@@ -22,7 +22,8 @@ PATCHES: tuple[Patch, ...] = (
         "DefaultPoolConfigurator._compute_cell_size",
         when=f"{WITH_A_WORKER}, for methods that read hidden states",
         reason="The KV of the drafter's layer uses the slots of the target's pool, so its memory "
-        "must be counted when the pool is sized.",
+        "must be counted when the pool is sized: as much as of one layer of the target, on each "
+        "rank of tensor parallelism.",
     ),
     Patch(
         target="sglang.srt.mem_cache.kv_cache_builder:create_tree_cache",
@@ -75,15 +76,22 @@ def widen_request_rows() -> None:
 def count_layer_memory() -> None:
     """For methods that read hidden states, size the target's KV pool with one more layer.
 
+    Each tensor-parallel rank has a part of the KV heads of the target's layers, and all of those of
+    the drafter's.
+
     Raises:
         RuntimeError: The patch does not fit this SGLang.
     """
     from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+    from sglang.srt.runtime_context import get_parallel
 
     def wrap(stock: Callable[..., int]) -> Callable[..., int]:
         def _compute_cell_size(self: Any, kvc: Any, num_layers: int) -> int:
-            added = _method_reads_hidden_states(kvc.spec_algorithm)
-            return int(stock(self, kvc, num_layers + added))
+            if _method_reads_hidden_states(kvc.spec_algorithm):
+                config = kvc.model_config
+                heads = config.get_num_kv_heads(get_parallel().attn_tp_size)
+                num_layers += -(-config.get_total_num_kv_heads() // heads)
+            return int(stock(self, kvc, num_layers))
 
         return _compute_cell_size
 

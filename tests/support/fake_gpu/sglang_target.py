@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -211,9 +212,9 @@ class _Model:
         self._embeddings = embeddings
         self.logits_processor = SimpleNamespace(_compute_lm_head=lambda hidden, head: hidden)
 
-    def get_embed_and_head(self) -> tuple[torch.Tensor, None]:
+    def get_input_embeddings(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The embedding of a token is what the target says after it."""
-        return self._embeddings, None
+        return lambda tokens: F.embedding(tokens, self._embeddings)
 
 
 class _Runner:
