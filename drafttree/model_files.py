@@ -189,10 +189,20 @@ def vocabulary_size(model: str | Path, name: str = "model") -> int:
     Raises:
         ValueError: The configuration cannot be read.
     """
+    return _number(model, name, "vocab_size")
+
+
+def attention_heads(model: str | Path, name: str = "model") -> int:
+    """The number of a model's query heads; otherwise as `vocabulary_size`."""
+    return _number(model, name, "num_attention_heads")
+
+
+def _number(model: str | Path, name: str, field: str) -> int:
+    """A number in a model's configuration."""
     from transformers import AutoConfig
 
     try:
-        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+        return int(getattr(AutoConfig.from_pretrained(model).get_text_config(), field))
     except Exception as error:
         # What transformers raises depends on what is wrong with the file.
         raise ValueError(f"the {name} {model} cannot be read: {error}") from error

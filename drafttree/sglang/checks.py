@@ -7,7 +7,7 @@ from typing import Any
 
 from drafttree.compatibility import is_refused
 from drafttree.method import Method
-from drafttree.model_files import check_draft_model
+from drafttree.model_files import attention_heads, check_draft_model
 from drafttree.sglang.patches import accept_adapters, take_corpora
 from drafttree.sglang.target_config import (
     recurrent_config,
@@ -208,5 +208,21 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
         )
     if method.kind.needs_vocabulary_of_target:
         check_draft_model(server_args.model_path, path, logger)
+        _check_heads(path, server_args)
     if method.check_model is not None:
         method.check_model(server_args.model_path, path)
+
+
+def _check_heads(path: str, server_args: Any) -> None:
+    """Refuse a draft model whose heads tensor-parallel ranks cannot share."""
+    ranks = server_args.tp_size
+    # On a CPU SGLang adds heads.
+    if server_args.device == "cpu" or ranks == 1:
+        return
+    heads = attention_heads(path, "draft model")
+    if heads % ranks:
+        raise ValueError(
+            f"--speculative-draft-model-path={path} has {heads} attention heads, which "
+            f"--tp-size={ranks} ranks cannot share equally: use another draft model, or another "
+            "--tp-size"
+        )

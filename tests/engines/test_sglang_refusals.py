@@ -236,7 +236,7 @@ def test_settings_on_a_gpu(tiny_llama: Path, tmp_path: Path) -> None:
         "speculative_algorithm": "token-recycling",
     }
     path = "speculative_draft_model_path"
-    plain, sized, flashinfer, pages, rsd, lyanna = resolve(
+    plain, sized, flashinfer, pages, rsd, lyanna, three_ranks = resolve(
         [
             common,
             common | {"speculative_num_draft_tokens": 81},
@@ -244,9 +244,11 @@ def test_settings_on_a_gpu(tiny_llama: Path, tmp_path: Path) -> None:
             common | {"attention_backend": "fa3", "page_size": 16},
             common | {"speculative_algorithm": "rsd", path: str(tiny_llama)},
             common | {"speculative_algorithm": "lyanna", path: str(tmp_path)},
+            common | {"speculative_algorithm": "rsd", path: str(tiny_llama), "tp_size": 3},
         ],
         machine="hopper",
     )
+    assert "has 4 attention heads, which --tp-size=3 ranks cannot share equally" in three_ranks
     # SGLang's graphs leave out the hidden states that Lyanna reads.
     assert rsd["graphs"] == plain["graphs"] != ["disabled", "disabled"] == lyanna["graphs"]
     assert (rsd["disable_overlap_schedule"], lyanna["disable_overlap_schedule"]) == (True, False)
