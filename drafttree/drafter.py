@@ -16,14 +16,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from drafttree.ranks import Group
 from drafttree.tree import DraftTree, Verified
-
-if TYPE_CHECKING:
-    from drafttree.tensor_parallel import Group
+from drafttree.tree_shape import TreeShape
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over a layer's KV."""
@@ -359,20 +358,30 @@ class DraftModelDrafter(Drafter):
         """Whether `plan` may choose smaller trees."""
         return False
 
-    def plan(self, slots: torch.Tensor, unread: Callable[[], int]) -> tuple[int, ...]:
-        """Choose the trees that `propose` is asked for next, and until the next call.
+    def plan(self, slots: torch.Tensor, unread: Callable[[], int]) -> TreeShape:
+        """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
 
-        Hosts that never call it are proposed the largest trees. The choice may depend on earlier
-        steps alone, so that it is not biased by what is drawn.
+        The choice may depend on earlier steps alone, so that it is not biased by what is drawn. Of
+        several ranks only the first one chooses.
 
         Args:
             slots: `int64 [B]`, the requests' slots.
             unread: Counts the tokens that the draft model would have to read before it can draft.
 
         Returns:
+            The shape; one without levels for no drafts.
+        """
+        raise NotImplementedError
+
+    def follow_plan(self, shape: TreeShape) -> tuple[int, ...]:
+        """Propose trees of a planned shape until the next call; called only if `plans`.
+
+        Hosts that never call it are proposed the largest trees.
+
+        Returns:
             Parent of each of their columns, as in `columns`; that of the root alone for no drafts.
         """
-        return self.columns
+        raise NotImplementedError
 
     def propose(
         self,
@@ -462,19 +471,27 @@ class HiddenStateDrafter(Drafter):
         """Whether `plan` may choose smaller trees, and `max_depth` with them."""
         return False
 
-    def plan(self, slots: torch.Tensor) -> bool:
-        """Choose the trees that `propose` is asked for next, and until the next call.
+    def plan(self, slots: torch.Tensor) -> TreeShape:
+        """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
 
-        Called before `max_draft_tokens`. Hosts that never call it are proposed the largest trees.
-        The choice may depend on earlier steps alone, so that it is not biased by what is drawn.
+        The choice may depend on earlier steps alone, so that it is not biased by what is drawn. Of
+        several ranks only the first one chooses.
 
         Args:
             slots: `int64 [B]`, the requests' slots.
 
         Returns:
-            Whether anything is to be drafted.
+            The shape; one without levels for no drafts.
         """
-        return True
+        raise NotImplementedError
+
+    def follow_plan(self, shape: TreeShape) -> None:
+        """Propose trees of a planned shape until the next call; called only if `plans`.
+
+        Called before `max_draft_tokens`, if anything is to be drafted. Hosts that never call it are
+        proposed the largest trees.
+        """
+        raise NotImplementedError
 
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The layer's input `[N, d]` at known tokens.

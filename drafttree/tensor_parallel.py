@@ -11,27 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
 
 import torch
 
-from drafttree.drafter import ModelFreeDrafter, PrimeForward
+from drafttree.drafter import AcceptanceRule, ModelFreeDrafter, PrimeForward, TreeRule
+from drafttree.ranks import Group
 from drafttree.tree import DraftTree, Verified
-
-
-class Group(Protocol):
-    """An engine's group of tensor-parallel ranks.
-
-    Attributes:
-        world_size: Number of ranks.
-        rank_in_group: Number of this process among them.
-    """
-
-    world_size: int
-    rank_in_group: int
-
-    def broadcast(self, input_: torch.Tensor) -> Any:
-        """Overwrite a tensor with the first rank's, between devices without waiting on the host."""
+from drafttree.tree_shape import TreeShape
 
 
 def is_drafting_rank(group: Group) -> bool:
@@ -48,6 +34,60 @@ def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
     """Overwrite a tensor with the first rank's."""
     if not drafts_alone(group):
         group.broadcast(tensor)
+
+
+def shape_of_first_rank(choose: Callable[[], TreeShape], group: Group) -> TreeShape:
+    """The shape of trees that the first rank chooses.
+
+    Args:
+        choose: Chooses a shape; called on the first rank alone.
+        group: The ranks, on CPUs, as the host waits for the shape.
+    """
+    if drafts_alone(group):
+        return choose()
+    sizes = torch.zeros(3, dtype=torch.int64)
+    if is_drafting_rank(group):
+        shape = choose()
+        sizes = torch.tensor([shape.depth, shape.width, shape.nodes])
+    group.broadcast(sizes)
+    depth, width, nodes = sizes.tolist()
+    return TreeShape(depth, width, nodes)
+
+
+def rule_of_first_rank(rule: AcceptanceRule | None, group: Group) -> AcceptanceRule | None:
+    """A rule that all ranks ask together, and that the first one alone follows.
+
+    Its state may not fit the first rank's trees on another.
+    """
+    if rule is None or drafts_alone(group):
+        return rule
+    if isinstance(rule, TreeRule):
+        return _TreeRuleOfFirstRank(rule, group)
+    return _RuleOfFirstRank(rule, group)
+
+
+class _RuleOfFirstRank:
+    def __init__(self, rule: AcceptanceRule, group: Group) -> None:
+        self._rule = rule
+        self._group = group
+
+    def __call__(self, target: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+        return self._of_first(lambda: self._rule(target, nodes), nodes)
+
+    def _of_first(self, choose: Callable[[], torch.Tensor], places: torch.Tensor) -> torch.Tensor:
+        """The first rank's choice of one token for each place, `int32`."""
+        tokens = torch.empty(places.shape, dtype=torch.int32, device=places.device)
+        if is_drafting_rank(self._group):
+            tokens.copy_(choose())
+        broadcast_tensor(tokens, self._group)
+        return tokens
+
+
+class _TreeRuleOfFirstRank(_RuleOfFirstRank, TreeRule):
+    _rule: TreeRule
+
+    def of_trees(self, target: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._of_first(lambda: self._rule.of_trees(target, rows), rows)
 
 
 def broadcast_trees(trees: DraftTree, num_draft_tokens: int, group: Group) -> DraftTree:

@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from drafttree.budget.level_acceptance import TreeShape
 from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
+from drafttree.tree_shape import TreeShape
 from recycle_plugin.config import RecycleOptions
 from recycle_plugin.shared_trees import SharingOptions, parse_tables
 

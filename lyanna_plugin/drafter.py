@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
-from drafttree.tensor_parallel import Group
+from drafttree.ranks import Group
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
@@ -113,16 +113,14 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
             seconds = measure_forwards(measure_forward, max_tokens)
             self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds)
 
-    def plan(self, slots: Tensor) -> bool:
+    def plan(self, slots: Tensor) -> TreeShape:
         """Choose the shape of the next trees, with `nodes=auto`."""
-        if self._budget is None:
-            return True
-        shape = self._budget.choose(slots)
-        if not shape.depth:
-            return False
+        return self._shape if self._budget is None else self._budget.choose(slots)
+
+    def follow_plan(self, shape: TreeShape) -> None:
+        """Propose trees of this shape, with `nodes=auto`."""
         self._shape = shape
         self.max_depth = shape.depth
-        return True
 
     def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
         """Note the times of a step's drafts."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from tree_kernels.expansion import ExpandedTrees
 
-from drafttree.tensor_parallel import Group, NonDraftingRank, drafts_alone
+from drafttree.ranks import Group
+from drafttree.tensor_parallel import NonDraftingRank, drafts_alone
 from recycle_plugin.dynamic import candidate_columns
 from recycle_plugin.priors import tree_depth
 

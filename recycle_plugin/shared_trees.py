@@ -17,7 +17,8 @@ from tree_kernels.expansion import ExpandedTrees
 
 from drafttree.drafter import Drafter, Target
 from drafttree.method import MethodOptions
-from drafttree.tensor_parallel import Group, is_drafting_rank
+from drafttree.ranks import Group
+from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import (
     Candidates,

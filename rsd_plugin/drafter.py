@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
 from drafttree.drafter import DraftForward, DraftModelDrafter
-from drafttree.tensor_parallel import Group
+from drafttree.ranks import Group
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import Candidates
 from recycle_plugin.shared_trees import RankTables, SharedTrees, SharingDrafter
@@ -114,11 +114,14 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
             seconds = measure_forwards(measure_forward, max_tokens)
             self._budget = ShapeBudget.from_forwards(_BEAMS, seconds)
 
-    def plan(self, slots: Tensor, unread: Callable[[], int]) -> tuple[int, ...]:
+    def plan(self, slots: Tensor, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, with `tree=auto`."""
         if self._budget is None:
-            return self.columns
-        shape = self._budget.choose(slots, lambda: self._read_seconds * unread())
+            return _BEAMS[-1]
+        return self._budget.choose(slots, lambda: self._read_seconds * unread())
+
+    def follow_plan(self, shape: TreeShape) -> tuple[int, ...]:
+        """Propose trees of this shape, with `tree=auto`."""
         self._shape = Shape((shape.width,) * shape.depth, None)
         return _columns(self._shape.widths)
 

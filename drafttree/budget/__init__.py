@@ -5,10 +5,10 @@ A drafter uses `NodeBudget`, or `ShapeBudget` if it asks a model for its drafts;
 """
 
 from drafttree.budget.forward_profile import measure_forwards
-from drafttree.budget.level_acceptance import TreeShape
 from drafttree.budget.node_budget import NodeBudget, candidate_sizes
 from drafttree.budget.shape_budget import ShapeBudget
 from drafttree.budget.tree_choice import TreeChoice
+from drafttree.tree_shape import TreeShape
 
 __all__ = [
     "NodeBudget",

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drafttree.tree import DraftTree, Verified
+from drafttree.tree_shape import TreeShape
 
 _MEMORY = 96.0
 """Recorded steps after which an outcome has 1/e of its weight."""
@@ -25,25 +25,6 @@ _PRIOR_WEIGHT = 1.5
 _PRIOR = (0.55, 0.12, 0.06, 0.04)
 """Probabilities of acceptance by rank before anything is known; further ranks have the last."""
 _MOST = 0.98
-
-
-@dataclass(frozen=True)
-class TreeShape:
-    """The shape of the draft trees of a step.
-
-    Attributes:
-        depth: Levels of draft tokens; 0 for no drafts.
-        width: Greatest number of children of a node, 1 for a chain.
-        nodes: Draft tokens of a tree.
-    """
-
-    depth: int
-    width: int
-    nodes: int
-
-    def __post_init__(self) -> None:
-        if min(self.depth, self.width, self.nodes) < (1 if self.nodes else 0):
-            raise ValueError(f"{self}: a tree with draft tokens has levels, all of one or more")
 
 
 NO_DRAFTS = TreeShape(0, 0, 0)

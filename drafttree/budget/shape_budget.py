@@ -8,11 +8,11 @@ from typing import Self
 
 import torch
 
-from drafttree.budget.level_acceptance import TreeShape
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.budget.step_timer import StepTimer
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree import DraftTree, Verified
+from drafttree.tree_shape import TreeShape
 
 
 class ShapeBudget:

@@ -25,11 +25,12 @@ from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.draft_times import DraftTimes
-from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance, TreeShape
+from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance
 from drafttree.budget.planner_state import BucketState, StepPlan
 from drafttree.budget.step_report import MeasuredStep, StepReport
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.budget.trials import Trials
+from drafttree.tree_shape import TreeShape
 
 _CALIBRATION_AGE = 256
 """As for `LevelAcceptance`: while nothing is drafted, texts change."""

@@ -104,7 +104,6 @@ def check_engine(
         )
     without_trees = []
     for feature, settings, option, served, fix in (
-        ("tensor-parallelism", parallel, "tensor_parallel_size", 1, "set it to 1"),
         ("pipeline-parallelism", parallel, "pipeline_parallel_size", 1, "set it to 1"),
         ("context-parallelism", parallel, "decode_context_parallel_size", 1, "set it to 1"),
         ("context-parallelism", parallel, "prefill_context_parallel_size", 1, "set it to 1"),

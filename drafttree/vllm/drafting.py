@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tree_kernels.kv_move import KvMover, movers_of
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from drafttree.drafter import Drafter, Target
@@ -62,6 +63,7 @@ class DraftingRunner:
             bos=bos_token(model.hf_text_config, vocab_size),
             folder=local_folder(model.model, model.revision, self.load_config.download_dir),
             sizes_trees=sizes_trees,
+            group=get_tp_group(),
         )
 
     def _step_budget(self) -> int:

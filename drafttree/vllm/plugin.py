@@ -68,7 +68,8 @@ def _create(
     if serving.chains is not None:
         num_draft_tokens = min(num_draft_tokens, serving.chains.longest)
         announce(method, serving.chains.reason, num_draft_tokens)
-    _check_model(method, target_model_config.model, options)
+    ranks = target_parallel_config.tensor_parallel_size
+    _check_model(method, target_model_config.model, options, ranks)
     patches.allow_sampling_parameters()
     patches.prime_when_idle()
     if serving.uses_v2:
@@ -151,12 +152,20 @@ def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | No
         raise ValueError(f"model={given['model']!r}: {method.title} takes no model, leave it out")
 
 
-def _check_model(method: Method[Any], target: str, options: dict[str, Any]) -> None:
-    """Refuse a model that does not fit the target."""
+def _check_model(method: Method[Any], target: str, options: dict[str, Any], ranks: int) -> None:
+    """Refuse a model that does not fit the target, or the number of tensor-parallel ranks."""
     if method.kind.needs_vocabulary_of_target:
-        from drafttree.model_files import check_draft_model
+        from drafttree.model_files import attention_heads, check_draft_model
 
-        check_draft_model(target, str(options["model"]), logger)
+        draft = str(options["model"])
+        check_draft_model(target, draft, logger)
+        heads = attention_heads(draft, "draft model")
+        if heads % ranks:
+            raise ValueError(
+                f"the draft model {draft} has {heads} attention heads, which "
+                f"tensor_parallel_size={ranks} ranks cannot share equally: use another draft "
+                "model, or another tensor_parallel_size"
+            )
     if method.check_model is not None:
         method.check_model(target, str(options["model"]))
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttree.budget.draft_times import DraftTimes
-from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance, TreeShape
+from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance
 from drafttree.tree import DraftTree, StaticTree, Verified
+from drafttree.tree_shape import TreeShape
 
 WIDE = StaticTree.from_branching((3, 1))
 SHAPE = TreeShape(2, 3, 6)

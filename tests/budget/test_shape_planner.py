@@ -9,8 +9,9 @@ from statistics import mean
 import pytest
 from simulated_drafting import BEAMS, Fixed, Planned, Scenario, run
 
-from drafttree.budget.level_acceptance import NO_DRAFTS, TreeShape
+from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.shape_planner import ShapePlanner
+from drafttree.tree_shape import TreeShape
 
 STEPS = 2500
 CHAINS = {shape for shape in BEAMS if shape.width == 1}

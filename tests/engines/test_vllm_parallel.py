@@ -1,18 +1,27 @@
 """Two tensor-parallel ranks agree on drafts, on what is accepted, and on what is primed. Two
-data-parallel replicas are engines of their own."""
+data-parallel replicas are engines of their own.
+
+Each run compares the ranks' counts of what was drafted and accepted.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import scripted_shapes
+import straying_ranks
 from lyanna_parts import drafter_for
+from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
-from tiny_models import make_first_layers
+from tiny_models import make_first_layers, make_tiny_adapter
 from top_tokens import top_tokens
 from vllm_runs import Answer, Case, run_vllm
 from vllm_stream import stream_vllm
@@ -23,10 +32,32 @@ from recycle_plugin.storage.primed_files import load_primed, primed_file, primed
 
 CORES = sorted(os.sched_getaffinity(0))
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[-1]}"}
+STRAYING = TWO_RANKS | straying_ranks.ENVIRONMENT
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True},
     {"temperature": 0.8, "seed": 1, "max_tokens": 32, "ignore_eos": True},
 ]
+
+DRAW = random.Random(3)
+RANDOM = [[DRAW.randrange(2, 512) for _ in range(DRAW.randrange(4, 150))] for _ in range(6)]
+CASES = [
+    Case(RANDOM, SETTINGS * 3),
+    Case(RANDOM, SETTINGS * 3),
+    Case(PROMPTS, {**SETTINGS[0], "max_tokens": LENGTH}),
+]
+ENGINE: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama: Path) -> list[Answer]:
+    """The engine's own answers to `CASES`."""
+    answers, _ = run_vllm(tiny_llama, CASES, environment=TWO_RANKS, **ENGINE)
+    return answers
+
+
+def together(answers: list[Answer]) -> Any:
+    """The counts of all cases."""
+    return SimpleNamespace(counters=sum((Counter(each.counters) for each in answers), Counter()))
 
 
 @pytest.mark.full
@@ -53,20 +84,131 @@ def test_both_ranks_run_the_forwards_that_prime_the_first(
 
 
 def test_tokens_equal_plain_decoding(
-    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+    tiny_llama: Path, plain: list[Answer], proves_drafting: Callable[[Answer], None]
 ) -> None:
     """The first rank drafts."""
-    draw = random.Random(3)
-    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 150))] for _ in range(6)]
-    cases = [Case(prompts, SETTINGS * 3), Case(prompts, SETTINGS * 3)]
-    engine = {"tensor_parallel_size": 2, "max_num_seqs": 4, "environment": TWO_RANKS}
-    plain, _ = run_vllm(tiny_llama, cases, **engine)
     # Copies of the first case's answers would take the place of branches.
     method = {"method": "token_recycling", "nodes": 80, "memory": 0}
-    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, **engine)
+    drafted, _ = run_vllm(tiny_llama, CASES, method, TWO_RANKS, **ENGINE)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
-    proves_drafting(drafted[-1])
+        proves_drafting(with_trees)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tree": "beam:3x4"},
+        pytest.param({"tree": "branch:3-2-1", "verify": "traversal"}, marks=pytest.mark.full),
+        pytest.param({"tree": "beam:2x3", "tables": {"memory": 0}}, marks=pytest.mark.full),
+        pytest.param({"tree": "auto"}, marks=pytest.mark.full),
+    ],
+    ids=["recursive", "traversal", "tables", "auto"],
+)
+def test_rsd(
+    options: dict[str, Any],
+    tiny_llama: Path,
+    plain: list[Answer],
+    proves_drafting: Callable[[Answer], None],
+    tmp_path: Path,
+) -> None:
+    """Greedy requests beside sampled ones; the second rank would draft otherwise."""
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    method = {"method": "rsd", "model": str(draft), **options}
+    shapes = scripted_shapes.ENVIRONMENT if options["tree"] == "auto" else {}
+    drafted, _ = run_vllm(tiny_llama, CASES, method, STRAYING | shapes, **ENGINE)
+    for case, without, with_trees in zip(CASES, plain, drafted, strict=True):
+        greedy = slice(0, None, 2 if isinstance(case.sampling, list) else 1)
+        assert with_trees.tokens[greedy] == without.tokens[greedy]
+        proves_drafting(with_trees)
+    if "tables" in options:
+        hits = {row["source"]: row["hit"] for row in drafted[-1].accepted["sources"]}
+        assert min(hits[name] for name in ("tables", "draft model")) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verify", ["recursive", "traversal"])
+def test_rsd_draws_what_one_rank_draws(verify: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """For seeds. That the tokens of one rank follow the target is tested elsewhere."""
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    sampled = [{**SETTINGS[1], "temperature": 1.0, "seed": row} for row in range(len(RANDOM))]
+    case = Case(RANDOM, sampled)
+    method = {"method": "rsd", "model": str(draft), "tree": "beam:3x4", "verify": verify}
+    (alone,), _ = run_vllm(tiny_llama, [case], method, max_num_seqs=4)
+    (drafted,), _ = run_vllm(tiny_llama, [case], method, STRAYING, **ENGINE)
+    assert drafted.tokens == alone.tokens
+    assert drafted.counters == alone.counters
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_that_is_the_target_is_always_accepted(
+    temperature: float, tiny_llama: Path
+) -> None:
+    """So it has the KV of all accepted tokens on both ranks, also of prompts read in chunks."""
+    settings = {**SETTINGS[0], "temperature": temperature, "max_tokens": 61}
+    cases = [Case(some_prompts(6, seed=6, longest=300), settings), Case(RANDOM, settings)]
+    method = {"method": "rsd", "model": str(tiny_llama), "tree": "branch:1-1-1-1"}
+    limits = {**ENGINE, "max_num_batched_tokens": 160}
+    drafted, _ = run_vllm(tiny_llama, cases, method, STRAYING, **limits)
+    for case, answer in zip(cases, drafted, strict=True):
+        assert 0 < answer.counters["steps"] <= ceil(60 / 5) * len(case.prompts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"tables": {"memory": 0}}, marks=pytest.mark.full),
+        pytest.param({"nodes": "auto"}, marks=pytest.mark.full),
+    ],
+    ids=["fixed", "tables", "auto"],
+)
+def test_lyanna(
+    options: dict[str, Any],
+    tiny_llama: Path,
+    plain: list[Answer],
+    proves_drafting: Callable[[Answer], None],
+    tmp_path: Path,
+) -> None:
+    """The layer has memorised the answers of the last case, so that its KV is proven correct."""
+    make_overfitted(tiny_llama, tmp_path)
+    method = {"method": "lyanna", "model": str(tmp_path), **options}
+    rests = scripted_shapes.ENVIRONMENT if "nodes" in options else {}
+    drafted, _ = run_vllm(tiny_llama, CASES, method, STRAYING | rests, **ENGINE)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+        assert with_trees.counters["accepted_tokens"] > 0
+    proves_drafting(together(drafted))
+    known = drafted[-1]
+    if rests:
+        assert len({row["num_draft_tokens"] for row in known.explained}) >= 4
+    else:
+        assert known.counters["emitted"] / known.counters["steps"] > 3.3
+    if "tables" in options:
+        hits = {row["source"]: row["hit"] for row in known.accepted["sources"]}
+        assert min(hits[name] for name in ("tables", "draft layer")) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rsd", "lyanna"])
+def test_adapters(method: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Of requests beside ones without. The embeddings and the head are adapted too."""
+    (tmp_path / "adapter").mkdir()
+    adapter = make_tiny_adapter(tmp_path / "adapter", vocabulary=True)
+    case = Case(
+        RANDOM, SETTINGS[0], adapters=["adapted", None] * 3, loads={"adapted": str(adapter)}
+    )
+    engine = {**ENGINE, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    (plain,), _ = run_vllm(tiny_llama, [case], environment=TWO_RANKS, **engine)
+    options: dict[str, Any] = {"model": str(tmp_path / "drafter")}
+    if method == "rsd":
+        make_first_layers(tiny_llama, tmp_path / "drafter", 1)
+    else:
+        save(drafter_for(tiny_llama), tmp_path / "drafter")
+    (drafted,), _ = run_vllm(tiny_llama, [case], {"method": method, **options}, STRAYING, **engine)
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["accepted_tokens"] > 0
 
 
 @pytest.mark.full

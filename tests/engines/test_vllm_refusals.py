@@ -140,9 +140,13 @@ def test_the_models_own_kv_cache_dtype(tiny_llama: Path) -> None:
     assert "drafttree" in config.parallel_config.worker_cls
 
 
-def test_tensor_parallelism_with_a_draft_model(tiny_llama: Path) -> None:
-    method = {"method": "rsd", "model": str(tiny_llama)}
-    with pytest.raises(ValueError, match="RSD does not work with tensor_parallel_size=2"):
+def test_a_draft_model_whose_heads_the_ranks_cannot_share(tiny_llama: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    method = {"method": "rsd", "model": str(tmp_path)}
+    configure(tiny_llama, method)
+    with pytest.raises(ValueError, match="1 attention heads, which tensor_parallel_size=2 ranks"):
         configure(tiny_llama, method, tensor_parallel_size=2)
 
 

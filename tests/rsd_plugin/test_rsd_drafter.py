@@ -113,7 +113,8 @@ def decode(
     given = Seeds(torch.device("cpu"))
     lengths, accepted = torch.ones(count, dtype=torch.int64), 0
     while int(lengths.min()) <= LENGTH:
-        drafter.plan(torch.arange(count), lambda: 0)
+        if drafter.plans:
+            drafter.follow_plan(drafter.plan(torch.arange(count), lambda: 0))
         _, verified = step(drafter, roots, lengths, given.of(seeds), sampled, fault, by_level)
         accepted += int(verified.num_emitted.sum()) - count
         columns = (lengths - 1)[:, None] + torch.arange(verified.emitted.shape[1])
@@ -270,8 +271,11 @@ def test_proposals_are_draft_trees_of_the_declared_size(tree: str) -> None:
 def test_a_host_that_plans_nothing_is_proposed_the_largest_trees() -> None:
     drafter = RsdDrafter(RsdOptions(model="draft", tree="auto"), VOCAB)
     assert drafter.plans
-    assert drafter.plan(torch.arange(2), lambda: 0) == drafter.columns
+
+    def planned() -> tuple[int, ...]:
+        return drafter.follow_plan(drafter.plan(torch.arange(2), lambda: 0))
+
+    assert planned() == drafter.columns
     assert len(drafter.columns) == 16
     drafter._budget = Scripted.of(TreeShape(2, 3, 6), NO_DRAFTS, TreeShape(3, 1, 3))
-    planned = [drafter.plan(torch.arange(2), lambda: 0) for _ in range(3)]
-    assert planned == [(-1, 0, 0, 0, 1, 1, 1), (-1,), (-1, 0, 1, 2)]
+    assert [planned() for _ in range(3)] == [(-1, 0, 0, 0, 1, 1, 1), (-1,), (-1, 0, 1, 2)]

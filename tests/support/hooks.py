@@ -21,6 +21,7 @@ import scripted_shapes
 import small_chunks
 import soak_held
 import steady_steps
+import straying_ranks
 import torchvision_stubs
 import triton_on_cpu
 import v2_on_cpu
@@ -51,6 +52,8 @@ def install() -> None:
         draft_rows.enable()
     if os.environ.get(scripted_shapes.VARIABLE):
         scripted_shapes.enable()
+    if os.environ.get(straying_ranks.VARIABLE):
+        straying_ranks.enable()
     if os.environ.get(qwen_images.VARIABLE):
         qwen_images.enable()
     if os.environ.get(triton_on_cpu.VARIABLE):

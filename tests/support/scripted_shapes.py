@@ -15,10 +15,10 @@ SCRIPT = (11, 0, 0, 3, 6, 1, 0, 0, 0, 9, 5, 2, *([0] * 18))
 
 def enable() -> None:
     """Let the shapes of an engine's process follow the script."""
-    from drafttree.budget.level_acceptance import TreeShape
     from drafttree.budget.planner_state import StepPlan
     from drafttree.budget.shape_planner import ShapePlanner
     from drafttree.budget.tree_choice import TreeChoice
+    from drafttree.tree_shape import TreeShape
 
     script = cycle(SCRIPT)
 

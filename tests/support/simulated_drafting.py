@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drafttree.budget.level_acceptance import NO_DRAFTS, TreeShape
+from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.tree import DraftTree, Verified
+from drafttree.tree_shape import TreeShape
 
 MEASURED_ROWS = (1, 2, 4, 8, 12, 16)
 BEAMS = tuple(

@@ -170,7 +170,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
             llm.wake_up()
         if case.reload:
             llm.collective_rpc("reload_weights")
-        before = llm.collective_rpc("drafttree_counters")[0] if ours else {}
+        before = counts(llm) if ours else {}
         many = isinstance(case.sampling, list)
         settings = case.sampling if many else [case.sampling] * len(case.prompts)
         parameters = [sampling_parameters(setting) for setting in settings]
@@ -186,7 +186,7 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
                     use_tqdm=False,
                     lora_request=adapted and adapted[group],
                 )
-        after = llm.collective_rpc("drafttree_counters")[0] if ours else {}
+        after = counts(llm) if ours else {}
         answers.append(
             Answer(
                 tokens=[[list(each.token_ids) for each in one.outputs] for one in outputs],
@@ -208,6 +208,14 @@ def _serve(arguments: dict[str, Any], cases: list[Case]) -> list[Answer]:
             )
         )
     return answers
+
+
+def counts(llm: Any) -> dict[str, int]:
+    """The tree worker's counts, which must be the same on all tensor-parallel ranks."""
+    first, *others = llm.collective_rpc("drafttree_counters")
+    assert all(each == first for each in others), (first, others)
+    counted: dict[str, int] = first
+    return counted
 
 
 def metric(llm: Any, name: str) -> Any:

@@ -12,12 +12,12 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.budget import candidate_sizes
 from drafttree.budget.forward_profile import CONTEXT, of_one_request, profile_drafter
+from drafttree.ranks import Group
 from drafttree.sglang.corpus import CorpusWorker
 from drafttree.sglang.forward import forward_seconds, verification_seconds
 from drafttree.sglang.graphs.sizes import GraphSizes
 from drafttree.sglang.versions import is_tested
 from drafttree.tensor_parallel import (
-    Group,
     drafts_alone,
     follow_measurements,
     is_drafting_rank,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
+from drafttree.tensor_parallel import broadcast_trees
 from drafttree.tree import NO_TOKEN, DraftTree
 
 
@@ -22,6 +24,11 @@ def as_scheduled(trees: DraftTree, tree_size: torch.Tensor, padding: torch.Tenso
         for each in (trees.tokens, trees.parents)
     )
     return without_nodes(DraftTree(tokens, parents, tree_size), padding | (tokens < 0))
+
+
+def of_first_rank(trees: DraftTree) -> DraftTree:
+    """The trees of the first tensor-parallel rank, in as many columns as this rank's."""
+    return broadcast_trees(trees, trees.tokens.shape[1] - 1, get_tp_group())
 
 
 def without_nodes(trees: DraftTree, dropped: torch.Tensor) -> DraftTree:

@@ -1,6 +1,8 @@
 """A drafter's layer among the engine's own: its KV is one more layer of the cache groups.
 
-Both of vLLM's model runners run it so, within the forward context of a step.
+Both of vLLM's model runners run it so, within the forward context of a step. Each tensor-parallel
+rank has the whole layer, but like the target's only some of its heads: it attends with these, and
+has their KV.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.attention import Attention
 
 from drafttree.drafter import HiddenStateDrafter
+from drafttree.tensor_parallel import drafts_alone
 from drafttree.vllm.drafters.step_parts import StepParts
 
 LAYER = "draft_layer.0.attn"
@@ -26,22 +30,30 @@ class DraftLayer:
         config: The engine's configuration, in which the layer is registered.
         requests: Number of slots.
         device: Where the states are.
+        group: The engine's tensor-parallel ranks.
 
     Attributes:
         states: `[requests, d]`, the layer's output after each request's last token, by slot.
     """
 
     def __init__(
-        self, drafter: HiddenStateDrafter, config: Any, requests: int, device: torch.device
+        self,
+        drafter: HiddenStateDrafter,
+        config: Any,
+        requests: int,
+        device: torch.device,
+        group: GroupCoordinator,
     ) -> None:
         self._drafter = drafter
+        self._group = group
         heads, kv_heads, size = drafter.heads
+        self._heads, self._kv_heads = (self._own(each) for each in (heads, kv_heads))
         with set_current_vllm_config(config):
             self._attention = Attention(
-                heads,
+                self._heads.stop - self._heads.start,
                 size,
                 size**-0.5,
-                num_kv_heads=kv_heads,
+                num_kv_heads=self._kv_heads.stop - self._kv_heads.start,
                 cache_config=config.cache_config,
                 prefix=LAYER,
             )
@@ -93,6 +105,17 @@ class DraftLayer:
         """
         return (1 + sizes.clamp(max=self._drafter.steps - 1)).masked_fill(sizes == 1, 0)
 
+    def _own(self, heads: int) -> slice:
+        """The heads of this rank; ranks share one where there are fewer heads than ranks."""
+        ranks, rank = self._group.world_size, self._group.rank_in_group
+        first = rank * heads // ranks
+        return slice(first, first + max(heads // ranks, 1))
+
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """The engine's attention for all rows of the forward context."""
-        return self._attention(q.flatten(1), k.flatten(1), v.flatten(1)).view_as(q)
+        q, k, v = q[:, self._heads], k[:, self._kv_heads], v[:, self._kv_heads]
+        attended = self._attention(q.flatten(1), k.flatten(1), v.flatten(1)).view_as(q)
+        if drafts_alone(self._group):
+            return attended
+        gathered: torch.Tensor = self._group.all_gather(attended, 1)
+        return gathered

@@ -4,6 +4,9 @@ The draft model's layers join the engine's KV cache groups, so they share the ta
 both models read prompts, use cached prefixes, and have the KV of accepted paths moved. The
 scheduler grants KV slots for as many draft tokens as the tree has columns, and the tree is sampled
 at the beginning of the step that verifies it, when the slots exist.
+
+Tensor-parallel ranks share the draft model's layers too, so all of them sample. After each level
+they go on with the first rank's nodes, and its tokens are accepted.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from tree_kernels.mask import tree_mask
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -23,11 +27,12 @@ from vllm.v1.sample.sampler import Sampler
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.seeds import Seeds
+from drafttree.tensor_parallel import rule_of_first_rank, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
 from drafttree.vllm.arrays import IntArray
-from drafttree.vllm.drafters.columns import without_nodes
+from drafttree.vllm.drafters.columns import of_first_rank, without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
@@ -83,7 +88,11 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         """
         if (unread := self._unread) is not None:
             lengths = self.input_batch.num_tokens_no_spec[: len(roots)].astype(np.int64) - 1
-            self._planned = self._drafter.plan(self._batch_slots(), lambda: unread.count(lengths))
+            slots = self._batch_slots()
+            shape = shape_of_first_rank(
+                lambda: self._drafter.plan(slots, lambda: unread.count(lengths)), get_tp_group()
+            )
+            self._planned = self._drafter.follow_plan(shape)
         parents = torch.tensor(self._planned, dtype=torch.int32)
         parents = parents.expand(len(roots), -1).contiguous()
         tree_size = torch.full((len(roots),), parents.shape[1], dtype=torch.int32)
@@ -100,24 +109,28 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         lengths, levels = step.root_positions, self._level_forwards(step)
         if not step.trees.drafted or len(self._planned) == 1:
             self._read_undrafted(step, levels)
-            step.rule = self._drafter.undrafted_rule(roots, seeds, lengths)
+            rule = self._drafter.undrafted_rule(roots, seeds, lengths)
+            step.rule = rule_of_first_rank(rule, get_tp_group())
             return self._as_scheduled(step, DraftTree.of_roots(roots))
         self._catch_up(step)
         sampled = self._sampled(len(names))
         step.outputs = self._outputs(len(names))
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
+            if first:  # all ranks know the roots
+                trees = of_first_rank(trees)
             return self._read(step, levels, trees, first, sampled)
 
         slots = self._batch_slots()
         trees, drawn = self._drafter.propose(slots, roots, seeds, lengths, sampled, forward)
-        drafts = self._as_scheduled(step, trees)
+        drafts = of_first_rank(self._as_scheduled(step, trees))
         if self._drafter.tables is None:
             drafts = self._as_planned(step, drafts)
         else:
             drafts = self._write_nodes(step, drafts)
         self._show_trees(step, drafts.parents)
-        step.rule = self._drafter.acceptance_rule(drafts, drawn)
+        rule = self._drafter.acceptance_rule(drafts, drawn)
+        step.rule = rule_of_first_rank(rule, get_tp_group())
         return drafts
 
     def _read_undrafted(self, step: DraftModelStep, levels: LevelForwards) -> None:

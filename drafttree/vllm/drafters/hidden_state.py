@@ -4,6 +4,8 @@ The layer's KV is one more layer of the engine's cache groups. At the end of a s
 the accepted rows, each with the target's hidden state and the token after it. At the beginning of
 the next step it runs on its own outputs, in the slots granted for draft tokens, and the tree is
 built from the logits of all its steps.
+
+Tensor-parallel ranks all run the layer, and share its attention. They verify the first one's trees.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
+from drafttree.tensor_parallel import broadcast_tensor, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.arrays import IntArray
+from drafttree.vllm.drafters.columns import of_first_rank
 from drafttree.vllm.drafters.deferred_reads import DeferredReads
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
@@ -58,7 +63,9 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         target = self._target(self._unadapted.embed_input_ids)
         self._drafter = self._method.drafter(self._options, target)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
-        self._layer = DraftLayer(self._drafter, self.vllm_config, self.max_num_reqs, self.device)
+        self._layer = DraftLayer(
+            *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
+        )
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, and what the layer reads later, if trees are planned."""
@@ -75,9 +82,14 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
-        if self._deferred is not None and not self._drafter.plan(self._batch_slots()):
-            return DraftTree.of_roots(on_device(roots, self.device))
-        sizes = 1 + self._drafter.max_draft_tokens(self._batch_slots())
+        slots, group = self._batch_slots(), get_tp_group()
+        if self._deferred is not None:
+            planned = shape_of_first_rank(lambda: self._drafter.plan(slots), group)
+            if not planned.depth:
+                return DraftTree.of_roots(on_device(roots, self.device))
+            self._drafter.follow_plan(planned)
+        sizes = 1 + self._drafter.max_draft_tokens(slots)
+        broadcast_tensor(sizes, group)
         # The drafter knows the sizes on the device alone.
         shape = len(roots), 1 + self.num_spec_tokens
         tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=self.device)
@@ -109,7 +121,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             logits.view(*states.shape[:2], -1),
             self._layer.valid_steps(sizes),
         )
-        drafts = self._write_nodes(step, self._as_scheduled(step, trees))
+        drafts = self._write_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
         self._show_trees(step, drafts.parents)
         return drafts
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tree_kernels.mask import depths
 from tree_kernels.scheduled_trees import Layout
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import override_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -37,7 +38,9 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         # The drafter needs the target's embeddings.
         self._unadapted = unadapted_target(self)
         self._drafter = method.drafter(options, self._target(self._unadapted.embed_input_ids))
-        self._layer = DraftLayer(self._drafter, self.vllm_config, self.max_num_reqs, self.device)
+        self._layer = DraftLayer(
+            *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
+        )
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
         """Run the layer on its own outputs, and build the trees from its logits."""

@@ -22,7 +22,7 @@ from vllm.v1.worker import gpu_input_batch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from drafttree.vllm import adopted
-from drafttree.vllm.drafters import draft_layer, model_free
+from drafttree.vllm.drafters import columns, draft_layer, draft_model, hidden_state, model_free
 from fake_gpu.record import Record
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1_hosts import HostRunner
@@ -79,6 +79,9 @@ def _pinned_memory() -> Iterator[None]:
         stack.enter_context(mock.patch.object(_custom_ops, "apply_repetition_penalties", in_torch))
         for holder, name, value in (
             (model_free, "get_tp_group", _GROUP),
+            (columns, "get_tp_group", _GROUP),
+            (draft_model, "get_tp_group", _GROUP),
+            (hidden_state, "get_tp_group", _GROUP),
             (adopted, "get_tp_group", _GROUP),
             (adopted, "build_logits_processors", LogitsProcessors()),
             (draft_layer, "set_current_vllm_config", nullcontext()),
