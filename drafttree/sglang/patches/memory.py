@@ -22,7 +22,7 @@ PATCHES: tuple[Patch, ...] = (
         "DefaultPoolConfigurator._compute_cell_size",
         when=f"{WITH_A_WORKER}, for methods that read hidden states",
         reason="The KV of the drafter's layer uses the slots of the target's pool, so its memory "
-        "must be counted when the pool is sized: as much as of one layer of the target, on each "
+        "must be counted when the pool is sized: that of one layer of the target, whole on each "
         "rank of tensor parallelism.",
     ),
     Patch(
