@@ -8,6 +8,7 @@ from typing import Any
 from drafttree.compatibility import is_refused
 from drafttree.method import Method
 from drafttree.model_files import attention_heads, check_draft_model
+from drafttree.sglang.media_checks import check_media
 from drafttree.sglang.patches import accept_adapters, take_corpora
 from drafttree.sglang.target_config import (
     recurrent_config,
@@ -157,7 +158,8 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
     model = target_config(server_args)
     for feature, found, trait in (
         ("encoders", not model.is_generation, "does not generate text"),
-        *((each, model.is_multimodal, "is multimodal") for each in ("multimodal", "special-media")),
+        ("multimodal", model.is_multimodal, "is multimodal"),
+        ("attended-images", model.is_multimodal, "is multimodal"),
         ("encoders", model.is_encoder_decoder, "is an encoder-decoder"),
         ("latent-attention", uses_latent_attention(model), "uses latent attention (MLA)"),
         (
@@ -178,6 +180,7 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
                 f"{method.title} does not work with --model-path={model.model_path}, which "
                 f"{trait}: {fix}, or leave --speculative-algorithm out"
             )
+    check_media(method, server_args, model)
 
 
 def _check_windows(method: Method[Any], server_args: Any) -> None:

@@ -14,6 +14,7 @@ from tree_kernels.full_mask import full_mask
 from tree_kernels.mask import tree_mask
 
 from drafttree.sglang.adapters import use_no_adapters
+from drafttree.sglang.model_inputs import use_text_positions
 
 
 def forward_seconds(
@@ -36,13 +37,16 @@ def forward_seconds(
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
     batch = _batch(runner, requests, tokens, context, tree)
+    positions = batch.positions if batch.mrope_positions is None else batch.mrope_positions
+    # Some multimodal models have a whole model for text inside.
+    model = getattr(runner.model, "language_model", runner.model)
     seconds = []
     with torch.inference_mode(), forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         for _ in range(repeat):
             started = perf_counter()
             runner.attn_backend.init_forward_metadata(batch)
-            hidden = runner.model.model(batch.input_ids, batch.positions, batch)
-            hidden @ runner.model.lm_head.weight.T
+            hidden = model.model(batch.input_ids, positions, batch)
+            hidden @ model.lm_head.weight.T
             seconds.append(perf_counter() - started)
     return seconds
 
@@ -108,5 +112,6 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
         batch.spec_info = NgramVerifyInput(
             custom_mask=masks, positions=batch.positions, draft_token_num=tokens
         )
+    use_text_positions(runner, batch)
     use_no_adapters(runner, batch)
     return batch

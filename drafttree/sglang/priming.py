@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tree_kernels.full_mask import full_mask
 
 from drafttree.sglang.adapters import use_no_adapters
+from drafttree.sglang.model_inputs import use_text_positions
 
 MAX_TOKENS = 64
 """Greatest number of tokens of a forward. More are no faster on a CPU, and their logits take more
@@ -100,6 +101,7 @@ def child_logits(
     batch.spec_info = NgramVerifyInput(
         draft_token=ids, custom_mask=masks, positions=positions, draft_token_num=width
     )
+    use_text_positions(runner, batch)
     use_no_adapters(runner, batch)
     with torch.inference_mode():
         logits: torch.Tensor = runner.forward(batch).logits_output.next_token_logits

@@ -78,6 +78,19 @@ WINDOWED = {
 }
 """A model whose KV of sliding windows SGLang keeps in a pool of its own."""
 
+SEEING = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "vision_config": {"hidden_size": 64},
+}
+
+SEEING_HYBRID = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {"layer_types": ["linear_attention", "full_attention"]},
+    "vision_config": {"hidden_size": 64},
+}
+
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
     "max-total-tokens=128": {"max_total_tokens": 128},
@@ -109,6 +122,26 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
     },
     "cannot drop drafts from the layers' states": {"model": HYBRID},
+    "is multimodal: add --language-model-only": {
+        "model": SEEING,
+        "speculative_algorithm": "rsd",
+    },
+    "is multimodal, and --enable-lora=True: leave --enable-lora=True out, or add": {
+        "model": SEEING,
+        "enable_lora": True,
+    },
+    "in transformers' code, where it reads media again": {
+        "model": SEEING,
+        "model_impl": "transformers",
+    },
+    "which reads media again wherever drafts are verified": {
+        "model": {"architectures": ["LlavaVidForCausalLM"]}
+    },
+    "is multimodal where chains are drafted in place of trees": {"model": SEEING_HYBRID},
+    "a hybrid with recurrent layers, and --device=cpu": {
+        "model": SEEING_HYBRID,
+        "language_model_only": True,
+    },
     "is a hybrid with recurrent layers": {
         "model": HYBRID,
         "speculative_algorithm": "rsd",
@@ -125,6 +158,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "replicas": {"dp_size": 2},
     "tensor parallelism": {"tp_size": 2},
     "LoRA adapters": {"lora_paths": ["adapter"]},
+    "images": {"model": SEEING},
+    "a multimodal model's text alone": {"model": SEEING, "language_model_only": True},
     "a hierarchical cache": {"enable_hierarchical_cache": True},
 }
 

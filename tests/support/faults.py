@@ -27,7 +27,7 @@ def plant(fault: str, engine: str) -> None:
     elif fault == "root's grammar":
         _mask_as_roots(engine)
     elif fault == "a chain's M-RoPE":
-        _leave_rope_positions()
+        _leave_rope_positions(engine)
     elif engine == "vllm":
         _take_most_likely_in_vllm()
     else:
@@ -104,8 +104,21 @@ def _mask_as_roots(engine: str) -> None:
     TreeGrammars._masks = faulty  # type: ignore[method-assign]
 
 
-def _leave_rope_positions() -> None:
-    """On the V1 model runner, leave M-RoPE positions as along a chain."""
+def _leave_rope_positions(engine: str) -> None:
+    """In SGLang and on vLLM's V1 model runner, leave M-RoPE positions as along a chain."""
+    if engine == "sglang":
+        import torch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        stock = ForwardBatch.compute_spec_mrope_positions
+
+        def faulty(self: Any, *args: Any) -> None:
+            stock(self, *args)
+            rows = self.mrope_positions.view(3, self.batch_size, -1)
+            rows[:] = rows[..., :1] + torch.arange(rows.shape[-1])
+
+        ForwardBatch.compute_spec_mrope_positions = faulty
+        return
     from drafttree.vllm import runner
 
     runner.rope_positions = lambda runner: None  # type: ignore[attr-defined]

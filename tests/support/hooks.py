@@ -55,7 +55,7 @@ def install() -> None:
     if os.environ.get(straying_ranks.VARIABLE):
         straying_ranks.enable()
     if os.environ.get(qwen_images.VARIABLE):
-        qwen_images.enable()
+        qwen_images.enable(engine)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
     if os.environ.get(adapters_on_cpu.VARIABLE):

@@ -12,6 +12,7 @@ import faults
 import overlap_on_cpu
 from awaited import wait_for
 from engine_host.jobs import RunFailed, run_job
+from tiny_images import random_image
 
 __all__ = ["Answer", "Case", "RunFailed", "environment", "run_sglang"]
 
@@ -36,6 +37,8 @@ class Case:
             an earlier case under the same name is unloaded first.
         stream: Whether to stream the answers and record the order of their pieces.
         abort_after: Number of tokens after which to abort a request, by row; implies `stream`.
+        images: Seeds of each request's random images, for each of which the prompt has what stands
+            for an image; empty for all. It is not for requests that are streamed.
     """
 
     prompts: list[list[int]]
@@ -50,6 +53,7 @@ class Case:
     loads: dict[str, str] = field(default_factory=dict)
     stream: bool = False
     abort_after: dict[int, int] = field(default_factory=dict)
+    images: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -232,6 +236,8 @@ def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]
     for group in groups:
         if case.adapters:
             extra["lora_path"] = case.adapters[group]
+        if case.images:
+            extra["image_data"] = [[*map(random_image, seeds)] for seeds in case.images[group]]
         outputs += engine.generate(
             input_ids=case.prompts[group], sampling_params=settings[group], **extra
         )

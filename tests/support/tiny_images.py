@@ -48,8 +48,28 @@ def _rename(file: Path) -> None:
 
 def make_tiny_qwen(folder: Path) -> Path:
     """Save a random Qwen2.5-VL with a tokenizer; `qwen_images` has its processor."""
-    make_tiny_family("qwen2_5_vl", folder)
-    _tokenizer(folder, f"<unused{IMAGE}>", f"<unused{IMAGE - 1}>").save_pretrained(folder)
+    names = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    special = {IMAGE - place: name for place, name in enumerate(names)}
+    return add_byte_tokenizer(make_tiny_family("qwen2_5_vl", folder), special=special)
+
+
+def make_tiny_gemma(folder: Path) -> Path:
+    """Save a random Gemma 3 that sees, with a processor; an image has 4 tokens."""
+    from transformers import AutoTokenizer, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    make_tiny_family("gemma3_vision", folder, embedding=2.0)
+    names = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    special = {IMAGE - place: name for place, name in enumerate(names.values())}
+    tokenizer = AutoTokenizer.from_pretrained(
+        add_byte_tokenizer(folder, special=special), extra_special_tokens=names
+    )
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
     return folder
 
 
@@ -62,10 +82,10 @@ def _tokenizer(folder: Path, *special: str) -> Any:
     return tokenizer
 
 
-def random_image(seed: int, height: int = SIDE, width: int = SIDE) -> Any:
-    """An image of random pixels; the same seed gives the same image."""
+def random_image(seed: int) -> Any:
+    """An image of random pixels, whose size varies too; the same seed gives the same image."""
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(pixels)
+    shape = SIDE + 28 * (seed % 2), SIDE + 28 * (seed % 3), 3
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))

@@ -227,9 +227,7 @@ def _prompts(case: Case) -> list[dict[str, Any]]:
     prompts: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in case.prompts]
     for prompt, seed in zip(prompts, case.images or [], strict=False):
         if seed is not None:
-            # Shapes differ, so that requests do too.
-            image = random_image(seed, height=56 + 28 * (seed % 2), width=56 + 28 * (seed % 3))
-            prompt["multi_modal_data"] = {"image": image}
+            prompt["multi_modal_data"] = {"image": random_image(seed)}
     return prompts
 
 

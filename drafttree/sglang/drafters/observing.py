@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import ModelFreeDrafter
+from drafttree.sglang.model_inputs import text_without_placeholders, without_placeholders
 from drafttree.sglang.patches import observe_prefill, prime_when_idle
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Step
-from drafttree.sglang.worker import TreeWorker
+from drafttree.sglang.worker import Publish, TreeWorker
 from drafttree.tensor_parallel import prime_ranks
 
 
@@ -68,17 +70,24 @@ class ObservingWorker(TreeWorker):
                 drafter, forward, most - 1, self._group, self._device, idle=idle
             )
 
+    def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
+        if self._observing is not None:
+            # The forward may write other ids over those that stand for images.
+            self._read = without_placeholders(self._runner.model_config, batch.input_ids)
+        return super()._prefill(batch, on_publish)
+
     def _observe_prefill(self, batch: Any, logits: torch.Tensor) -> None:
         drafter, lengths = self._observing, batch.extend_seq_lens
         assert drafter is not None
         last = lengths.cumsum(0) - 1
-        tokens = batch.input_ids.int()
+        tokens = self._read
         previous = tokens[(last - 1).clamp(min=0)].masked_fill(lengths < 2, -1)
         drafter.observe(batch.req_pool_indices, tokens[last], previous, logits)
 
     def _start_request(self, request: Any, slot: int) -> None:
         if self._observing is not None:
-            self._observing.start(slot, [*request.origin_input_ids, *request.output_ids])
+            config = self._runner.model_config
+            self._observing.start(slot, text_without_placeholders(config, request))
 
     def _observe_trees(self, step: Step, output: Any) -> torch.Tensor | None:
         """Show the logits of a step's trees; the argmax of each row, if it is known then."""

@@ -230,6 +230,8 @@ class _Runner:
             hf_text_config=config,
             hidden_size=len(weights.after),
             is_encoder_decoder=False,
+            is_multimodal=False,
+            model_is_mrope=False,
             self_opened_think_start_ids=None,
             think_end_ids=None,
         )
