@@ -8,7 +8,7 @@ from typing import Any
 from drafttree.compatibility import is_refused
 from drafttree.method import Method
 from drafttree.model_files import attention_heads, check_draft_model
-from drafttree.sglang.media_checks import check_media
+from drafttree.sglang.media_checks import LEAVE, check_media, text_alone
 from drafttree.sglang.patches import accept_adapters, take_corpora
 from drafttree.sglang.target_config import (
     recurrent_config,
@@ -174,11 +174,10 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
         ),
     ):
         if found and is_refused("sglang", method.kind.name, feature):
-            text_alone = "add --language-model-only to serve its text alone"
-            fix = text_alone if model.is_multimodal else "use a decoder with full attention"
+            fix = text_alone(server_args, model) or "use a decoder with full attention, or "
             raise ValueError(
                 f"{method.title} does not work with --model-path={model.model_path}, which "
-                f"{trait}: {fix}, or leave --speculative-algorithm out"
+                f"{trait}: {fix}{LEAVE}"
             )
     check_media(method, server_args, model)
 

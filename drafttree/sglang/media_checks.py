@@ -27,6 +27,9 @@ OPTIONS = ("enable_lora", "lora_paths", "language_only", "encoder_only", "rl_on_
 """Options with which drafts of multimodal models cannot be verified, or never have been."""
 
 
+LEAVE = "leave --speculative-algorithm out"
+
+
 def check_media(method: Method[Any], server_args: Any, model: Any) -> None:
     """Refuse a multimodal model whose media are read in another way than in its prompt alone.
 
@@ -44,7 +47,7 @@ def check_media(method: Method[Any], server_args: Any, model: Any) -> None:
 
     version, architectures = sglang.__version__, model.hf_config.architectures
     # SGLang's code for models of transformers gives them media in all forwards but plain decoding.
-    is_foreign = model.model_impl == "transformers" or not is_multimodal_model(architectures)
+    is_foreign = server_args.model_impl == "transformers" or not is_multimodal_model(architectures)
     values = {option: getattr(server_args, option, None) for option in OPTIONS}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
     for found, trait, fix in (
@@ -59,8 +62,15 @@ def check_media(method: Method[Any], server_args: Any, model: Any) -> None:
         ),
     ):
         if found:
-            fix = fix or "leave --speculative-algorithm out"
             raise ValueError(
                 f"{method.title} does not work with --model-path={model.model_path}, which "
-                f"{trait}: {fix}, or add --language-model-only to serve its text alone"
+                f"{trait}: {text_alone(server_args, model)}{fix or LEAVE}"
             )
+
+
+def text_alone(server_args: Any, model: Any) -> str:
+    """How to serve the text of a multimodal model alone, for some of which SGLang has an option."""
+    known = getattr(server_args, "LANGUAGE_MODEL_ONLY_ARCHITECTURES", ())
+    if not model.is_multimodal or not {*known}.intersection(model.hf_config.architectures):
+        return ""
+    return "add --language-model-only to serve its text alone, or "

@@ -26,7 +26,7 @@ def without_placeholders(config: Any, ids: torch.Tensor) -> torch.Tensor:
 def text_without_placeholders(config: Any, request: Any) -> list[int]:
     """The same for a request's prompt and what was generated after it."""
     text = [*request.origin_input_ids, *request.output_ids]
-    if request.multimodal_inputs is None:
+    if not config.is_multimodal:
         return text
     ids = np.array(text)
     tokens: list[int] = np.where(ids < config.vocab_size, ids, 0).tolist()

@@ -87,7 +87,10 @@ SEEING = {
 SEEING_HYBRID = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "model_type": "qwen3_5",
-    "text_config": {"layer_types": ["linear_attention", "full_attention"]},
+    "text_config": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "vision_config": {"hidden_size": 64},
 }
 
@@ -122,11 +125,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
     },
     "cannot drop drafts from the layers' states": {"model": HYBRID},
-    "is multimodal: add --language-model-only": {
+    "is multimodal: use a decoder with full attention": {
         "model": SEEING,
         "speculative_algorithm": "rsd",
     },
-    "is multimodal, and --enable-lora=True: leave --enable-lora=True out, or add": {
+    "is multimodal, and --enable-lora=True: leave --enable-lora=True out": {
         "model": SEEING,
         "enable_lora": True,
     },
@@ -138,9 +141,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model": {"architectures": ["LlavaVidForCausalLM"]}
     },
     "is multimodal where chains are drafted in place of trees": {"model": SEEING_HYBRID},
-    "a hybrid with recurrent layers, and --device=cpu": {
-        "model": SEEING_HYBRID,
-        "language_model_only": True,
+    "add --language-model-only to serve its text alone, or leave": {
+        "model": SEEING | {"architectures": ["MuseGlimmerForConditionalGeneration"]},
+        "speculative_algorithm": "rsd",
     },
     "is a hybrid with recurrent layers": {
         "model": HYBRID,
@@ -159,7 +162,6 @@ SERVED: dict[str, dict[str, Any]] = {
     "tensor parallelism": {"tp_size": 2},
     "LoRA adapters": {"lora_paths": ["adapter"]},
     "images": {"model": SEEING},
-    "a multimodal model's text alone": {"model": SEEING, "language_model_only": True},
     "a hierarchical cache": {"enable_hierarchical_cache": True},
 }
 

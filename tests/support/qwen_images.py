@@ -53,8 +53,19 @@ def _enable_in_vllm() -> None:
 
 def _enable_in_sglang() -> None:
     """The front end alone reads images; the engine's other processes have no processor."""
+    import torch
     from sglang.srt.managers import tokenizer_manager
     from transformers import AutoTokenizer
+
+    # SGLang looks for these kernels, which need AMX, when it imports other models that have the same
+    # processor.
+    for kernel in (
+        "fused_sigmoid_mul_cpu",
+        "fused_qk_gemma_rmsnorm_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ):
+        setattr(torch.ops.sgl_kernel, kernel, None)
 
     def get_processor(folder: str, **kwargs: Any) -> _SGLangProcessor:
         return _SGLangProcessor(AutoTokenizer.from_pretrained(folder))

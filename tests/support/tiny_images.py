@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def _rename(file: Path) -> None:
     renamed = {
         name if name.startswith(inner) else name.replace(tower, inner): weight
         for name, weight in load_file(file).items()
+        if not name.startswith("vision_tower.head")  # which pools an image; no model here does
     }
     save_file(renamed, file, {"format": "pt"})
 
@@ -59,6 +61,12 @@ def make_tiny_gemma(folder: Path) -> Path:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     make_tiny_family("gemma3_vision", folder, embedding=2.0)
+    _rename(folder / "model.safetensors")
+    # SGLang loads no head of this family, but takes the embedding in its place.
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"tie_word_embeddings": True}
+    config["text_config"]["tie_word_embeddings"] = True
+    file.write_text(json.dumps(config))
     names = {
         "image_token": "<image_soft_token>",
         "boi_token": "<start_of_image>",
