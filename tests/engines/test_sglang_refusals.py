@@ -140,7 +140,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "which reads media again wherever drafts are verified": {
         "model": {"architectures": ["LlavaVidForCausalLM"]}
     },
-    "is multimodal where chains are drafted in place of trees": {"model": SEEING_HYBRID},
+    "is multimodal where chains are drafted in place of trees": {
+        "model": SEEING_HYBRID,
+        # SGLang's own choice needs a GPU.
+        "mamba_radix_cache_strategy": "no_buffer",
+    },
     "add --language-model-only to serve its text alone, or leave": {
         "model": SEEING | {"architectures": ["MuseGlimmerForConditionalGeneration"]},
         "speculative_algorithm": "rsd",

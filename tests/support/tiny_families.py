@@ -247,5 +247,7 @@ def make_tiny_family(
         for name, weight in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 weight *= 8
+            elif name.endswith("mm_input_projection_weight"):
+                weight.normal_(std=0.1)  # it begins with zeros, which show no image
     model.save_pretrained(folder)
     return folder
