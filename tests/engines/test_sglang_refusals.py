@@ -142,8 +142,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "is multimodal where chains are drafted in place of trees": {
         "model": SEEING_HYBRID,
-        # SGLang's own choice needs a GPU.
+        # SGLang's own choices need a GPU.
         "mamba_radix_cache_strategy": "no_buffer",
+        "disable_overlap_schedule": True,
     },
     "add --language-model-only to serve its text alone, or leave": {
         "model": SEEING | {"architectures": ["MuseGlimmerForConditionalGeneration"]},

@@ -57,7 +57,7 @@ def _enable_in_sglang() -> None:
     from sglang.srt.managers import tokenizer_manager
     from transformers import AutoTokenizer
 
-    # SGLang looks for these kernels, which need AMX, when it imports other models that have the same
+    # SGLang looks for these kernels, which need AMX, when it imports other models with the same
     # processor.
     for kernel in (
         "fused_sigmoid_mul_cpu",
