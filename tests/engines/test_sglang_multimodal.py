@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import qwen_images
+import shown_tokens
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 from tiny_families import IMAGE, VOCABULARY
@@ -25,11 +26,17 @@ GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
 CHUNKS = {"chunked_prefill_size": 32}
 """Prompts are read in parts, many of which end within an image."""
 
-QWEN: dict[str, Any] = {"variables": {qwen_images.VARIABLE: "1"}}
-
 MODELS: dict[str, tuple[Callable[[Path], Path], list[int], dict[str, Any]]] = {
-    "qwen2_5_vl": (make_tiny_qwen, [IMAGE - 2, IMAGE, IMAGE - 3], QWEN),
-    "gemma3": (make_tiny_gemma, [IMAGE - 1], {"enable_multimodal": True}),
+    "qwen2_5_vl": (
+        make_tiny_qwen,
+        [IMAGE - 2, IMAGE, IMAGE - 3],
+        {"variables": shown_tokens.ENVIRONMENT | {qwen_images.VARIABLE: "1"}},
+    ),
+    "gemma3": (
+        make_tiny_gemma,
+        [IMAGE - 1],
+        {"variables": shown_tokens.ENVIRONMENT, "enable_multimodal": True},
+    ),
 }
 """Models that see, what stands for an image in a prompt, and the engine's settings."""
 

@@ -18,6 +18,7 @@ import overlap_on_cpu
 import qwen_images
 import recurrent_on_cpu
 import scripted_shapes
+import shown_tokens
 import small_chunks
 import soak_held
 import steady_steps
@@ -54,6 +55,8 @@ def install() -> None:
         scripted_shapes.enable()
     if os.environ.get(straying_ranks.VARIABLE):
         straying_ranks.enable()
+    if os.environ.get(shown_tokens.VARIABLE):
+        shown_tokens.enable()
     if os.environ.get(qwen_images.VARIABLE):
         qwen_images.enable(engine)
     if os.environ.get(triton_on_cpu.VARIABLE):
