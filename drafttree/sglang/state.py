@@ -7,12 +7,14 @@ tensors on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from drafttree.drafter import AcceptanceRule
 from drafttree.sglang.grammars import follows_trees
 from drafttree.sglang.penalties import has_penalties
 from drafttree.transfer import AsyncHostCopy, all_on_device, on_device
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 OPT_OUT = "drafttree"
 """Key in a request's `custom_params` that turns drafting off for it when false."""
 
+MakeRule = Callable[[DraftTree], AcceptanceRule | None]
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -32,14 +36,15 @@ class Proposal:
 
     Attributes:
         trees: The draft trees.
-        drawn: What `DraftModelDrafter.propose` returned beside them.
+        rule: Makes the acceptance rule of the trees as they are verified; None if SGLang's sampler
+            verifies them.
         most_proposed: `int32 [B]`, greatest number of the draft tokens to verify of each request
             whose grammar chooses among them, as the others may take the place of those that it
             forbids; 0 for other requests. None if there are no such requests.
     """
 
     trees: DraftTree
-    drawn: Any = None
+    rule: MakeRule | None = None
     most_proposed: torch.Tensor | None = None
 
 
@@ -54,7 +59,7 @@ class Step:
         deepest: The greatest depth of a node, `int32 []`, on its way to the host; None on a device
             where the requests' argmaxes are all that is asked for.
         penalties: Penalties by slot; None if no request of the batch has any.
-        drawn: See `Proposal`.
+        rule: See `Proposal`.
         bound: The trees as bound to the requests' grammars; None if no request has one.
     """
 
@@ -63,7 +68,7 @@ class Step:
     depths: torch.Tensor
     deepest: AsyncHostCopy | None
     penalties: Penalties | None = None
-    drawn: Any = None
+    rule: MakeRule | None = None
     bound: BoundTrees | None = None
 
     @classmethod
@@ -73,13 +78,13 @@ class Step:
         trees: DraftTree,
         depths: torch.Tensor,
         penalties: Penalties | None,
-        drawn: Any,
+        rule: MakeRule | None,
         bound: BoundTrees | None = None,
     ) -> Step:
         """A step, whose greatest depth starts its way to the host if that will need it."""
         is_unread = depths.device.type != "cpu" and is_plain_greedy(batch)
         deepest = None if is_unread else AsyncHostCopy.of(depths.max())
-        return cls(batch, trees, depths, deepest, penalties, drawn, bound)
+        return cls(batch, trees, depths, deepest, penalties, rule, bound)
 
     @property
     def max_depth(self) -> int:

@@ -21,7 +21,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from drafttree.drafter import AcceptanceRule, Drafter, Target
+from drafttree.drafter import Drafter, Target
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
@@ -122,6 +122,13 @@ class TreeWorker(GraphWorker):
     def _make_drafter(self, method: Method[Any], options: Any, target: Target) -> Drafter:
         """The drafter of this process, which may be one of several ranks."""
         return method.drafter(options, target)
+
+    @property
+    def _may_plan(self) -> bool:
+        """Whether the drafter may choose the trees of each step by the times of steps before."""
+        # On a GPU drafts are verified in trees of a few sizes, and steps may overlap.
+        on_cpu = self._device.type == "cpu"
+        return on_cpu and drafts_alone(self._group) and not self.in_chains
 
     @abstractmethod
     def _propose(self, batch: Any) -> Proposal:
@@ -295,7 +302,7 @@ class TreeWorker(GraphWorker):
         states, slots = self._states, batch.req_pool_indices
         trees, depths = drop_unusable(trees, states.limits[slots] - batch.seq_lens)
         penalties = self._penalties if has_penalties(batch) else None
-        return Step.of(batch, trees, depths, penalties, proposal.drawn, bound)
+        return Step.of(batch, trees, depths, penalties, proposal.rule, bound)
 
     def _bind(self, batch: Any, proposal: Proposal, most: int) -> BoundTrees:
         """Bind the trees to the requests' grammars; as a rule they are verified as they are.
@@ -319,10 +326,10 @@ class TreeWorker(GraphWorker):
         step: Step,
         output: Any,
         argmax: torch.Tensor | None = None,
-        rule: AcceptanceRule | None = None,
     ) -> Verified:
         """Call `verify_trees` with the target's sampler; the first rank's outcome counts."""
         sampler = self._runner.sampler
+        rule = None if step.rule is None else step.rule(step.trees)
         verified = verify_trees(sampler, step, self.drafter.max_depth, output, argmax, rule)
         # With several ranks SGLang does the same for its own methods.
         return broadcast_verified(verified, self._group)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from tree_kernels.mask import depths
 
+from drafttree.arrays import BoolArray, IntArray
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree
-from drafttree.vllm.arrays import BoolArray, IntArray
 from drafttree.vllm.stored_tree import StoredTree
 
 

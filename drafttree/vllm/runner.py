@@ -15,9 +15,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
+from drafttree.arrays import BoolArray, IntArray
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
-from drafttree.vllm.arrays import BoolArray, IntArray
 from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from tree_kernels.mask import tree_mask
 
+from drafttree.arrays import BoolArray, IntArray, LongArray
 from drafttree.proposed import as_proposed
 from drafttree.transfer import all_on_device, on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
-from drafttree.vllm.arrays import BoolArray, IntArray, LongArray
 from drafttree.vllm.step_logits import GrammarMasks
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.stored_tree import ROOT_ONLY, StoredTree

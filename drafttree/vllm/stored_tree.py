@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafttree.vllm.arrays import BoolArray, IntArray, LongArray
+from drafttree.arrays import BoolArray, IntArray, LongArray
 from drafttree.vllm.structured.shapes import Bound
 
 

@@ -219,7 +219,6 @@ def test_a_fault_planted_into_rsd_is_found(host: Host, target: Path, draft: Path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("host", [VLLM], indirect=True, ids=str)
 @pytest.mark.parametrize("verify", ["recursive", "traversal"])
 def test_rsd_in_shapes_that_change(host: Host, target: Path, draft: Path, verify: str) -> None:
     (answer,), _ = serve(

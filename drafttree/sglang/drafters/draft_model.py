@@ -2,7 +2,8 @@
 
 Both models share the table of KV slots: a token's KV is in the same slot of both caches. So prompts
 are computed by both, cached prefixes are valid for both, and in each step the draft model computes
-the KV of the nodes as it drafts them.
+the KV of the nodes as it drafts them. Where trees are planned, it reads nothing while nothing is
+drafted.
 
 With tensor parallelism each rank has a part of both models and draws the same drafts, as logits,
 seeds and the candidates of tables are the same on all of them.
@@ -24,6 +25,7 @@ from drafttree.drafter import DraftModelDrafter, ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
+from drafttree.sglang.drafters.draft_model_texts import DraftModelTexts
 from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
@@ -107,7 +109,15 @@ class DraftModelWorker(ObservingWorker):
         """Take the target's memory pools, and give the draft model a KV cache in the same slots."""
         super().alloc_memory_pool(**pools)
         self._draft_worker.alloc_memory_pool(**pools)
-        self._movers += kv_movers(self._draft_worker.draft_runner.token_to_kv_pool)
+        runner = self._draft_worker.draft_runner
+        self._movers += kv_movers(runner.token_to_kv_pool)
+        plans = self.drafter.plans and self._may_plan
+        self._unread_texts = DraftModelTexts(runner) if plans else None
+
+    def _start_request(self, request: Any, slot: int) -> None:
+        super()._start_request(request, slot)
+        if self._unread_texts is not None:
+            self._unread_texts.start(slot, request)
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         roots = torch.zeros(len(batch.reqs), dtype=torch.int32, device=self._device)
@@ -117,6 +127,9 @@ class DraftModelWorker(ObservingWorker):
         # As in `forward` below, and texts must not differ.
         broadcast_tensor(result.next_token_ids, self._group)
         self._prompts_verified(batch, result.next_token_ids)
+        if self._unread_texts is not None:
+            self._unread_texts.written(batch.out_cache_loc.numpy(), read=False)
+            return result
         batch.spec_info = None
         self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
         return result
@@ -125,6 +138,30 @@ class DraftModelWorker(ObservingWorker):
         return self._seeds.of([request.sampling_params.sampling_seed for request in batch.reqs])
 
     def _propose(self, batch: Any) -> Proposal:
+        if self._unread_texts is None:
+            return self._sample_trees(batch)
+        slots, lengths = batch.req_pool_indices, batch.seq_lens
+        unread, texts = self._unread_texts, [*zip(slots.tolist(), lengths.tolist(), strict=True)]
+        shape = self.drafter.plan(slots, lambda: unread.count(texts))
+        columns = self.drafter.follow_plan(shape)
+        rows = lengths[:, None] + torch.arange(len(columns))
+        here = self.req_to_token_pool.req_to_token[slots[:, None], rows].long()
+        if len(columns) == 1:
+            unread.written(here.numpy(), read=False)
+            roots = self._states.roots[slots]
+            rule = self.drafter.undrafted_rule(roots, self._seeds_of(batch), lengths)
+            return Proposal(DraftTree.of_roots(roots), lambda _: rule)
+        started = perf_counter()
+        read_tokens = unread.read(texts)
+        ready = perf_counter()
+        proposal = self._sample_trees(batch)
+        unread.written(here.numpy(), read=True)
+        self.drafter.drafted(perf_counter() - ready, read_tokens, ready - started)
+        self.draft_seconds += ready - started
+        return proposal
+
+    def _sample_trees(self, batch: Any) -> Proposal:
+        """Sample the step's trees from the draft model, which has read the texts."""
         started = perf_counter()
         info = batch.sampling_info
         sampled = (info.top_ks != 1).view(-1)
@@ -151,7 +188,7 @@ class DraftModelWorker(ObservingWorker):
             forward,
         )
         self.draft_seconds += perf_counter() - started
-        return Proposal(trees, drawn)
+        return Proposal(trees, lambda verified: self.drafter.acceptance_rule(verified, drawn))
 
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
         """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`."""
@@ -173,8 +210,7 @@ class DraftModelWorker(ObservingWorker):
         return logits.view(len(depth), -1, self._vocab_size)[:, first - cached : columns - cached]
 
     def _verify(self, step: Step, output: Any) -> Verified:
-        rule = self.drafter.acceptance_rule(step.trees, step.drawn)
-        return self._verify_trees(step, output, self._observe_trees(step, output), rule)
+        return self._verify_trees(step, output, self._observe_trees(step, output))
 
 
 def _penalised(

@@ -2,7 +2,8 @@
 
 The KV of the drafter's layer uses the target's slots, so cached prefixes are valid for both. At the
 end of a step the layer reads the accepted tokens, each with the target's hidden state before it; in
-the next step it continues from its own output in the slots that are reserved for the tree.
+the next step it continues from its own output in the slots that are reserved for the tree. Where
+trees are planned, it reads several tokens at a time while nothing is drafted.
 
 With tensor parallelism each rank has the whole layer, and a part of the target's embeddings and
 head.
@@ -21,6 +22,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
+from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter, ModelFreeDrafter
 from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
@@ -28,7 +30,7 @@ from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigra
 from drafttree.sglang.state import Proposal, Step, are_parts
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
-from drafttree.tree import NO_TOKEN, Verified
+from drafttree.tree import NO_TOKEN, DraftTree, Verified
 
 
 class HiddenStateWorker(ObservingWorker):
@@ -66,6 +68,8 @@ class HiddenStateWorker(ObservingWorker):
         slots = self.req_to_token_pool.req_to_token.shape[0]
         # The layer's output at each request's last known token.
         self._outputs = torch.zeros(slots, width, dtype=dtype, device=self._device)
+        plans = self.drafter.plans and self._may_plan
+        self._deferred: DeferredRows[int] | None = DeferredRows() if plans else None
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         result = self._target_worker.forward_batch_generation(
@@ -75,36 +79,32 @@ class HiddenStateWorker(ObservingWorker):
         following = batch.input_ids.roll(-1)
         following[rows.ends] = _after_prompts(batch, result.next_token_ids).to(following.dtype)
         x = self.drafter.fuse(result.logits_output.hidden_states, following)
-        outputs = self._run_layer(batch, x, rows, batch.seq_lens, self._table(batch))
+        table = self._table(batch.req_pool_indices, batch.seq_lens)
+        outputs = self._run_layer(x, rows, batch.seq_lens, table)
         self._outputs[batch.req_pool_indices] = outputs[rows.ends]
         self._prompts_verified(batch, result.next_token_ids)
         return result
 
-    def _table(self, batch: Any, reserved: int = 0) -> torch.Tensor:
-        """The KV slot of each position of each request, `int32 [B, P]`.
+    def _table(self, slots: torch.Tensor, lengths: torch.Tensor, reserved: int = 0) -> torch.Tensor:
+        """The KV slot of each position of requests, `int32 [B, P]`.
 
         Args:
-            batch: SGLang's batch.
-            reserved: Number of positions to come that are needed.
+            slots: The requests' slots, `int64 [B]`.
+            lengths: Number of positions that are needed, `int64 [B]`.
+            reserved: How many more are needed.
         """
         table = self.req_to_token_pool.req_to_token
         if self._device.type == "cpu":
             # A GPU would have to wait for the lengths, and copies faster.
-            table = table[:, : int(batch.seq_lens.max()) + reserved]
-        return table[batch.req_pool_indices]
+            table = table[:, : int(lengths.max()) + reserved]
+        return table[slots]
 
     def _run_layer(
-        self,
-        batch: Any,
-        x: torch.Tensor,
-        rows: LayerRows,
-        lengths: torch.Tensor,
-        table: torch.Tensor,
+        self, x: torch.Tensor, rows: LayerRows, lengths: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
         """The layer's output `[N, d]` for its input `x [N, d]`, whose KV it writes.
 
         Args:
-            batch: SGLang's batch.
             x: The input.
             rows: Whose last rows these are.
             lengths: Length of each request, these rows included, `int64 [B]`.
@@ -116,9 +116,21 @@ class HiddenStateWorker(ObservingWorker):
         )
         return self.drafter.layer(x, positions, attend)
 
+    def _start_request(self, request: Any, slot: int) -> None:
+        super()._start_request(request, slot)
+        if self._deferred is not None:
+            self._deferred.forget([slot])
+
     def _propose(self, batch: Any) -> Proposal:
         started = perf_counter()
         indices = batch.req_pool_indices
+        if self._deferred is not None:
+            shape = self.drafter.plan(indices)
+            if not shape.depth:
+                return Proposal(DraftTree.of_roots(self._states.roots[indices]))
+            self.drafter.follow_plan(shape)
+        self._read_deferred(indices)
+        ready = perf_counter()
         outputs = self._continue(batch)
         # SGLang's own product, as it keeps the head packed on some CPUs. A head with LoRA adapters
         # would take these rows for those of the last batch.
@@ -130,7 +142,9 @@ class HiddenStateWorker(ObservingWorker):
         logits = logits[:, : self._vocab_size].unflatten(0, outputs.shape[:2])
         steps = self._states.drafting[indices].long() * outputs.shape[1]
         trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)
-        self.draft_seconds += perf_counter() - started
+        ended = perf_counter()
+        self.draft_seconds += ended - started
+        self.drafter.drafted(ended - ready, read_seconds=ready - started)
         return Proposal(trees)
 
     def _continue(self, batch: Any) -> torch.Tensor:
@@ -140,10 +154,10 @@ class HiddenStateWorker(ObservingWorker):
         outputs = [output]
         if steps > 1:
             rows = LayerRows.of([1] * len(output), self._device)
-            table = self._table(batch, steps - 1)
+            table = self._table(batch.req_pool_indices, batch.seq_lens, steps - 1)
         for ahead in range(1, steps):
             x = self.drafter.between(output)
-            output = self._run_layer(batch, x, rows, batch.seq_lens + ahead, table)
+            output = self._run_layer(x, rows, batch.seq_lens + ahead, table)
             outputs.append(output)
         return torch.stack(outputs, 1)
 
@@ -156,9 +170,36 @@ class HiddenStateWorker(ObservingWorker):
         hidden = output.hidden_states.view(*step.trees.tokens.shape, -1)
         verified = self._verify_trees(step, output, self._observe_trees(step, output))
         started = perf_counter()
-        self._read_accepted(step, hidden, verified)
+        if self._deferred is not None and not step.trees.drafted:
+            self._defer(self._deferred, step.batch, hidden, verified)
+        else:
+            self._read_accepted(step, hidden, verified)
+            self.drafter.drafted(perf_counter() - started)
         self.draft_seconds += perf_counter() - started
         return verified
+
+    def _defer(
+        self, deferred: DeferredRows[int], batch: Any, hidden: torch.Tensor, verified: Verified
+    ) -> None:
+        """Let the layer read the tokens of a step without drafts later."""
+        slots, tokens = batch.req_pool_indices, verified.emitted[:, 0]
+        if deferred.add(slots.tolist(), hidden[:, 0], tokens, batch.seq_lens):
+            self._read_deferred(slots)
+
+    def _read_deferred(self, slots: torch.Tensor) -> None:
+        """Let the layer read what was accepted in the steps before.
+
+        Args:
+            slots: Slots of the batch's requests, `int64 [B]`.
+        """
+        text = None if self._deferred is None else self._deferred.take(slots.tolist())
+        if text is None:
+            return
+        slots, lengths = slots[torch.from_numpy(text.places)], torch.from_numpy(text.ends)
+        rows = LayerRows.of((text.ends - text.starts).tolist(), self._device)
+        x = self.drafter.fuse(text.hidden, text.tokens)
+        outputs = self._run_layer(x, rows, lengths, self._table(slots, lengths))
+        self._outputs[slots] = outputs[rows.ends]
 
     def _read_accepted(self, step: Step, hidden: torch.Tensor, verified: Verified) -> None:
         """Run the layer over accepted tokens, and keep its output at each request's last one.
@@ -185,8 +226,8 @@ class HiddenStateWorker(ObservingWorker):
             lengths = batch.seq_lens + width
             last = rows.starts[:-1].long() + counts - 1
         x = self.drafter.fuse(states, following)
-        table = self._table(batch, path.shape[1])
-        outputs = self._run_layer(batch, x, rows, lengths, table)
+        table = self._table(batch.req_pool_indices, batch.seq_lens, path.shape[1])
+        outputs = self._run_layer(x, rows, lengths, table)
         self._outputs[batch.req_pool_indices] = outputs[last]
 
 

@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.worker import gpu_model_runner
 
+from drafttree.arrays import IntArray
 from drafttree.chains import as_chains
 from drafttree.drafter import Target
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.forward import step_seconds
 from drafttree.vllm.priming import MAX_TOKENS, prime_without_trees

@@ -24,6 +24,7 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogits
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
+from drafttree.arrays import IntArray
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.seeds import Seeds
@@ -31,12 +32,11 @@ from drafttree.tensor_parallel import rule_of_first_rank, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
-from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import of_first_rank, without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
+from drafttree.vllm.drafters.draft_model_texts import DraftModelTexts
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
-from drafttree.vllm.drafters.unread_texts import UnreadTexts
 from drafttree.vllm.processors import GREEDY_BELOW
 from drafttree.vllm.step import StepTrees
 
@@ -64,7 +64,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._draft_path = str(options["model"])
         self._planned = self._drafter.columns
-        self._unread: UnreadTexts | None = None
+        self._unread: DraftModelTexts | None = None
         self._seeds = Seeds(self.device)
         self._rule_sampler = AcceptanceSampler(self.sampler)
 
@@ -79,7 +79,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._unread = None
         on_cpu = self.device.type == "cpu"
         if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
-            self._unread = UnreadTexts(self, self._draft_model)
+            self._unread = DraftModelTexts(self, self._draft_model)
 
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots.
@@ -87,10 +87,10 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         All trees have the same shape, so they are made on the host, which passes it on.
         """
         if (unread := self._unread) is not None:
-            lengths = self.input_batch.num_tokens_no_spec[: len(roots)].astype(np.int64) - 1
-            slots = self._batch_slots()
+            lengths = self.input_batch.num_tokens_no_spec[: len(roots)] - 1
+            texts, slots = list(enumerate(lengths.tolist())), self._batch_slots()
             shape = shape_of_first_rank(
-                lambda: self._drafter.plan(slots, lambda: unread.count(lengths)), get_tp_group()
+                lambda: self._drafter.plan(slots, lambda: unread.count(texts)), get_tp_group()
             )
             self._planned = self._drafter.follow_plan(shape)
         parents = torch.tensor(self._planned, dtype=torch.int32)
@@ -136,7 +136,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
     def _read_undrafted(self, step: DraftModelStep, levels: LevelForwards) -> None:
         """Let the draft model read a step without drafts, unless it may fall behind."""
         if self._unread is not None:
-            self._unread.written(len(step.trees.position_offsets), read=False)
+            self._unread.step_written(len(step.trees.position_offsets), read=False)
         else:
             levels.read_undrafted()
 
@@ -146,9 +146,9 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             return
         started = perf_counter()
         computed = self.input_batch.num_computed_tokens_cpu[: len(step.ends)]
-        step.read_tokens = self._unread.read(computed.astype(np.int64))
+        step.read_tokens = self._unread.read(enumerate(computed.tolist()))
         # Its own rows are read with the trees.
-        self._unread.written(len(step.trees.position_offsets), read=True)
+        self._unread.step_written(len(step.trees.position_offsets), read=True)
         step.read_seconds = perf_counter() - started
 
     def _as_planned(self, step: DraftModelStep, drafts: DraftTree) -> DraftTree:

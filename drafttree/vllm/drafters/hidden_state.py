@@ -21,17 +21,18 @@ from torch.nn.functional import pad
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
+from drafttree.arrays import IntArray
+from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tensor_parallel import broadcast_tensor, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
-from drafttree.vllm.arrays import IntArray
 from drafttree.vllm.drafters.columns import of_first_rank
-from drafttree.vllm.drafters.deferred_reads import DeferredReads
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
+from drafttree.vllm.drafters.text_rows import TextRows
 from drafttree.vllm.step import StepTrees
 
 
@@ -50,7 +51,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     """Drafts with a `HiddenStateDrafter`."""
 
     _drafter: HiddenStateDrafter
-    _deferred: DeferredReads | None = None
+    _deferred: DeferredRows[str] | None = None
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
         self._method = method
@@ -73,7 +74,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._deferred = None
         on_cpu = self.device.type == "cpu"
         if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
-            self._deferred = DeferredReads(self, self._drafter, self._layer)
+            self._deferred, self._texts = DeferredRows(), TextRows(self, LAYER)
 
     def _requests_ended(self, names: list[str]) -> None:
         super()._requests_ended(names)
@@ -148,17 +149,28 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             self._read_deferred(step)
             return False
         tokens = verified.emitted[:, 0]
-        if deferred.add(step.hidden[:rows], tokens, step.root_positions):
+        names = self.input_batch.req_ids
+        if deferred.add(names, step.hidden[:rows], tokens, step.root_positions):
             self._read_deferred(step)
         return True
 
     def _read_deferred(self, step: HiddenStateStep) -> None:
         """Let the layer read what was accepted in the steps before."""
-        if self._deferred is not None:
-            started = perf_counter()
-            with override_forward_context(step.context):
-                self._deferred.read(self._batch_slots())
-            step.read_seconds += perf_counter() - started
+        deferred = self._deferred
+        rows = None if deferred is None else deferred.take(self.input_batch.req_ids)
+        if rows is None:
+            return
+        started = perf_counter()
+        x = self._drafter.fuse(rows.hidden, rows.tokens)
+        with (
+            override_forward_context(step.context),
+            self._texts.reading(rows.places, rows.starts, rows.ends),
+        ):
+            states = self._drafter.layer(x, rows.positions, self._layer.attend)
+        last = torch.from_numpy((rows.ends - rows.starts).cumsum() - 1)
+        stored, slots = self._layer.states, self._batch_slots()
+        stored[slots[torch.from_numpy(rows.places)]] = states[last].to(stored.dtype)
+        step.read_seconds += perf_counter() - started
 
     def _read_accepted(self, step: HiddenStateStep, verified: Verified) -> None:
         """Run the layer on the step's accepted rows, and store its output after the last."""

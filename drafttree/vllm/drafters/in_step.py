@@ -17,11 +17,11 @@ from tree_kernels.mask import depths, tree_mask
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from drafttree.arrays import LongArray
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter, HiddenStateDrafter
 from drafttree.transfer import AsyncHostCopy, on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
-from drafttree.vllm.arrays import LongArray
 from drafttree.vllm.drafters.columns import as_scheduled, without_nodes
 from drafttree.vllm.drafters.observing import observer, start_text
 from drafttree.vllm.drafters.step_parts import StepParts

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 from tree_kernels.mask import tree_mask
 
-from drafttree.vllm.arrays import IntArray, LongArray
+from drafttree.arrays import IntArray, LongArray
 from drafttree.vllm.drafters.step_parts import StepParts, without_graphs
 from drafttree.vllm.step_masks import StepMasks
 

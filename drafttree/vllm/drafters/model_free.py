@@ -10,6 +10,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import SamplerOutput
 
+from drafttree.arrays import IntArray, LongArray
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.tensor_parallel import (
@@ -20,7 +21,6 @@ from drafttree.tensor_parallel import (
 )
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.arrays import IntArray, LongArray
 from drafttree.vllm.drafters.observing import observer, start_text
 from drafttree.vllm.model_inputs import without_placeholders
 from drafttree.vllm.priming import prime

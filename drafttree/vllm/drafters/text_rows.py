@@ -11,7 +11,7 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from drafttree.vllm.arrays import LongArray
+from drafttree.arrays import LongArray
 
 
 class TextRows:
