@@ -37,8 +37,8 @@ class LyannaOptions(SharingOptions):
         default=LARGEST,
         description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
         "cost model chooses up to 12, and up to `steps` levels, in each step, and no drafts when "
-        "drafting would not help, on vLLM's V1 model runner on a CPU; elsewhere it is 12. There "
-        "are no second trees with it.",
+        "drafting would not help, on a CPU, with vLLM's V1 model runner or SGLang; elsewhere it "
+        "is 12. There are no second trees with it.",
     )
     resample: bool = Field(
         default=True,

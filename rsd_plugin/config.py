@@ -48,8 +48,8 @@ class RsdOptions(SharingOptions):
         "levels (RSD-S in the paper). `branch:b0-b1-...` samples b0 children of the root, b1 "
         "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
         "speculative sampling with a chain of L draft tokens. `auto`: a cost model chooses a beam "
-        "of up to 3x5 in each step, and no drafts when drafting would not help, on vLLM's V1 "
-        "model runner on a CPU; elsewhere it is `beam:3x5`.",
+        "of up to 3x5 in each step, and no drafts when drafting would not help, on a CPU, with "
+        "vLLM's V1 model runner or SGLang; elsewhere it is `beam:3x5`.",
     )
     verify: Literal["recursive", "traversal"] = Field(
         default="recursive",

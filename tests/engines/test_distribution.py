@@ -13,7 +13,7 @@ from typing import Any
 import draw_ahead_on_cpu
 import pytest
 import scripted_shapes
-from hosts import VLLM, VLLM_V2, Answer, Case, Host
+from hosts import VLLM_V2, Answer, Case, Host
 from joint_distribution import Joint, exact_joint, p_value
 from lyanna_parts import drafter_for
 from tiny_models import make_first_layers, make_tiny_llama
