@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import triton_on_cpu
+from lyanna_parts import drafter_for
 from tiny_families import make_tiny_family
+from tiny_models import make_first_layers
 from vllm_runs import Answer, Case, run_vllm
+
+from lyanna_plugin.checkpoint import save
 
 NODES = 15
 LIMITS = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 128}
@@ -23,15 +27,22 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(2, 512) for _ in range(length)] for length in (64, 9, 1, 3)]
 
 
-def serve_both_ways(model: Path, proves_drafting: Callable[[Answer], None]) -> None:
+# Copies of the first answers would take the place of branches.
+RECYCLING = {"method": "token_recycling", "nodes": NODES, "memory": 0}
+
+
+def serve_both_ways(
+    model: Path,
+    proves_drafting: Callable[[Answer], None],
+    speculative: dict[str, Any] = RECYCLING,
+) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     cases = [Case(prompts(), greedy), Case(prompts(), greedy)]
     plain, _ = run_vllm(model, cases, **LIMITS)
     drafted, log = run_vllm(
         model,
         cases,
-        # Copies of the first answers would take the place of branches.
-        speculative={"method": "token_recycling", "nodes": NODES, "memory": 0},
+        speculative=speculative,
         environment=triton_on_cpu.ENVIRONMENT,
         **LIMITS,
     )
@@ -45,6 +56,27 @@ def test_greedy_tokens_equal_plain_decoding(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     serve_both_ways(tiny_llama, proves_drafting)
+
+
+@pytest.mark.full
+def test_rsd(tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    """The draft model reads all rows of a step with each level, and attention new masks."""
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    method = {"method": "rsd", "model": str(draft), "tree": "beam:3x3"}
+    serve_both_ways(tiny_llama, proves_drafting, method)
+
+
+@pytest.mark.full
+def test_lyanna(tiny_llama: Path, tmp_path: Path) -> None:
+    """The layer's chains and the trees have masks of their own within a step."""
+
+    def proves_drafting(answer: Answer) -> None:
+        assert answer.counters["accepted_tokens"] > 0
+
+    # A random drafter, which affects speed alone.
+    save(drafter_for(tiny_llama), tmp_path)
+    method = {"method": "lyanna", "model": str(tmp_path), "nodes": 9, "resample_nodes": 5}
+    serve_both_ways(tiny_llama, proves_drafting, method)
 
 
 @pytest.mark.full

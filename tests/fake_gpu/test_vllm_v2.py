@@ -13,9 +13,19 @@ import pytest
 from fake_gpu_of_v2 import ANSWER
 from tree_kernels.machine import find_compiler
 
-BUDGETS = {"static": (17, 4), "dynamic": (23, 3)}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "static": ("token-recycling", {"tree": "branch:3-2-1"}),
+    "dynamic": ("token-recycling", {"nodes": 7}),
+    "rsd": ("rsd", {"model": "none", "tree": "beam:2x3"}),
+    "traversal": ("rsd", {"model": "none", "tree": "branch:2-2-1", "verify": "traversal"}),
+    "lyanna": (
+        "lyanna",
+        {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
+    ),
+}
+BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (99, 999), "lyanna": (99, 999)}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
-engine's sampler and the drafter launch, without the preparation of inputs and the target."""
+engine's sampler and the drafter launch, without the preparation of inputs and the models."""
 
 pytestmark = [
     pytest.mark.full,
@@ -26,11 +36,12 @@ pytestmark = [
 ]
 
 
-def decoded(options: dict[str, Any], *parameters: dict[str, Any]) -> dict[str, Any]:
+def decoded(case: str, *parameters: dict[str, Any]) -> dict[str, Any]:
     """What both devices decode; the fake one refuses whatever the host would wait for."""
-    case = {"options": options, "parameters": parameters}
+    method, options = CASES[case]
+    asked = [{"method": method, "options": options, "parameters": parameters}]
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", str(fake_gpu_of_v2.__file__), json.dumps([case])],
+        [sys.executable, "-W", "ignore", str(fake_gpu_of_v2.__file__), json.dumps(asked)],
         capture_output=True,
         text=True,
         timeout=900,
@@ -52,26 +63,32 @@ def decoded(options: dict[str, Any], *parameters: dict[str, Any]) -> dict[str, A
 GREEDY = {"temperature": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("drafter", "options"), [("static", {"tree": "branch:3-2-1"}), ("dynamic", {"nodes": 7})]
-)
-def test_greedy_requests_within_a_budget(drafter: str, options: dict[str, Any]) -> None:
-    answer = decoded(options, GREEDY, GREEDY, GREEDY)
+@pytest.mark.parametrize("case", BUDGETS)
+def test_greedy_requests_within_a_budget(case: str) -> None:
+    answer = decoded(case, GREEDY, GREEDY, GREEDY)
     assert answer["gpu"]["texts"] == answer["plain"]
     steps = [each for each in answer["gpu"]["steps"] if each[0] == 2]
     assert len(steps) > 1
     for _, used, report in steps:
-        kernels, operations = BUDGETS[drafter]
+        kernels, operations = BUDGETS[case]
         assert used["kernels"] <= kernels, report
         assert used["operations"] <= operations, report
         assert not used["copies in"], report
         assert not used["copies out"], report
 
 
-def test_sampled_requests_with_penalties() -> None:
+@pytest.mark.parametrize("case", ["rsd", "traversal", "lyanna"])
+def test_requests_that_are_sampled(case: str) -> None:
+    warm = {"temperature": 0.9, "seed": 3}
+    decoded(case, warm, warm | {"top_p": 0.7, "top_k": 12, "min_p": 0.02}, GREEDY)
+
+
+@pytest.mark.parametrize("case", ["static", "rsd", "lyanna"])
+def test_sampled_requests_with_penalties(case: str) -> None:
+    """Their drafts are chains where penalties follow one path."""
     warm = {"temperature": 0.8, "seed": 3}
     decoded(
-        {"tree": "branch:3-2-1"},
+        case,
         warm,
         warm | {"presence_penalty": 0.4, "repetition_penalty": 1.1},
         GREEDY | {"min_tokens": 3, "stop_token_ids": [5]},

@@ -1,9 +1,9 @@
 """Prints what vLLM's V2 model runner decodes with draft trees, on the CPU and on a fake GPU.
 
-    python fake_gpu_of_v2.py '[{"options": {...}, "parameters": [{...}, ...]}, ...]'
+    python fake_gpu_of_v2.py '[{"method": "rsd", "options": {...}, "parameters": [...]}, ...]'
 
-Takes Token Recycling's options and the requests' sampling parameters as JSON, and prints a line of
-JSON for each. Runs in a process of its own, because Triton's interpreter must be there before vLLM
+Takes a method, its options and the requests' sampling parameters as JSON, and prints a line of JSON
+for each. Runs in a process of its own, because Triton's interpreter must be there before vLLM
 is imported.
 """
 

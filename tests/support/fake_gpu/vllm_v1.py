@@ -24,9 +24,9 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from drafttree.vllm import adopted
 from drafttree.vllm.drafters import columns, draft_layer, draft_model, hidden_state, model_free
 from fake_gpu.record import Record
+from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1_hosts import HostRunner
-from fake_gpu.vllm_v1_stock import BLOCK, MAX_LEN, MAX_REQUESTS
 
 _GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
 

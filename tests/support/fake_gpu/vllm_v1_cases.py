@@ -10,10 +10,10 @@ import torch
 
 from drafttree.testing.session import random_weights
 from fake_gpu.comparison import assert_same
+from fake_gpu.stand_ins import VOCAB
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1 import Asked, Decoded, decode
 from fake_gpu.vllm_v1_hosts import DraftModelHost, HiddenStateHost
-from fake_gpu.vllm_v1_stock import VOCAB
 
 HOSTS: dict[str, Any] = {
     "rsd, beams": (DraftModelHost, {"model": "none", "tree": "beam:2x3"}),

@@ -6,15 +6,12 @@ can be read in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.sample.sampler import Sampler
@@ -22,30 +19,17 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from drafttree.transfer import on_device
-from drafttree.vllm.attention.backends import TreeMetadataBuilder
-from drafttree.vllm.step_masks import StepMasks
-
-VOCAB = 64
-MAX_REQUESTS = 4
-MAX_LEN = 96
-BLOCK = 16
-TARGET = "target.0"
-"""Name of the target's layer."""
-
-_BITS = 32
-_BUDGET = MAX_REQUESTS * MAX_LEN
-
-
-def new_cache(device: torch.device) -> torch.Tensor:
-    """The KV cache of a layer with one head of size 1."""
-    return torch.full((_BUDGET // BLOCK, 1, BLOCK, 1), -1.0, device=device)
-
-
-@contextmanager
-def context_of(metadata: Any, *_: Any, slot_mapping: Any, **__: Any) -> Iterator[None]:
-    """The engine's forward context, with what models read in it."""
-    with override_forward_context(ForwardContext({}, metadata, slot_mapping)):
-        yield
+from fake_gpu.stand_ins import (
+    BLOCK,
+    BUDGET,
+    MAX_LEN,
+    MAX_REQUESTS,
+    TARGET,
+    VOCAB,
+    context_of_step,
+    groups_of,
+    new_cache,
+)
 
 
 class Stock(GPUModelRunner):
@@ -66,7 +50,7 @@ class Stock(GPUModelRunner):
         self.device, self.weights = device, weights.to(device)
         self.max_num_reqs, self.max_model_len = MAX_REQUESTS, MAX_LEN
         self.scheduler_config = SimpleNamespace(
-            max_num_batched_tokens=_BUDGET, max_num_scheduled_tokens=None, scheduler_cls=None
+            max_num_batched_tokens=BUDGET, max_num_scheduled_tokens=None, scheduler_cls=None
         )
         self.lora_config = None
         self.supports_mm_inputs = self.uses_mrope = False
@@ -89,10 +73,10 @@ class Stock(GPUModelRunner):
         bounds = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32)
         self.query_start_loc = SimpleNamespace(np=bounds.numpy(), gpu=bounds.to(device))
         self.input_batch = InputBatch(
-            MAX_REQUESTS, MAX_LEN, _BUDGET, device, VOCAB, [BLOCK], [MAX_LEN // BLOCK]
+            MAX_REQUESTS, MAX_LEN, BUDGET, device, VOCAB, [BLOCK], [MAX_LEN // BLOCK]
         )
-        self.input_ids = SimpleNamespace(gpu=torch.zeros(_BUDGET, dtype=torch.int32, device=device))
-        self.positions = torch.zeros(_BUDGET, dtype=torch.int64, device=device)
+        self.input_ids = SimpleNamespace(gpu=torch.zeros(BUDGET, dtype=torch.int32, device=device))
+        self.positions = torch.zeros(BUDGET, dtype=torch.int64, device=device)
         self.caches = {TARGET: new_cache(device)}
         self.uncounted: Any = nullcontext
         self.model = SimpleNamespace(
@@ -106,30 +90,11 @@ class Stock(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """The target needs none."""
         if self.drafting_layer is not None:
-            builder = self._builder(self.drafting_layer)
-            self.attn_groups = [
-                [
-                    SimpleNamespace(
-                        layer_names=builder.layer_names, get_metadata_builder=lambda _: builder
-                    )
-                ]
-            ]
+            self.attn_groups = groups_of(self.drafting_layer, self.device, self.num_spec_tokens)
 
     def get_model(self) -> Any:
         """The target."""
         return self.model
-
-    def _builder(self, layer: str) -> Any:
-        if self.device.type == "cpu":
-            return _HostBuilder([TARGET, layer])
-        from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
-
-        scheduler = SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=_BUDGET)
-        config: Any = SimpleNamespace(
-            scheduler_config=scheduler, num_speculative_tokens=self.num_spec_tokens
-        )
-        spec: Any = None
-        return TritonTreeMetadataBuilder(spec, [TARGET, layer], config, self.device)
 
     def _update_states(self, scheduler_output: Any) -> None:
         with self.uncounted():
@@ -190,13 +155,7 @@ class Stock(GPUModelRunner):
                 block_table_tensor=table.get_device_tensor(len(lengths)),
                 slot_mapping=table.slot_mapping.gpu[:tokens],
             )
-        metadata, slots = {}, {}
-        for groups in self.attn_groups:
-            for group in groups:
-                built = group.get_metadata_builder(0).build(0, common)
-                metadata.update(dict.fromkeys(group.layer_names, built))
-                slots.update(dict.fromkeys(group.layer_names, common.slot_mapping))
-        with context_of(metadata, slot_mapping=slots):
+        with context_of_step(self.attn_groups, common):
             hidden: torch.Tensor = self._model_forward(
                 self.input_ids.gpu[:tokens], self.positions[:tokens]
             )
@@ -232,75 +191,3 @@ class Stock(GPUModelRunner):
         """Check that the KV of a request's text is in its slots, in order."""
         text, computed = self.text_of(name)
         assert self.cached(TARGET, name, computed) == text[:computed]
-
-
-@dataclass
-class _HostMetadata:
-    """What the masks of a step say when attention reads them."""
-
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    masks: StepMasks | None
-
-
-class _HostBuilder(TreeMetadataBuilder):
-    """A builder whose metadata reads the masks late, as on a CPU."""
-
-    def __init__(self, layer_names: list[str]) -> None:
-        self.layer_names = layer_names
-
-    def build(self, prefix: int, common: CommonAttentionMetadata) -> _HostMetadata:
-        """Keep what is needed."""
-        return self.build_part(common, self.step_masks)
-
-    def build_part(self, common: CommonAttentionMetadata, masks: StepMasks | None) -> _HostMetadata:
-        """Keep what is needed."""
-        return _HostMetadata(common.query_start_loc, common.seq_lens, masks)
-
-    def masks_changed(self) -> None:
-        """Nothing is to be done."""
-
-
-def nodes_seen(metadata: Any) -> torch.Tensor:
-    """The draft nodes that each row of a step sees, a bit for each, `int64 [T]`."""
-    _, in_tree, bits = _seen(metadata)
-    return torch.where(in_tree, bits >> 1, 0)
-
-
-def tokens_seen(metadata: Any) -> torch.Tensor:
-    """How many tokens each row of a step sees, `int64 [T]`."""
-    before, in_tree, bits = _seen(metadata)
-    nodes = (bits[:, None] >> torch.arange(_BITS, device=bits.device)) & 1
-    return before + torch.where(in_tree, nodes.sum(1), 0)
-
-
-def _seen(metadata: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What each row sees: the number of tokens outside its tree, and a bit for each node of it.
-
-    Returns:
-        `int64 [T]`; whether the row is in a tree, `bool [T]`; the bits, the root's first, `int64`.
-    """
-    on_host = isinstance(metadata, _HostMetadata)
-    starts = (metadata.starts if on_host else metadata.query_starts).long()
-    count = int(starts[-1]) if on_host else metadata.num_actual_tokens
-    rows = torch.arange(count, device=starts.device)
-    request = (rows[:, None] >= starts[None, 1:]).sum(1)
-    places = metadata.lengths[request] - starts[request + 1] + rows
-    if not on_host:
-        assert metadata.masks.shape[1] == 1
-        tree = starts[request] + metadata.tree_starts[request]
-        in_tree = rows >= tree
-        before = torch.where(in_tree, places - rows + tree, places + 1)
-        return before, in_tree, metadata.masks[:, 0].long()
-    before, in_tree, bits = places + 1, torch.zeros(count, dtype=torch.bool), rows * 0
-    masks = metadata.masks
-    for tree, request_of_tree in enumerate(masks.requests.tolist() if masks else ()):
-        assert masks is not None
-        size, end = int(masks.tree_sizes[tree]), int(starts[request_of_tree + 1])
-        first = 0 if masks.first_nodes is None else int(masks.first_nodes[tree])
-        here = slice(end - size + first, end)
-        before[here] = int(metadata.lengths[request_of_tree]) - size
-        in_tree[here] = True
-        columns = torch.arange(masks.masks.shape[2])
-        bits[here] = (masks.masks[tree, first:size].long() << columns).sum(1)
-    return before, in_tree, bits

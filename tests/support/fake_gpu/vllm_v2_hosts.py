@@ -1,0 +1,124 @@
+"""The runners of vLLM's V2 host with stand-ins for the models that draft.
+
+The KV that these write tells what they have read.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tree_kernels.kv_move import movers_of
+
+from drafttree.drafter import Target
+from drafttree.method import Method
+from drafttree.vllm.drafters import draft_layer
+from drafttree.vllm.drafters.draft_layer import LAYER
+from drafttree.vllm.v2 import draft_model
+from drafttree.vllm.v2.draft_model import DraftModelRunnerV2
+from drafttree.vllm.v2.hidden_state import HiddenStateRunnerV2
+from drafttree.vllm.v2.runner import TreeRunnerV2
+from fake_gpu.stand_ins import (
+    BLOCK,
+    DRAFTED,
+    LAYER_METHOD,
+    TARGET,
+    VOCAB,
+    DraftModel,
+    LayerAttention,
+    new_cache,
+)
+from fake_gpu.tensors import held
+from fake_gpu.vllm_v2_stock import Stock
+from recycle_plugin import METHOD as TOKEN_RECYCLING
+from rsd_plugin import METHOD as RSD
+
+
+class HostRunner(TreeRunnerV2, Stock):
+    """Token Recycling."""
+
+    method: Method[Any] = TOKEN_RECYCLING
+
+    def _target(self, embed: Any = None, **kwargs: Any) -> Target:
+        logger = logging.getLogger(__name__)
+        return Target("none", VOCAB, self.device, torch.float32, logger, embed=embed)
+
+    def set_up_host(self, options: dict[str, Any]) -> None:
+        """Do what the engine does before it serves requests."""
+        self.set_up(self.method, options)
+        self.load_model()
+        self.warmed_up()
+        self._movers = [movers_of([*self.caches.values()])]
+
+    def cached(self, layer: str, first_block: int, count: int) -> list[float]:
+        """What a layer's cache holds of the first tokens of a request."""
+        first = first_block * BLOCK
+        values: list[float] = held(self.caches[layer]).view(-1)[first : first + count].tolist()
+        return values
+
+    def check_cache(self, text: list[int], first_block: int) -> None:
+        """Check that the KV of a text is in its slots, in order."""
+        assert self.cached(TARGET, first_block, len(text)) == text
+
+
+class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
+    """RSD, with a draft model whose KV of a token is the token."""
+
+    method = RSD
+    drafting_layer = DRAFTED
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Make the stand-in for a draft model."""
+        self.caches[DRAFTED] = new_cache(self.device)
+        with mock.patch.object(draft_model, "load_draft_model", return_value=DraftModel(self)):
+            super().load_model()
+        self._movers_apart = [[movers_of([self.caches[layer]])] for layer in (TARGET, DRAFTED)]
+
+    def forward_step(self, batch: Any, slots: torch.Tensor) -> torch.Tensor:
+        """The draft model reads each row of a step once."""
+        self.rows_read = 0
+        hidden = super().forward_step(batch, slots)
+        assert self.rows_read == batch.num_tokens
+        return hidden
+
+    def check_cache(self, text: list[int], first_block: int) -> None:
+        """The draft model has read what the target has."""
+        super().check_cache(text, first_block)
+        assert self.cached(DRAFTED, first_block, len(text)) == text
+
+
+class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
+    """Lyanna, with a layer without weights."""
+
+    method = LAYER_METHOD
+    drafting_layer = LAYER
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Make the layer."""
+        self.caches[LAYER] = new_cache(self.device)
+        kind = type("Attention", (LayerAttention,), {"runner": self})
+        with mock.patch.object(draft_layer, "Attention", kind):
+            super().load_model()
+
+    def check_cache(self, text: list[int], first_block: int) -> None:
+        """The layer has read each token of a text beside the one after it."""
+        super().check_cache(text, first_block)
+        after, shifts = (held(each)[:, 0].tolist() for each in (self.weights, self.shifts))
+        expected = [
+            after[following] + 0.05 * (after[token] + shifts[place]) + 0.05 * (place % 7)
+            for place, (token, following) in enumerate(pairwise(text))
+        ]
+        found = self.cached(LAYER, first_block, len(expected))
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+HOSTS: dict[str, type[HostRunner]] = {
+    "token-recycling": HostRunner,
+    "rsd": DraftModelHost,
+    "lyanna": HiddenStateHost,
+}
+"""The runner of each method."""
