@@ -155,20 +155,18 @@ class HiddenStateAlgorithm(TreeAlgorithm):
     """The same for a method that reads the target's hidden states."""
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set the same server arguments as `TreeAlgorithm`, and disable CUDA graphs."""
+        """Set the same server arguments as `TreeAlgorithm`, and disable CUDA graphs of prompts."""
         super().handle_server_args(server_args)
         if server_args.device == "cpu":
             return
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-        # SGLang captures hidden states for its own algorithms alone, so none would be replayed.
-        for phase in (Phase.DECODE, Phase.PREFILL):
-            server_args.cuda_graph_config = with_phase(
-                server_args.cuda_graph_config, phase, backend=Backend.DISABLED
-            )
+        # Those of decode steps are captured with hidden states, see `HiddenStateWorker`.
+        server_args.cuda_graph_config = with_phase(
+            server_args.cuda_graph_config, Phase.PREFILL, backend=Backend.DISABLED
+        )
         logger.warning(
-            "CUDA graphs are off: those that SGLang captures leave out the hidden states that %s "
-            "reads",
+            "Prompts are read without CUDA graphs, which leave out the hidden states that %s reads",
             self.method.title,
         )
 

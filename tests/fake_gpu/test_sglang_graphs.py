@@ -15,10 +15,10 @@ pytest.importorskip("sglang", reason="SGLang is not installed here")
 
 from fake_gpu.sglang_cases import GREEDY, WEIGHTS, asked, prompt
 from fake_gpu.sglang_graphs import GraphModelRunner
-from fake_gpu.sglang_hosts import SCRIPTED, ScriptedDrafter
+from fake_gpu.sglang_hosts import HIDDEN_STATES, SCRIPTED, ScriptedDrafter
 from fake_gpu.sglang_steps import Asked, Decoded, decode
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_exec
 
 from drafttree.budget.step_timer import StepTimer
 from drafttree.sglang.graphs import sizes, worker
@@ -62,6 +62,22 @@ def test_steps_of_many_requests_have_smaller_trees(
     steps = found.replayed[-len(found.steps) :]
     assert {rows for rows, requests in steps if requests == 4} == {8, 4}
     assert {rows for rows, requests in steps if requests < 4} >= {16, 1}
+
+
+def test_graphs_return_the_hidden_states_that_a_layer_reads(gpu: Gpu) -> None:
+    requests = asked(GREEDY, GREEDY, GREEDY)
+    options = {"steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3}
+    expected = decode(options, requests, WEIGHTS, None, host=HIDDEN_STATES)
+    found = decode(options, requests, WEIGHTS, gpu, host=HIDDEN_STATES, requests=REQUESTS)
+    assert_same(expected, found, requests)
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
+    assert found.captured == {9: REQUESTS}
+    assert len(found.replayed) >= len(found.steps)
+    assert found.counts["accepted_tokens"] > 0
+    for record in found.steps:
+        assert not record.waits, record.report()
+    assert not get_exec().features.enable_return_hidden_states
 
 
 def _one_for_all(self: TreeGraphs, num_draft_tokens: int, backend: Any, graphs: Any) -> None:

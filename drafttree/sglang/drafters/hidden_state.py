@@ -21,6 +21,7 @@ from sglang.srt.distributed.communication_op import tensor_model_parallel_all_ga
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_context
 
 from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter, ModelFreeDrafter
@@ -56,6 +57,18 @@ class HiddenStateWorker(ObservingWorker):
     def draft_worker(self) -> None:
         """None, because the layer is not a draft model to SGLang."""
         return None
+
+    def init_attention_backends(self) -> None:
+        """SGLang's last call before it captures CUDA graphs: let them return hidden states."""
+        super().init_attention_backends()
+        if self._device.type != "cpu":
+            get_context().override(__name__, enable_return_hidden_states=True)
+
+    def init_cuda_graphs(self) -> None:
+        """SGLang's last call before it serves: hidden states are for the layer, not for users."""
+        if self._device.type != "cpu":
+            get_context().override(__name__, enable_return_hidden_states=False)
+        super().init_cuda_graphs()
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the layer a KV cache in the same slots."""

@@ -33,7 +33,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fake_gpu.graphs import cuda_graphs
 from fake_gpu.sglang_engine import MAX_LEN
-from fake_gpu.sglang_target import TargetWorker, Weights
+from fake_gpu.sglang_target import Model, TargetWorker, Weights
 from fake_gpu.tensors import Gpu, held
 
 
@@ -100,24 +100,25 @@ class _TreeAttention(AttentionBackend):
     forward_extend = forward_decode  # type: ignore[assignment]
 
 
-class _Model:
+class _GraphModel(Model):
     """The target's model, which asks the engine's current attention backend."""
 
     shared_experts_config = None
-    lm_head = None
 
     def __init__(self, weights: Weights, runner: GraphModelRunner, device: str) -> None:
         self._runner = runner
         self._after, self._shifts = (each.to(device) for each in (weights.after, weights.shifts))
+        super().__init__(self._after)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
-        """Logits after each row."""
+        """Logits after each row, and as hidden states if these are asked for."""
         self._runner.cache[batch.out_cache_loc] = tokens.float()
         totals = positions + get_attn_backend().totals(batch)
         logits = self._after[tokens] + self._shifts[totals % self._shifts.shape[0]]
         output = batch.next_token_logits_buffer
         output.copy_(logits)
-        return LogitsProcessorOutput(next_token_logits=output)
+        hidden = logits if batch.capture_hidden_mode.is_full() else None
+        return LogitsProcessorOutput(next_token_logits=output, hidden_states=hidden)
 
 
 class GraphModelRunner:
@@ -147,7 +148,7 @@ class GraphModelRunner:
         self.kv_index_translator = SimpleNamespace(bind_runner_slots=lambda batch: None)
         self._kernel_warmed_up = True
         self.spec_algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
-        self.model = _Model(weights, self, self.device)
+        self.model = _GraphModel(weights, self, self.device)
         self.replayed: list[tuple[int, int]] = []
 
     decode_num_tokens_per_req = ModelRunner.decode_num_tokens_per_req
@@ -209,7 +210,7 @@ class GraphTarget(TargetWorker):
     ) -> GenerationBatchResult:
         """Replay a graph, or read prompts."""
         if not is_verify:
-            return super().forward_batch_generation(batch)
+            return super().forward_batch_generation(batch, is_verify, capture_hidden_mode)
         with self._unwatched():
             lengths = batch.seq_lens.clone()
             of_batch = ForwardBatch(
@@ -223,7 +224,7 @@ class GraphTarget(TargetWorker):
                 positions=batch.spec_info.positions,
                 spec_info=batch.spec_info,
                 seq_lens_cpu=lengths.cpu(),
-                capture_hidden_mode=CaptureHiddenMode.NULL,
+                capture_hidden_mode=capture_hidden_mode or CaptureHiddenMode.NULL,
             )
             output = self.model_runner.forward(of_batch)
         return GenerationBatchResult(
@@ -231,15 +232,17 @@ class GraphTarget(TargetWorker):
         )
 
 
-def captured(graphs: Any) -> dict[int, list[int]]:
+def captured(graphs: Any, own: Any) -> dict[int, list[int]]:
     """The numbers of requests with a graph, by the rows of each.
 
     Args:
-        graphs: A worker's `TreeGraphs`.
+        graphs: A worker's `TreeGraphs`; None if there are those of the engine alone.
+        own: The engine's.
     """
+    runners = [own] if graphs is None else [made for _, made in graphs._captured.values()]
     return {
-        rows: sorted(key.size for key in made.backend._graphs)
-        for rows, (_, made) in graphs._captured.items()
+        made.captured_req_width: sorted(key.size for key in made.backend._graphs)
+        for made in runners
     }
 
 

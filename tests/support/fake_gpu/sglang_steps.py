@@ -147,7 +147,8 @@ class _Loop:
                 made.init_attention_backends()
                 target.model_runner.capture()
                 made.init_cuda_graphs()
-            self.result.captured = captured(made._graphs)
+            runner = target.model_runner
+            self.result.captured = captured(made._graphs, runner.decode_cuda_graph_runner)
             self.result.replayed = target.model_runner.replayed
         self._futures = FutureMap(torch.device(device), self._algorithm, pools.rows)
         self._processor = result_processor(pools, self._config, made, overlap=overlap)

@@ -203,7 +203,7 @@ class DraftWorker(TargetWorker):
         return found
 
 
-class _Model:
+class Model:
     """As much of the target's model as a worker reads; hidden states are logits."""
 
     lm_head = None
@@ -241,7 +241,7 @@ class _Runner:
             download_dir=None,
             disable_overlap_schedule=get_schedule().disable_overlap_schedule,
         )
-        self.model = _Model(weights.after.to(device))
+        self.model = Model(weights.after.to(device))
         self.sampler = Sampler()
         self.sampling_observer = self.watermark_state = None
         self.ngram_embedding_manager = SimpleNamespace(update_after_decode=lambda **given: None)
