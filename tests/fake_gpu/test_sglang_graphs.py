@@ -15,7 +15,7 @@ pytest.importorskip("sglang", reason="SGLang is not installed here")
 
 from fake_gpu.sglang_cases import GREEDY, WEIGHTS, asked, prompt
 from fake_gpu.sglang_graphs import GraphModelRunner
-from fake_gpu.sglang_hosts import HIDDEN_STATES, SCRIPTED, ScriptedDrafter
+from fake_gpu.sglang_hosts import DRAFT_MODEL, HIDDEN_STATES, SCRIPTED, ScriptedDrafter
 from fake_gpu.sglang_steps import Asked, Decoded, decode
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.runtime_context import get_context, get_exec
@@ -78,6 +78,31 @@ def test_graphs_return_the_hidden_states_that_a_layer_reads(gpu: Gpu) -> None:
     for record in found.steps:
         assert not record.waits, record.report()
     assert not get_exec().features.enable_return_hidden_states
+
+
+@pytest.mark.parametrize("tree", ["beam:2x3", pytest.param("branch:2-2-1", marks=pytest.mark.full)])
+def test_graphs_of_a_draft_model(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tree: str) -> None:
+    """It reads whole trees of one size at each level, so there is one graph for each batch."""
+    drafting: list[bool] = []
+    stock = GraphModelRunner.forward
+
+    def forward(self: GraphModelRunner, batch: Any) -> Any:
+        drafting.append(self.is_draft_worker)
+        return stock(self, batch)
+
+    monkeypatch.setattr(GraphModelRunner, "forward", forward)
+    requests = asked(GREEDY, GREEDY, GREEDY)
+    given: dict[str, Any] = {"host": DRAFT_MODEL, "overlap": False}
+    expected = decode({"tree": tree}, requests, WEIGHTS, None, **given)
+    found = decode({"tree": tree}, requests, WEIGHTS, gpu, requests=REQUESTS, **given)
+    assert_same(expected, found, requests)
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
+    assert found.counts["accepted_tokens"] > 0
+    # Roots and three levels are read by the draft model, and then all by the target.
+    assert drafting == [True, True, True, True, False] * len(found.steps)
+    for record in found.steps:
+        assert not record.waits, record.report()
 
 
 def _one_for_all(self: TreeGraphs, num_draft_tokens: int, backend: Any, graphs: Any) -> None:

@@ -11,6 +11,7 @@ seeds and the candidates of tables are the same on all of them.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +28,7 @@ from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.drafters.draft_model_texts import DraftModelTexts
 from drafttree.sglang.drafters.observing import ObservingWorker
+from drafttree.sglang.graphs.draft_model import DraftModelGraphs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
 from drafttree.sglang.patches import install_acceptance_sampler
@@ -38,7 +40,13 @@ from drafttree.tree import DraftTree, Verified
 
 
 class _DraftModel(EagleDraftWorkerBase):
-    """The draft model, with the interface that SGLang expects."""
+    """The draft model, with the interface that SGLang expects.
+
+    Attributes:
+        graphs: Its CUDA graphs; None without any.
+    """
+
+    graphs: DraftModelGraphs | None = None
 
     def __init__(self, bundle: Any) -> None:
         super().__init__()
@@ -59,7 +67,7 @@ class _DraftModel(EagleDraftWorkerBase):
         """Not used: drafting runs as verification, with the draft worker's own backend."""
 
     def _capture_cuda_graphs(self) -> None:
-        pass
+        self.graphs = DraftModelGraphs.of(self.draft_runner)
 
 
 class DraftModelWorker(ObservingWorker):
@@ -204,8 +212,9 @@ class DraftModelWorker(ObservingWorker):
             left = self._states.limits[batch.req_pool_indices] - batch.seq_lens
             depth = depth.minimum((left - 1).clamp(min=0).int()[:, None])
         prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
-        worker = self._draft_worker.draft_worker
-        output = worker.forward_batch_generation(batch, is_verify=True).logits_output
+        worker, graphs = self._draft_worker.draft_worker, self._draft_worker.graphs
+        with nullcontext() if graphs is None else graphs.used():
+            output = worker.forward_batch_generation(batch, is_verify=True).logits_output
         logits: torch.Tensor = output.next_token_logits
         return logits.view(len(depth), -1, self._vocab_size)[:, first - cached : columns - cached]
 

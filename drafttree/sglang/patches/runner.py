@@ -27,10 +27,12 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(
             target=f"sglang.srt.model_executor.model_runner:ModelRunner.{name}",
-            when="on a GPU, on the target's runner alone, during each verification of trees whose "
-            "number of draft tokens is chosen in each step; restored afterwards",
+            when="on a GPU, on the target's runner, during each verification of trees whose number "
+            "of draft tokens is chosen in each step, and on a draft model's runner while it "
+            "drafts; restored afterwards",
             reason="SGLang's CUDA graphs and its attention backends are made for one number of "
-            "draft tokens. Those for other numbers take their place, as in its adaptive methods.",
+            "draft tokens. Those for other numbers take their place, as in its adaptive methods. "
+            "Of a draft model's forwards over whole trees it captures none.",
         )
         for name in ("attn_backend", "decode_cuda_graph_runner")
     ),
@@ -87,7 +89,7 @@ def exchange_graphs(runner: Any, attn_backend: Any, graph_runner: Any) -> Iterat
     """Let a model runner verify with another attention backend and other CUDA graphs for a while.
 
     Args:
-        runner: The target's model runner.
+        runner: The model runner.
         attn_backend: The attention backend.
         graph_runner: A `DecodeCudaGraphRunner` that was made with this backend.
     """

@@ -33,7 +33,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fake_gpu.graphs import cuda_graphs
 from fake_gpu.sglang_engine import MAX_LEN
-from fake_gpu.sglang_target import Model, TargetWorker, Weights
+from fake_gpu.sglang_target import DraftWorker, Model, TargetWorker, Weights
 from fake_gpu.tensors import Gpu, held
 
 
@@ -128,16 +128,16 @@ class GraphModelRunner:
         stock: The model runner of a target without graphs.
         weights: The target's logits.
         pools: The engine's slot table and its allocator.
+        is_draft_worker: Whether this is a draft model.
     """
 
-    def __init__(self, stock: Any, weights: Weights, pools: Any) -> None:
+    def __init__(
+        self, stock: Any, weights: Weights, pools: Any, *, is_draft_worker: bool = False
+    ) -> None:
         vars(self).update(vars(stock))
         self.req_to_token_pool, self.token_to_kv_pool_allocator = pools
-        cache = pools[1].get_kvcache()
-        # Keys; values are the same.
-        self.cache, self._values = (each[0].view(-1) for each in (cache.k_buffer, cache.v_buffer))
         self.server_args.dllm_algorithm = None
-        self.gpu_id, self.page_size, self.is_draft_worker = 0, 1, False
+        self.gpu_id, self.page_size, self.is_draft_worker = 0, 1, is_draft_worker
         self.model_config.hf_config = SimpleNamespace()
         self.model_config.dtype = torch.float32
         self.lora_manager = self.hisparse_coordinator = self.canary_manager = None
@@ -177,6 +177,10 @@ class GraphModelRunner:
         """False: there is one rank."""
         return False
 
+    def read_cache(self, cache: Any) -> None:
+        """Read keys and values, which are the same, in a KV cache."""
+        self.cache, self._values = (each[0].view(-1) for each in (cache.k_buffer, cache.v_buffer))
+
     def capture(self) -> None:
         """Capture graphs as the engine does."""
         self.graph_shared_output = GraphSharedOutput.create_for_model_runner(self)
@@ -199,7 +203,12 @@ class GraphTarget(TargetWorker):
         super().__init__(weights, *given)
         stock = self.model_runner
         self.model_runner = GraphModelRunner(stock, weights, self._pools)
+        self.model_runner.read_cache(self._cache())
         self.model_runner.sample = stock.sample
+
+    def make_draft_worker(self) -> DraftWorker:
+        """The worker of a draft model beside this target."""
+        return GraphDraft(self)
 
     def init_attention_backends(self) -> None:
         """Make the backend of whole trees."""
@@ -211,25 +220,65 @@ class GraphTarget(TargetWorker):
         """Replay a graph, or read prompts."""
         if not is_verify:
             return super().forward_batch_generation(batch, is_verify, capture_hidden_mode)
-        with self._unwatched():
-            lengths = batch.seq_lens.clone()
-            of_batch = ForwardBatch(
-                forward_mode=batch.forward_mode,
-                batch_size=len(lengths),
-                input_ids=batch.input_ids,
-                req_pool_indices=batch.req_pool_indices,
-                seq_lens=lengths,
-                out_cache_loc=batch.out_cache_loc,
-                seq_lens_sum=int(lengths.sum()),
-                positions=batch.spec_info.positions,
-                spec_info=batch.spec_info,
-                seq_lens_cpu=lengths.cpu(),
-                capture_hidden_mode=capture_hidden_mode or CaptureHiddenMode.NULL,
-            )
-            output = self.model_runner.forward(of_batch)
-        return GenerationBatchResult(
-            logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
+        return _replay(self, batch, capture_hidden_mode or CaptureHiddenMode.NULL)
+
+
+class GraphDraft(DraftWorker):
+    """A draft model that drafts with graphs alone."""
+
+    def __init__(self, target: TargetWorker) -> None:
+        super().__init__(target)
+        self.model_runner = GraphModelRunner(
+            self.model_runner, self._weights, self._pools, is_draft_worker=True
         )
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Make the KV cache."""
+        super().alloc_memory_pool(**pools)
+        self.model_runner.read_cache(self._cache())
+
+    def init_attention_backends(self) -> None:
+        """Make the backend of whole trees."""
+        self.model_runner.attn_backend = self.model_runner._get_attention_backend()
+
+    def init_cuda_graphs(self, capture_decode_cuda_graph: bool = True) -> None:
+        """The engine captures no graphs of decode steps, but has a buffer for their logits."""
+        assert not capture_decode_cuda_graph
+        self.model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(
+            self.model_runner
+        )
+        self.model_runner.decode_cuda_graph_runner = None
+
+    def forward_batch_generation(
+        self, batch: Any, is_verify: bool = False, capture_hidden_mode: Any = None
+    ) -> GenerationBatchResult:
+        """Replay a graph, or read prompts."""
+        if batch.spec_info is None:
+            return super().forward_batch_generation(batch, is_verify)
+        self._requests(batch)  # which are checked
+        return _replay(self, batch, CaptureHiddenMode.NULL)
+
+
+def _replay(worker: TargetWorker, batch: Any, mode: CaptureHiddenMode) -> GenerationBatchResult:
+    with worker._unwatched():
+        lengths = batch.seq_lens.clone()
+        of_batch = ForwardBatch(
+            forward_mode=batch.forward_mode,
+            batch_size=len(lengths),
+            input_ids=batch.input_ids,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=lengths,
+            out_cache_loc=batch.out_cache_loc,
+            seq_lens_sum=int(lengths.sum()),
+            positions=batch.spec_info.positions,
+            spec_info=batch.spec_info,
+            seq_lens_cpu=lengths.cpu(),
+            capture_hidden_mode=mode,
+        )
+        output = worker.model_runner.forward(of_batch)
+    return GenerationBatchResult(
+        logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
+    )
 
 
 def captured(graphs: Any, own: Any) -> dict[int, list[int]]:

@@ -24,7 +24,6 @@ from drafttree.sglang.drafters.model_free import ModelFreeWorker
 from drafttree.sglang.worker import TreeWorker
 from drafttree.tree import DraftTree
 from fake_gpu.layer_drafter import LayerDrafter, pattern
-from fake_gpu.sglang_target import DraftWorker
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin import METHOD as RECYCLING
 from recycle_plugin.config import RecycleOptions
@@ -50,7 +49,7 @@ class _DraftModel(_KeepsStep, DraftModelWorker):
     """RSD, with a draft model whose KV of a token is the token."""
 
     def __init__(self, *given: Any) -> None:
-        draft = DraftWorker(given[-1])
+        draft = given[-1].make_draft_worker()
         bundle = SimpleNamespace(draft_worker=draft, draft_model_runner=draft.model_runner)
         with mock.patch.object(draft_model, "build_draft_tp_worker", return_value=bundle):
             super().__init__(*given)

@@ -78,6 +78,10 @@ class TargetWorker:
         self._pools = pool, allocator
         self.model_runner = _Runner(weights, "cpu" if gpu is None else "cuda", unwatched)
 
+    def make_draft_worker(self) -> DraftWorker:
+        """The worker of a draft model beside this target."""
+        return DraftWorker(self)
+
     def get_memory_pool(self) -> tuple[Any, Any]:
         """The engine's pools."""
         return self._pools
@@ -181,6 +185,12 @@ class DraftWorker(TargetWorker):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Make the KV cache."""
         self.model_runner.token_to_kv_pool = new_cache(self.model_runner.device)
+
+    def init_attention_backends(self) -> None:
+        """There are none."""
+
+    def init_cuda_graphs(self, capture_decode_cuda_graph: bool = True) -> None:
+        """There are none."""
 
     def forward_batch_generation(
         self, batch: Any, is_verify: bool = False, capture_hidden_mode: Any = None
