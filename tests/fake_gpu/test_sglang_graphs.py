@@ -21,6 +21,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang.srt.runtime_context import get_context, get_exec
 
 from drafttree.budget.step_timer import StepTimer
+from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
 from drafttree.sglang.graphs import sizes, worker
 from drafttree.sglang.graphs.runners import TreeGraphs, why_one_size
 
@@ -64,7 +65,16 @@ def test_steps_of_many_requests_have_smaller_trees(
     assert {rows for rows, requests in steps if requests < 4} >= {16, 1}
 
 
-def test_graphs_return_the_hidden_states_that_a_layer_reads(gpu: Gpu) -> None:
+def test_graphs_return_the_hidden_states_that_a_layer_reads(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = HiddenStateWorker._propose
+
+    def propose(self: HiddenStateWorker, batch: Any) -> Any:
+        assert not get_exec().features.enable_return_hidden_states, "users may ask for them"
+        return stock(self, batch)
+
+    monkeypatch.setattr(HiddenStateWorker, "_propose", propose)
     requests = asked(GREEDY, GREEDY, GREEDY)
     options = {"steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3}
     expected = decode(options, requests, WEIGHTS, None, host=HIDDEN_STATES)
@@ -77,7 +87,6 @@ def test_graphs_return_the_hidden_states_that_a_layer_reads(gpu: Gpu) -> None:
     assert found.counts["accepted_tokens"] > 0
     for record in found.steps:
         assert not record.waits, record.report()
-    assert not get_exec().features.enable_return_hidden_states
 
 
 @pytest.mark.parametrize("tree", ["beam:2x3", pytest.param("branch:2-2-1", marks=pytest.mark.full)])

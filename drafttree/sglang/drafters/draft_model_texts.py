@@ -35,7 +35,11 @@ class DraftModelTexts(UnreadTexts):
         return slots
 
     def _forward(self, request: int, start: int, end: int) -> None:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+        from sglang.srt.model_executor.forward_batch_info import (
+            CaptureHiddenMode,
+            ForwardBatch,
+            ForwardMode,
+        )
 
         of_request = self._requests[request]
         text = [*of_request.origin_input_ids, *of_request.output_ids]
@@ -48,6 +52,7 @@ class DraftModelTexts(UnreadTexts):
             out_cache_loc=torch.from_numpy(self._slots(request, start, end)),
             seq_lens_sum=end,
             positions=torch.arange(start, end),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         batch.extend_prefix_lens = torch.tensor([start])
         batch.extend_seq_lens = torch.tensor([end - start])

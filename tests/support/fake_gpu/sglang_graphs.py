@@ -110,6 +110,10 @@ class _GraphModel(Model):
         self._after, self._shifts = (each.to(device) for each in (weights.after, weights.shifts))
         super().__init__(self._after)
 
+    def modules(self) -> list[Any]:
+        """None whose kernels could be tuned."""
+        return []
+
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
         """Logits after each row, and as hidden states if these are asked for."""
         self._runner.cache[batch.out_cache_loc] = tokens.float()
@@ -139,7 +143,7 @@ class GraphModelRunner:
         self.server_args.dllm_algorithm = None
         self.gpu_id, self.page_size, self.is_draft_worker = 0, 1, is_draft_worker
         self.model_config.hf_config = SimpleNamespace()
-        self.model_config.dtype = torch.float32
+        self.model_config.dtype, self.model_config.quantization = torch.float32, None
         self.lora_manager = self.hisparse_coordinator = self.canary_manager = None
         self.device_timer = None
         self.capture_head_hooks: list[Any] = []
