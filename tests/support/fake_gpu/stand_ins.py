@@ -37,6 +37,9 @@ DRAFTED = f"{PREFIX}.0"
 BUDGET = MAX_REQUESTS * MAX_LEN
 """Most tokens of a step."""
 
+ONE_RANK = SimpleNamespace(world_size=1, rank_in_group=0)
+"""The group of tensor-parallel ranks."""
+
 _BITS = 32
 
 

@@ -24,11 +24,9 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from drafttree.vllm import adopted
 from drafttree.vllm.drafters import columns, draft_layer, draft_model, hidden_state, model_free
 from fake_gpu.record import Record
-from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS
+from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, ONE_RANK
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1_hosts import HostRunner
-
-_GROUP = SimpleNamespace(world_size=1, rank_in_group=0)
 
 
 @dataclass
@@ -78,11 +76,11 @@ def _pinned_memory() -> Iterator[None]:
         in_torch = _custom_ops.apply_repetition_penalties_torch
         stack.enter_context(mock.patch.object(_custom_ops, "apply_repetition_penalties", in_torch))
         for holder, name, value in (
-            (model_free, "get_tp_group", _GROUP),
-            (columns, "get_tp_group", _GROUP),
-            (draft_model, "get_tp_group", _GROUP),
-            (hidden_state, "get_tp_group", _GROUP),
-            (adopted, "get_tp_group", _GROUP),
+            (model_free, "get_tp_group", ONE_RANK),
+            (columns, "get_tp_group", ONE_RANK),
+            (draft_model, "get_tp_group", ONE_RANK),
+            (hidden_state, "get_tp_group", ONE_RANK),
+            (adopted, "get_tp_group", ONE_RANK),
             (adopted, "build_logits_processors", LogitsProcessors()),
             (draft_layer, "set_current_vllm_config", nullcontext()),
         ):

@@ -25,12 +25,14 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from drafttree.testing.session import random_weights
+from drafttree.vllm.v2 import hidden_state
 from drafttree.vllm.v2 import runner as tree_runner
 from fake_gpu.stand_ins import (
     BLOCK,
     BUDGET,
     MAX_LEN,
     MAX_REQUESTS,
+    ONE_RANK,
     TARGET,
     VOCAB,
     context_of_step,
@@ -220,6 +222,7 @@ def engine_on(gpu: Gpu | None) -> Iterator[None]:
         for holder, name, value in (
             (buffer_utils, "UvaBuffer", UvaBuffer),
             (torch.cuda, "memory_allocated", lambda *args: 0),
+            (hidden_state, "get_tp_group", lambda: ONE_RANK),
             (tree_runner, "no_bound_drafts", lambda *args: None),
             (tree_runner, "not_in_schedulers_process", lambda *args: None),
             (sampler, "gumbel_sample", on_values(gumbel_on_cpu.gumbel_sample)),
