@@ -151,6 +151,26 @@ def test_forwards_outside_of_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_retracted_requests(tmp_path: Path, proves_drafting: Callable[[Answer], None]) -> None:
+    """The KV cache has room for only a part of the running requests' tokens."""
+    make, placeholder, settings = MODELS["qwen2_5_vl"]
+    model = make(tmp_path)
+    cases = [Case(sampling=GREEDY | {"max_new_tokens": 120}, **with_images(placeholder, 1))]
+    (plain,), _ = run_sglang(model, cases, drafted=False, **settings)
+    # SGLang then admits requests as if each would generate 16 tokens.
+    estimate = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"}
+    cramped = settings | {
+        "variables": settings["variables"] | estimate,
+        "max_total_tokens": 700,
+        "schedule_conservativeness": 0.01,
+    }
+    (drafted,), _ = run_sglang(model, cases, {"tree": "branch:2-1-1-1-1-1"}, **cramped)
+    assert drafted.tokens == plain.tokens
+    assert sum(drafted.retractions) > 0
+    proves_drafting(drafted)
+
+
+@pytest.mark.full
 def test_positions_of_a_chain_are_found(tmp_path: Path) -> None:
     """Negative control: M-RoPE positions stay those of a chain."""
     make, placeholder, settings = MODELS["qwen2_5_vl"]
