@@ -43,7 +43,6 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     _check_device(method, server_args)
     kind = method.kind.name
     for feature, option, served, fix in (
-        ("tensor-parallelism", "tp_size", 1, "set it to 1"),
         ("pipeline-parallelism", "pp_size", 1, "set it to 1"),
         ("attention-parallelism", "enable_dp_attention", False, "leave it out"),
         ("attention-parallelism", "attn_dp_size", 1, "set it to 1"),
