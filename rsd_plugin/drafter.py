@@ -203,12 +203,12 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         for depth, width in enumerate(self._shape.widths):
             probs = yield trees, first
             all_probs.append(torch.where(draws, probs, 0.0))
-            above, log_p = level, probs.log()
-            gumbel = torch.where(draws, noise.gumbel(*log_p.shape[1:]), 0.0)
+            above = level
             if self._shape.factors is None:
-                level = beam(level, log_p, gumbel, width, sampled)
+                level = beam(level, noise.children(probs, sampled, width), width, sampled)
             else:
-                level = branch(level, log_p, gumbel, self._shape.factors[depth])
+                children = noise.children(probs, sampled, self._shape.factors[depth])
+                level = branch(level, children)
             if self._shared is not None:
                 chances.append(level.chances(above))
             parents = (first + level.parents).int().masked_fill(level.tokens < 0, -1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from torch import Tensor
+from tree_kernels.gumbel_top import Perturbed, gumbel_top
 from tree_kernels.noise import uniform_numbers
 
 _VERIFICATION = 0
@@ -27,16 +28,19 @@ class StepNoise:
         self._lengths = lengths
         self._drafted = _VERIFICATION
 
-    def gumbel(self, *shape: int) -> Tensor:
-        """New standard Gumbel noise for drafting, `float32 [B, *shape]`."""
+    def children(self, probs: Tensor, sampled: Tensor, count: int) -> Perturbed:
+        """Draw tokens after the nodes of a level with new noise.
+
+        Args:
+            probs: `float32 [B, W, V]`, the draft model's distributions after the nodes.
+            sampled: `bool [B]`; where it is false the most likely tokens are taken.
+            count: Most tokens after each node.
+        """
         self._drafted += 1
-        # The largest noise comes from a number close to 0, where the logarithm is exact.
-        return self._uniform(self._drafted, *shape).neg_().log1p_().neg_().log_().neg_()
+        count = min(count, probs.shape[2])
+        return gumbel_top(probs, self._seeds, self._lengths, sampled, self._drafted, count)
 
     def uniform(self, *shape: int) -> Tensor:
         """Uniform numbers in (0, 1) for verification, `float32 [B, *shape]`; the same each time."""
-        return self._uniform(_VERIFICATION, *shape)
-
-    def _uniform(self, stream: int, *shape: int) -> Tensor:
-        drawn = uniform_numbers(self._seeds, self._lengths, stream, prod(shape))
+        drawn = uniform_numbers(self._seeds, self._lengths, _VERIFICATION, prod(shape))
         return drawn.view(len(drawn), *shape)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tree_kernels.gumbel_top import Perturbed
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,27 @@ class Level:
         return chances.float().masked_fill(self.tokens < 0, 0)
 
 
-def branch(level: Level, log_p: Tensor, noise: Tensor, width: int) -> Level:
-    """Sample `width` children under every node (RSD-C, algorithms 4 and 5).
+def branch(level: Level, children: Perturbed) -> Level:
+    """Sample children under every node (RSD-C, algorithms 4 and 5).
 
     Args:
         level: The level above.
-        log_p: `float32 [B, W, V]`, the draft model's log-probabilities after each node.
-        noise: `float32 [B, W, V]`, standard Gumbel noise, or zeros to take the most likely tokens.
-        width: Number of children of each node.
+        children: As many tokens after each node, with their perturbed log-probabilities.
     """
-    perturbed, tokens = _best(level, log_p, noise, width)
+    perturbed, tokens = _below(level, children), children.tokens
     found = torch.isfinite(perturbed)
-    child_log_p = log_p.gather(2, tokens).double()
     parents = torch.arange(tokens.shape[1], device=tokens.device)[:, None].expand_as(tokens)
     return _compact(
         Level(
             tokens=tokens.int().masked_fill(~found, -1).flatten(1),
             parents=parents.flatten(1),
-            log_probs=(level.log_probs[:, :, None] + child_log_p).flatten(1),
+            log_probs=(level.log_probs[:, :, None] + children.log_probs.double()).flatten(1),
             scores=perturbed.double().flatten(1),
         )
     )
 
 
-def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor) -> Level:
+def beam(level: Level, children: Perturbed, width: int, sampled: Tensor) -> Level:
     """Keep the `width` best children of all nodes (RSD-S, stochastic beam search; algorithm 9).
 
     A child's score is its perturbed path log-probability, conditioned on the best of its siblings
@@ -77,17 +75,16 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor
 
     Args:
         level: The level above.
-        log_p: `float32 [B, W, V]`, the draft model's log-probabilities after each node.
-        noise: `float32 [B, W, V]`, standard Gumbel noise, or zeros to take the most likely paths.
+        children: The best tokens after each node, `width` or all, with their perturbed
+            log-probabilities; these are plain ones to take the most likely paths.
         width: Number of nodes to keep, in the order in which they are sampled.
         sampled: `bool [B]`, whether each request is sampled; the scores of the others are plain
             log-probabilities.
     """
-    width = min(width, log_p.shape[1] * log_p.shape[2])
-    perturbed, tokens = _best(level, log_p, noise, min(width, log_p.shape[2]))
+    perturbed, tokens = _below(level, children), children.tokens
+    width = min(width, tokens.shape[1] * tokens.shape[2])
     found = torch.isfinite(perturbed)
-    child_log_p = log_p.gather(2, tokens).double()
-    log_probs = level.log_probs[:, :, None] + child_log_p
+    log_probs = level.log_probs[:, :, None] + children.log_probs.double()
     noisy = level.log_probs[:, :, None] + perturbed.double()
     scores = torch.where(sampled[:, None, None], _condition(level.scores, noisy), log_probs)
     scores = scores.masked_fill(~found, -torch.inf).flatten(1)
@@ -101,12 +98,9 @@ def beam(level: Level, log_p: Tensor, noise: Tensor, width: int, sampled: Tensor
     )
 
 
-def _best(level: Level, log_p: Tensor, noise: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest perturbed log-probabilities after each node, and their tokens."""
-    missing = (level.tokens < 0)[:, :, None]
-    perturbed = (log_p + noise).masked_fill(missing, -torch.inf)
-    top = perturbed.topk(min(count, log_p.shape[2]), dim=2)
-    return top.values, top.indices
+def _below(level: Level, children: Perturbed) -> Tensor:
+    """The children's perturbed log-probabilities, `float32 [B, W, K]`; -inf under no node."""
+    return children.values.masked_fill((level.tokens < 0)[:, :, None], -torch.inf)
 
 
 def _condition(parent: Tensor, noisy: Tensor) -> Tensor:

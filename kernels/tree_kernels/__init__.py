@@ -18,6 +18,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `full_mask.full_mask` | SGLang | yes | - | SGLang's custom mask |
 | `gather.compact_tree` | Token Recycling, static trees | yes | yes | Token Recycling, 3.3 |
 | `gather.gather_tree` | Token Recycling, static trees | yes | yes | Token Recycling, algorithm 1 |
+| `gumbel_top.gumbel_top` | RSD | yes | - | Gumbel-top-k (arXiv 1903.06059, 2.3) |
 | `kv_move.KvMover` | all methods | yes | yes | this project |
 | `mask.depths` | all methods | yes | yes | pointer doubling |
 | `mask.tree_mask` | all methods | yes | yes | Token Recycling, 3.3 |

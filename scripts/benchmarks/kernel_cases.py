@@ -20,6 +20,7 @@ from tree_kernels import (
     draw,
     expansion,
     gather,
+    gumbel_top,
     memory,
     ngrams,
     noise,
@@ -146,6 +147,24 @@ def _uniform(requests: int, count: int) -> Work:
         lambda: (noise._uniform_reference(seeds, lengths, 1, count),),
         4 * requests * count,
         {"rand": lambda: torch.rand(requests, count, device=seeds.device)},
+    )
+
+
+def _gumbel_top(requests: int, width: int, vocab: int) -> Work:
+    probs = torch.randn(requests, width, vocab).softmax(2)
+    seeds, lengths = torch.randint(1 << 62, (requests,)), torch.arange(requests)
+    draws = torch.ones(requests, dtype=torch.bool)
+    given = probs, seeds, lengths, draws, 1, width
+
+    def plain() -> None:
+        noise = torch.empty_like(probs).exponential_().log_()
+        (probs.log() - noise).topk(width, dim=2)
+
+    return Work(
+        lambda: gumbel_top.gumbel_top(*given),
+        lambda: gumbel_top._reference(*given),
+        probs.nbytes,
+        {"exponential + topk": plain},
     )
 
 
@@ -410,6 +429,12 @@ CASES: dict[str, Case] = {
         _uniform,
         grid(requests=_BATCHES, count=(3 * VOCAB,)),
         {"requests": 2, "count": 5000},
+    ),
+    "gumbel_top": Case(
+        _gumbel_top,
+        grid(requests=_BATCHES, width=(3,), vocab=(VOCAB,)),
+        {"requests": 2, "width": 3, "vocab": 5000},
+        devices=("cuda",),
     ),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
     "root_matches": Case(

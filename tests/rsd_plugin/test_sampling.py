@@ -9,11 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
+from tree_kernels.gumbel_top import perturbed_top
 
-from rsd_plugin.sampling import Level, beam, branch
+from rsd_plugin import sampling
+from rsd_plugin.sampling import Level
 
 DRAWS = 60_000
 VOCAB = 3
+
+
+def branch(level: Level, log_p: torch.Tensor, noise: torch.Tensor, count: int) -> Level:
+    return sampling.branch(level, perturbed_top(log_p, noise, count))
+
+
+def beam(
+    level: Level, log_p: torch.Tensor, noise: torch.Tensor, width: int, sampled: torch.Tensor
+) -> Level:
+    children = perturbed_top(log_p, noise, min(width, log_p.shape[2]))
+    return sampling.beam(level, children, width, sampled)
 
 
 def gumbel(*shape: int, seed: int = 0) -> torch.Tensor:
