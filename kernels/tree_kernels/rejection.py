@@ -22,7 +22,16 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, tl
 
 _REJECT = CppFunction("rejection.cpp", "reject_step", "ppppppiiippi")
-_BLOCK = 2048
+_BLOCK = 8192
+
+
+@jit
+def _residual(q: tl.tensor, p: tl.tensor, q_scale: tl.tensor, p_scale: tl.tensor) -> tl.tensor:
+    """What is left of the target: repeated `max(. - ., 0)` is one, as its p only loses tokens.
+
+    A token that p loses was rejected, so nothing of it was left, and nothing comes back.
+    """
+    return tl.maximum(q * q_scale - p * p_scale, 0.0)
 
 
 @jit
@@ -33,62 +42,50 @@ def _reject_kernel(
     draft_rows: tl.tensor,
     children: tl.tensor,
     coins: tl.tensor,
-    scratch_q: tl.tensor,
-    scratch_p: tl.tensor,
     accepted: tl.tensor,
     tokens: tl.tensor,
     vocab: tl.tensor,
     num_children: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Try the children of a node; one program per request. The scratch rows are q and p."""
+    """Try the children of a node; one program per request. Nothing is written but the outcome."""
     request = tl.program_id(0).to(tl.int64)
     draft_row = tl.load(draft_rows + request)
     q_row = target + tl.load(target_rows + request) * vocab
     p_row = draft + tl.maximum(draft_row, 0) * vocab
-    q_current = scratch_q + request * vocab
-    p_current = scratch_p + request * vocab
     p_columns = tl.where(draft_row >= 0, vocab, 0)
+    line = children + request * num_children
     q_mass = 0.0
     p_mass = 0.0
     for first in range(0, vocab, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        inside = columns < vocab
-        q = tl.load(q_row + columns, mask=inside, other=0.0)
-        p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
-        tl.store(q_current + columns, q, mask=inside)
-        tl.store(p_current + columns, p, mask=inside)
-        q_mass += tl.sum(q)
-        p_mass += tl.sum(p)
-    # The loads below read what other threads of the program have stored.
-    tl.debug_barrier()
+        q_mass += tl.sum(tl.load(q_row + columns, mask=columns < vocab, other=0.0))
+        p_mass += tl.sum(tl.load(p_row + columns, mask=columns < p_columns, other=0.0))
+    q_scale = 1.0
+    p_scale = 0.0
     found = -1
     for child in range(0, num_children):
-        token = tl.load(children + request * num_children + child)
+        token = tl.load(line + child)
         if (found < 0) & (token >= 0) & (draft_row >= 0):
             coin = tl.load(coins + request * (num_children + 1) + child)
-            q_token = tl.load(q_current + token) / q_mass
-            p_token = tl.load(p_current + token) / tl.where(p_mass > 0, p_mass, 1.0)
-            tl.debug_barrier()
-            if coin * p_token < q_token:
+            p_token = tl.load(p_row + token)
+            left_of_token = _residual(tl.load(q_row + token), p_token, q_scale, p_scale)
+            p_inverse = tl.where(p_mass > 0, 1.0 / tl.where(p_mass > 0, p_mass, 1.0), 0.0)
+            if coin * p_token * p_inverse < left_of_token / q_mass:
                 found = child
             else:
-                q_scale = 1.0 / q_mass
-                p_scale = tl.where(p_mass > 0, 1.0 / tl.where(p_mass > 0, p_mass, 1.0), 0.0)
+                q_scale = q_scale / q_mass
+                p_scale = p_scale / q_mass + p_inverse
                 q_mass = 0.0
                 p_mass = 0.0
                 for first in range(0, vocab, BLOCK):
                     columns = first + tl.arange(0, BLOCK)
-                    inside = columns < vocab
-                    q = tl.load(q_current + columns, mask=inside, other=0.0)
-                    p = tl.load(p_current + columns, mask=inside, other=0.0)
-                    q = tl.maximum(q * q_scale - p * p_scale, 0.0)
-                    p = tl.where(columns == token, 0.0, p)
-                    tl.store(q_current + columns, q, mask=inside)
-                    tl.store(p_current + columns, p, mask=inside)
-                    q_mass += tl.sum(q)
+                    q = tl.load(q_row + columns, mask=columns < vocab, other=0.0)
+                    p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
+                    q_mass += tl.sum(_residual(q, p, q_scale, p_scale))
+                    for tried in range(0, child + 1):
+                        p = tl.where(columns == tl.load(line + tried), 0.0, p)
                     p_mass += tl.sum(p)
-                tl.debug_barrier()
                 # q equals p, so only rounding can have rejected the child.
                 if q_mass <= 0.0:
                     found = child
@@ -97,17 +94,19 @@ def _reject_kernel(
     drawn = -1
     last = -1
     if found >= 0:
-        drawn = tl.load(children + request * num_children + found)
+        drawn = tl.load(line + found)
     else:
         for first in range(0, vocab, BLOCK):
             columns = first + tl.arange(0, BLOCK)
-            q = tl.load(q_current + columns, mask=columns < vocab, other=0.0)
-            reached = (before + tl.cumsum(q, 0) > wanted) & (q > 0)
+            q = tl.load(q_row + columns, mask=columns < vocab, other=0.0)
+            p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
+            left = _residual(q, p, q_scale, p_scale)
+            reached = (before + tl.cumsum(left, 0) > wanted) & (left > 0)
             hit = tl.min(tl.where(reached, columns, vocab))
             if (drawn < 0) & (hit < vocab):
                 drawn = hit
-            last = tl.maximum(last, tl.max(tl.where(q > 0, columns, -1)))
-            before += tl.sum(q)
+            last = tl.maximum(last, tl.max(tl.where(left > 0, columns, -1)))
+            before += tl.sum(left)
         # Due to rounding, the running sums may stay below the mass.
         if drawn < 0:
             drawn = last
@@ -131,9 +130,9 @@ def _reject_triton(
         _reject_kernel[(requests,)](
             *(target.contiguous(), draft.contiguous(), target_rows, draft_rows),
             *(children.contiguous(), coins.contiguous()),
-            *(target.new_empty(requests, vocab), target.new_empty(requests, vocab)),
             *(accepted, tokens, vocab, num_children),
             BLOCK=_BLOCK,
+            num_warps=16,
         )
     return accepted, tokens
 
