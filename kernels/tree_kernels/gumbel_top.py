@@ -237,5 +237,6 @@ def gumbel_top(
             f"{[*lengths.shape]} and draws {draws.dtype} {[*draws.shape]} must be float32 "
             f"[B, W, V], int64 [B], [B] and bool [B], and count={count} from 1 to V"
         )
-    given = (each.contiguous() for each in (probs, seeds, lengths, draws))
-    return _GUMBEL_TOP.on(probs)(*given, stream, count)
+    probs, draws = probs.contiguous(), draws.contiguous()
+    run = _GUMBEL_TOP.on(probs)
+    return run(probs, seeds.contiguous(), lengths.contiguous(), draws, stream, count)
