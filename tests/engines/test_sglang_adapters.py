@@ -252,6 +252,7 @@ def test_drafts_are_of_the_head_without_adapters() -> None:
     worker.draft_seconds = 0.0
     worker._vocab_size = 6
     worker._group = SimpleNamespace(world_size=1)
+    worker._deferred = None
     worker._runner = SimpleNamespace(
         model=SimpleNamespace(
             lm_head=adapted, logits_processor=SimpleNamespace(_compute_lm_head=product)
@@ -259,7 +260,9 @@ def test_drafts_are_of_the_head_without_adapters() -> None:
     )
     worker._states = SimpleNamespace(drafting=torch.ones(2), roots=torch.zeros(2))
     worker._continue = lambda batch: torch.ones(1, 3, 4)
-    worker.drafter = SimpleNamespace(propose=lambda slots, roots, logits, steps: logits)
+    worker.drafter = SimpleNamespace(
+        propose=lambda slots, roots, logits, steps: logits, drafted=lambda *args, **kwargs: None
+    )
     worker._propose(SimpleNamespace(req_pool_indices=slots))
     assert used == [head]
 
@@ -296,6 +299,8 @@ def test_forwards_that_are_of_no_request_have_no_adapter(
     manager.prepare_lora_batch(decode)
     assert ranks() == [4] * 3
     pool = SimpleNamespace(req_to_token=torch.zeros(4, 32, dtype=torch.int32))
-    runner = SimpleNamespace(page_size=1, req_to_token_pool=pool, lora_manager=manager)
+    runner = SimpleNamespace(
+        page_size=1, req_to_token_pool=pool, lora_manager=manager, model_config=SimpleNamespace()
+    )
     _batch(runner, 2, 5, 3, tree)
     assert ranks() == [0] * 10

@@ -32,6 +32,7 @@ def prefill(*read: tuple[Any, int, int]) -> Any:
     """A batch of `(request, slot, length read so far)`."""
     return SimpleNamespace(
         reqs=[each for each, _, _ in read],
+        input_ids=torch.zeros(len(read), dtype=torch.int64),
         req_pool_indices=torch.tensor([slot for _, slot, _ in read]),
         req_pool_indices_cpu=torch.tensor([slot for _, slot, _ in read]),
         seq_lens=torch.tensor([length for _, _, length in read]),
@@ -65,6 +66,7 @@ def worker() -> Any:
 
     made = ModelFreeWorker.__new__(ModelFreeWorker)
     made.drafter = Drafter()
+    made._runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
     made._running, made._slots, made._unread = {}, {}, set()
     made._states = RequestStates(4, torch.device("cpu"))
     made._penalties = Penalties(4, 512, torch.device("cpu"))
