@@ -15,6 +15,9 @@ from tree_kernels._triton import jit, tl
 SCALE = 2.0**-31
 HALF = 2.0**-32
 GREATEST = 1 - 2.0**-24
+# For u below this, the first terms of the Taylor series of -log(1 - u) are more accurate than its
+# direct evaluation. The largest Gumbel noise comes from a u close to 0.
+SMALL = 1 / 64
 _MASK = 0xFFFFFFFF
 
 
@@ -50,6 +53,20 @@ def uniform(
 ) -> tl.tensor:
     """Uniform numbers in (0, 1) from uint32."""
     return tl.minimum((bits >> 1).to(tl.int32).to(tl.float32) * SCALE + HALF, GREATEST)
+
+
+@jit
+def gumbel(
+    bits: tl.tensor,
+    SCALE: tl.constexpr,
+    HALF: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SMALL: tl.constexpr,
+) -> tl.tensor:
+    """Gumbel noise from uint32 bits: -log of an exponential variable."""
+    u = uniform(bits, SCALE, HALF, GREATEST)
+    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
+    return -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
 
 
 def numbers(keys: Tensor, first: Tensor, second: Tensor | int, third: Tensor | int) -> Tensor:

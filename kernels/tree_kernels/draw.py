@@ -12,29 +12,12 @@ import torch
 from torch import Tensor
 
 from tree_kernels._dispatch import Op
-from tree_kernels._philox import GREATEST, HALF, SCALE, numbers, philox, uniform
+from tree_kernels._philox import GREATEST, HALF, SCALE, SMALL, gumbel, numbers, philox
 from tree_kernels._triton import jit, tl
 from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
 # A quarter of the logits that a program reads at once, as each counter gives four numbers.
 _LANES = 1024
-# For u below this, the first terms of the Taylor series of -log(1 - u) are more accurate than its
-# direct evaluation. The largest noise comes from a u close to 0.
-_SMALL = 1 / 64
-
-
-@jit
-def _noise(
-    bits: tl.tensor,
-    SCALE: tl.constexpr,
-    HALF: tl.constexpr,
-    GREATEST: tl.constexpr,
-    SMALL: tl.constexpr,
-) -> tl.tensor:
-    """Gumbel noise from uint32 bits: -log of an exponential variable."""
-    u = uniform(bits, SCALE, HALF, GREATEST)
-    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
-    return -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
 
 
 @jit
@@ -85,13 +68,13 @@ def _draw_kernel(
     for start in range(first, tl.minimum(first + span, vocab), 4 * LANES):
         ids = start + lanes
         one, two, three, four = philox(key, ids, 0, 0)
-        noise = noisy * _noise(one, SCALE, HALF, GREATEST, SMALL)
+        noise = noisy * gumbel(one, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids, noise, vocab, temperature)
-        noise = noisy * _noise(two, SCALE, HALF, GREATEST, SMALL)
+        noise = noisy * gumbel(two, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids + LANES, noise, vocab, temperature)
-        noise = noisy * _noise(three, SCALE, HALF, GREATEST, SMALL)
+        noise = noisy * gumbel(three, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids + 2 * LANES, noise, vocab, temperature)
-        noise = noisy * _noise(four, SCALE, HALF, GREATEST, SMALL)
+        noise = noisy * gumbel(four, SCALE, HALF, GREATEST, SMALL)
         best, found = _better(best, found, line, ids + 3 * LANES, noise, vocab, temperature)
     top = tl.max(best, 0)
     place = row * tl.num_programs(1) + share
@@ -133,7 +116,7 @@ def _draw_triton(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tensor:
         SCALE=SCALE,
         HALF=HALF,
         GREATEST=GREATEST,
-        SMALL=_SMALL,
+        SMALL=SMALL,
     )
     _first_kernel[(rows,)](scores, tokens, out, shares, MOST_SHARES=MOST_SHARES)
     return out
@@ -150,7 +133,7 @@ def _draw_reference(logits: Tensor, temperatures: Tensor, seed: Tensor) -> Tenso
     of_counters = numbers(keys[:, None], counters, 0, 0).view(rows, 4, -1, lanes)
     u = of_counters.transpose(1, 2).flatten(1)[:, :vocab]
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
-    noise = -torch.where(u < _SMALL, series, -(1 - u).log()).log()
+    noise = -torch.where(u < SMALL, series, -(1 - u).log()).log()
     greedy = (temperatures == 0)[:, None]
     scores = logits.float() / temperatures[:, None].masked_fill(greedy, 1.0)
     return (scores + noise.masked_fill(greedy, 0.0)).argmax(1).int()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels._dispatch import Op
-from tree_kernels._philox import GREATEST, HALF, SCALE, philox, uniform
+from tree_kernels._philox import GREATEST, HALF, SCALE, SMALL, gumbel, philox
 from tree_kernels._running_top import keep_largest, no_keys
 from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
@@ -22,9 +22,6 @@ from tree_kernels.noise import uniform_numbers
 
 # A quarter of the tokens that a program reads at once, as each counter gives four numbers.
 _LANES = 512
-# For u below this, the first terms of the Taylor series of -log(1 - u) are more accurate than its
-# direct evaluation. The largest noise comes from a u close to 0.
-_SMALL = 1 / 64
 # Beyond it, sorting is faster than what the kernel does.
 _MOST = 64
 
@@ -44,21 +41,31 @@ class Perturbed(NamedTuple):
 
 
 @jit
-def _noisy(
-    p: tl.tensor,
+def _log(p: tl.tensor) -> tl.tensor:
+    """The logarithm of probabilities, of which 0 gives -inf."""
+    return tl.where(p > 0.0, tl.log(tl.where(p > 0.0, p, 1.0)), -float("inf"))
+
+
+@jit
+def _keep_tokens(
+    best: tl.tensor,
+    line: tl.tensor,
+    ids: tl.tensor,
     bits: tl.tensor,
-    draws: tl.tensor,
+    drawn: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    vocab: tl.tensor,
     SCALE: tl.constexpr,
     HALF: tl.constexpr,
     GREATEST: tl.constexpr,
     SMALL: tl.constexpr,
 ) -> tl.tensor:
-    """log p plus Gumbel noise from uint32 bits: minus the log of an exponential variable."""
-    u = uniform(bits, SCALE, HALF, GREATEST)
-    series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u / 4)))
-    noise = -tl.log(tl.where(u < SMALL, series, -tl.log(1.0 - u)))
-    log_p = tl.where(p > 0.0, tl.log(tl.where(p > 0.0, p, 1.0)), -float("inf"))
-    return log_p + tl.where(draws, noise, 0.0)
+    """Update the largest keys with those tokens of a row that are in a share of it."""
+    inside = (ids >= first) & (ids < last)
+    noise = tl.where(drawn, gumbel(bits, SCALE, HALF, GREATEST, SMALL), 0.0)
+    value = _log(tl.load(line + ids, mask=inside, other=0.0)) + noise
+    return keep_largest(best, value, tl.where(inside, ids, vocab), vocab)
 
 
 @jit(do_not_specialize=["stream"])
@@ -96,25 +103,18 @@ def _shares_kernel(
         counters = start + tl.arange(0, LANES)
         one, two, three, four = philox(seed, counters, stream.to(tl.uint32), length)
         ids = 4 * counters - before
-        inside = (ids >= first) & (ids < last)
-        p = tl.load(line + ids, mask=inside, other=0.0)
-        value = _noisy(p, one, drawn, SCALE, HALF, GREATEST, SMALL)
-        best = keep_largest(best, value, tl.where(inside, ids, vocab), vocab)
-        ids += 1
-        inside = (ids >= first) & (ids < last)
-        p = tl.load(line + ids, mask=inside, other=0.0)
-        value = _noisy(p, two, drawn, SCALE, HALF, GREATEST, SMALL)
-        best = keep_largest(best, value, tl.where(inside, ids, vocab), vocab)
-        ids += 1
-        inside = (ids >= first) & (ids < last)
-        p = tl.load(line + ids, mask=inside, other=0.0)
-        value = _noisy(p, three, drawn, SCALE, HALF, GREATEST, SMALL)
-        best = keep_largest(best, value, tl.where(inside, ids, vocab), vocab)
-        ids += 1
-        inside = (ids >= first) & (ids < last)
-        p = tl.load(line + ids, mask=inside, other=0.0)
-        value = _noisy(p, four, drawn, SCALE, HALF, GREATEST, SMALL)
-        best = keep_largest(best, value, tl.where(inside, ids, vocab), vocab)
+        best = _keep_tokens(
+            best, line, ids, one, drawn, first, last, vocab, SCALE, HALF, GREATEST, SMALL
+        )
+        best = _keep_tokens(
+            best, line, ids + 1, two, drawn, first, last, vocab, SCALE, HALF, GREATEST, SMALL
+        )
+        best = _keep_tokens(
+            best, line, ids + 2, three, drawn, first, last, vocab, SCALE, HALF, GREATEST, SMALL
+        )
+        best = _keep_tokens(
+            best, line, ids + 3, four, drawn, first, last, vocab, SCALE, HALF, GREATEST, SMALL
+        )
     tl.store(keys + (row * tl.num_programs(1) + tl.program_id(1)) * TOP + slots, best)
 
 
@@ -143,8 +143,7 @@ def _merge_kernel(
         order = (top >> 32).to(tl.int32)
         value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
         token = 0x7FFFFFFF - (top & 0xFFFFFFFF)
-        p = tl.load(probs + row * vocab + token)
-        log_p = tl.where(p > 0.0, tl.log(tl.where(p > 0.0, p, 1.0)), -float("inf"))
+        log_p = _log(tl.load(probs + row * vocab + token))
         tl.store(values + row * count + rank, value)
         tl.store(tokens + row * count + rank, token)
         tl.store(log_probs + row * count + rank, log_p)
@@ -172,7 +171,7 @@ def _triton(
             SCALE=SCALE,
             HALF=HALF,
             GREATEST=GREATEST,
-            SMALL=_SMALL,
+            SMALL=SMALL,
         )
         _merge_kernel[(rows,)](
             *(probs, keys, values, tokens, log_probs, vocab, shares, count),
