@@ -66,7 +66,7 @@ def _uniform_reference(seeds: Tensor, lengths: Tensor, stream: int, count: int) 
 
 def _uniform_cpp(seeds: Tensor, lengths: Tensor, stream: int, count: int) -> Tensor:
     lengths = lengths.long()
-    out = torch.empty(len(seeds), count)
+    out = torch.empty(len(seeds), count, device=seeds.device)
     _UNIFORM.call(
         *(seeds.data_ptr(), lengths.data_ptr(), len(seeds), stream, count, out.data_ptr()),
         torch.get_num_threads(),

@@ -5,7 +5,10 @@ Ranks have the same logits, so as a rule they would agree even if nothing was ex
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VARIABLE = "TESTS_STRAYING_RANKS"
 
@@ -17,24 +20,21 @@ def enable() -> None:
     Lyanna; none but the first may choose a shape of trees."""
     from lyanna_plugin import drafter as lyanna
     from lyanna_plugin.drafter import LyannaTrees
-    from rsd_plugin import drafter as rsd
     from rsd_plugin.drafter import RsdDrafter
     from rsd_plugin.noise import StepNoise
 
-    uniform = StepNoise._uniform
+    create = StepNoise.__init__
 
-    def other_numbers(self: StepNoise, *args: Any) -> Any:
-        drawn = uniform(self, *args)
-        return (1 - drawn).clamp(1e-6, 1 - 1e-6) if _strays() else drawn
+    def of_other_seeds(self: StepNoise, seeds: Tensor, lengths: Tensor) -> None:
+        create(self, seeds + 1 if _strays() else seeds, lengths)
 
-    StepNoise._uniform = other_numbers  # type: ignore[method-assign]
-    for module, name, place in (
-        (rsd, "beam", 1),
-        (rsd, "branch", 1),
+    StepNoise.__init__ = of_other_seeds  # type: ignore[method-assign]
+    for owner, name, place in (
+        (StepNoise, "children", 1),
         (lyanna, "sample_tree", 0),
         (lyanna, "expand_tree", 0),
     ):
-        setattr(module, name, _of_other_logits(getattr(module, name), place))
+        setattr(owner, name, _of_other_logits(getattr(owner, name), place))
     for kind in (RsdDrafter, LyannaTrees):
         kind.plan = _of_first(kind.plan)  # type: ignore[attr-defined, method-assign]
 
