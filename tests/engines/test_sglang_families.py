@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import int8_on_cpu
 import pytest
+from lyanna_parts import drafter_for
+from quantised_models import quantise
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 from tiny_families import make_tiny_family
+
+from lyanna_plugin.checkpoint import save
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
 
@@ -39,6 +44,35 @@ def test_tokens_are_those_of_plain_decoding(
     else:
         model = make_tiny_family(family, tmp_path)
     equals_plain_decoding(model, proves_drafting)
+
+
+def test_quantised_weights(
+    tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    model = quantise(tiny_llama, tmp_path, "int8")
+    equals_plain_decoding(model, proves_drafting, variables=int8_on_cpu.ENVIRONMENT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rsd", "lyanna"])
+def test_quantised_weights_of_target_and_draft_model(
+    method: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """RSD's draft model is the target. Lyanna's layer has the target's embeddings and head."""
+    (tmp_path / "target").mkdir()
+    model = quantise(tiny_llama, tmp_path / "target", "int8")
+    draft = model
+    if method == "lyanna":
+        draft = tmp_path / "drafter"
+        save(drafter_for(model), draft)
+    cases = [Case(some_prompts(12), GREEDY)]
+    (plain,), _ = run_sglang(model, cases, drafted=False, variables=int8_on_cpu.ENVIRONMENT)
+    (drafted,), _ = run_sglang(
+        model, cases, {}, method=method, draft_model=draft, variables=int8_on_cpu.ENVIRONMENT
+    )
+    assert drafted.tokens == plain.tokens
+    accepted, steps = (drafted.counters[name] for name in ("accepted_tokens", "steps"))
+    assert accepted > (steps if method == "rsd" else 0)
 
 
 def equals_plain_decoding(

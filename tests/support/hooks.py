@@ -12,6 +12,7 @@ import draw_ahead_on_cpu
 import faults
 import forbid_device_sync
 import forbid_waiting
+import int8_on_cpu
 import lyanna_states
 import newer_transformers
 import overlap_on_cpu
@@ -63,6 +64,8 @@ def install() -> None:
         triton_on_cpu.enable()
     if os.environ.get(adapters_on_cpu.VARIABLE):
         adapters_on_cpu.enable()
+    if os.environ.get(int8_on_cpu.VARIABLE):
+        int8_on_cpu.enable()
     if os.environ.get(recurrent_on_cpu.VARIABLE):
         recurrent_on_cpu.enable()
     if os.environ.get(steady_steps.VARIABLE):
