@@ -59,7 +59,7 @@ def prepare_verify(
     width = trees.tokens.shape[1]
     tokens = trees.tokens[:, first:].clamp(min=0).flatten().long()
     columns = batch.seq_lens[:, None] + torch.arange(first, width, device=tokens.device)
-    masks = tree_mask(trees.parents, trees.tree_size)[:, first:]
+    masks = tree_mask(trees.parents, trees.tree_size)
     if tokens.device.type != "cpu":
         # SGLang's own backends take one flat mask, which begins with the context.
         size = width * (int(batch.seq_lens_cpu.sum()) + width * len(masks))

@@ -1,8 +1,9 @@
 // Tree attention over a paged KV cache, on a CPU.
 //
-// An item of work is some nodes of one tree, one KV head and a run of KV blocks. Its rows are the
-// nodes times the query heads that share the KV head, so that scores and weighted sums are small
-// matrix products in registers. Finally the runs of the same rows are merged by their maxima.
+// An item of work is some nodes of one tree, one KV head and a run of KV spans: blocks, or where a
+// block has one token, as many tokens as a tile has columns. Its rows are the nodes times the query
+// heads that share the KV head, so that scores and weighted sums are small matrix products in
+// registers. Finally the runs of the same rows are merged by their maxima.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,6 +23,7 @@ constexpr int kTile = kWidth * kVectors;  // columns of a product in registers
 constexpr int kRows = 4;                  // rows of a product in registers
 constexpr int64_t kRowsAtOnce = 48;       // the scores of more would not fit into the L1 cache
 constexpr int64_t kItemsPerThread = 4;
+constexpr int64_t kScattered = 64;  // tokens of a span of blocks of one token; a multiple of kTile
 constexpr float kHidden = -1e30f;  // finite, so that a run without a visible token does not give NaN
 constexpr float kLeast = -126.0f;  // the smallest exponent of a normal float
 
@@ -124,6 +126,9 @@ struct Layer {
   const float* sinks;  // [heads] times log2(e), or null
   float scale;         // of the tangent's argument with a soft cap, else times log2(e)
   float soft_cap;      // times log2(e), or 0
+
+  bool is_scattered() const { return block_size == 1; }
+  int64_t span() const { return is_scattered() ? kScattered : block_size; }
 };
 
 // The depth of a node is the number of its ancestors.
@@ -135,7 +140,9 @@ static int64_t depth_of(const Trees& trees, int64_t tree, int64_t node) {
 }
 
 struct Item {
-  int64_t tree, kv_head, first_node, last_node, first_block, last_block;
+  int64_t tree, kv_head, first_node, last_node;
+  int64_t origin;  // the position at which span 0 begins
+  int64_t first_span, last_span;
   int64_t rows;  // a multiple of kRows
   float* sums;   // [rows, head_size], followed by the maxima and the weights of the rows
 
@@ -150,7 +157,46 @@ static int64_t row_offset(const Layer<T>& layer, const Trees& trees, const Item&
   return token * stride + (item.kv_head * layer.group + r % layer.group) * layer.head_size;
 }
 
-// Online softmax: replaces the scores of a block by their exponentials relative to the rows' maxima
+// Widens the keys of `width` tokens, of which the first `count` exist, to the columns of a tile. Blocks
+// of one token are read one after another.
+template <typename T>
+static void widen_keys(const Layer<T>& layer, const T* head, const int32_t* blocks, int64_t at,
+                       int64_t width, int64_t count, float* wide) {
+  const int64_t size = layer.head_size;
+  if (!layer.is_scattered()) {
+    for (int64_t d = 0; d < size; ++d) {
+      const T* from = head + *blocks * layer.block_stride + d * layer.block_size + at;
+      for (int64_t j = 0; j < width; ++j) wide[d * kTile + j] = widen(from[j]);
+    }
+    return;
+  }
+  for (int64_t j = 0; j < width; ++j) {
+    if (at + j < count) {
+      const T* from = head + blocks[at + j] * layer.block_stride;
+      for (int64_t d = 0; d < size; ++d) wide[d * kTile + j] = widen(from[d]);
+    } else {
+      for (int64_t d = 0; d < size; ++d) wide[d * kTile + j] = 0.0f;
+    }
+  }
+}
+
+// Widens the values of `count` tokens, row by row.
+template <typename T>
+static void widen_values(const Layer<T>& layer, const T* head, const int32_t* blocks, int64_t at,
+                         int64_t count, float* wide) {
+  const int64_t size = layer.head_size;
+  if (!layer.is_scattered()) {
+    const T* from = head + *blocks * layer.block_stride + at * size;
+    for (int64_t i = 0; i < count * size; ++i) wide[i] = widen(from[i]);
+    return;
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    const T* from = head + blocks[at + j] * layer.block_stride;
+    for (int64_t d = 0; d < size; ++d) wide[j * size + d] = widen(from[d]);
+  }
+}
+
+// Online softmax: replaces the scores of a span by their exponentials relative to the rows' maxima
 // so far, and rescales the sums of rows whose maximum rises.
 static void soften(float* scores, int64_t span, int64_t columns, const Item& item, int64_t size) {
   float* maxima = item.sums + item.rows * size;
@@ -180,7 +226,7 @@ static void soften(float* scores, int64_t span, int64_t columns, const Item& ite
   }
 }
 
-// Hides what lies before a node's window from its scores of the `count` tokens of a block, of which
+// Hides what lies before a node's window from its scores of the `count` tokens of a span, of which
 // those from `tree_start` on are nodes.
 static void hide_before(const Trees& trees, const Item& item, int64_t node, int64_t window,
                         int64_t tree_start, int64_t count, float* row) {
@@ -195,7 +241,7 @@ static void hide_before(const Trees& trees, const Item& item, int64_t node, int6
 template <typename T>
 static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& item,
                        std::vector<float>& scratch) {
-  const int64_t size = layer.head_size, span = layer.block_size, rows = item.rows;
+  const int64_t size = layer.head_size, span = layer.span(), rows = item.rows;
   const int64_t length = trees.lengths[item.tree], used = item.used_rows(layer.group);
   const uint8_t* mask =
       trees.masks + (item.tree * trees.max_tree_size + item.first_node) * trees.max_tree_size;
@@ -210,18 +256,18 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
     const T* from = layer.query + row_offset(layer, trees, item, r, layer.query_stride);
     for (int64_t d = 0; d < size; ++d) query[r * size + d] = widen(from[d]) * layer.scale;
   }
-  for (int64_t b = item.first_block; b < item.last_block; ++b) {
-    const int64_t block = trees.blocks[item.tree * trees.blocks_stride + b];
-    const int64_t offset = block * layer.block_stride + item.kv_head * layer.head_stride;
-    const int64_t count = std::min(span, length - b * span);
+  const T* keys = layer.keys + item.kv_head * layer.head_stride;
+  const T* values = layer.values + item.kv_head * layer.head_stride;
+  for (int64_t b = item.first_span; b < item.last_span; ++b) {
+    const int64_t start = item.origin + b * span;
+    const int32_t* blocks =
+        trees.blocks + item.tree * trees.blocks_stride + start / layer.block_size;
+    const int64_t count = std::min(span, length - start);
     const int64_t columns = (count + kWidth - 1) / kWidth * kWidth;
     // Tile by tile, so that the widened keys stay in the L1 cache.
     for (int64_t t = 0; t < columns; t += kTile) {
       const int64_t width = std::min<int64_t>(kTile, columns - t);
-      for (int64_t d = 0; d < size; ++d) {
-        const T* from = layer.keys + offset + d * span + t;
-        for (int64_t j = 0; j < width; ++j) wide[d * kTile + j] = widen(from[j]);
-      }
+      widen_keys(layer, keys, blocks, t, width, count, wide);
       for (int64_t r = 0; r < rows; r += kRows)
         multiply<false>(query + r * size, size, wide, kTile, scores + r * span + t, span, size,
                         width);
@@ -230,7 +276,7 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t t = 0; t < columns; t += kWidth)
           store(scores + r * span + t, layer.soft_cap * tanh(load(scores + r * span + t)));
-    const int64_t tree_start = length - trees.tree_sizes[item.tree] - b * span;
+    const int64_t tree_start = length - trees.tree_sizes[item.tree] - start;
     for (int64_t r = 0; r < rows; ++r) {
       float* row = scores + r * span;
       if (r < used) {
@@ -246,8 +292,7 @@ static void attend_run(const Layer<T>& layer, const Trees& trees, const Item& it
     soften(scores, span, columns, item, size);
     for (int64_t t = 0; t < count; t += kTile) {
       const int64_t depth = std::min<int64_t>(kTile, count - t);
-      const T* from = layer.values + offset + t * size;
-      for (int64_t i = 0; i < depth * size; ++i) wide[i] = widen(from[i]);
+      widen_values(layer, values, blocks, t, depth, wide);
       for (int64_t r = 0; r < rows; r += kRows)
         multiply<true>(scores + r * span + t, span, wide, size, item.sums + r * size, size, depth,
                        size);
@@ -298,17 +343,19 @@ static void attend(const Layer<T>& layer, const Trees& trees, int64_t threads) {
     // Blocks before the root's window belong to the request no more.
     const int64_t root = trees.lengths[tree] - tree_size;
     const int64_t oldest = layer.window > 0 ? std::max<int64_t>(root - layer.window + 1, 0) : 0;
-    const int64_t first = oldest / layer.block_size;
-    const int64_t blocks = (trees.lengths[tree] + layer.block_size - 1) / layer.block_size - first;
-    const int64_t runs = std::min(blocks, wanted);
+    const int64_t origin = layer.is_scattered() ? oldest : 0;
+    const int64_t first = (oldest - origin) / layer.span();
+    const int64_t spans =
+        (trees.lengths[tree] - origin + layer.span() - 1) / layer.span() - first;
+    const int64_t runs = std::min(spans, wanted);
     for (int64_t head = 0; head < layer.kv_heads; ++head)
       for (int64_t node = trees.first_node(tree); node < tree_size; node += most) {
         const int64_t last = std::min(node + most, tree_size);
         const int64_t rows = ((last - node) * layer.group + kRows - 1) / kRows * kRows;
         groups.push_back(items.size());
         for (int64_t run = 0; run < runs; ++run) {
-          items.push_back({tree, head, node, last, first + run * blocks / runs,
-                           first + (run + 1) * blocks / runs, rows, nullptr});
+          items.push_back({tree, head, node, last, origin, first + run * spans / runs,
+                           first + (run + 1) * spans / runs, rows, nullptr});
           room += rows * (layer.head_size + 2);
         }
       }

@@ -112,8 +112,9 @@ class TreeAttention:
         heads: Number of query heads, a multiple of `kv_heads`.
         kv_heads: Number of KV heads.
         head_size: Size of a head. The C++ kernel needs a multiple of 16.
-        block_size: Tokens in a KV block. The C++ kernel needs a multiple of 16.
+        block_size: Tokens in a KV block. The C++ kernel needs 1 or a multiple of 16.
         dtype: Element type of the query, the cache and the output: float32, bfloat16 or float16.
+        value_size: Size of a value, if not that of a head; the C++ kernel needs the same.
 
     Raises:
         ValueError: `heads` is not a multiple of `kv_heads`.
@@ -126,10 +127,16 @@ class TreeAttention:
         head_size: int,
         block_size: int,
         dtype: torch.dtype,
+        value_size: int | None = None,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
-        fits = head_size % _MULTIPLE == 0 and block_size % _MULTIPLE == 0 and dtype in _ATTEND
+        fits = (
+            head_size % _MULTIPLE == 0
+            and (block_size == 1 or block_size % _MULTIPLE == 0)
+            and value_size in (None, head_size)
+            and dtype in _ATTEND
+        )
         self._attend = _TREE_ATTENTION.on_cpu if fits else _attend_reference
         self.dtype = dtype
         self.shape = _Shape(
@@ -161,9 +168,9 @@ class TreeAttention:
             trees: The trees of the step.
             query: `[tokens, heads, head_size]`, the heads of a token contiguous.
             keys: `[blocks, kv_heads, head_size, block_size]`, each head of a block contiguous.
-            values: `[blocks, kv_heads, block_size, head_size]`, each head of a block contiguous,
+            values: `[blocks, kv_heads, block_size, value_size]`, each head of a block contiguous,
                 with the strides of the keys between blocks and between heads.
-            output: `[tokens, heads, head_size]`, written in the rows of the trees only.
+            output: `[tokens, heads, value_size]`, written in the rows of the trees only.
             scale: Factor of the attention scores.
             variant: How the layer's attention differs from softmax attention to all tokens.
         """
@@ -195,7 +202,7 @@ def _attend_reference(
     variant: AttentionVariant = PLAIN,
 ) -> None:
     heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
-    group = layer.shape.group
+    group, value_size = layer.shape.group, values.shape[3]
     firsts = trees.first_nodes
     for start, tree_size, length, blocks, mask, first in zip(
         trees.starts.tolist(),
@@ -212,7 +219,7 @@ def _attend_reference(
         here = slice(start + first, start + tree_size)
         q = query[here].view(count, heads, group, size).transpose(0, 1)
         k = keys[used].permute(1, 0, 3, 2).reshape(1, heads, -1, size)[:, :, :length]
-        v = values[used].transpose(0, 1).reshape(1, heads, -1, size)[:, :, :length]
+        v = values[used].transpose(0, 1).reshape(1, heads, -1, value_size)[:, :, :length]
         sees = torch.ones(tree_size, length, dtype=torch.bool, device=query.device)
         among = mask[:tree_size, :tree_size]
         sees[:, length - tree_size :] = among
@@ -221,12 +228,12 @@ def _attend_reference(
             before = torch.arange(length - tree_size, device=depth.device) - (length - tree_size)
             sees &= torch.cat((before, depth)) > depth[:, None] - variant.window
         sees = sees[first:]
-        rows = output[here].view(count, heads, group, size)
+        rows = output[here].view(count, heads, group, value_size)
         if not variant.is_plain:
             q = q.permute(0, 2, 1, 3).flatten(0, 1).float()
             k, v = (each[0].repeat_interleave(group, 0).float() for each in (k, v))
             weights = variant.weights(q @ k.transpose(1, 2) * scale, ~sees)
-            attended = (weights @ v).to(output.dtype).view(heads, group, count, size)
+            attended = (weights @ v).to(output.dtype).view(heads, group, count, value_size)
             rows.copy_(attended.permute(2, 0, 1, 3))
             continue
         attended = F.scaled_dot_product_attention(
@@ -236,7 +243,7 @@ def _attend_reference(
             sees.repeat_interleave(group, 0),
             scale=scale,
         )
-        rows.copy_(attended.view(heads, count, group, size).transpose(0, 1))
+        rows.copy_(attended.view(heads, count, group, value_size).transpose(0, 1))
 
 
 def _attend_cpp(

@@ -26,7 +26,7 @@ def steps(draw):
     kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 16)]))
     size, block_size = (
         draw(st.sampled_from([32, 64, 80, 112])),
-        draw(st.sampled_from([16, 32, 128])),
+        draw(st.sampled_from([1, 16, 32, 128])),
     )
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     lengths = [n + draw(st.integers(0, 300)) for n in sizes]
