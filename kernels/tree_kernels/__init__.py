@@ -12,7 +12,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `adjacency.recycle` | Token Recycling | yes | yes | Token Recycling, 3.2 |
 | `adjacency.top_candidates` | all methods | yes | yes | Token Recycling, 3.2 |
 | `bigrams.update_bigrams` | Token Recycling | yes | yes | this project |
-| `cpu_attention.TreeAttention` | vLLM on CPUs | - | yes | Token Recycling, 3.3 |
+| `cpu_attention.TreeAttention` | all methods on CPUs | - | yes | Token Recycling, 3.3 |
 | `draw.draw_tokens` | all methods, sampled requests | yes | - | Gumbel-max; Philox (SC 2011) |
 | `expansion.expand_trees` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.1 |
 | `full_mask.full_mask` | SGLang | yes | - | SGLang's custom mask |
