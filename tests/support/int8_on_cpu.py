@@ -25,8 +25,7 @@ def enable() -> None:
 
     config = compressed_tensors.CompressedTensorsConfig
     config._check_scheme_supported = lambda *_, **__: True
-    dtypes = [*config.get_supported_act_dtypes(), torch.float32]
-    config.get_supported_act_dtypes = classmethod(lambda _: dtypes)
+    config.get_supported_act_dtypes = lambda _: [torch.bfloat16, torch.float32]
     scheme.per_token_quant_int8 = _rounded
     scheme.int8_scaled_mm = _product
 
