@@ -33,21 +33,33 @@ class AttentionVariant:
         """Whether scores are neither capped nor compared with sinks."""
         return self.soft_cap == 0 and self.sinks is None
 
-    def weights(self, scores: Tensor, hidden: Tensor) -> Tensor:
+    def weights(
+        self, scores: Tensor, hidden: Tensor, log_sums: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The softmax of scores; zero for a row that attends to nothing.
 
         Args:
             scores: Scaled scores, float32 `[H, R, T]`.
             hidden: Whether a row does not attend to a token, bool `[R, T]`.
+            log_sums: Logarithms of the sums of the exponentials of a row's scores of other tokens,
+                `[H, R]`, not finite where there are none; None for no other tokens.
+
+        Returns:
+            The weights `[H, R, T]`, and the sum of the other tokens' `[H, R]`; None without such.
         """
         if self.soft_cap:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        heads, rows, tokens = scores.shape
+        hidden = hidden.expand(heads, rows, tokens)
+        if log_sums is not None:
+            scores = torch.cat((scores, log_sums[..., None]), 2)
+            hidden = torch.cat((hidden, ~log_sums.isfinite()[..., None]), 2)
         scores = scores.masked_fill(hidden, -torch.inf)
-        tokens = scores.shape[2]
         if self.sinks is not None:
-            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(-1, rows, 1)
             scores = torch.cat((scores, sinks), 2)
-        return scores.softmax(2)[:, :, :tokens].masked_fill(hidden, 0.0)
+        weights = scores.softmax(2)[:, :, : hidden.shape[2]].masked_fill(hidden, 0.0)
+        return weights[:, :, :tokens], None if log_sums is None else weights[:, :, tokens]
 
 
 PLAIN = AttentionVariant()

@@ -232,7 +232,7 @@ def _attend_reference(
         if not variant.is_plain:
             q = q.permute(0, 2, 1, 3).flatten(0, 1).float()
             k, v = (each[0].repeat_interleave(group, 0).float() for each in (k, v))
-            weights = variant.weights(q @ k.transpose(1, 2) * scale, ~sees)
+            weights, _ = variant.weights(q @ k.transpose(1, 2) * scale, ~sees)
             attended = (weights @ v).to(output.dtype).view(heads, group, count, value_size)
             rows.copy_(attended.permute(2, 0, 1, 3))
             continue

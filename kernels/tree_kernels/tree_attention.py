@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tree_kernels._attention_parts import ones, request_of, tanh
 from tree_kernels._dispatch import Op
 from tree_kernels._kv_shares import merge_shares, shares_of
 from tree_kernels._triton import jit, next_power_of_2, tl
+from tree_kernels.attention_prefix import Prefix
 from tree_kernels.attention_variant import PLAIN, AttentionVariant
 
 _BITS = 32
@@ -28,43 +30,12 @@ _QUERY_BYTES = 32768  # shared memory for the queries of a block of rows
 _TILE_BYTES = 16384  # shared memory for the keys of a tile
 
 
-@jit
-def _request_of(
-    query_starts: tl.tensor, requests: tl.tensor, block: tl.tensor, BLOCK_ROWS: tl.constexpr
-) -> tl.tensor:
-    """The last request whose blocks of rows begin at or before `block`, by bisection."""
-    low = block * 0
-    high = low + requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = tl.load(query_starts + middle) // BLOCK_ROWS + middle
-        low = tl.where(begins <= block, middle, low)
-        high = tl.where(begins <= block, high, middle)
-    return low
-
-
-@jit
-def _ones(word: tl.tensor) -> tl.tensor:
-    """The number of bits that are set in each word."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    word = word + (word >> 8)
-    return (word + (word >> 16)) & 0x3F
-
-
-@jit
-def _tanh(x: tl.tensor) -> tl.tensor:
-    """The hyperbolic tangent; near 0, where 1 - e would cancel, a polynomial."""
-    size = tl.abs(x)
-    e = tl.exp2(size * -2.885390082)
-    far = (1.0 - e) / (1.0 + e)
-    x2 = x * x
-    near = x + x * x2 * (-0.3333333333 + x2 * (0.1333333333 + x2 * -0.05396825397))
-    return tl.where(size < 0.25, near, tl.where(x < 0, -far, far))
-
-
-@jit(do_not_specialize=["requests", "request_blocks", "log_sums_share_stride"])
+@jit(
+    do_not_specialize=(
+        *("requests", "request_blocks"),
+        *("log_sums_share_stride", "prefix_log_sums_stride"),
+    )
+)
 def _attend_kernel(
     query: tl.tensor,
     keys: tl.tensor,
@@ -77,6 +48,8 @@ def _attend_kernel(
     sinks: tl.tensor,
     key_scale: tl.tensor,
     value_scale: tl.tensor,
+    prefix_lengths: tl.tensor,
+    prefix_log_sums: tl.tensor,
     out: tl.tensor,
     log_sums: tl.tensor,
     requests: tl.tensor,
@@ -94,6 +67,7 @@ def _attend_kernel(
     value_head_stride: tl.tensor,
     table_stride: tl.tensor,
     mask_stride: tl.tensor,
+    prefix_log_sums_stride: tl.tensor,
     out_share_stride: tl.tensor,
     out_stride: tl.tensor,
     out_head_stride: tl.tensor,
@@ -108,6 +82,7 @@ def _attend_kernel(
     TILE: tl.constexpr,
     SHARES: tl.constexpr,
     SEARCH: tl.constexpr,
+    PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -121,7 +96,7 @@ def _attend_kernel(
     kv_head = tl.program_id(1).to(tl.int64)
     share = tl.program_id(2)
     if SEARCH:
-        request = _request_of(query_starts, requests, block, BLOCK_ROWS)
+        request = request_of(query_starts, requests, block, BLOCK_ROWS)
         block -= tl.load(query_starts + request) // BLOCK_ROWS + request
     else:
         request = block // request_blocks
@@ -152,17 +127,20 @@ def _attend_kernel(
     # All rows of the block attend to every token before `clear`, and none from `end` on.
     last = tl.minimum(block * BLOCK_ROWS + BLOCK_ROWS, rows) - 1
     end = tl.where(last >= tree, length, context + last + 1)
-    clear = tl.maximum(tl.minimum(context + block * BLOCK_ROWS + 1, root), 0) // TILE * TILE
     tree_lines = masks + line * mask_stride
     oldest = 0
+    if PREFIX:
+        oldest = tl.load(prefix_lengths + request)
     if WINDOW > 0:
         # Pages before the window of the block's first row belong to the request no more.
         oldest = tl.maximum(tl.minimum(context + block * BLOCK_ROWS, root) - WINDOW + 1, 0)
         # A node's position follows from its depth, the number of its ancestors.
         depth = tl.zeros([LANES], tl.int32) - 1
         for word_at in range(words):
-            depth += _ones(tl.load(tree_lines + word_at, mask=in_tree, other=0))
+            depth += ones(tl.load(tree_lines + word_at, mask=in_tree, other=0))
         hidden_to = tl.where(in_tree, root + depth, position) - WINDOW
+    clear = tl.minimum(context + block * BLOCK_ROWS + 1, root) - oldest
+    clear = oldest + tl.maximum(clear, 0) // TILE * TILE
     size = tl.cdiv(tl.cdiv(end - oldest, TILE), SHARES) * TILE
     begin = oldest + share * size
     end = tl.minimum(begin + size, end)
@@ -178,6 +156,22 @@ def _attend_kernel(
         highest = tl.where(share == 0, sink, highest)
         total = tl.where(share == 0, total + 1.0, total)
     weighted = tl.zeros([LANES, HEAD_PAD], tl.float32)
+    if PREFIX:
+        # The prefix counts as a token: its log-sum is the score, and attention to it the value.
+        log_sum = tl.load(
+            prefix_log_sums + head * prefix_log_sums_stride + line, mask=there, other=float("-inf")
+        )
+        # Of no tokens it is -inf, or inf in some versions of flash attention.
+        log_sum = tl.where(log_sum < float("inf"), log_sum * 1.4426950409, float("-inf"))
+        known = cells & (log_sum > float("-inf"))[:, None]
+        places = out + line * out_stride + head * out_head_stride
+        before = tl.load(places[:, None] + dims[None, :], mask=known, other=0.0)
+        sunk = highest
+        highest = tl.maximum(sunk, log_sum)
+        level = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp2(log_sum - level)
+        total = total * tl.exp2(sunk - level) + weight
+        weighted = before.to(tl.float32) * weight[:, None]
     pages = table + request.to(tl.int64) * table_stride
     key_head = keys + kv_head * key_head_stride
     value_head = values + kv_head * value_head_stride
@@ -195,7 +189,7 @@ def _attend_kernel(
                 key = key.to(q.dtype)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
             if SOFT_CAP:
-                scores = soft_cap * _tanh(scores)
+                scores = soft_cap * tanh(scores)
             if masked:
                 node = tl.maximum(tokens - root, 0)
                 is_node = (tokens >= root) & inside & (node // 32 < words)
@@ -217,7 +211,7 @@ def _attend_kernel(
                         depth_of = tl.zeros([TILE], tl.int32) - 1
                         node_lines = masks + (start + tree + node).to(tl.int64) * mask_stride
                         for word_at in range(words):
-                            depth_of += _ones(tl.load(node_lines + word_at, mask=is_node, other=0))
+                            depth_of += ones(tl.load(node_lines + word_at, mask=is_node, other=0))
                         place = tl.where(is_node, root + depth_of, tokens)
                     seen = seen & (place[None, :] > hidden_to[:, None])
                 scores = tl.where(seen & inside[None, :], scores, float("-inf"))
@@ -261,6 +255,7 @@ def _tree_attention_triton(
     max_query: int,
     out: Tensor,
     variant: AttentionVariant = PLAIN,
+    prefix: Prefix | None = None,
     shares: int | None = None,
 ) -> None:
     """`shares`: number of shares of the KV, a power of two; None to choose it."""
@@ -284,6 +279,8 @@ def _tree_attention_triton(
     most_blocks = tokens // block_rows + requests
     search = requests * request_blocks > most_blocks
     blocks = most_blocks if search else requests * request_blocks
+    if prefix is not None:
+        shares = 1
     if shares is None:
         reach = pages * page
         if variant.window:
@@ -296,13 +293,14 @@ def _tree_attention_triton(
     in_octaves, cap = math.log2(math.e), variant.soft_cap
     sinks = out if variant.sinks is None else variant.sinks
     scales = variant.kv_scales or (out, out)
+    before = (lengths, out) if prefix is None else (prefix.lengths, prefix.log_sums)
     _attend_kernel[(blocks, kv_heads, shares)](
         *(query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks),
-        *(sinks, *scales, parts, log_sums, requests, request_blocks, masks.shape[1]),
+        *(sinks, *scales, *before, parts, log_sums, requests, request_blocks, masks.shape[1]),
         # The tangent's argument is the score relative to the cap.
         *(scale / cap if cap else scale * in_octaves, cap * in_octaves),
         *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
-        *(block_table.stride(0), masks.stride(0)),
+        *(block_table.stride(0), masks.stride(0), before[1].stride(0)),
         *(*parts.stride()[:3], *log_sums.stride()[:2]),
         GROUP=group,
         PAGE=page,
@@ -313,6 +311,7 @@ def _tree_attention_triton(
         TILE=max(_MIN_LANES, min(_MAX_LANES, _TILE_BYTES // line_bytes)),
         SHARES=shares,
         SEARCH=search,
+        PREFIX=prefix is not None,
         WINDOW=variant.window,
         SOFT_CAP=cap > 0,
         SINKS=variant.sinks is not None,
@@ -357,14 +356,17 @@ def _tree_attention_reference(
     max_query: int,
     out: Tensor,
     variant: AttentionVariant = PLAIN,
+    prefix: Prefix | None = None,
 ) -> None:
     page, kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // kv_heads
     # On a GPU, tolist waits for the device; decode steps there use the Triton kernel.
-    for (start, stop), length, tree, pages in zip(
+    before = [0] * len(lengths) if prefix is None else prefix.lengths.tolist()
+    for (start, stop), length, tree, first, pages in zip(
         pairwise(query_starts.tolist()),
         lengths.tolist(),
         tree_starts.tolist(),
+        before,
         block_table.long(),
         strict=True,
     ):
@@ -374,11 +376,18 @@ def _tree_attention_reference(
             for cache in (key_cache, value_cache)
         )
         hidden = ~_in_view(stop - start, length, tree, masks[start:stop], variant.window)
+        hidden[:, :first] = True
         if variant.kv_scales is not None:
             key, value = key * variant.kv_scales[0], value * variant.kv_scales[1]
         scores = torch.einsum("qhd,khd->hqk", query[start:stop].float(), key) * scale
-        weights = variant.weights(scores, hidden)
-        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
+        log_sums = None if prefix is None else prefix.log_sums[:, start:stop]
+        weights, share = variant.weights(scores, hidden, log_sums)
+        attended = torch.einsum("hqk,khd->qhd", weights, value)
+        if share is not None:
+            share = share.mT[..., None]
+            # Where there is no prefix, `out` may hold anything.
+            attended += share * out[start:stop].float().masked_fill(share == 0, 0.0)
+        out[start:stop] = attended.to(out.dtype)
 
 
 _TREE_ATTENTION = Op(
@@ -398,6 +407,7 @@ def _check(
     max_query: int,
     out: Tensor,
     variant: AttentionVariant,
+    prefix: Prefix | None,
 ) -> None:
     quantised = variant.kv_scales is not None
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
@@ -437,6 +447,8 @@ def _check(
     strided = (query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts)
     if any(tensor.stride(-1) != 1 for tensor in (*strided, masks, out) if tensor.numel()):
         raise ValueError("the last dimension of every tensor must be contiguous")
+    if prefix is not None:
+        prefix.check(query, requests, variant)
 
 
 def tree_attention(
@@ -452,6 +464,7 @@ def tree_attention(
     max_query: int,
     out: Tensor | None = None,
     variant: AttentionVariant = PLAIN,
+    prefix: Prefix | None = None,
 ) -> Tensor:
     """Attend for the rows of a batch, whose keys and values are already in the cache.
 
@@ -479,19 +492,24 @@ def tree_attention(
             stay unchanged.
         variant: How the attention differs from softmax attention to all tokens. With a window,
             the masks must be those of trees: every node attends to all its ancestors.
+        prefix: The first tokens of each request, to which something else has attended already.
+            What came of it is in `out`, and is merged with attention to the other tokens. None if
+            there is nothing to merge with.
 
     Returns:
         `[T, H, D]` of the query's type, accumulated in float32; zero for a row that attends to
         nothing.
 
     Raises:
-        ValueError: Shapes, types or strides do not fit.
+        ValueError: Shapes, types or strides do not fit, or `prefix` is given without `out`.
     """
+    if prefix is not None and out is None:
+        raise ValueError("with a prefix, `out` must hold the attention to it")
     if variant.sinks is not None and variant.sinks.shape != query.shape[1:2]:
         raise ValueError(f"{query.shape[1]} heads have sinks of shape {[*variant.sinks.shape]}")
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     paged = (key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks)
-    _check(query, *paged, max_query, out, variant)
-    _TREE_ATTENTION.on(query)(query, *paged, scale, max_query, out, variant)
+    _check(query, *paged, max_query, out, variant, prefix)
+    _TREE_ATTENTION.on(query)(query, *paged, scale, max_query, out, variant, prefix)
     return out

@@ -24,6 +24,7 @@ from tree_kernels import (
     traversal,
     tree_attention,
 )
+from tree_kernels.attention_prefix import Prefix
 
 from drafttree.tree import StaticTree
 
@@ -187,9 +188,10 @@ def _paged(requests: int, length: int, page: int) -> tuple[Tensor, int]:
     return torch.randperm(requests * pages).int().view(requests, pages), requests * pages
 
 
-def _attention(
+def trees_over_pages(
     requests: int, tree_size: int, context: int, heads: int, kv_heads: int, head_size: int
-) -> Work:
+) -> tuple[Tensor, ...]:
+    """The arguments of `tree_attention` up to the masks, for a tree of each request."""
     page, dtype, length = 16, torch.bfloat16, context + tree_size
     table, pages = _paged(requests, length, page)
     cache = torch.randn(2, pages, page, kv_heads, head_size, dtype=dtype)
@@ -199,24 +201,56 @@ def _attention(
     mask_rows.mask_rows(
         mask.tree_mask(parents, counts), torch.arange(requests) * tree_size, counts, masks
     )
-    given = (
+    return (
         *(query, *cache.unbind(), table, tree_size * torch.arange(requests + 1).int()),
         *(int32([length] * requests), int32([0] * requests), masks),
     )
+
+
+def _attention(
+    requests: int, tree_size: int, context: int, heads: int, kv_heads: int, head_size: int
+) -> Work:
+    shape, length = (heads, kv_heads), context + tree_size
+    given = trees_over_pages(requests, tree_size, context, *shape, head_size)
+    query, keys, values, table, *_, masks = given
     scale, other = head_size**-0.5, torch.empty_like(query)
 
     def reference() -> tuple[Tensor]:
         tree_attention._tree_attention_reference(*given, scale, tree_size, other)
         return (other,)
 
-    kv = 2 * requests * length * kv_heads * head_size * dtype.itemsize
+    kv = 2 * requests * length * kv_heads * head_size * query.element_size()
     return Work(
         lambda: (tree_attention.tree_attention(*given, scale, tree_size),),
         reference,
         kv + 2 * query.nbytes + table.nbytes + masks.nbytes,
-        dense(requests, tree_size, context, (heads, kv_heads), head_size, dtype)
-        | causal_kernels(query, *cache.unbind(), *given[3:6], (tree_size, length)),
+        dense(requests, tree_size, context, shape, head_size, query.dtype)
+        | causal_kernels(query, keys, values, *given[3:6], (tree_size, length)),
     )
+
+
+def _attention_after_flash(
+    requests: int, tree_size: int, context: int, heads: int, kv_heads: int, head_size: int
+) -> Work:
+    """The tree's own part, merged with what flash attention has said about the context."""
+    given = trees_over_pages(requests, tree_size, context, heads, kv_heads, head_size)
+    query, *_, masks = given
+    before, scale = torch.randn_like(query), head_size**-0.5
+    prefix = Prefix(int32([context] * requests), 5 + torch.randn(heads, len(query)))
+    mine, other = before.clone(), before.clone()
+
+    def ours() -> tuple[Tensor]:
+        # Further calls merge with what the last one has written, which takes the same time.
+        tree_attention.tree_attention(*given, scale, tree_size, mine, prefix=prefix)
+        return (mine,)
+
+    def reference() -> tuple[Tensor]:
+        tree_attention._tree_attention_reference(*given, scale, tree_size, other, prefix=prefix)
+        return (other,)
+
+    kv = 2 * requests * tree_size * kv_heads * head_size * query.element_size()
+    moved = kv + 3 * query.nbytes + prefix.log_sums.nbytes + masks.nbytes
+    return Work(ours, reference, moved)
 
 
 def _cpu_attention(
@@ -323,6 +357,20 @@ CASES: dict[str, Case] = {
             requests=(1, 8),
             tree_size=(81,),
             context=(256, 1024, 4096, 16384),
+            heads=(32,),
+            kv_heads=(8,),
+            head_size=(128,),
+        ),
+        {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64},
+        _GPU,
+        tolerance=2e-2,
+    ),
+    "tree_attention_after_flash": Case(
+        _attention_after_flash,
+        grid(
+            requests=(1, 8),
+            tree_size=(81,),
+            context=(4096,),
             heads=(32,),
             kv_heads=(8,),
             head_size=(128,),

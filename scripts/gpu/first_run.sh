@@ -66,6 +66,8 @@ fi
 drafttree model model smollm2-135m --pinned
 model=$(tail -n 1 "$out/model.log")
 if has vllm; then
+    step attention-routes "$python" scripts/benchmarks/bench_attention_routes.py \
+        --output "$out/attention_routes.toml"
     pytest vllm-eager tests/engines/test_vllm_cuda.py -k "greedy and True"
     pytest vllm-graphs tests/engines/test_vllm_cuda.py -k "greedy and False"
     pytest vllm-others tests/engines/test_vllm_cuda.py -k "not greedy"

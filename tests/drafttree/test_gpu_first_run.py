@@ -41,6 +41,7 @@ def test_every_step_runs_is_recorded_and_packed(tmp_path: Path) -> None:
     assert statuses["kernels"] == 3
     assert {name for name, status in statuses.items() if status} == {"doctor", "kernels"}
     engines = {"vllm-eager", "vllm-graphs", "vllm-v2-same-80", "vllm-ngram", "sglang-speed"}
+    engines.add("attention-routes")
     assert engines <= statuses.keys()
     assert "vllm-suffix" not in statuses
     for name in statuses:

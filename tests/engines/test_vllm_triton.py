@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flash_stand_in
 import pytest
 import triton_on_cpu
 from lyanna_parts import drafter_for
@@ -35,7 +36,10 @@ def serve_both_ways(
     model: Path,
     proves_drafting: Callable[[Answer], None],
     speculative: dict[str, Any] = RECYCLING,
+    flash: int | None = None,
 ) -> None:
+    """Compare the answers; `flash` is the version of flash attention that the drafted run uses."""
+    on_cpu = triton_on_cpu.ENVIRONMENT if flash is None else flash_stand_in.environment(flash)
     greedy: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     cases = [Case(prompts(), greedy), Case(prompts(), greedy)]
     plain, _ = run_vllm(model, cases, **LIMITS)
@@ -43,10 +47,11 @@ def serve_both_ways(
         model,
         cases,
         speculative=speculative,
-        environment=triton_on_cpu.ENVIRONMENT,
+        environment=on_cpu,
         **LIMITS,
     )
     assert triton_on_cpu.SERVED in log
+    assert (flash_stand_in.SERVED in log) == (flash is not None)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(drafted[-1])
@@ -56,6 +61,12 @@ def test_greedy_tokens_equal_plain_decoding(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     serve_both_ways(tiny_llama, proves_drafting)
+
+
+def test_flash_attention_reads_what_comes_before_a_step(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    serve_both_ways(tiny_llama, proves_drafting, flash=3)
 
 
 @pytest.mark.full
@@ -80,8 +91,10 @@ def test_lyanna(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("flash", [None, 2])
 @pytest.mark.parametrize("family", ["heads_of_80", "gemma2", "gpt_oss"])
 def test_windows_soft_caps_sinks_and_head_sizes(
-    family: str, tmp_path: Path, proves_drafting: Callable[[Answer], None]
+    family: str, flash: int | None, tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    serve_both_ways(make_tiny_family(family, tmp_path), proves_drafting)
+    """Flash attention serves the layers without a window."""
+    serve_both_ways(make_tiny_family(family, tmp_path), proves_drafting, flash=flash)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import flash_stand_in
 import forbid_waiting
 import pytest
 import small_chunks
@@ -184,11 +185,17 @@ def test_penalised_trees_would_differ(
     assert trees.tokens != plainly.tokens
 
 
-def test_the_kernels_of_gpus(tiny_llama: Path, proves_drafting: Callable[[Answer], None]) -> None:
+@pytest.mark.parametrize("flash", [None, 3])
+def test_the_kernels_of_gpus(
+    flash: int | None, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """With flash attention, it reads what comes before a step."""
+    on_cpu = triton_on_cpu.ENVIRONMENT if flash is None else flash_stand_in.environment(flash)
     case = Case(PROMPTS[:3], GREEDY | {"max_tokens": 16}, rounds=2)
     (plainly,), _ = run_v2(tiny_llama, [case])
-    (answer,), log = run_with_trees(tiny_llama, [case], environment=triton_on_cpu.ENVIRONMENT)
+    (answer,), log = run_with_trees(tiny_llama, [case], environment=on_cpu)
     assert triton_on_cpu.SERVED in log
+    assert (flash_stand_in.SERVED in log) == (flash is not None)
     assert answer.tokens == plainly.tokens
     proves_drafting(answer)
 

@@ -22,6 +22,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lyanna",
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
     ),
+    "kernel alone": ("kernel alone", {"tree": "branch:3-2-1"}),
+    "flash attention 2": ("flash attention 2", {"tree": "branch:3-2-1"}),
+    "flash attention 3": ("flash attention 3", {"nodes": 7, "memory": 0}),
 }
 BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (33, 557), "lyanna": (22, 272)}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
@@ -75,6 +78,21 @@ def test_greedy_requests_within_a_budget(case: str) -> None:
         assert used["operations"] <= operations, report
         assert not used["copies in"], report
         assert not used["copies out"], report
+
+
+@pytest.mark.parametrize("attention", ["kernel alone", "flash attention 2", "flash attention 3"])
+def test_a_target_with_attention(attention: str) -> None:
+    """Flash attention reads what comes before a step, with one launch beside the kernel's."""
+    answer = decoded(attention, GREEDY, GREEDY, GREEDY)
+    assert answer["gpu"]["texts"] == answer["plain"]
+    launches = int(attention != "kernel alone")
+    steps = [report for drafted, _, report in answer["gpu"]["steps"] if drafted]
+    assert len(steps) > 2
+    for report in steps:
+        lines = [line.partition(":")[0] for line in report.splitlines()]
+        assert lines.count("1 _attend_kernel") == 1, report
+        assert lines.count("1 flash_attn_varlen_func") == launches, report
+        assert "_merge_kernel" not in report
 
 
 @pytest.mark.parametrize("case", ["rsd", "traversal", "lyanna"])

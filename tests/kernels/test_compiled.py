@@ -55,19 +55,36 @@ def test_one_compilation_serves_all_batch_sizes(name: str) -> None:
     assert compiled.programs() == len(set(compiled.names))
 
 
-def test_windows_soft_caps_and_sinks_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = AttentionVariant(128, 50.0)
+@pytest.mark.parametrize("window", [128, 0])
+def test_windows_soft_caps_and_sinks_compile(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a window, what flash attention has read is merged too."""
+    variant = AttentionVariant(window, 50.0)
     plain = tree_attention.tree_attention
 
-    def varied(*given: Any) -> torch.Tensor:
-        return plain(*given, variant=replace(variant, sinks=torch.zeros(given[0].shape[1])))
+    def varied(*given: Any, **named: Any) -> torch.Tensor:
+        sinks = torch.zeros(given[0].shape[1])
+        return plain(*given, variant=replace(variant, sinks=sinks), **named)
 
     monkeypatch.setattr(tree_attention, "tree_attention", varied)
-    case = CASES["tree_attention"]
+    case = CASES["tree_attention" if window else "tree_attention_after_flash"]
     work = case.make(**case.sizes[0])
     with compile_only() as compiled, torch.inference_mode():
         work.ours()
     check_fits(compiled, 90)
+
+
+@pytest.mark.parametrize("capability", MOST_SHARED)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(9, 3, 64), (8, 8, 80), (28, 4, 128)])
+@pytest.mark.parametrize("tree_size", [8, 128])
+def test_attention_after_flash_compiles_for_other_models(
+    tree_size: int, heads: int, kv_heads: int, head_size: int, capability: int
+) -> None:
+    size = {"requests": 1, "tree_size": tree_size, "context": 64}
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_size": head_size}
+    work = CASES["tree_attention_after_flash"].make(**size, **shape)
+    with compile_only(capability) as compiled, torch.inference_mode():
+        work.ours()
+    check_fits(compiled, capability)
 
 
 @pytest.mark.parametrize("capability", MOST_SHARED)

@@ -10,6 +10,7 @@ import draft_rows
 import drafter_calls
 import draw_ahead_on_cpu
 import faults
+import flash_stand_in
 import forbid_device_sync
 import forbid_waiting
 import int8_on_cpu
@@ -62,6 +63,8 @@ def install() -> None:
         qwen_images.enable(engine)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
+    if os.environ.get(flash_stand_in.VARIABLE):
+        flash_stand_in.enable()
     if os.environ.get(adapters_on_cpu.VARIABLE):
         adapters_on_cpu.enable()
     if os.environ.get(int8_on_cpu.VARIABLE):

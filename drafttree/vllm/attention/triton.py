@@ -1,6 +1,7 @@
 """Tree attention on CUDA: one launch computes prompts, plain rows and trees of any shape.
 
-The KV cache has the layout of the engine's Triton backend and is written by it. A step's trees are
+Before it, the engine's flash attention may read what comes before the step (`prefix.py`). The KV
+cache has the layout of the engine's Triton backend and is written by it. A step's trees are
 described by buffers that never move, so that a captured graph serves any trees, and a prompt chunk
 with as many tokens as a tree stays causal.
 """
@@ -31,6 +32,7 @@ from drafttree.vllm.attention.backends import (
     refuse_unsupported,
     variant_of,
 )
+from drafttree.vllm.attention.prefix import StepPrefix, flash_attention_for
 from drafttree.vllm.checks import FP8_KV
 from drafttree.vllm.step_masks import StepMasks
 
@@ -50,6 +52,7 @@ class TritonTreeMetadata:
         tree_starts: First row of each request's tree, counted within the request, `int32 [B]`.
         masks: Ancestors of each row as bits, `int32 [T, words]`.
         max_query: Greatest number of rows of a request.
+        prefix: What flash attention reads in layers without a window; None if it reads nothing.
     """
 
     num_actual_tokens: int
@@ -60,6 +63,7 @@ class TritonTreeMetadata:
     tree_starts: torch.Tensor
     masks: torch.Tensor
     max_query: int
+    prefix: StepPrefix | None = None
 
 
 class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
@@ -132,6 +136,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         self._masks = torch.zeros(
             scheduler.max_num_batched_tokens, words, dtype=torch.int32, device=device
         )
+        self._flash = flash_attention_for(kv_cache_spec, scheduler.max_num_seqs, device)
 
     @classmethod
     def get_cudagraph_support(
@@ -155,14 +160,18 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         fast_build: bool = False,
     ) -> TritonTreeMetadata:
         """Build the metadata of the step that `step_masks` describes."""
-        starts, trees = common_attn_metadata.query_start_loc, self.step_masks
+        common = common_attn_metadata
+        starts, trees = common.query_start_loc, self.step_masks
         tree_starts = self._tree_starts[: len(starts) - 1]
+        torch.sub(starts[1:], starts[:-1], out=tree_starts)
+        # Until trees are taken off, these are the numbers of rows.
+        prefix = None if self._flash is None else self._flash.of_step(common, tree_starts)
         self._first_rows = _first_rows(starts, tree_starts, trees)
         self._built = trees
         if trees is not None:
             self.masks_changed()
-        tokens = common_attn_metadata.num_actual_tokens
-        return _metadata(common_attn_metadata, tree_starts, self._masks[:tokens])
+        masks = self._masks[: common.num_actual_tokens]
+        return _metadata(common, tree_starts, masks, prefix)
 
     def build_part(
         self, common: CommonAttentionMetadata, masks: StepMasks | None
@@ -170,6 +179,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         """Build the metadata of some of a step's rows, in buffers of their own."""
         starts, tokens = common.query_start_loc, common.num_actual_tokens
         tree_starts = torch.empty_like(self._tree_starts[: len(starts) - 1])
+        torch.sub(starts[1:], starts[:-1], out=tree_starts)
         rows = self._masks.new_empty(tokens, self._masks.shape[1])
         first_rows = _first_rows(starts, tree_starts, masks)
         if masks is not None:
@@ -188,6 +198,8 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         """Build metadata of short contexts, which are fast to capture; graphs serve any length."""
         metadata = self.build(0, common_attn_metadata)
         metadata.lengths.fill_(1)
+        if self._flash is not None:
+            metadata.prefix = self._flash.of_graph(common_attn_metadata)
         return metadata
 
 
@@ -198,13 +210,13 @@ def _first_rows(
 
     Args:
         starts: First row of each request, and the number of rows, `int32 [B + 1]`.
-        tree_starts: `int32 [B]`, written: a request without a tree has none of its rows in one.
+        tree_starts: `int32 [B]`, the number of rows of each request, from which those of its tree
+            are taken off.
         trees: The trees of T requests; None for none.
 
     Returns:
         Integers `[T]`; a root that has no row is counted from the first node that has one.
     """
-    torch.sub(starts[1:], starts[:-1], out=tree_starts)
     if trees is None:
         return starts[:0]
     tree_starts[trees.requests] -= trees.tree_sizes.int()
@@ -212,7 +224,10 @@ def _first_rows(
 
 
 def _metadata(
-    common: CommonAttentionMetadata, tree_starts: torch.Tensor, masks: torch.Tensor
+    common: CommonAttentionMetadata,
+    tree_starts: torch.Tensor,
+    masks: torch.Tensor,
+    prefix: StepPrefix | None = None,
 ) -> TritonTreeMetadata:
     return TritonTreeMetadata(
         num_actual_tokens=common.num_actual_tokens,
@@ -223,6 +238,7 @@ def _metadata(
         tree_starts=tree_starts,
         masks=masks,
         max_query=common.max_query_len,
+        prefix=prefix,
     )
 
 
@@ -264,25 +280,29 @@ class TritonTreeImpl(TritonAttentionImpl):
             return output.fill_(0)
         assert isinstance(attn_metadata, TritonTreeMetadata)
         rows = slice(attn_metadata.num_actual_tokens)
-        keys, values = TritonTreeBackend.kv_rows(kv_cache)
+        keys, values = (each.transpose(1, 2) for each in TritonTreeBackend.kv_rows(kv_cache))
         # The engine counts the positions before a token's own.
         variant = variant_of(self, self.sliding_window[0] + 1)
         if self._is_quantised:
             keys, values = (each.view(self.fp8_dtype) for each in (keys, values))
             variant = replace(variant, kv_scales=scales_of(layer))
+        batch, out, prefix = query[rows], output[rows], None
+        table, starts = attn_metadata.block_table, attn_metadata.query_starts
+        if attn_metadata.prefix is not None and not variant.window:
+            prefix = attn_metadata.prefix.attend(
+                *(batch, keys, values, table, starts, attn_metadata.max_query),
+                *(self.scale, variant.soft_cap, out),
+            )
         tree_attention(
-            query[rows],
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_metadata.block_table,
-            attn_metadata.query_starts,
+            *(batch, keys, values, table, starts),
             attn_metadata.lengths,
             attn_metadata.tree_starts,
             attn_metadata.masks,
             self.scale,
             attn_metadata.max_query,
-            out=output[rows],
+            out=out,
             variant=variant,
+            prefix=prefix,
         )
         return output
 

@@ -15,14 +15,18 @@ import numpy as np
 import torch
 from vllm.sampling_params import SamplingParams
 
+from fake_gpu.flash import flash_on
 from fake_gpu.record import Record
 from fake_gpu.session import fake_gpu
 from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, VOCAB
 from fake_gpu.tensors import Gpu, held
-from fake_gpu.vllm_v2_hosts import HOSTS
+from fake_gpu.vllm_v2_attention import HOSTS as ATTENDING
+from fake_gpu.vllm_v2_hosts import HOSTS as BY_METHOD
 from fake_gpu.vllm_v2_stock import Weights, engine_on
 
 CHUNK = 5
+HOSTS = BY_METHOD | ATTENDING
+"""Runners by their method, or by the attention of their target."""
 
 
 class _Driver:
@@ -184,7 +188,8 @@ def decode(
     method: str, options: dict[str, Any], parameters: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Decode requests on the CPU and on a fake GPU, and tell what came of both."""
-    weights = Weights()
+    host = HOSTS[method]
+    weights = host.weights_of_target()
     sizes = ((9, 14, 0), (6, 12, 0), (13, 5, 6))
     asked = {
         f"request {number}": {
@@ -203,6 +208,6 @@ def decode(
     with torch.inference_mode():
         with engine_on(None):
             on_cpu = _Driver(method, options, weights, None).run(asked)
-        with fake_gpu() as gpu, engine_on(gpu):
+        with fake_gpu() as gpu, engine_on(gpu), flash_on(gpu, host.flash_version):
             on_gpu = _Driver(method, options, weights, gpu).run(asked)
     return {"plain": plain, "cpu": on_cpu, "gpu": on_gpu}

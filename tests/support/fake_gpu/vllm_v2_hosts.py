@@ -33,15 +33,23 @@ from fake_gpu.stand_ins import (
     new_cache,
 )
 from fake_gpu.tensors import held
-from fake_gpu.vllm_v2_stock import Stock
+from fake_gpu.vllm_v2_stock import Stock, Weights
 from recycle_plugin import METHOD as TOKEN_RECYCLING
 from rsd_plugin import METHOD as RSD
 
 
 class HostRunner(TreeRunnerV2, Stock):
-    """Token Recycling."""
+    """Token Recycling.
+
+    Attributes:
+        method: The method that drafts.
+        weights_of_target: Makes the target's weights.
+        flash_version: The version of flash attention on the fake GPU; None for none.
+    """
 
     method: Method[Any] = TOKEN_RECYCLING
+    weights_of_target: type[Weights] = Weights
+    flash_version: int | None = None
 
     def _target(self, embed: Any = None, **kwargs: Any) -> Target:
         logger = logging.getLogger(__name__)

@@ -73,7 +73,7 @@ class Weights:
         return text[len(prompt) :]
 
 
-class _Model(torch.nn.Module):
+class Model(torch.nn.Module):
     """The target, which the engine calls as a module."""
 
     def __init__(self, runner: Stock) -> None:
@@ -153,7 +153,7 @@ class Stock(GPUModelRunner):
         self.use_pp, self.is_last_pp_rank, self.supports_mm_inputs = False, True, False
         self.model_state = self.prompt_logprobs_worker = _Ignored()
         self.lora_state = LoraState(max_num_reqs=MAX_REQUESTS)
-        self.model = _Model(self)
+        self.model = Model(self)
         self.attn_groups: list[Any] = []
         self.req_states = RequestState(
             MAX_REQUESTS, MAX_LEN, BUDGET, num_draft_tokens, VOCAB, device
