@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from drafttree.arrays import LongArray
+from drafttree.transfer import all_on_device, on_device
 
 _STEPS = 16
 """Steps after which the layer reads their tokens."""
@@ -22,10 +24,10 @@ _STEPS = 16
 K = TypeVar("K", bound=Hashable)
 
 
-class _Row(NamedTuple):
+class _Rows(NamedTuple):
     hidden: torch.Tensor
-    token: int
-    position: int
+    tokens: torch.Tensor
+    positions: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -33,27 +35,33 @@ class TakenRows:
     """N consecutive tokens of the texts of T requests, request by request.
 
     Attributes:
-        places: The requests' places in their batch, `int64 [T]`.
-        starts: Position of the first token of each request, `int64 [T]`.
-        ends: Position after the last one, `int64 [T]`.
+        places: The requests' places in their batch, `int64 [T]`, on the host.
+        counts: Number of tokens of each request, `int64 [T]`, on the host.
+        last: The row of the last token of each request, `int64 [T]`.
         hidden: The target's hidden states before the tokens, `[N, d]`.
         tokens: The tokens, `int64 [N]`.
         positions: Positions of the rows, `int64 [N]`.
     """
 
     places: LongArray
-    starts: LongArray
-    ends: LongArray
+    counts: LongArray
+    last: torch.Tensor
     hidden: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
 
 
 class DeferredRows(Generic[K]):
-    """The tokens that the layer has not read yet, by request, on a CPU."""
+    """The tokens that the layer has not read yet, by request.
+
+    How many there are is known on the host, which waits for none of them.
+    """
 
     def __init__(self) -> None:
-        self._rows: dict[K, list[_Row]] = {}
+        # Each request's rows among all that are kept, which are those of one step after another.
+        self._rows: dict[K, list[int]] = {}
+        self._kept: list[_Rows] = []
+        self._num_kept = 0
         self._steps = 0
 
     def add(
@@ -74,9 +82,10 @@ class DeferredRows(Generic[K]):
         Returns:
             Whether they should be read now.
         """
-        rows = zip(hidden.clone(), tokens.tolist(), positions.tolist(), strict=True)
-        for request, row in zip(batch, rows, strict=True):
-            self._rows.setdefault(request, []).append(_Row(*row))
+        for row, request in enumerate(batch, self._num_kept):
+            self._rows.setdefault(request, []).append(row)
+        self._kept.append(_Rows(hidden.clone(), tokens.long(), positions.clone()))
+        self._num_kept += len(hidden)
         self._steps += 1
         return self._steps >= _STEPS
 
@@ -93,14 +102,29 @@ class DeferredRows(Generic[K]):
         self._steps = 0
         places = np.array([row for row, each in enumerate(batch) if each in self._rows], np.int64)
         if not len(places):
+            if not self._rows:
+                self._kept.clear()
+                self._num_kept = 0
             return None
-        deferred = [self._rows.pop(batch[place]) for place in places]
-        rows = [row for each in deferred for row in each]
-        return TakenRows(
-            places,
-            starts=np.array([each[0].position for each in deferred], np.int64),
-            ends=np.array([each[-1].position + 1 for each in deferred], np.int64),
-            hidden=torch.stack([row.hidden for row in rows]),
-            tokens=torch.tensor([row.token for row in rows]),
-            positions=torch.tensor([row.position for row in rows]),
+        taken = [self._rows.pop(batch[place]) for place in places]
+        counts = np.array([len(each) for each in taken], np.int64)
+        rows = _Rows(*(torch.cat(each) for each in zip(*self._kept, strict=True)))
+        indices, last = all_on_device(
+            [np.array([*chain(*taken)], np.int64), counts.cumsum() - 1], rows.hidden.device
         )
+        self._keep(rows)
+        return TakenRows(places, counts, last, *(each[indices] for each in rows))
+
+    def _keep(self, rows: _Rows) -> None:
+        """Keep those of all rows that no request has taken."""
+        left = [*chain(*self._rows.values())]
+        self._kept.clear()
+        self._num_kept = len(left)
+        if left:
+            indices = on_device(np.array(left, np.int64), rows.hidden.device)
+            self._kept.append(_Rows(*(each[indices] for each in rows)))
+        numbers = iter(range(len(left)))
+        self._rows = {
+            request: [next(numbers) for _ in of_request]
+            for request, of_request in self._rows.items()
+        }

@@ -23,6 +23,7 @@ from drafttree.drafter import (
     ModelFreeDrafter,
     Target,
 )
+from drafttree.tree_shape import TreeShape
 
 GROUP = "drafttree.methods"
 
@@ -50,6 +51,12 @@ class MethodOptions(BaseModel):
     def is_adaptive(self) -> bool:
         """Whether the number of draft tokens may change from step to step."""
         return False
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """The shapes that a drafter which plans its trees chooses from, by number of draft tokens,
+        no two with the same number; none if it does not plan them."""
+        return ()
 
     @property
     def is_limited(self) -> bool:

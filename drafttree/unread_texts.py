@@ -16,7 +16,7 @@ import numpy as np
 
 from drafttree.arrays import LongArray
 
-_ROWS = 512
+ROWS = 512
 """Most tokens that are read in one forward."""
 
 Texts = Iterable[tuple[int, int]]
@@ -59,8 +59,8 @@ class UnreadTexts(ABC):
         unread = self._unread(texts)
         for request, start, end in unread:
             # One request after the other: as a rule one of them is long, or all are short.
-            for first in range(start, end, _ROWS):
-                self._forward(request, first, min(first + _ROWS, end))
+            for first in range(start, end, ROWS):
+                self._forward(request, first, min(first + ROWS, end))
             self._is_read[self._slots(request, start, end)] = True
         return sum(end - start for _, start, end in unread)
 

@@ -37,8 +37,8 @@ class LyannaOptions(SharingOptions):
         default=LARGEST,
         description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
         "cost model chooses up to 12, and up to `steps` levels, in each step, and no drafts when "
-        "drafting would not help, on a CPU, with vLLM's V1 model runner or SGLang; elsewhere it "
-        "is 12. There are no second trees with it.",
+        "drafting would not help, on a CPU and with vLLM's V2 model runner; elsewhere it is 12. "
+        "There are no second trees with it.",
     )
     resample: bool = Field(
         default=True,
@@ -121,7 +121,9 @@ class LyannaOptions(SharingOptions):
 
     @property
     def shapes(self) -> tuple[TreeShape, ...]:
-        """What `nodes=auto` chooses from, by number of draft tokens: chains and wider trees."""
+        """What `nodes=auto` chooses from, chains and wider trees; nothing for a fixed number."""
+        if not self.auto:
+            return ()
         steps, width, most = self.steps, self.width, self.regular_draft_tokens
         chains = [TreeShape(depth, 1, depth) for depth in range(1, steps + 1)]
         wider = [

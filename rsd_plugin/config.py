@@ -11,11 +11,20 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_DRAFT_TOKENS, StaticTree
+from drafttree.tree_shape import TreeShape
 from recycle_plugin.config import RecycleOptions
 from recycle_plugin.shared_trees import SharingOptions, parse_tables
 
 _BEAM = re.compile(r"beam:(\d+)x(\d+)")
 _LARGEST = "beam:3x5"
+
+_BEAMS = tuple(
+    TreeShape(depth, width, depth * width)
+    for width, depth in (
+        *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5)),
+        *((2, 3), (2, 4), (3, 3), (2, 5), (3, 4), (3, 5)),
+    )
+)
 
 _OF_TABLES = 8
 """How many draft tokens more a tree has with tables, by default."""
@@ -48,8 +57,8 @@ class RsdOptions(SharingOptions):
         "levels (RSD-S in the paper). `branch:b0-b1-...` samples b0 children of the root, b1 "
         "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
         "speculative sampling with a chain of L draft tokens. `auto`: a cost model chooses a beam "
-        "of up to 3x5 in each step, and no drafts when drafting would not help, on a CPU, with "
-        "vLLM's V1 model runner or SGLang; elsewhere it is `beam:3x5`.",
+        "of up to 3x5 in each step, and no drafts when drafting would not help, on a CPU and with "
+        "vLLM's V2 model runner; elsewhere it is `beam:3x5`.",
     )
     verify: Literal["recursive", "traversal"] = Field(
         default="recursive",
@@ -82,6 +91,11 @@ class RsdOptions(SharingOptions):
     def auto(self) -> bool:
         """Whether a shape is chosen for each step."""
         return self.tree == "auto"
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """What `tree=auto` chooses from; nothing with other trees."""
+        return _BEAMS if self.auto else ()
 
     @cached_property
     def shape(self) -> Shape:

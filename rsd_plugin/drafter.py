@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
+from drafttree.budget.draft_times import ReadTimes
 from drafttree.drafter import DraftForward, DraftModelDrafter
 from drafttree.ranks import Group
 from drafttree.tree import DraftTree, Verified
@@ -45,18 +46,6 @@ class Drawn:
     columns: Tensor | None = None
 
 
-_BEAMS = tuple(
-    TreeShape(depth, width, depth * width)
-    for width, depth in (
-        *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5)),
-        *((2, 3), (2, 4), (3, 3), (2, 5), (3, 4), (3, 5)),
-    )
-)
-"""What `tree=auto` chooses from, by number of draft tokens."""
-
-_READ_SMOOTHING = 1 / 4
-
-
 class RsdDrafter(SharingDrafter, DraftModelDrafter):
     """Samples trees from a draft model: of one shape, or of one that is chosen for each step.
 
@@ -75,8 +64,7 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         self.columns = _columns(self._shape.widths)
         self._plans = options.auto
         self._budget: ShapeBudget | None = None
-        # Seconds in which the draft model reads a token of a text; 0 until they are measured.
-        self._read_seconds = 0.0
+        self._read_times = ReadTimes()
         self._max_children = max(self._shape.factors or self._shape.widths)
         self._traverses = options.verify == "traversal"
         self._options = options
@@ -112,13 +100,13 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         """With `tree=auto`, measure forwards of the target."""
         if self._plans:
             seconds = measure_forwards(measure_forward, max_tokens)
-            self._budget = ShapeBudget.from_forwards(_BEAMS, seconds)
+            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds)
 
     def plan(self, slots: Tensor, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, with `tree=auto`."""
         if self._budget is None:
-            return _BEAMS[-1]
-        return self._budget.choose(slots, lambda: self._read_seconds * unread())
+            return self._options.shapes[-1]
+        return self._budget.choose(slots, lambda: self._read_times.usual(unread()))
 
     def follow_plan(self, shape: TreeShape) -> tuple[int, ...]:
         """Propose trees of this shape, with `tree=auto`."""
@@ -129,10 +117,7 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         """Note the times of a step's drafts."""
         if self._budget is not None:
             self._budget.drafted(seconds, read_seconds)
-        if read_tokens:
-            latest = read_seconds / read_tokens
-            weight = _READ_SMOOTHING if self._read_seconds else 1.0
-            self._read_seconds += weight * (latest - self._read_seconds)
+        self._read_times.add(read_tokens, read_seconds)
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of a step."""

@@ -1,4 +1,4 @@
-"""How long a model takes to draft, by the levels of the trees."""
+"""How long a model takes to draft, by the levels of the trees, and to read what it has missed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from drafttree.budget.costs import batch_bucket
 _SMOOTHING = 1 / 8
 _SMOOTHING_DOWN = 1 / 2
 _MOST_RATIO = 4.0
+_READ_SMOOTHING = 1 / 4
 
 
 class DraftTimes:
@@ -53,3 +54,20 @@ class DraftTimes:
         known = self._seconds[nearest]
         measured = min(known, key=lambda other: (abs(other - forwards), other))
         return known[measured] * forwards / measured
+
+
+class ReadTimes:
+    """Usual seconds in which a model reads a token of a text; 0 until something was measured."""
+
+    def __init__(self) -> None:
+        self._by_token = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add what it took to read some tokens; nothing if there were none."""
+        if tokens:
+            weight = _READ_SMOOTHING if self._by_token else 1.0
+            self._by_token += weight * (seconds / tokens - self._by_token)
+
+    def usual(self, tokens: int) -> float:
+        """Usual seconds of reading so many tokens."""
+        return self._by_token * tokens

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drafttree.budget.constants import BudgetConstants
+from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.tree_choice import TreeChoice
+from drafttree.tree_shape import TreeShape
 
 
 @dataclass
@@ -60,3 +62,26 @@ class StepPlan:
     lowest: float = 1.0
     is_trial: bool = False
     is_wasted: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ShapePlan:
+    """The decision of the planner of shapes for one step.
+
+    Attributes:
+        shape: The shape of the trees; one without levels for no drafts.
+        index: Its index among those to choose from.
+        step: What is expected of the step.
+        at_stake: What the step loses if nothing is accepted, in plain steps, if it explores.
+        gains: `[S]`, tokens that a request is expected to emit with each shape; None if the choice
+            did not depend on them.
+        seconds: `[S]`, predicted duration of a step with each shape; None if the choice did not
+            depend on it.
+    """
+
+    shape: TreeShape
+    index: int
+    step: StepPlan
+    at_stake: float = 0.0
+    gains: FloatArray | None = None
+    seconds: FloatArray | None = None

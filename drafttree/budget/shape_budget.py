@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 
+from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.budget.step_timer import StepTimer
 from drafttree.budget.tree_choice import TreeChoice
@@ -28,7 +29,7 @@ class ShapeBudget:
     def __init__(self, planner: ShapePlanner, clock: Callable[[], float] = perf_counter) -> None:
         self.planner = planner
         self._timer = StepTimer(clock)
-        self._shape: TreeShape | None = None
+        self._plan: ShapePlan | None = None
 
     @classmethod
     def from_forwards(
@@ -60,8 +61,9 @@ class ShapeBudget:
                 only if drafts are considered.
         """
         step = self._timer.lap(slots)
-        if step is not None:
+        if step is not None and self._plan is not None:
             self.planner.record_step(
+                self._plan,
                 step.batch_size,
                 step.rows,
                 step.seconds,
@@ -69,10 +71,9 @@ class ShapeBudget:
                 step.emitted_tokens,
                 step.catch_up_seconds,
             )
-        shape = self.planner.choose(len(slots), catch_up_seconds)
-        self._timer.begin(slots, TreeChoice(shape.nodes))
-        self._shape = shape
-        return shape
+        self._plan = self.planner.choose(len(slots), catch_up_seconds)
+        self._timer.begin(slots, TreeChoice(self._plan.shape.nodes))
+        return self._plan.shape
 
     def drafted(self, seconds: float, catch_up_seconds: float = 0.0) -> None:
         """Note how long drafting took in the step under way.
@@ -85,8 +86,8 @@ class ShapeBudget:
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of a step; the trees are those that were verified."""
-        if self._shape is not None and self._shape.depth and trees.drafted:
-            self.planner.acceptance.add(self._shape, trees, verified)
+        if self._plan is not None and self._plan.shape.depth and trees.drafted:
+            self.planner.acceptance.add(self._plan.shape, trees, verified)
         self._timer.verified(slots, trees, verified)
 
     def discard(self) -> None:

@@ -15,9 +15,11 @@ those that look improbable, would bias the distribution of those that are left.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from drafttree.budget.calibration import AcceptanceCalibration
 from drafttree.budget.candidates import checked_sizes
@@ -26,7 +28,7 @@ from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.draft_times import DraftTimes
 from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance
-from drafttree.budget.planner_state import BucketState, StepPlan
+from drafttree.budget.planner_state import BucketState, ShapePlan, StepPlan
 from drafttree.budget.step_report import MeasuredStep, StepReport
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.budget.trials import Trials
@@ -48,14 +50,17 @@ _EVIDENCE = 8.0
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
+_PLAIN = StepPlan(TreeChoice(0))
+
+BoolArray = NDArray[np.bool_]
 
 
 class ShapePlanner:
     """Chooses one of a few tree shapes for each decode step.
 
-    Before each step call `choose`; after it, and before the next one, call `record_step`. A step
-    for which it is not called is ignored. The planner is deterministic: measured times and outcomes
-    are arguments of its methods.
+    Before each step call `choose`, and after it `record_step`, which may be some steps later. A
+    step for which it is not called is ignored. The planner is deterministic: measured times and
+    outcomes are arguments of its methods.
 
     Attributes:
         shapes: The shapes to choose from, by number of draft tokens; the first has none.
@@ -95,37 +100,41 @@ class ShapePlanner:
         self._report = StepReport()
         self._states: dict[int, BucketState] = {}
         self._saved = _AT_START
-        self._at_stake = 0.0
         self._rests = 0
-        self._plan: tuple[int, StepPlan] | None = None
 
     def choose(
-        self, batch_size: int, catch_up_seconds: Callable[[], float] = lambda: 0.0
-    ) -> TreeShape:
-        """Choose the shape of the next step's trees.
+        self,
+        batch_size: int,
+        catch_up_seconds: Callable[[], float] = lambda: 0.0,
+        *,
+        most: int | None = None,
+        may_try: bool = True,
+    ) -> ShapePlan:
+        """Choose the shape of a step's trees.
 
         Args:
             batch_size: Number of requests in the step.
             catch_up_seconds: What the model would need to read before it can draft. Asked for
                 only if drafts are considered.
+            most: Most draft tokens of a request for which there is room; None for any number.
+            may_try: Whether the step may be taken only to measure a shape. It may not while the
+                outcome of such a step is unknown.
         """
         state = self._state(batch_size)
-        # A step that was not measured, because a request ended for example, is charged too.
-        self._saved -= self._at_stake
-        self._at_stake = 0.0
         if not state.index and self._rests:
             self._rests -= 1
-            return self._planned(0, StepPlan(TreeChoice(0)))
+            return self._planned(0)
         seconds = self._step_seconds(batch_size)
-        if state.index and self._wants_plain(state, batch_size, seconds):
+        if state.index and may_try and self._wants_plain(state, batch_size, seconds):
             state.is_tried = True
-            return self._planned(0, StepPlan(TreeChoice(0), is_trial=True))
+            return self._planned(0, StepPlan(TreeChoice(0), is_trial=True), seconds=seconds)
         state.is_tried = False
         if not state.index and self._saved <= 0 and self.acceptance.evidence < _EVIDENCE:
             return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
         gains = self._calibrated(batch_size, expected)
-        rates = gains / seconds
+        fits = np.array(self.costs.candidate_sizes) <= (math.inf if most is None else most)
+        rates = np.where(fits, gains / seconds, 0.0)
         best = int(rates.argmax())
         # Drafting goes on while it does not lose, so that it does not end by chance.
         least = 1.0 if state.index else self.constants.margin
@@ -133,23 +142,30 @@ class ShapePlanner:
             best = 0
         if best and not state.index and self.acceptance.evidence < _EVIDENCE:
             best = 0
-        index, is_trial = best, False
+        index, is_trial, at_stake = best, False, 0.0
         if not best:
-            explored = self._explored(batch_size, seconds, catch_up_seconds)
+            explored = self._explored(batch_size, seconds, fits, catch_up_seconds)
             if explored is not None:
-                index, self._at_stake = explored
-        elif (trial := self._trials.size(batch_size, best, gains, gains, rates)) is not None:
-            index, is_trial = trial, True
+                index, at_stake = explored
+        elif may_try:
+            trial = self._trials.size(batch_size, best, gains, gains, rates)
+            index, is_trial = (best, False) if trial is None else (trial, True)
         state.index, state.gain = best, float(gains[best])
         if not index:
-            return self._rest()
+            return self._rest(gains, seconds)
+        # A step that is never measured, because a request ends for example, is charged too.
+        self._saved -= at_stake
         gain = float(gains[index])
         choice = TreeChoice(self.shapes[index].nodes)
-        plan = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
-        return self._planned(index, plan)
+        step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
+        return self._planned(index, step, at_stake, gains, seconds)
 
     def _explored(
-        self, batch_size: int, seconds: FloatArray, catch_up_seconds: Callable[[], float]
+        self,
+        batch_size: int,
+        seconds: FloatArray,
+        fits: BoolArray,
+        catch_up_seconds: Callable[[], float],
     ) -> tuple[int, float] | None:
         """A shape to draft with to see whether drafting pays; None for none.
 
@@ -162,7 +178,10 @@ class ShapePlanner:
         )
         deviations = self.costs.deviations(batch_size, 0)
         rates = hopeful / np.maximum(seconds * np.exp(-constants.optimism * deviations), seconds[0])
+        rates[~fits] = 0.0
         index = 1 + int(rates[1:].argmax())
+        if not fits[index]:
+            return None
         if self._saved < _HOPELESS and rates[index] <= constants.margin * rates[0]:
             return None
         loss = (float(seconds[index]) + catch_up_seconds()) / float(seconds[0]) - 1
@@ -170,26 +189,29 @@ class ShapePlanner:
 
     def record_step(
         self,
+        plan: ShapePlan,
         batch_size: int,
         rows: int,
         seconds: float,
         draft_seconds: float,
         emitted: float,
         catch_up_seconds: float = 0.0,
-    ) -> None:
-        """Learn from the step that was chosen last.
+    ) -> MeasuredStep:
+        """Learn from a step.
 
         Args:
+            plan: What was chosen for it.
             batch_size: Number of its requests.
             rows: Tokens that were verified, roots included; fewer than chosen if trees were cut.
             seconds: Duration of the whole step, without catching up.
             draft_seconds: Part of it that was spent drafting.
             emitted: Tokens emitted for the whole batch.
             catch_up_seconds: What it took to read what the model had missed.
+
+        Returns:
+            What was predicted and measured, which `explain` sums up too.
         """
-        if self._plan is None:
-            return
-        (index, plan), self._plan = self._plan, None
+        index, step = plan.index, plan.step
         if rows == batch_size:
             index = 0  # at the end of all answers, for example, nothing is drafted after all
         shape, costs = self.shapes[index], self.costs
@@ -208,7 +230,7 @@ class ShapePlanner:
             self._calibration.add(
                 batch_bucket(batch_size),
                 shape.nodes,
-                batch_size * (plan.expected - 1),
+                batch_size * (step.expected - 1),
                 emitted - batch_size,
                 costs.clock,
             )
@@ -216,45 +238,52 @@ class ShapePlanner:
         self._trials.allowance.refill()
         if not self._state(batch_size).index:
             self._saved += _SHARE
-            if self._at_stake:
-                # What it gained is saved up as well, so that it goes on while it gains.
-                spent = (seconds + catch_up_seconds) / float(means[0])
-                if not warm:
-                    # What is loaded or compiled once says nothing of the steps that follow.
-                    spent = min(spent, _AT_START)
-                self._saved -= spent - emitted / batch_size
-                self._at_stake = 0.0
-            self._saved = min(_CAPACITY, self._saved)
-        if plan.is_trial:
+        if plan.at_stake:
+            # What it gained is saved up as well, so that it goes on while it gains.
+            spent = (seconds + catch_up_seconds) / float(means[0])
+            if not warm:
+                # What is loaded or compiled once says nothing of the steps that follow.
+                spent = min(spent, _AT_START)
+            self._saved += plan.at_stake - (spent - emitted / batch_size)
+        self._saved = min(_CAPACITY, self._saved)
+        if step.is_trial:
             state = self._state(batch_size)
             spent = min(seconds, float(means[index])) / float(means[state.index])
-            self._trials.charge(spent, state.gain, plan.lowest)
-        self._report.add(
-            MeasuredStep(
-                bucket=batch_bucket(batch_size),
-                num_draft_tokens=shape.nodes,
-                batch_size=batch_size,
-                rows=rows,
-                predicted_seconds=predicted,
-                seconds=seconds,
-                expected_tokens=batch_size * plan.calibrated,
-                emitted_tokens=emitted,
-                is_trial=plan.is_trial,
-                is_wasted=False,
-            )
+            self._trials.charge(spent, state.gain, step.lowest)
+        measured = MeasuredStep(
+            bucket=batch_bucket(batch_size),
+            num_draft_tokens=shape.nodes,
+            batch_size=batch_size,
+            rows=rows,
+            predicted_seconds=predicted,
+            seconds=seconds,
+            expected_tokens=batch_size * step.calibrated,
+            emitted_tokens=emitted,
+            is_trial=step.is_trial,
+            is_wasted=False,
         )
+        self._report.add(measured)
+        return measured
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
         return self._report.rows()
 
-    def _rest(self) -> TreeShape:
+    def _rest(
+        self, gains: FloatArray | None = None, seconds: FloatArray | None = None
+    ) -> ShapePlan:
         self._rests = _RESTS - 1
-        return self._planned(0, StepPlan(TreeChoice(0)))
+        return self._planned(0, gains=gains, seconds=seconds)
 
-    def _planned(self, index: int, plan: StepPlan) -> TreeShape:
-        self._plan = index, plan
-        return self.shapes[index]
+    def _planned(
+        self,
+        index: int,
+        step: StepPlan = _PLAIN,
+        at_stake: float = 0.0,
+        gains: FloatArray | None = None,
+        seconds: FloatArray | None = None,
+    ) -> ShapePlan:
+        return ShapePlan(self.shapes[index], index, step, at_stake, gains, seconds)
 
     def _state(self, batch_size: int) -> BucketState:
         return self._states.setdefault(batch_bucket(batch_size), BucketState())

@@ -26,6 +26,7 @@ from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.expected_gains import ExpectedGains
+from drafttree.budget.model_drafts import ModelDrafts
 from drafttree.budget.step_report import MeasuredStep
 from drafttree.budget.tier_explanation import TierChoice, TierUpdate
 from drafttree.budget.trials import Trials
@@ -70,6 +71,7 @@ class TierOutcome:
             the S sizes, bonus token included; NaN where nothing was looked up. None if that is so
             for all.
         seconds: Duration of the step; None if something other than decoding delayed it.
+        drafts: The trees, if a model drafted them.
     """
 
     plan: TierPlan
@@ -78,6 +80,7 @@ class TierOutcome:
     emitted: FloatArray
     expected: FloatArray | None
     seconds: float | None
+    drafts: ModelDrafts | None = None
 
 
 class TierController:

@@ -24,7 +24,8 @@ class TierChoice:
         size: Draft tokens of each request.
         reason: `best`; `limit`, the best one for which there is room; `rest`, as plain decoding is
             the best; `probe`, a rest in which drafts are looked up to see whether they would help;
-            or `trial`, to measure the tier.
+            `explore`, drafts that a model is asked for to see whether they help; or `trial`, to
+            measure the tier.
         requests: Number of requests.
         most: Most draft tokens of a request for which there was room.
         gain: Expected tokens per second of a request against plain decoding.

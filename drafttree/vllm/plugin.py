@@ -73,12 +73,12 @@ def _create(
     patches.allow_sampling_parameters()
     patches.prime_when_idle()
     if serving.uses_v2:
-        from drafttree.vllm.v2.tiers import plan
+        from drafttree.vllm.v2.tiers import plan, sizes_of
 
-        adaptive = parsed.is_adaptive
-        tiers = plan(engine, target_model_config.max_model_len, num_draft_tokens, adaptive=adaptive)
+        sizes = sizes_of(parsed, num_draft_tokens)
+        tiers = plan(engine, target_model_config.max_model_len, num_draft_tokens, sizes)
         request = _as_ngram_gpu(tiers)
-        patches.use_scheduler(engine, tiers=adaptive)
+        patches.use_scheduler(engine, tiers=bool(sizes))
     else:
         request = _as_custom_class(num_draft_tokens)
         patches.use_scheduler(engine)

@@ -16,7 +16,8 @@ from drafttree.chains import first_paths
 from drafttree.tree import DraftTree
 from drafttree.vllm.v2.hooks import check, check_forward, check_next_tokens
 from drafttree.vllm.v2.kept_trees import KeptTrees
-from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_up_to
+from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_of, sizes_up_to
+from rsd_plugin.config import RsdOptions
 
 TREES = DraftTree(
     torch.tensor([[5, 6, 7, 8, 9], [5, 6, -1, -1, -1], [-1] * 5], dtype=torch.int32),
@@ -33,7 +34,7 @@ def size_of(tiers: Tiers, requests: int) -> int:
 
 
 def test_adaptive_tiers() -> None:
-    tiers = make_tiers(80, 8192, 256, adaptive=True)
+    tiers = make_tiers(80, 8192, 256, sizes_up_to(80))
     assert tiers == [
         [1, 8, 63],
         [9, 16, 31],
@@ -42,11 +43,20 @@ def test_adaptive_tiers() -> None:
         [65, 128, 3],
         [129, 129, 0],
     ]
-    assert size_of(make_tiers(10, 8192, 256, adaptive=True), 2) == 10
+    assert size_of(make_tiers(10, 8192, 256, sizes_up_to(10)), 2) == 10
     assert max_rows(tiers) == 512
     assert sizes_up_to(80) == (0, 3, 7, 15, 31, 63)
     assert sizes_up_to(10) == (0, 3, 7, 10)
     assert sizes_up_to(7) == (0, 3, 7)
+
+
+def test_tiers_of_planned_shapes() -> None:
+    sizes = sizes_of(RsdOptions(model="any", tree="auto"), 15)
+    assert sizes == (0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15)
+    tiers = make_tiers(15, 8192, 256, sizes)
+    assert tiers[0] == [1, 32, 15]
+    assert {size for _, _, size in tiers} == {15, 6, 3, 1}
+    assert sizes_of(RsdOptions(model="any"), 15) == ()
 
 
 def test_a_fixed_number_of_nodes_is_limited_by_the_budget_alone() -> None:
@@ -60,7 +70,8 @@ def test_a_fixed_number_of_nodes_is_limited_by_the_budget_alone() -> None:
 def test_no_running_request_waits_and_prompts_get_room(
     nodes: int, budget: int, max_requests: int, adaptive: bool
 ) -> None:
-    tiers = make_tiers(nodes, budget, max_requests, adaptive=adaptive)
+    sizes = sizes_up_to(nodes) if adaptive else ()
+    tiers = make_tiers(nodes, budget, max_requests, sizes)
     assert size_of(tiers, 1) >= 1
     for requests in range(1, max_requests + 1):
         size = size_of(tiers, requests)

@@ -25,6 +25,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kernel alone": ("kernel alone", {"tree": "branch:3-2-1"}),
     "flash attention 2": ("flash attention 2", {"tree": "branch:3-2-1"}),
     "flash attention 3": ("flash attention 3", {"nodes": 7, "memory": 0}),
+    "rsd in shapes that change": ("rsd", {"model": "none", "tree": "auto"}),
+    "lyanna in shapes that change": (
+        "lyanna",
+        {"model": "none", "steps": 3, "width": 2, "nodes": "auto"},
+    ),
 }
 BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (33, 557), "lyanna": (22, 272)}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
@@ -54,7 +59,7 @@ def decoded(case: str, *parameters: dict[str, Any]) -> dict[str, Any]:
     assert lines, process.stderr[-3000:]
     answer: dict[str, Any] = json.loads(lines[0].removeprefix(ANSWER))
     found, expected = answer["gpu"], answer["cpu"]
-    for name in ("texts", "counts", "acceptance"):
+    for name in ("texts", "counts", "acceptance", "paths"):
         assert found[name] == expected[name]
     assert found["counts"]["accepted_tokens"] > 0
     assert found["counts"]["kv_rows_moved"] > 0
@@ -93,6 +98,18 @@ def test_a_target_with_attention(attention: str) -> None:
         assert lines.count("1 _attend_kernel") == 1, report
         assert lines.count("1 flash_attn_varlen_func") == launches, report
         assert "_merge_kernel" not in report
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "change" in name])
+def test_shapes_that_change(case: str) -> None:
+    """In some steps nothing is drafted. What is missed then is read later, and reported in time."""
+    answer = decoded(case, GREEDY, GREEDY, GREEDY)
+    found = answer["gpu"]
+    assert found["texts"] == answer["plain"]
+    assert 0 < found["counts"]["drafted_steps"] < found["counts"]["steps"]
+    assert len({len(path[0]) for path in found["paths"]}) > 2
+    warm = {"temperature": 0.9, "seed": 3}
+    decoded(case, warm, warm | {"presence_penalty": 0.4}, GREEDY)
 
 
 @pytest.mark.parametrize("case", ["rsd", "traversal", "lyanna"])

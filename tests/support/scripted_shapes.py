@@ -15,16 +15,24 @@ SCRIPT = (11, 0, 0, 3, 6, 1, 0, 0, 0, 9, 5, 2, *([0] * 18))
 
 def enable() -> None:
     """Let the shapes of an engine's process follow the script."""
-    from drafttree.budget.planner_state import StepPlan
+    from drafttree.budget.planner_state import ShapePlan, StepPlan
     from drafttree.budget.shape_planner import ShapePlanner
     from drafttree.budget.tree_choice import TreeChoice
-    from drafttree.tree_shape import TreeShape
 
     script = cycle(SCRIPT)
 
-    def choose(self: ShapePlanner, batch_size: int, catch_up: Callable[[], float]) -> TreeShape:
+    def choose(
+        self: ShapePlanner,
+        batch_size: int,
+        catch_up: Callable[[], float],
+        *,
+        most: int | None = None,
+        may_try: bool = True,
+    ) -> ShapePlan:
         assert catch_up() >= 0
         index = next(script) % len(self.shapes)
+        if most is not None and self.shapes[index].nodes > most:
+            index = 0
         return self._planned(index, StepPlan(TreeChoice(self.shapes[index].nodes)))
 
     ShapePlanner.choose = choose  # type: ignore[method-assign]

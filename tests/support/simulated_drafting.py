@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
+from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
@@ -133,15 +134,19 @@ class Planned:
     def __init__(self, scenario: Scenario) -> None:
         self.planner = ShapePlanner(BEAMS, scenario.forwards())
         self._batch = scenario.batch
+        self._plan: ShapePlan | None = None
 
     def choose(self, batch_size: int, catch_up_seconds: float) -> TreeShape:
-        return self.planner.choose(batch_size, lambda: catch_up_seconds)
+        self._plan = self.planner.choose(batch_size, lambda: catch_up_seconds)
+        return self._plan.shape
 
     def learn(self, shape: TreeShape, step: Step) -> None:
         if shape.depth:
             verified = Verified(torch.from_numpy(step.paths), torch.empty(0), torch.empty(0))
             self.planner.acceptance.add(shape, _beam(shape, self._batch), verified)
+        assert self._plan is not None
         self.planner.record_step(
+            self._plan,
             self._batch,
             step.rows,
             step.seconds,

@@ -208,8 +208,8 @@ class HiddenStateWorker(ObservingWorker):
         text = None if self._deferred is None else self._deferred.take(slots.tolist())
         if text is None:
             return
-        slots, lengths = slots[torch.from_numpy(text.places)], torch.from_numpy(text.ends)
-        rows = LayerRows.of((text.ends - text.starts).tolist(), self._device)
+        slots, lengths = slots[torch.from_numpy(text.places)], text.positions[text.last] + 1
+        rows = LayerRows.of(text.counts.tolist(), self._device)
         x = self.drafter.fuse(text.hidden, text.tokens)
         outputs = self._run_layer(x, rows, lengths, self._table(slots, lengths))
         self._outputs[slots] = outputs[rows.ends]

@@ -14,8 +14,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.attention import Attention
 
+from drafttree.deferred_rows import TakenRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.tensor_parallel import drafts_alone
+from drafttree.transfer import on_device
 from drafttree.vllm.drafters.step_parts import StepParts
 
 LAYER = "draft_layer.0.attn"
@@ -96,6 +98,20 @@ class DraftLayer:
             states.append(state)
         states += states[-1:] * (num_steps - len(states))
         return torch.stack(states, 1)
+
+    def read(self, rows: TakenRows, slots: torch.Tensor, parts: StepParts) -> None:
+        """Read tokens before a step's, and store the layer's output after each request's last one.
+
+        Args:
+            rows: The tokens.
+            slots: The slots of the step's requests, `int64 [B]`.
+            parts: The parts of the step, for the layer.
+        """
+        x = self._drafter.fuse(rows.hidden, rows.tokens)
+        with parts.reading_before(rows.places, rows.counts, rows.positions):
+            states = self._drafter.layer(x, rows.positions, self.attend)
+        read = slots[on_device(rows.places, slots.device)]
+        self.states[read] = states[rows.last].to(self.states.dtype)
 
     def valid_steps(self, sizes: torch.Tensor) -> torch.Tensor:
         """How many of the states follow from a request's own rows, `int [B]`; 0 without drafts.

@@ -176,7 +176,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             *(trees.tensors.tree_size, trees.tree_sizes),
             *(step.rows, step.root_positions),
         )
-        return LevelForwards(self._draft_model, self._parts(PREFIX), rows)
+        return LevelForwards(self._draft_model, self.step_parts(PREFIX), rows)
 
     def _read(
         self,

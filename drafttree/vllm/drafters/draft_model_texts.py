@@ -41,8 +41,7 @@ class DraftModelTexts(UnreadTexts):
 
     def _forward(self, request: int, start: int, end: int) -> None:
         tokens = self._runner.input_batch.token_ids_cpu[request, start:end]
-        with self._texts.reading(*(np.array([each]) for each in (request, start, end))):
-            self._model(
-                input_ids=torch.from_numpy(tokens.astype(np.int64)),
-                positions=torch.arange(start, end),
-            )
+        positions = torch.arange(start, end)
+        one, count = np.array([request]), np.array([end - start])
+        with self._runner.step_parts(PREFIX).reading_before(one, count, positions):
+            self._model(input_ids=torch.from_numpy(tokens.astype(np.int64)), positions=positions)

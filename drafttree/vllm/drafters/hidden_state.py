@@ -32,7 +32,6 @@ from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.drafters.columns import of_first_rank
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
-from drafttree.vllm.drafters.text_rows import TextRows
 from drafttree.vllm.step import StepTrees
 
 
@@ -74,7 +73,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._deferred = None
         on_cpu = self.device.type == "cpu"
         if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
-            self._deferred, self._texts = DeferredRows(), TextRows(self, LAYER)
+            self._deferred = DeferredRows()
 
     def _requests_ended(self, names: list[str]) -> None:
         super()._requests_ended(names)
@@ -113,7 +112,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             return DraftTree.of_roots(roots)
         slots, sizes = self._batch_slots(), step.trees.tensors.tree_size.long()
         self._read_deferred(step)
-        parts = self._parts(LAYER)
+        parts = self.step_parts(LAYER)
         states = self._layer.unroll(slots, step.root_positions, step.rows, sizes, parts)
         logits = self._unadapted.compute_logits(states.flatten(0, 1))
         trees = self._drafter.propose(
@@ -161,15 +160,8 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         if rows is None:
             return
         started = perf_counter()
-        x = self._drafter.fuse(rows.hidden, rows.tokens)
-        with (
-            override_forward_context(step.context),
-            self._texts.reading(rows.places, rows.starts, rows.ends),
-        ):
-            states = self._drafter.layer(x, rows.positions, self._layer.attend)
-        last = torch.from_numpy((rows.ends - rows.starts).cumsum() - 1)
-        stored, slots = self._layer.states, self._batch_slots()
-        stored[slots[torch.from_numpy(rows.places)]] = states[last].to(stored.dtype)
+        with override_forward_context(step.context):
+            self._layer.read(rows, self._batch_slots(), self.step_parts(LAYER))
         step.read_seconds += perf_counter() - started
 
     def _read_accepted(self, step: HiddenStateStep, verified: Verified) -> None:
@@ -202,7 +194,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             starts = before[self.query_start_loc.gpu[: len(last) + 1].long()]
             lengths = step.root_positions + verified.num_emitted
             most = int(starts.diff().max())
-            reading = self._parts(LAYER).reading(read, starts, lengths, most)
+            reading = self.step_parts(LAYER).reading(read, starts, lengths, most)
             source, tokens, positions = source[read], tokens[read], positions[read]
             last = before[last]
         elif step.trees.drafted:

@@ -24,7 +24,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
 from drafttree.vllm.drafters.columns import as_scheduled, without_nodes
 from drafttree.vllm.drafters.observing import observer, start_text
-from drafttree.vllm.drafters.step_parts import StepParts
+from drafttree.vllm.drafters.step_parts import StepCache, StepParts
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import Observe, sample_trees
@@ -169,10 +169,13 @@ class InStepRunner(TreeModelRunner[I]):
         tensors = step.trees.tensors
         return as_scheduled(trees, tensors.tree_size, tensors.padding)
 
-    def _parts(self, prefix: str) -> StepParts:
+    def step_parts(self, prefix: str) -> StepParts:
         """The parts of this step, for the layers whose names begin with `prefix`."""
         tables, requests = self.input_batch.block_table.block_tables, self.input_batch.num_reqs
-        caches = [(each.get_device_tensor(requests), each.slot_mapping.gpu) for each in tables]
+        caches = [
+            StepCache(each.get_device_tensor(requests), each.slot_mapping.gpu, each.block_size)
+            for each in tables
+        ]
         return StepParts(self, prefix, caches)
 
     def _show_trees(self, step: I, parents: torch.Tensor) -> None:

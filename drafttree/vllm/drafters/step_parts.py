@@ -1,4 +1,4 @@
-"""Forwards of a drafter's own layers over some of a step's rows.
+"""Forwards of a drafter's own layers over some of a step's rows, or over tokens before them.
 
 The engine's forward context is that of all rows of a step. Layers that are read for a few of them
 get metadata of these alone, made from tensors on the device, whose shapes the host knows.
@@ -6,17 +6,34 @@ get metadata of these alone, made from tensors on the device, whose shapes the h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from drafttree.arrays import LongArray
+from drafttree.transfer import all_on_device
 from drafttree.vllm.step_masks import StepMasks
+
+
+class StepCache(NamedTuple):
+    """A step's part of a group of KV caches.
+
+    Attributes:
+        blocks: Blocks of the step's B requests, `int32 [B, P]`.
+        slots: Slots of the step's rows, `int64 [T]`.
+        block_size: Slots of a block.
+    """
+
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    block_size: int
 
 
 @contextmanager
@@ -39,17 +56,14 @@ class StepParts:
     Args:
         runner: The model runner, whose step is prepared.
         prefix: What the names of the layers begin with.
-        caches: For each group of KV caches the blocks of the step's B requests, `int32 [B, P]`, and
-            the slots of its rows, `int64 [T]`.
+        caches: The step's part of each group of KV caches.
     """
 
-    def __init__(
-        self, runner: Any, prefix: str, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
+    def __init__(self, runner: Any, prefix: str, caches: Sequence[StepCache]) -> None:
         self._longest: int = runner.max_model_len
         self._layers = [
-            (group.get_metadata_builder(0), names, blocks, slots)
-            for groups, (blocks, slots) in zip(runner.attn_groups, caches, strict=True)
+            (group.get_metadata_builder(0), names, cache)
+            for groups, cache in zip(runner.attn_groups, caches, strict=True)
             for group in groups
             if (names := [name for name in group.layer_names if name.startswith(prefix)])
         ]
@@ -72,20 +86,67 @@ class StepParts:
             most: Greatest number of rows of a request.
             masks: Masks of the rows' trees; None if they are causal.
         """
+
+        def of(cache: StepCache) -> tuple[torch.Tensor, torch.Tensor]:
+            return cache.blocks, cache.slots[rows]
+
+        with self._context(len(rows), starts, lengths, most, masks, of):
+            yield
+
+    @contextmanager
+    def reading_before(
+        self, requests: LongArray, counts: LongArray, positions: torch.Tensor
+    ) -> Iterator[None]:
+        """The forward context of tokens before the step's: of a part of some requests' texts.
+
+        Args:
+            requests: Places of these requests in the step, `int64 [R]`, on the host.
+            counts: Number of tokens of each, `int64 [R]`, on the host.
+            positions: The tokens' positions, ascending, of one request after another, `int64 [P]`.
+        """
+        bounds = np.append(0, counts.cumsum())
+        places, of_rows, starts, last = all_on_device(
+            [
+                *(requests, np.repeat(np.arange(len(counts)), counts)),
+                *(bounds.astype(np.int32), bounds[1:] - 1),
+            ],
+            positions.device,
+        )
+
+        def of(cache: StepCache) -> tuple[torch.Tensor, torch.Tensor]:
+            blocks, size = cache.blocks[places], cache.block_size
+            return blocks, blocks[of_rows, positions // size].long() * size + positions % size
+
+        lengths, most = positions[last] + 1, int(counts.max())
+        with self._context(len(positions), starts, lengths, most, None, of):
+            yield
+
+    @contextmanager
+    def _context(
+        self,
+        count: int,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        most: int,
+        masks: StepMasks | None,
+        of: Callable[[StepCache], tuple[torch.Tensor, torch.Tensor]],
+    ) -> Iterator[None]:
+        """The forward context of `count` rows; `of` tells their blocks and slots in a cache."""
         common = CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,  # read on a CPU alone
             seq_lens=lengths.int(),
             num_reqs=len(lengths),
-            num_actual_tokens=len(rows),
+            num_actual_tokens=count,
             max_query_len=most,
             max_seq_len=self._longest,
             block_table_tensor=torch.empty(0),
-            slot_mapping=rows,
+            slot_mapping=starts,
         )
         metadata, slot_mapping = {}, {}
-        for builder, names, blocks, slots in self._layers:
-            here = common.replace(block_table_tensor=blocks, slot_mapping=slots[rows])
+        for builder, names, cache in self._layers:
+            blocks, slots = of(cache)
+            here = common.replace(block_table_tensor=blocks, slot_mapping=slots)
             metadata.update(dict.fromkeys(names, builder.build_part(here, masks)))
             slot_mapping.update(dict.fromkeys(names, here.slot_mapping))
         changes: dict[str, Any] = {"attn_metadata": metadata, "slot_mapping": slot_mapping}

@@ -20,8 +20,8 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.engine.arg_utils:EngineArgs.scheduler_cls",
         when="When a drafttree method is requested, unless the user has set scheduler_cls.",
         reason="vLLM's setting for a scheduler class. The scheduler is a subclass of vLLM's own: "
-        "its grammars follow draft trees, and with nodes=auto on the V2 model runner it chooses "
-        "the number of draft tokens by what it measures.",
+        "its grammars follow draft trees, and with nodes=auto or tree=auto on the V2 model "
+        "runner it chooses the number of draft tokens by what it measures.",
     ),
     Patch(
         target="vllm.v1.outputs:DraftTokenIds.drafttree_proposals",
@@ -44,7 +44,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         target="vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
-        when="On a scheduler made for nodes=auto on the V2 model runner.",
+        when="On a scheduler made for nodes=auto or tree=auto on the V2 model runner.",
         reason="vLLM's scheduler reads the number of draft tokens from a table by batch size, "
         "which is replaced by what chooses it.",
     ),
@@ -63,7 +63,8 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.outputs:ModelRunnerOutput.drafttree_report",
         when="On the output of each step that such a scheduler has scheduled.",
         reason="An additional attribute: what the drafts were worth at each number of draft "
-        "tokens, which reaches the scheduler with the output.",
+        "tokens, or what was accepted of those that a model drafted and what they took. It reaches "
+        "the scheduler with the output.",
     ),
 )
 

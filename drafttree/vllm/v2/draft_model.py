@@ -2,13 +2,16 @@
 
 The draft model's layers join the engine's KV cache groups, so they share the target's block tables:
 both models read prompts, use cached prefixes, and have the KV of accepted paths moved. Each step
-samples its tree level by level, right before the target verifies it. The host waits for nothing.
+samples its tree level by level, right before the target verifies it. Where shapes are chosen, the
+draft model reads nothing while nothing is drafted, and then what it has missed. The host waits for
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,11 +24,18 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
 from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
+from drafttree.transfer import all_on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
+from drafttree.vllm.drafters.step_parts import StepParts
+from drafttree.vllm.drafters.text_rows import group_of
 from drafttree.vllm.v2.in_step import InStepRunnerV2
+from drafttree.vllm.v2.missed_texts import MissedTexts, pieces
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 
 class DraftModelRunnerV2(InStepRunnerV2):
@@ -34,11 +44,13 @@ class DraftModelRunnerV2(InStepRunnerV2):
     _drafter: DraftModelDrafter
     _drawn: Any = None
     _movers_apart: Sequence[list[list[KvMover]]] = ()
+    _missed: MissedTexts | None = None
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, and movers that compact those of one of the models alone."""
         self._movers_apart = ()
         super().initialize_kv_cache(*args, **kwargs)
+        self._missed = self._no_missed_texts() if self._plans else None
         if self._movers:
 
             def is_draft(name: str) -> bool:
@@ -53,9 +65,42 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._drafter = method.drafter(options, self._target())
         path = str(options.model)
         self._draft_model = load_draft_model(path, self.vllm_config, self.load_config)
-        parents = torch.tensor([self._drafter.columns], dtype=torch.int32)
-        size = torch.tensor([parents.shape[1]], dtype=torch.int32)
-        self._column_depths = depths(parents, size)[0].to(self.device)
+        self._planned = self._drafter.columns
+        self._depths_of = lru_cache(partial(_column_depths, device=self.device))
+
+    def _no_missed_texts(self) -> MissedTexts:
+        """What the draft model has missed: nothing yet."""
+        self._cache_group = group_of(self, PREFIX)
+        return MissedTexts(self.max_num_reqs, self.block_tables.block_sizes[self._cache_group])
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Add the requests that start, whose first blocks may have KV already."""
+        super().add_requests(scheduler_output)
+        if self._missed is None:
+            return
+        for request in scheduler_output.scheduled_new_reqs:
+            row = self.req_states.req_id_to_index[request.req_id]
+            blocks = request.block_ids[self._cache_group]
+            self._missed.start(row, blocks, request.num_computed_tokens)
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Give the running requests further blocks."""
+        super().update_requests(scheduler_output)
+        if self._missed is None:
+            return
+        running = scheduler_output.scheduled_cached_reqs
+        for name, blocks in zip(running.req_ids, running.new_block_ids, strict=True):
+            if blocks is not None:
+                row = self.req_states.req_id_to_index[name]
+                self._missed.append(row, blocks[self._cache_group])
+
+    def _stop(self, row: int) -> None:
+        super()._stop(row)
+        if self._missed is not None:
+            self._missed.stop(row)
+
+    def _num_unread(self, batch: InputBatch) -> int:
+        return 0 if self._missed is None else int(self._missed.of(batch.idx_mapping_np).sum())
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
         """Sample the trees; the draft model reads each of the step's rows once."""
@@ -70,11 +115,18 @@ class DraftModelRunnerV2(InStepRunnerV2):
             *(step.sizes, np.diff(batch.cu_num_logits_np)),
             *(step.place_of_node, lengths),
         )
-        levels = LevelForwards(self._draft_model, self._parts(batch, PREFIX), rows)
+        parts = self._parts(batch, PREFIX)
+        levels = LevelForwards(self._draft_model, parts, rows)
         if step.width == 1:
-            levels.read_undrafted()
+            self._read_undrafted(batch, levels)
             return step
-        columns = pad(self._column_depths, (0, max(step.width - len(self._column_depths), 0)))
+        if self._plans:
+            self._planned = self._drafter.follow_plan(self._shape_of(step))
+        if self._missed is not None:
+            with self._clock.reading():
+                self._clock.read_tokens = self._read_missed(self._missed, batch, parts)
+        column_depths = self._depths_of(self._planned)
+        columns = pad(column_depths, (0, max(step.width - len(column_depths), 0)))
         self._write_depths(batch, step, columns[None, : step.width].expand_as(step.parents))
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
@@ -96,6 +148,38 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._show_trees(step, trees.parents)
         return step._replace(parents=trees.parents)
 
+    def _read_undrafted(self, batch: InputBatch, levels: LevelForwards) -> None:
+        """Let the draft model read a step without drafts, unless it may fall behind."""
+        if self._missed is None:
+            levels.read_undrafted()
+            return
+        counts = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
+        # The outcomes of drafts in two steps may be unknown when a step is scheduled.
+        earliest = batch.num_computed_tokens_np - 2 * self.num_speculative_steps
+        self._missed.miss(batch.idx_mapping_np, counts, earliest.clip(min=0))
+
+    def _read_missed(self, missed: MissedTexts, batch: InputBatch, parts: StepParts) -> int:
+        """Let the draft model read what it has missed of the step's texts; returns how many tokens.
+
+        It reads the step's own rows after that, with the trees.
+        """
+        rows = batch.idx_mapping_np
+        counts = missed.of(rows)
+        first_rows = batch.query_start_loc[: batch.num_reqs].long()
+        texts = self.req_states.all_token_ids.gpu
+        for places, behind, read in pieces(counts):
+            place = np.repeat(places, read)
+            # How far each token is before the first row of its request in this step.
+            ahead = np.repeat(behind + read.cumsum() - read, read) - np.arange(read.sum())
+            of_rows, before = all_on_device((place, ahead), self.device)
+            positions = batch.positions[first_rows[of_rows]] - before
+            with parts.reading_before(places, read, positions):
+                self._draft_model(
+                    input_ids=texts[batch.idx_mapping[of_rows], positions], positions=positions
+                )
+        missed.read(rows)
+        return int(counts.sum())
+
     def _read(
         self,
         batch: InputBatch,
@@ -115,7 +199,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
             hidden = levels.read_roots()[:, None]
         else:
             hidden = levels.read_level(first, known.parents[:, :last])
-        if columns == len(self._drafter.columns):
+        if columns == len(self._planned):
             return hidden[:0]  # nothing is drafted below the leaves
         logits = self._draft_model.compute_logits(hidden.flatten(0, 1)).float()
         probs = self._distributions(batch, step, logits, slice(first, last))
@@ -174,3 +258,10 @@ class DraftModelRunnerV2(InStepRunnerV2):
         drawn = nodes.masked_fill(verified.path < 0, -1).int()
         for movers, path in zip(self._movers_apart, (verified.path, drawn), strict=True):
             self._compact(step, path, movers)
+
+
+def _column_depths(columns: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The depth of each column of trees whose columns have these parents, `int32 [N]`."""
+    parents = torch.tensor([columns], dtype=torch.int32)
+    size = torch.tensor([len(columns)], dtype=torch.int32)
+    return depths(parents, size)[0].to(device)

@@ -1,7 +1,8 @@
 """vLLM's V2 model runner with a layer that continues the target's hidden states.
 
 After verification the layer reads the step's tokens, the accepted path as if it came right after
-the root. The host waits for nothing.
+the root. Where shapes are chosen, it reads those of several steps at a time while nothing is
+drafted. The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import override_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
@@ -28,6 +30,7 @@ class HiddenStateRunnerV2(InStepRunnerV2):
     """Drafts with a `HiddenStateDrafter`."""
 
     _drafter: HiddenStateDrafter
+    _deferred: DeferredRows[int] | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target, and then the drafter with its layer."""
@@ -41,11 +44,21 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         self._layer = DraftLayer(
             *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
         )
+        self._deferred = DeferredRows() if self._plans else None
+
+    def _stop(self, row: int) -> None:
+        super()._stop(row)
+        if self._deferred is not None:
+            self._deferred.forget([row])
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
         """Run the layer on its own outputs, and build the trees from its logits."""
         if step.width == 1:
             return step
+        if self._plans:
+            self._drafter.follow_plan(self._shape_of(step))
+            with self._clock.reading():
+                self._clock.read_tokens = self._read_deferred(batch)
         slots = batch.idx_mapping
         roots, root_positions = self._roots(batch, step)
         states = self._layer.unroll(
@@ -73,7 +86,42 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified
     ) -> None:
         self._drafter.on_verified(batch.idx_mapping, trees, verified)
-        self._read(batch, step, verified)
+        if self._deferred is None or not self._defers(self._deferred, batch, verified):
+            with self._drafting():
+                self._read(batch, step, verified)
+        super()._on_verified(batch, step, trees, verified)
+
+    def _defers(self, deferred: DeferredRows[int], batch: InputBatch, verified: Verified) -> bool:
+        """Whether the tokens of a step are read later, as nothing else is to be read."""
+        if batch.num_draft_tokens:
+            return False
+        is_alone = batch.num_tokens == batch.num_reqs
+        is_due = not is_alone
+        if is_alone:
+            rows, requests = batch.logits_indices, batch.idx_mapping_np.tolist()
+            tokens = self._following(batch, verified)[:, 0]
+            is_due = deferred.add(requests, self._hidden[rows], tokens, batch.positions[rows])
+        if is_due:
+            with override_forward_context(self._context):
+                self._read_deferred(batch)
+        return is_alone
+
+    def _read_deferred(self, batch: InputBatch) -> int:
+        """Let the layer read what was accepted in the steps before; returns how many tokens."""
+        deferred = self._deferred
+        rows = None if deferred is None else deferred.take(batch.idx_mapping_np.tolist())
+        if rows is None:
+            return 0
+        self._layer.read(rows, batch.idx_mapping, self._parts(batch, LAYER))
+        return int(rows.counts.sum())
+
+    def _following(self, batch: InputBatch, verified: Verified) -> torch.Tensor:
+        """The tokens after the rows of the accepted paths, `int32 [B, D + 1]`.
+
+        They are those emitted, but a prompt that is read in part goes on with its own next token.
+        """
+        of_prompts = self.req_states.next_prefill_tokens[0, batch.idx_mapping][:, None]
+        return torch.where(verified.emitted < 0, of_prompts, verified.emitted)
 
     def _read(self, batch: InputBatch, step: Layout, verified: Verified) -> None:
         """Run the layer on the step's tokens, and store its output after each accepted path.
@@ -87,12 +135,9 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         # Nothing is verified after a chunk of a prompt, whose root is read all the same.
         accepted = ((path >= 0) | (columns == 0)) & (columns == column)
         places = step.place_of_node
-        # The token after a row is that of the next row, except along the accepted path. A prompt
-        # that is read in part goes on with its own next token.
+        # The token after a row is that of the next row, except along the accepted path.
         tokens = batch.input_ids.roll(-1)
-        following = verified.emitted[step.request_of_row, column]
-        of_prompt = self.req_states.next_prefill_tokens[0, rows][step.request_of_row]
-        following = torch.where(following < 0, of_prompt, following).to(tokens.dtype)
+        following = self._following(batch, verified)[step.request_of_row, column].to(tokens.dtype)
         tokens[indices] = torch.where(accepted, following, tokens[indices])
         source = torch.arange(len(tokens), device=tokens.device)
         node = places[step.request_of_row, path.clamp(min=0)]

@@ -27,6 +27,7 @@ def check_hooks() -> None:
     for owner, name, parameters in (
         (GPUModelRunner, "_remove_request", "self req_id"),
         (GPUModelRunner, "add_requests", "self scheduler_output"),
+        (GPUModelRunner, "update_requests", "self scheduler_output"),
         (GPUModelRunner, "prepare_attn", "self input_batch"),
         (GPUModelRunner, "prepare_dummy_attn", "self input_batch"),
         (GPUModelRunner, "sample", "self hidden_states input_batch grammar_output"),

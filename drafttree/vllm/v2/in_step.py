@@ -3,11 +3,15 @@
 The KV of such a drafter is that of more layers in the engine's cache groups, so it can draft when
 the step's slots exist: right before the target runs. Until then the engine's draft tokens are
 placeholders, and the speculator's trees, which have no nodes, only reserve places.
+
+Where shapes are chosen, the scheduler has chosen one when it scheduled the placeholders: their
+number names it. It learns from what travels with a step's output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +24,12 @@ from drafttree.chains import first_paths
 from drafttree.drafter import Drafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
-from drafttree.tree import DraftTree
+from drafttree.tree import DraftTree, Verified
+from drafttree.tree_shape import TreeShape
 from drafttree.vllm.drafters.columns import as_scheduled
-from drafttree.vllm.drafters.step_parts import StepParts
+from drafttree.vllm.drafters.step_parts import StepCache, StepParts
 from drafttree.vllm.step_masks import StepMasks
+from drafttree.vllm.v2.draft_clock import DraftClock
 from drafttree.vllm.v2.hooks import check_forward
 from drafttree.vllm.v2.runner import TreeRunnerV2
 
@@ -33,12 +39,14 @@ class InStepRunnerV2(TreeRunnerV2):
 
     Attributes:
         _context: The engine's forward context in this step.
+        _clock: Measures the drafts of this step.
     """
 
     _drafter: Drafter  # type: ignore[assignment]
     _batch: InputBatch | None = None
     _seen: InputBatch | None = None
     _context: ForwardContext
+    _clock: DraftClock
 
     def draft(self, batch: InputBatch, step: Layout) -> Layout:
         """Draft within the engine's forward context, and write the trees into the step.
@@ -49,6 +57,24 @@ class InStepRunnerV2(TreeRunnerV2):
             The step with its trees.
         """
         raise NotImplementedError
+
+    @property
+    def _plans(self) -> bool:
+        """Whether the scheduler chooses the shapes of the trees."""
+        return bool(self._reports.shapes)
+
+    def _shape_of(self, step: Layout) -> TreeShape:
+        """The shape that was chosen for a step with drafts.
+
+        Where the scheduler has cut the trees of all requests it is the smallest one that has as
+        many nodes, of which the first ones are drafted.
+        """
+        drafts = step.width - 1
+        return next(shape for shape in self._reports.shapes if shape.nodes >= drafts)
+
+    def _num_unread(self, batch: InputBatch) -> int:
+        """How many tokens of the batch's texts the drafter has to read before it can draft."""
+        return 0
 
     def _make_drafter(self, method: Method[Any], options: Any) -> None:
         """Make the drafter, when the target has been loaded."""
@@ -104,8 +130,24 @@ class InStepRunnerV2(TreeRunnerV2):
         if step is None or batch is None:  # a forward that serves no request
             return
         self._context, self._seen = get_forward_context(), batch
-        self._step = drafted = self.draft(batch, step)
+        self._clock = DraftClock(self.device)
+        with self._drafting():
+            self._step = drafted = self.draft(batch, step)
         super()._show_bound(batch, drafted)
+
+    def _drafting(self) -> AbstractContextManager[None]:
+        """While it is open, drafting is measured, if shapes are chosen by it."""
+        return self._clock.drafting() if self._plans else nullcontext()
+
+    def _begin_report(self, batch: InputBatch) -> None:
+        """Nothing is known of a step before it is verified."""
+
+    def _on_verified(
+        self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified
+    ) -> None:
+        if self._plans:
+            unread = self._num_unread(batch)
+            self._reports.begin_drafts(trees.parents, verified.path, self._clock, unread)
 
     def _show_bound(self, batch: InputBatch, step: Layout) -> None:
         """Nothing is drafted yet when a step is laid out."""
@@ -116,7 +158,8 @@ class InStepRunnerV2(TreeRunnerV2):
         """The parts of this step, for the layers whose names begin with `prefix`."""
         tables, requests = self.block_tables, slice(batch.num_reqs)
         blocks = (each[requests] for each in tables.input_block_tables)
-        return StepParts(self, prefix, [*zip(blocks, tables.slot_mappings, strict=True)])
+        caches = zip(blocks, tables.slot_mappings, tables.block_sizes, strict=True)
+        return StepParts(self, prefix, [StepCache(*each) for each in caches])
 
     @staticmethod
     def _roots(batch: InputBatch, step: Layout) -> tuple[torch.Tensor, torch.Tensor]:

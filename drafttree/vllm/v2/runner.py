@@ -45,7 +45,7 @@ from drafttree.vllm.v2.step import StepLayouts
 from drafttree.vllm.v2.step_drafts import StepDrafts
 from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
 from drafttree.vllm.v2.tier_report import TierReports
-from drafttree.vllm.v2.tiers import max_rows, sizes_up_to
+from drafttree.vllm.v2.tiers import max_rows, sizes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -85,16 +85,16 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
         self._layouts = StepLayouts(self._kept)
         self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
-        sizes = sizes_up_to(self.num_speculative_steps) if patches.chooses_tiers(self) else ()
+        sizes = sizes_of(parsed, self.num_speculative_steps) if patches.chooses_tiers(self) else ()
+        self._reports = TierReports(sizes, parsed.shapes if sizes else ())
         self._trees = TreeSpeculator(
             # The engine's warm-up runs requests that must teach the drafter nothing.
             NonDraftingRank(parsed.depth),
             self._kept,
             self.num_speculative_steps,
             self._rules,
-            sizes,
+            () if parsed.shapes else sizes,
         )
-        self._reports = TierReports(sizes)
         self._explanation = TierExplanation()
         patches.replace_speculator(self, self._trees)
         self._state_bytes = allocated(self.device) - before
@@ -262,8 +262,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         # Graphs may be captured next.
         self._tell_builders(None)
         batch = input_batch
-        # What the trees of this step are worth, before the next ones take their places.
-        self._reports.begin(self._trees.expected, batch.idx_mapping)
+        self._begin_report(batch)
         # The drafter's text of a prompt that is read in part goes beyond the root.
         tokens = node_tokens(
             without_placeholders(self, batch.input_ids),
@@ -309,6 +308,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
+
+    def _begin_report(self, batch: InputBatch) -> None:
+        """Report what the trees of this step are worth, before the next ones take their places."""
+        self._reports.begin(self._trees.expected, batch.idx_mapping)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The draft tokens, none of which the scheduler drops: they are in the step already."""

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from drafttree.budget.shape_controller import ShapeController
 from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
 from drafttree.budget.tier_explanation import TierUpdate
 from drafttree.vllm import patches
+from drafttree.vllm.v2.tier_report import ShapeReport, TierReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-
-    from drafttree.vllm.v2.tier_report import TierReport
 
 
 class TierSteps:
@@ -44,7 +44,7 @@ class TierSteps:
         self._table = table
         self._running = running
         self._clock = clock
-        self._controller: TierController | None = None
+        self._controller: TierController | ShapeController | None = None
         self._chosen = TierPlan(0)
         self._coming = TierPlan(0)
         self._sent: deque[TierPlan] = deque()
@@ -84,13 +84,12 @@ class TierSteps:
         if not scheduled.total_num_scheduled_tokens:
             return
         began, self._began = self._began, self._clock()
-        report: TierReport | None = patches.report_of(output)
+        report: TierReport | ShapeReport | None = patches.report_of(output)
         if self._controller is None:
             if report is not None:
-                self._controller = TierController(report.sizes, report.forward_seconds)
+                self._controller = report.make_controller()
             return
-        expected = None if report is None else report.expected
-        self._controller.record(_outcome(plan, scheduled, output, expected, self._began - began))
+        self._controller.record(_outcome(plan, scheduled, output, report, self._began - began))
 
     def take_update(self) -> TierUpdate | None:
         """What there is to explain since the last call; None before the first choice."""
@@ -101,7 +100,7 @@ def _outcome(
     plan: TierPlan,
     scheduled: SchedulerOutput,
     output: ModelRunnerOutput,
-    expected: np.ndarray[tuple[int, int], np.dtype[np.float32]] | None,
+    report: TierReport | ShapeReport | None,
     seconds: float,
 ) -> TierOutcome:
     """What a step says of decoding: of its requests that emitted tokens, prompts left out."""
@@ -123,6 +122,7 @@ def _outcome(
         requests,
         rows,
         np.array(emitted),
-        None if expected is None else expected[places],
+        report.expected[places] if isinstance(report, TierReport) else None,
         seconds if is_alone and seconds > 0 else None,
+        report.drafts.of(places) if isinstance(report, ShapeReport) else None,
     )

@@ -1,27 +1,31 @@
 """How many draft tokens each request has, by the number of requests.
 
 The scheduler schedules a step before the outcome of the last one is known, so the number is the
-same for all requests, and depends on how many there are. With `nodes=auto` it is an upper bound, as
-drafttree's own scheduler chooses among a few smaller ones too. It never exceeds a request's share
-of a step's tokens: the scheduler serves running requests in order, and the last ones would wait.
+same for all requests, and depends on how many there are. With `nodes=auto` and `tree=auto` it is an
+upper bound, as drafttree's own scheduler chooses among a few smaller ones too. It never exceeds a
+request's share of a step's tokens: the scheduler serves running requests in order, and the last
+ones would wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
+    from drafttree.method import MethodOptions
+
 Tiers = list[list[int]]
 """Ranges of batch sizes: first, last, and the draft tokens of each request there."""
 
 SIZES = (0, 3, 7, 15, 31, 63)
-"""With `nodes=auto`, the numbers of draft tokens to choose from."""
+"""With Token Recycling's `nodes=auto`, the numbers of draft tokens to choose from."""
 
 ROWS = 512
-"""With `nodes=auto`, the most nodes of a step: beyond them each costs time on any GPU."""
+"""Where the scheduler chooses, the most nodes of a step: beyond them each costs time on any GPU."""
 
 MANY = 1 << 16
 """More requests than any engine runs."""
@@ -43,8 +47,20 @@ def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:
     return (*(size for size in SIZES if size < most), most)
 
 
+def sizes_of(options: MethodOptions, num_draft_tokens: int) -> tuple[int, ...]:
+    """The numbers of draft tokens that the scheduler chooses from; none if it does not choose.
+
+    Args:
+        options: The method's options.
+        num_draft_tokens: Greatest number of draft tokens of a tree.
+    """
+    if options.shapes:
+        return (0, *(shape.nodes for shape in options.shapes))
+    return sizes_up_to(num_draft_tokens) if options.is_adaptive else ()
+
+
 def make_tiers(
-    num_draft_tokens: int, budget: int, max_requests: int, *, adaptive: bool = False
+    num_draft_tokens: int, budget: int, max_requests: int, sizes: Sequence[int] = ()
 ) -> Tiers:
     """Choose the draft tokens of a request for each number of requests.
 
@@ -52,24 +68,24 @@ def make_tiers(
         num_draft_tokens: Greatest number.
         budget: Greatest number of tokens of a step.
         max_requests: Greatest number of requests.
-        adaptive: Whether the scheduler chooses among a few sizes, of which the tiers are the
-            greatest.
+        sizes: Numbers of draft tokens that the scheduler chooses from, of which the tiers are the
+            greatest; none if it does not choose.
     """
 
     def wanted(requests: int) -> int:
-        if not adaptive:
+        if not sizes:
             return num_draft_tokens
-        most = ROWS // requests - 1
-        return max((size for size in sizes_up_to(num_draft_tokens) if size <= most), default=0)
+        most = _one_of_few(ROWS // requests - 1)
+        return max((size for size in sizes if size <= most), default=0)
 
-    sizes = []
+    chosen = []
     for requests in range(1, max_requests + 1):
         most = share(budget, requests, max_requests) - 1
-        sizes.append(wanted(requests) if wanted(requests) <= most else _one_of_few(most))
-        if not sizes[-1]:
+        chosen.append(wanted(requests) if wanted(requests) <= most else _one_of_few(most))
+        if not chosen[-1]:
             break  # the engine takes the last tier for more requests too
     tiers, first = [], 1
-    for size, same in groupby(sizes):
+    for size, same in groupby(chosen):
         last = first + len([*same]) - 1
         tiers.append([first, last, size])
         first = last + 1
@@ -86,7 +102,9 @@ def max_rows(tiers: Tiers) -> int:
     return max(last * (1 + size) for _, last, size in tiers)
 
 
-def plan(engine: EngineArgs, max_model_len: int, num_draft_tokens: int, *, adaptive: bool) -> Tiers:
+def plan(
+    engine: EngineArgs, max_model_len: int, num_draft_tokens: int, sizes: Sequence[int]
+) -> Tiers:
     """The tiers of an engine whose limits may not be known yet.
 
     vLLM chooses limits that the user has left out after it has made the speculative configuration.
@@ -101,4 +119,4 @@ def plan(engine: EngineArgs, max_model_len: int, num_draft_tokens: int, *, adapt
             budget = min(budget, requests * max_model_len)
     if engine.max_num_scheduled_tokens is not None:
         budget = min(budget, engine.max_num_scheduled_tokens)
-    return make_tiers(num_draft_tokens, budget, requests or MANY, adaptive=adaptive)
+    return make_tiers(num_draft_tokens, budget, requests or MANY, sizes)

@@ -45,6 +45,10 @@ def fake_gpu() -> Iterator[Gpu]:
         def wait(self, *args: Any) -> None:
             """Let a stream wait; there is one."""
 
+        def elapsed_time(self, end: Any) -> float:
+            """Milliseconds up to another event; there are no times here."""
+            return 1.0
+
     with ExitStack() as stack:
         for holder, name, value in (
             (torch, "Event", Event),

@@ -8,14 +8,17 @@ a table of logits, and the steps are called one after another.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import scripted_shapes
 import torch
 from vllm.sampling_params import SamplingParams
 
 from fake_gpu.flash import flash_on
+from drafttree.vllm import patches
 from fake_gpu.record import Record
 from fake_gpu.session import fake_gpu
 from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, VOCAB
@@ -38,8 +41,13 @@ class _Driver:
         self._gpu = gpu
         device = torch.device("cpu" if gpu is None else "cuda")
         host = HOSTS[method]
-        self._nodes = host.method.parse(options).num_draft_tokens
-        runner = self._runner = host(weights, device, self._nodes)
+        parsed = host.method.parse(options)
+        nodes = parsed.num_draft_tokens
+        sizes = [0, *(shape.nodes for shape in parsed.shapes)]
+        script = [sizes[index % len(sizes)] for index in scripted_shapes.SCRIPT]
+        self._sizes = cycle(script if parsed.shapes else [nodes])
+        self._size = next(self._sizes)
+        runner = self._runner = host(weights, device, nodes)
         if gpu is not None:
             runner.uncounted = gpu.unwatched
         runner.set_up_host(options)
@@ -47,6 +55,7 @@ class _Driver:
         self._computed: dict[str, int] = {}
         self._blocks: dict[str, list[int]] = {}
         self._free = list(range(MAX_REQUESTS))
+        self._paths: list[Any] = []
 
     def run(self, asked: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Serve requests until all have finished, and tell what came of it."""
@@ -64,6 +73,7 @@ class _Driver:
             "texts": found,
             "counts": self._runner.counters.as_dict(),
             "acceptance": self._runner.acceptance(),
+            "paths": self._paths,
             "steps": steps,
         }
 
@@ -86,9 +96,10 @@ class _Driver:
         for name, text in self._texts.items():
             unread = len(text) - self._computed[name]
             counts[name] = min(unread, CHUNK)
-            if name not in new and len(text) > len(asked[name]["prompt"]):
-                drafts[name] = [-1] * self._nodes
-                counts[name] += self._nodes
+            if self._size and name not in new and len(text) > len(asked[name]["prompt"]):
+                drafts[name] = [-1] * self._size
+                counts[name] += self._size
+        self._size = next(self._sizes)
         output = self._scheduled(new, counts, drafts)
         with self._unwatched():
             runner.add_requests(output)
@@ -113,6 +124,8 @@ class _Driver:
             proposed = self._propose(batch, num_sampled, num_rejected)
         with self._unwatched():
             runner.req_states.draft_tokens[batch.idx_mapping] = proposed
+            report = patches.report_of(runner._reports.attach(SimpleNamespace()))
+            self._paths.append(report and report.drafts.path.tolist())
         tokens = held(sampled.sampled_token_ids).tolist()
         for row, (name, count) in enumerate(
             zip(batch.req_ids, held(num_sampled).tolist(), strict=True)
@@ -157,7 +170,7 @@ class _Driver:
         return runner.speculator.propose(
             *(batch, None, None, None, None, num_sampled, num_rejected),
             runner.req_states.last_sampled_tokens,
-            num_speculative_tokens=self._nodes,
+            num_speculative_tokens=self._size,
         )
 
     def _advance(
@@ -174,7 +187,7 @@ class _Driver:
         text += tokens
         self._computed[name] = len(text) - 1 if decodes else self._computed[name] + counts[name]
         first = self._blocks[name][0]
-        self._runner.check_cache(text[: self._computed[name]], first)
+        self._runner.check_cache(name, text[: self._computed[name]], first)
         if len(text) - len(prompt) >= asked[name]["length"]:
             found[name] = text[len(prompt) :][: asked[name]["length"]]
             with self._unwatched():

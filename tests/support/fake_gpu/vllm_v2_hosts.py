@@ -10,12 +10,14 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from tree_kernels.kv_move import movers_of
 
 from drafttree.drafter import Target
 from drafttree.method import Method
+from drafttree.vllm import patches
 from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.v2 import draft_model
@@ -57,10 +59,13 @@ class HostRunner(TreeRunnerV2, Stock):
 
     def set_up_host(self, options: dict[str, Any]) -> None:
         """Do what the engine does before it serves requests."""
+        if self.method.parse(options).shapes:
+            self.scheduler_config.scheduler_cls = patches.scheduling._TIER_SCHEDULER
         self.set_up(self.method, options)
         self.load_model()
         self.warmed_up()
         self._movers = [movers_of([*self.caches.values()])]
+        self._reports.forward_seconds = {1: 0.01}
 
     def cached(self, layer: str, first_block: int, count: int) -> list[float]:
         """What a layer's cache holds of the first tokens of a request."""
@@ -68,8 +73,8 @@ class HostRunner(TreeRunnerV2, Stock):
         values: list[float] = held(self.caches[layer]).view(-1)[first : first + count].tolist()
         return values
 
-    def check_cache(self, text: list[int], first_block: int) -> None:
-        """Check that the KV of a text is in its slots, in order."""
+    def check_cache(self, name: str, text: list[int], first_block: int) -> None:
+        """Check that the KV of a request's text is in its slots, in order."""
         assert self.cached(TARGET, first_block, len(text)) == text
 
 
@@ -85,17 +90,22 @@ class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
         with mock.patch.object(draft_model, "load_draft_model", return_value=DraftModel(self)):
             super().load_model()
         self._movers_apart = [[movers_of([self.caches[layer]])] for layer in (TARGET, DRAFTED)]
+        self._missed = self._no_missed_texts() if self._plans else None
 
     def forward_step(self, batch: Any, slots: torch.Tensor) -> torch.Tensor:
-        """The draft model reads each row of a step once."""
-        self.rows_read = 0
+        """The draft model reads each row of a step once, or later what it has missed."""
+        self.rows_read, missed = 0, self._num_unread(batch)
         hidden = super().forward_step(batch, slots)
-        assert self.rows_read == batch.num_tokens
+        rests = self._plans and not batch.num_draft_tokens
+        assert self.rows_read == (0 if rests else batch.num_tokens + missed)
         return hidden
 
-    def check_cache(self, text: list[int], first_block: int) -> None:
-        """The draft model has read what the target has."""
-        super().check_cache(text, first_block)
+    def check_cache(self, name: str, text: list[int], first_block: int) -> None:
+        """The draft model has read what the target has, apart from what it has missed."""
+        super().check_cache(name, text, first_block)
+        if self._missed is not None:
+            row = self.req_states.req_id_to_index[name]
+            text = text[: len(text) - int(self._missed.of(np.array([row]))[0])]
         assert self.cached(DRAFTED, first_block, len(text)) == text
 
 
@@ -112,9 +122,12 @@ class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
         with mock.patch.object(draft_layer, "Attention", kind):
             super().load_model()
 
-    def check_cache(self, text: list[int], first_block: int) -> None:
-        """The layer has read each token of a text beside the one after it."""
-        super().check_cache(text, first_block)
+    def check_cache(self, name: str, text: list[int], first_block: int) -> None:
+        """The layer has read each token of a text, but those deferred, beside the one after it."""
+        super().check_cache(name, text, first_block)
+        if self._deferred is not None:
+            row = self.req_states.req_id_to_index[name]
+            text = text[: len(text) + 1 - max(len(self._deferred._rows.get(row, ())), 1)]
         after, shifts = (held(each)[:, 0].tolist() for each in (self.weights, self.shifts))
         expected = [
             after[following] + 0.05 * (after[token] + shifts[place]) + 0.05 * (place % 7)

@@ -1,0 +1,116 @@
+"""What a draft model has not read of the texts on the V2 model runner, as nothing was drafted.
+
+As `UnreadTexts`, for a host that does not know where a text ends: tokens that were drafted may have
+been rejected on the device. But a step without drafts computes exactly the tokens that were
+scheduled. So it is known how many tokens a request's draft model has missed, and they are the last
+ones before the step's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from drafttree.arrays import LongArray
+from drafttree.unread_texts import ROWS
+
+
+class MissedTexts:
+    """Counts the tokens that the draft model has missed, by the request's row in the engine.
+
+    A request may begin with blocks of KV of another one, whose tokens were missed. Of these it is
+    known where they begin at the earliest.
+
+    Args:
+        requests: Number of rows.
+        block_size: Tokens of a block of the KV cache.
+    """
+
+    def __init__(self, requests: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._missed = np.zeros(requests, np.int64)
+        self._first = np.zeros(requests, np.int64)
+        self._blocks: list[list[int]] = [[] for _ in range(requests)]
+        # Blocks of requests that have ended.
+        self._left: set[int] = set()
+
+    def start(self, row: int, blocks: Sequence[int], computed: int) -> None:
+        """A request starts, or starts again after preemption.
+
+        Args:
+            row: Its row.
+            blocks: Its blocks.
+            computed: Tokens whose KV the cache has.
+        """
+        size = self._block_size
+        found = blocks[: -(-computed // size)]
+        # A block that is found in part is a copy.
+        first = computed // size if computed % size else len(found)
+        if found:
+            missed = self._missed_blocks()
+            first = next((place for place, each in enumerate(found) if each in missed), first)
+        self._blocks[row] = [*found]
+        self._first[row] = first * size
+        self._missed[row] = max(computed - first * size, 0)
+        self.append(row, blocks[len(found) :])
+
+    def append(self, row: int, blocks: Iterable[int]) -> None:
+        """A request has more blocks, of which nothing has been computed."""
+        self._blocks[row] += blocks
+        self._left.difference_update(blocks)
+
+    def stop(self, row: int) -> None:
+        """The request in a row has ended, or is preempted."""
+        if self._missed[row]:
+            self._left.update(self._missed_of(row))
+        self._missed[row], self._blocks[row] = 0, []
+
+    def miss(self, rows: LongArray, counts: LongArray, earliest: LongArray) -> None:
+        """A step without drafts computes tokens that the draft model does not read.
+
+        Args:
+            rows: The rows of its requests, `int64 [B]`.
+            counts: Number of tokens of each, `int64 [B]`.
+            earliest: The first position at which they may be, `int64 [B]`.
+        """
+        new = self._missed[rows] == 0
+        self._first[rows[new]] = earliest[new]
+        self._missed[rows] += counts
+
+    def of(self, rows: LongArray) -> LongArray:
+        """How many tokens were missed of each request, `int64 [B]`."""
+        missed: LongArray = self._missed[rows]
+        return missed
+
+    def read(self, rows: LongArray) -> None:
+        """The draft model has read the texts of these requests up to the step, and the step."""
+        for row in rows[self._missed[rows] > 0].tolist():
+            self._left.difference_update(self._blocks[row])
+        self._missed[rows] = 0
+
+    def _missed_blocks(self) -> set[int]:
+        """The blocks that may have tokens which were missed."""
+        running = np.flatnonzero(self._missed).tolist()
+        return self._left.union(*map(self._missed_of, running))
+
+    def _missed_of(self, row: int) -> list[int]:
+        return self._blocks[row][self._first[row] // self._block_size :]
+
+
+def pieces(missed: LongArray) -> Iterator[tuple[LongArray, LongArray, LongArray]]:
+    """Divide what was missed into forwards of a bounded number of tokens.
+
+    Args:
+        missed: Number of tokens of each request, `int64 [B]`.
+
+    Yields:
+        The requests of a forward, how many tokens each has still missed before it, and how many of
+        these it reads; three times `int64 [R]`.
+    """
+    ends = missed.cumsum()
+    starts = ends - missed
+    for first in range(0, int(ends[-1]), ROWS):
+        begins, stops = starts.clip(first, first + ROWS), ends.clip(first, first + ROWS)
+        places = np.flatnonzero(stops > begins)
+        yield places, (ends - begins)[places], (stops - begins)[places]
