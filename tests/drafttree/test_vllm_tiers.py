@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,18 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import ModelRunnerOutput
 
+from drafttree.budget.model_drafts import ModelDrafts
 from drafttree.budget.scores import expected_tokens
 from drafttree.budget.tier_explanation import TierExplanation
+from drafttree.tree_shape import TreeShape
 from drafttree.vllm import patches
-from drafttree.vllm.v2.tier_report import TierReport, TierReports
+from drafttree.vllm.v2.draft_clock import DraftClock
+from drafttree.vllm.v2.tier_report import ShapeReport, TierReport, TierReports
 from drafttree.vllm.v2.tier_steps import TierSteps
 
 SIZES = (0, 3, 7)
 COSTS = {1: 0.01, 64: 0.011}
+CHAINS = (TreeShape(1, 1, 1), TreeShape(3, 1, 3))
 
 
 class Engine:
@@ -60,7 +65,6 @@ class Engine:
         self.steps.scheduled(scheduled)
         if tokens:
             self._drafts, self._looked_up = size, self.steps.looks_up
-            assert self._looked_up or not size
         self._in_flight.append(scheduled)
         if len(self._in_flight) > self._ahead:
             self.now += seconds
@@ -76,13 +80,34 @@ class Engine:
                 [7] * (1 + bool(scheduled.scheduled_spec_decode_tokens)) for _ in requests
             ],
         )
-        expected = np.full((len(requests), len(SIZES)), np.nan, np.float32)
-        if scheduled.looked_up:
-            expected[:] = (1, 2, 2)
-        patches.attach_report(output, TierReport(SIZES, COSTS, expected))
+        patches.attach_report(output, self.report(scheduled))
         self.steps.arrived(scheduled, output)
         if (update := self.steps.take_update()) is not None:
             self.explanation.add(pickle.loads(pickle.dumps(update)))
+
+    def report(self, scheduled: Any) -> TierReport | ShapeReport:
+        assert scheduled.looked_up or not scheduled.scheduled_spec_decode_tokens
+        expected = np.full((len(scheduled.num_scheduled_tokens), len(SIZES)), np.nan, np.float32)
+        if scheduled.looked_up:
+            expected[:] = (1, 2, 2)
+        return TierReport(SIZES, COSTS, expected)
+
+
+class Modelled(Engine):
+    """A model drafts chains, of which the first token is accepted."""
+
+    def report(self, scheduled: Any) -> TierReport | ShapeReport:
+        drafts = scheduled.scheduled_spec_decode_tokens
+        requests, size = (
+            len(scheduled.num_scheduled_tokens),
+            max(map(len, drafts.values()), default=0),
+        )
+        path = np.full((requests, 2), -1, np.int32)
+        path[:, 0] = 0
+        path[: len(drafts), 1] = 1
+        parents = np.tile(np.arange(-1, size, dtype=np.int32), (requests, 1))
+        assert not scheduled.looked_up
+        return ShapeReport(CHAINS, COSTS, ModelDrafts(parents, path, 0.001))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -100,6 +125,21 @@ def test_each_decision_meets_its_outcome(ahead: int) -> None:
         assert row["observed_ms"] == pytest.approx(10.0)
     # The first output only brings the costs.
     assert sum(row["steps"] for row in rows.values()) == 300 - ahead - 1
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_shapes_follow_from_what_a_model_reports(ahead: int) -> None:
+    engine = Modelled(ahead)
+    for step in range(300):
+        engine.step(prompts=step % 10 == 0)
+    rows = {row["num_draft_tokens"]: row for row in engine.explanation.rows()}
+    assert rows.keys() <= {0, 1, 3}
+    assert sum(row["steps"] for size, row in rows.items() if size) > 200
+    for size, row in rows.items():
+        assert row["rows"] == 1 + size
+        assert row["realised_tokens"] == 1 + (size > 0)
+    assert sum(row["steps"] for row in rows.values()) == pytest.approx(270, abs=3)
+    assert engine.explanation.choices()
 
 
 def test_steps_with_prompts_say_nothing_of_times() -> None:
@@ -160,6 +200,27 @@ def test_the_report_travels_between_processes() -> None:
     assert report.sizes == SIZES
     assert report.forward_seconds == COSTS
     assert report.expected.tolist() == [[1, 2, 3]]
+
+
+def test_the_report_of_a_model_travels_between_processes() -> None:
+    output = ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+    reports, clock = TierReports((0, 1, 3), CHAINS), DraftClock(torch.device("cpu"))
+    reports.forward_seconds = COSTS
+    with clock.drafting():
+        with clock.reading():
+            clock.read_tokens = 4
+        started = perf_counter()
+        while perf_counter() < started + 0.002:
+            pass
+    parents, path = torch.tensor([[-1, 0]]).int(), torch.tensor([[0, 1, -1]]).int()
+    reports.begin_drafts(parents, path, clock, 7)
+    report = patches.report_of(pickle.loads(pickle.dumps(reports.attach(output))))
+    assert report.shapes == CHAINS
+    drafts = report.drafts
+    assert (drafts.parents.tolist(), drafts.path.tolist()) == ([[-1, 0]], [[0, 1, -1]])
+    assert (drafts.read_tokens, drafts.unread) == (4, 7)
+    assert drafts.seconds >= 0.002
+    assert 0 <= drafts.read_seconds < drafts.seconds
 
 
 def test_expected_tokens_are_sums_of_the_best_scores() -> None:

@@ -8,7 +8,7 @@ ones before the step's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class MissedTexts:
         self._missed[row] = max(computed - first * size, 0)
         self.append(row, blocks[len(found) :])
 
-    def append(self, row: int, blocks: Iterable[int]) -> None:
+    def append(self, row: int, blocks: Sequence[int]) -> None:
         """A request has more blocks, of which nothing has been computed."""
         self._blocks[row] += blocks
         self._left.difference_update(blocks)
