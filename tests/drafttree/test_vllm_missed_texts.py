@@ -64,6 +64,26 @@ def test_blocks_that_are_computed_anew_were_not_missed() -> None:
     assert missed(texts, 1) == 0
 
 
+def test_blocks_that_are_found_in_the_step_that_computes_them() -> None:
+    """Samples of one prompt start in one step, and the first of them ends before the others."""
+    texts = MissedTexts(3, SIZE)
+    texts.start(0, [1, 2, 3], 0)
+    texts.start(1, [1, 2, 4], 8)
+    texts.start(2, [1, 2, 5], 8)
+    texts.miss(np.array([0, 1, 2]), np.array([9, 1, 1]), np.array([0, 8, 8]))
+    texts.stop(0)
+    assert [missed(texts, row) for row in (1, 2)] == [9, 9]
+    texts.read(np.array([1]))
+    miss(texts, 1, 1, 9)
+    assert missed(texts, 1) == 1
+    # In a step that is read there is nothing to miss.
+    texts.start(0, [6, 7], 0)
+    texts.start(2, [6, 8], 4)
+    texts.read(np.array([0, 2]))
+    miss(texts, 2, 1, 5)
+    assert missed(texts, 2) == 1
+
+
 def test_a_block_that_is_found_in_part_counts_as_missed() -> None:
     texts = MissedTexts(1, SIZE)
     texts.start(0, [1, 2, 3], 6)

@@ -155,8 +155,9 @@ class DraftModelRunnerV2(InStepRunnerV2):
             return
         counts = np.diff(batch.query_start_loc_np[: batch.num_reqs + 1])
         # The outcomes of drafts in two steps may be unknown when a step is scheduled.
-        earliest = batch.num_computed_tokens_np - 2 * self.num_speculative_steps
-        self._missed.miss(batch.idx_mapping_np, counts, earliest.clip(min=0))
+        unknown = np.where(batch.is_prefilling_np, 0, 2 * self.num_speculative_steps)
+        earliest = (batch.num_computed_tokens_np - unknown).clip(min=0)
+        self._missed.miss(batch.idx_mapping_np, counts, earliest)
 
     def _read_missed(self, missed: MissedTexts, batch: InputBatch, parts: StepParts) -> int:
         """Let the draft model read what it has missed of the step's texts; returns how many tokens.

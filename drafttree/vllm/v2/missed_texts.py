@@ -34,6 +34,9 @@ class MissedTexts:
         self._blocks: list[list[int]] = [[] for _ in range(requests)]
         # Blocks of requests that have ended.
         self._left: set[int] = set()
+        # Of the requests that start in the coming step, by row: the tokens that were found in the
+        # cache, and how many of these were missed before.
+        self._started: dict[int, tuple[int, int]] = {}
 
     def start(self, row: int, blocks: Sequence[int], computed: int) -> None:
         """A request starts, or starts again after preemption.
@@ -43,17 +46,12 @@ class MissedTexts:
             blocks: Its blocks.
             computed: Tokens whose KV the cache has.
         """
-        size = self._block_size
-        found = blocks[: -(-computed // size)]
-        # A block that is found in part is a copy.
-        first = computed // size if computed % size else len(found)
-        if found:
-            missed = self._missed_blocks()
-            first = next((place for place, each in enumerate(found) if each in missed), first)
-        self._blocks[row] = [*found]
-        self._first[row] = first * size
-        self._missed[row] = max(computed - first * size, 0)
-        self.append(row, blocks[len(found) :])
+        num_found = -(-computed // self._block_size)
+        self._blocks[row], self._missed[row] = [*blocks[:num_found]], 0
+        self._missed[row] = missed = self._missed_of_found(row, computed)
+        self._first[row] = computed - missed
+        self._started[row] = computed, missed
+        self.append(row, blocks[num_found:])
 
     def append(self, row: int, blocks: Sequence[int]) -> None:
         """A request has more blocks, of which nothing has been computed."""
@@ -65,6 +63,7 @@ class MissedTexts:
         if self._missed[row]:
             self._left.update(self._missed_of(row))
         self._missed[row], self._blocks[row] = 0, []
+        self._started.pop(row, None)
 
     def miss(self, rows: LongArray, counts: LongArray, earliest: LongArray) -> None:
         """A step without drafts computes tokens that the draft model does not read.
@@ -77,6 +76,12 @@ class MissedTexts:
         new = self._missed[rows] == 0
         self._first[rows[new]] = earliest[new]
         self._missed[rows] += counts
+        # A request may have found blocks that are computed in the same step.
+        for row, (computed, known) in self._started.items():
+            missed = self._missed_of_found(row, computed)
+            self._missed[row] += missed - known
+            self._first[row] = min(self._first[row], computed - missed)
+        self._started.clear()
 
     def of(self, rows: LongArray) -> LongArray:
         """How many tokens were missed of each request, `int64 [B]`."""
@@ -88,11 +93,20 @@ class MissedTexts:
         for row in rows[self._missed[rows] > 0].tolist():
             self._left.difference_update(self._blocks[row])
         self._missed[rows] = 0
+        self._started.clear()
 
-    def _missed_blocks(self) -> set[int]:
-        """The blocks that may have tokens which were missed."""
-        running = np.flatnonzero(self._missed).tolist()
-        return self._left.union(*map(self._missed_of, running))
+    def _missed_of_found(self, row: int, computed: int) -> int:
+        """How many of a request's first tokens, which were found in the cache, have been missed.
+
+        They are those from the first block on that may have some.
+        """
+        # A block that is found in part is a copy, of which nothing is known.
+        whole = computed // self._block_size
+        others = [each for each in np.flatnonzero(self._missed).tolist() if each != row]
+        missed = self._left.union(*map(self._missed_of, others)) if whole else self._left
+        found = self._blocks[row][:whole]
+        first = next((place for place, each in enumerate(found) if each in missed), whole)
+        return computed - first * self._block_size
 
     def _missed_of(self, row: int) -> list[int]:
         return self._blocks[row][self._first[row] // self._block_size :]
