@@ -31,6 +31,8 @@ NO_PATCHES = {
     "runner_choice.py: object.__setattr__(config, name, value)": "a configuration of its own",
     "row_settings.py: copied.min_p": "a copy, for the rows of several nodes of a request",
     "tracing.py: runner.__class__": "drafttree's own runner, while its steps are recorded",
+    "v2/draft_model.py: self._clock.read_tokens": "drafttree's own clock",
+    "v2/hidden_state.py: self._clock.read_tokens": "drafttree's own clock",
     "v2/runner.py: builder.step_masks": "drafttree's own metadata builder",
     "v2/runner.py: self._trees.drafter": "drafttree's own speculator",
     "v2/runner.py: self._reports.forward_seconds": "drafttree's own reports",
