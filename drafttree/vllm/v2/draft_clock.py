@@ -53,7 +53,7 @@ class DraftClock:
     def _mark(self) -> Any:
         if self._on_cpu:
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event("cuda", enable_timing=True)
         event.record()
         return event
 
