@@ -23,7 +23,7 @@ class DraftClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_cpu = device.type == "cpu"
+        self._device = device
         self._drafting: list[tuple[Any, Any]] = []
         self._reading: list[tuple[Any, Any]] = []
         self.read_tokens = 0
@@ -51,14 +51,14 @@ class DraftClock:
         return max(sum(map(self._between, self._drafting)) - reading, 0.0), reading
 
     def _mark(self) -> Any:
-        if self._on_cpu:
+        if self._device.type == "cpu":
             return perf_counter()
-        event = torch.Event("cuda", enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def _between(self, marks: tuple[Any, Any]) -> float:
         started, ended = marks
-        if self._on_cpu:
+        if self._device.type == "cpu":
             return float(ended - started)
         return float(started.elapsed_time(ended)) / 1e3
