@@ -10,7 +10,6 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +65,9 @@ class DraftModelRunnerV2(InStepRunnerV2):
         path = str(options.model)
         self._draft_model = load_draft_model(path, self.vllm_config, self.load_config)
         self._planned = self._drafter.columns
-        self._depths_of = lru_cache(partial(_column_depths, device=self.device))
+        # Known before any step, which would wait for them. The largest shape is the last one.
+        planned = self._planned, *map(self._drafter.follow_plan, self._reports.shapes)
+        self._depths_of = {each: _column_depths(each).to(self.device) for each in planned}
 
     def _no_missed_texts(self) -> MissedTexts:
         """What the draft model has missed: nothing yet."""
@@ -125,7 +126,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
         if self._missed is not None:
             with self._clock.reading():
                 self._clock.read_tokens = self._read_missed(self._missed, batch, parts)
-        column_depths = self._depths_of(self._planned)
+        column_depths = self._depths_of[self._planned]
         columns = pad(column_depths, (0, max(step.width - len(column_depths), 0)))
         self._write_depths(batch, step, columns[None, : step.width].expand_as(step.parents))
 
@@ -261,8 +262,8 @@ class DraftModelRunnerV2(InStepRunnerV2):
             self._compact(step, path, movers)
 
 
-def _column_depths(columns: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _column_depths(columns: tuple[int, ...]) -> torch.Tensor:
     """The depth of each column of trees whose columns have these parents, `int32 [N]`."""
     parents = torch.tensor([columns], dtype=torch.int32)
     size = torch.tensor([len(columns)], dtype=torch.int32)
-    return depths(parents, size)[0].to(device)
+    return depths(parents, size)[0]
