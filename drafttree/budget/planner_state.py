@@ -72,7 +72,8 @@ class ShapePlan:
         shape: The shape of the trees; one without levels for no drafts.
         index: Its index among those to choose from.
         step: What is expected of the step.
-        at_stake: What the step loses if nothing is accepted, in plain steps, if it explores.
+        at_stake: What the step loses if nothing is accepted, in plain steps, if it explores; None
+            if it does not.
         gains: `[S]`, tokens that a request is expected to emit with each shape; None if the choice
             did not depend on them.
         seconds: `[S]`, predicted duration of a step with each shape; None if the choice did not
@@ -82,6 +83,6 @@ class ShapePlan:
     shape: TreeShape
     index: int
     step: StepPlan
-    at_stake: float = 0.0
+    at_stake: float | None = None
     gains: FloatArray | None = None
     seconds: FloatArray | None = None

@@ -152,7 +152,7 @@ def _reason(plan: ShapePlan, *, is_limited: bool) -> str:
     """Why a shape was chosen, as `TierChoice` names it."""
     if plan.step.is_trial:
         return "trial"
-    if plan.at_stake:
+    if plan.at_stake is not None:
         return "explore"
     if is_limited:
         return "limit"

@@ -142,19 +142,19 @@ class ShapePlanner:
             best = 0
         if best and not state.index and self.acceptance.evidence < _EVIDENCE:
             best = 0
-        index, is_trial, at_stake = best, False, 0.0
+        index, is_trial, at_stake = best, False, None
         if not best:
             explored = self._explored(batch_size, seconds, fits, catch_up_seconds)
             if explored is not None:
                 index, at_stake = explored
+                # A step that is never measured, as a request ends for example, is charged too.
+                self._saved -= at_stake
         elif may_try:
             trial = self._trials.size(batch_size, best, gains, gains, rates)
             index, is_trial = (best, False) if trial is None else (trial, True)
         state.index, state.gain = best, float(gains[best])
         if not index:
             return self._rest(gains, seconds)
-        # A step that is never measured, because a request ends for example, is charged too.
-        self._saved -= at_stake
         gain = float(gains[index])
         choice = TreeChoice(self.shapes[index].nodes)
         step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
@@ -238,7 +238,7 @@ class ShapePlanner:
         self._trials.allowance.refill()
         if not self._state(batch_size).index:
             self._saved += _SHARE
-        if plan.at_stake:
+        if plan.at_stake is not None:
             # What it gained is saved up as well, so that it goes on while it gains.
             spent = (seconds + catch_up_seconds) / float(means[0])
             if not warm:
@@ -279,7 +279,7 @@ class ShapePlanner:
         self,
         index: int,
         step: StepPlan = _PLAIN,
-        at_stake: float = 0.0,
+        at_stake: float | None = None,
         gains: FloatArray | None = None,
         seconds: FloatArray | None = None,
     ) -> ShapePlan:

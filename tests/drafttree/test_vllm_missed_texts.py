@@ -48,7 +48,7 @@ def test_cached_blocks_that_were_missed_are_read_from_the_first_of_them() -> Non
     texts.start(2, [1, 2, 3, 4], 16)
     assert missed(texts, 2) == 8
     # What one request reads has been read for all.
-    texts.read(np.array([1]))
+    texts.read(np.array([1, 2]))
     texts.start(0, [1, 2, 3, 5], 12)
     assert missed(texts, 0) == 0
 

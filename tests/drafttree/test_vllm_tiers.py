@@ -138,7 +138,7 @@ def test_shapes_follow_from_what_a_model_reports(ahead: int) -> None:
     for size, row in rows.items():
         assert row["rows"] == 1 + size
         assert row["realised_tokens"] == 1 + (size > 0)
-    assert sum(row["steps"] for row in rows.values()) == pytest.approx(270, abs=3)
+    assert sum(row["steps"] for row in rows.values()) == pytest.approx(270, abs=6)
     assert engine.explanation.choices()
 
 
