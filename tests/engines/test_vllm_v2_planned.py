@@ -29,12 +29,18 @@ LYANNA_DEPTHS = {
 }
 
 
-def check_acceptance(answer: Answer, depths: Mapping[int, int], share: float) -> None:
-    """So much of each shape's depth was accepted on average, in shapes of which many were used."""
+def check_acceptance(answer: Answer, depths: Mapping[int, int]) -> None:
+    """Chains were accepted to their ends, and of wider trees most, as the path may leave a beam.
+
+    Shapes of both kinds were used, and no drafts.
+    """
     emitted = {row["num_draft_tokens"]: row["realised_tokens"] for row in answer.explained}
-    assert len(emitted) >= 4
     assert 0 in emitted
+    chains = [nodes for nodes in emitted if nodes == depths.get(nodes)]
+    assert len(chains) > 1
+    assert len(emitted) > 2 + len(chains)
     for nodes, tokens in emitted.items():
+        share = 0.95 if nodes in chains else 0.6
         assert tokens >= 1 + share * depths.get(nodes, 0)
 
 
@@ -59,11 +65,13 @@ def test_a_draft_model_that_equals_the_target_is_accepted_after_rests(tiny_llama
     assert f"{forbid_waiting.CHECKED} draft" in log
     expected = [*plain[:2], of_second, plain[2]]
     assert [each.tokens for each in drafted] == [each.tokens for each in expected]
-    assert max(each or 0 for each in drafted[2].cached) > 140  # an answer's tokens too
+    # Tokens of answers were found too.
+    found = zip(drafted[2].cached, case.prompts[:4], strict=True)
+    assert any((cached or 0) > len(prompt) for cached, prompt in found)
     for answer in drafted:
         assert 0 < answer.counters["drafted_steps"] < 0.6 * answer.counters["steps"]
         assert answer.counters["kv_rows_moved"] > 0
-    check_acceptance(drafted[-1], RSD_DEPTHS, 0.6)
+    check_acceptance(drafted[-1], RSD_DEPTHS)
 
 
 def test_a_drafter_that_has_memorised_the_answers_is_accepted_after_rests(
@@ -86,7 +94,7 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted_after_rests(
     assert f"{forbid_waiting.CHECKED} draft" in log
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     assert drafted[0].counters["kv_rows_moved"] > 0
-    check_acceptance(drafted[1], LYANNA_DEPTHS, 0.7)
+    check_acceptance(drafted[1], LYANNA_DEPTHS)
 
 
 @pytest.mark.full
