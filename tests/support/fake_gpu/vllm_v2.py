@@ -17,8 +17,8 @@ import scripted_shapes
 import torch
 from vllm.sampling_params import SamplingParams
 
-from fake_gpu.flash import flash_on
 from drafttree.vllm import patches
+from fake_gpu.flash import flash_on
 from fake_gpu.record import Record
 from fake_gpu.session import fake_gpu
 from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, VOCAB
