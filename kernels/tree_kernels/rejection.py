@@ -11,6 +11,13 @@ then distributed as the target q, for any p.
 
 The reference and C++ sum distributions in double precision, so that they decide alike for the same
 coins although they sum in different orders.
+
+On a GPU each request's vocabulary is read in shares, by a program each. Programs cannot wait for
+one another, so whatever depends on a sum over the vocabulary needs a launch of its own: K + 1
+launches for K children, and 2 without any. In launch k all shares decide about child k, which needs
+the masses that were left before it, and sum their shares of what its rejection leaves. The last
+launch draws from that. The distributions are given with a mass of 1, so the first child needs no
+sums. The shares are the same for any batch, and so is what a request gets.
 """
 
 from __future__ import annotations
@@ -20,9 +27,13 @@ from torch import Tensor
 
 from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, tl
+from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 
 _REJECT = CppFunction("rejection.cpp", "reject_step", "ppppppiiippi")
-_BLOCK = 8192
+_BLOCK = 4096
+# What a launch leaves of a request: the accepted child and the scales of q and p; then the masses
+# of q in each share, and those of p.
+_SCALARS = 3
 
 
 @jit
@@ -35,83 +46,162 @@ def _residual(q: tl.tensor, p: tl.tensor, q_scale: tl.tensor, p_scale: tl.tensor
 
 
 @jit
-def _reject_kernel(
+def _state(
+    line: tl.tensor, child: tl.tensor, shares: tl.tensor, SCALARS: tl.constexpr, MOST: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """What `line`, left by the launch for the child before `child`, says.
+
+    Returns:
+        The accepted child, -1 for none yet; the scales of q and p; and their masses by share.
+    """
+    share = tl.arange(0, MOST)
+    there = share < shares
+    found = tl.load(line).to(tl.int32)
+    q_scale = tl.load(line + 1)
+    p_scale = tl.load(line + 2)
+    q_masses = tl.load(line + SCALARS + share, mask=there, other=0.0)
+    p_masses = tl.load(line + SCALARS + shares + share, mask=there, other=0.0)
+    # If nothing is left of the target, q equals p, so only rounding can have rejected the child.
+    nothing_left = (p_scale > 0.0) & (tl.sum(q_masses, 0) <= 0.0)
+    found = tl.where((found < 0) & nothing_left, child - 1, found)
+    return found, q_scale, p_scale, q_masses, p_masses
+
+
+@jit(do_not_specialize=["coins", "coins_stride", "child", "num_children", "shares"])
+def _try_kernel(
     target: tl.tensor,
     draft: tl.tensor,
     target_rows: tl.tensor,
     draft_rows: tl.tensor,
     children: tl.tensor,
     coins: tl.tensor,
-    accepted: tl.tensor,
-    tokens: tl.tensor,
+    left: tl.tensor,
+    coins_stride: tl.tensor,
     vocab: tl.tensor,
+    child: tl.tensor,
     num_children: tl.tensor,
+    span: tl.tensor,
+    shares: tl.tensor,
     BLOCK: tl.constexpr,
+    SCALARS: tl.constexpr,
+    MOST: tl.constexpr,
 ) -> None:
-    """Try the children of a node; one program per request. Nothing is written but the outcome."""
+    """Try one child of each node; one program per request and share of the vocabulary."""
     request = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
     draft_row = tl.load(draft_rows + request)
     q_row = target + tl.load(target_rows + request) * vocab
     p_row = draft + tl.maximum(draft_row, 0) * vocab
-    p_columns = tl.where(draft_row >= 0, vocab, 0)
-    line = children + request * num_children
-    q_mass = 0.0
-    p_mass = 0.0
-    for first in range(0, vocab, BLOCK):
-        columns = first + tl.arange(0, BLOCK)
-        q_mass += tl.sum(tl.load(q_row + columns, mask=columns < vocab, other=0.0))
-        p_mass += tl.sum(tl.load(p_row + columns, mask=columns < p_columns, other=0.0))
+    siblings = children + request * num_children
+    width = SCALARS + 2 * shares
+    out = left + (child * tl.num_programs(0) + request) * width
+    found = tl.full([], -1, tl.int32)
     q_scale = 1.0
     p_scale = 0.0
-    found = -1
-    for child in range(0, num_children):
-        token = tl.load(line + child)
-        if (found < 0) & (token >= 0) & (draft_row >= 0):
-            coin = tl.load(coins + request * (num_children + 1) + child)
-            p_token = tl.load(p_row + token)
-            left_of_token = _residual(tl.load(q_row + token), p_token, q_scale, p_scale)
-            p_inverse = tl.where(p_mass > 0, 1.0 / tl.where(p_mass > 0, p_mass, 1.0), 0.0)
-            if coin * p_token * p_inverse < left_of_token / q_mass:
-                found = child
-            else:
-                q_scale = q_scale / q_mass
-                p_scale = p_scale / q_mass + p_inverse
-                q_mass = 0.0
-                p_mass = 0.0
-                for first in range(0, vocab, BLOCK):
-                    columns = first + tl.arange(0, BLOCK)
-                    q = tl.load(q_row + columns, mask=columns < vocab, other=0.0)
-                    p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
-                    q_mass += tl.sum(_residual(q, p, q_scale, p_scale))
-                    for tried in range(0, child + 1):
-                        p = tl.where(columns == tl.load(line + tried), 0.0, p)
-                    p_mass += tl.sum(p)
-                # q equals p, so only rounding can have rejected the child.
-                if q_mass <= 0.0:
-                    found = child
-    wanted = tl.load(coins + request * (num_children + 1) + num_children) * q_mass
-    before = 0.0
-    drawn = -1
-    last = -1
+    q_mass = 1.0
+    p_mass = 1.0
+    if child > 0:
+        before = left + ((child - 1) * tl.num_programs(0) + request) * width
+        found, q_scale, p_scale, q_masses, p_masses = _state(before, child, shares, SCALARS, MOST)
+        q_mass = tl.sum(q_masses, 0)
+        p_mass = tl.sum(p_masses, 0)
+    token = tl.load(siblings + child, mask=child < num_children, other=-1)
+    tries = (found < 0) & (token >= 0) & (draft_row >= 0)
+    if tries:
+        p_token = tl.load(p_row + token)
+        left_of_token = _residual(tl.load(q_row + token), p_token, q_scale, p_scale)
+        p_inverse = tl.where(p_mass > 0.0, 1.0 / tl.where(p_mass > 0.0, p_mass, 1.0), 0.0)
+        coin = tl.load(coins + request * coins_stride + child)
+        found = tl.where(coin * p_token * p_inverse < left_of_token / q_mass, child, found)
+        q_scale = q_scale / q_mass
+        p_scale = p_scale / q_mass + p_inverse
+    rejects = tries & (found < 0)
+    if share == 0:
+        tl.store(out, found.to(tl.float32))
+        tl.store(out + 1, q_scale)
+        tl.store(out + 2, p_scale)
+    q_sum = 0.0
+    p_sum = 0.0
+    if rejects | ((found < 0) & (child == 0)):
+        first = share * span
+        last = tl.minimum(first + span, vocab)
+        p_last = tl.where(rejects, last, 0)
+        for start in range(first, last, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            q = tl.load(q_row + columns, mask=columns < last, other=0.0)
+            p = tl.load(p_row + columns, mask=columns < p_last, other=0.0)
+            q_sum += tl.sum(_residual(q, p, q_scale, p_scale), 0)
+            for tried in range(0, tl.minimum(child + 1, num_children)):
+                p = tl.where(columns == tl.load(siblings + tried), 0.0, p)
+            p_sum += tl.sum(p, 0)
+    elif found < 0:
+        # No child is left to try.
+        before = left + ((child - 1) * tl.num_programs(0) + request) * width + SCALARS
+        q_sum = tl.load(before + share)
+        p_sum = tl.load(before + shares + share)
+    tl.store(out + SCALARS + share, q_sum)
+    tl.store(out + SCALARS + shares + share, p_sum)
+
+
+@jit(do_not_specialize=["coins", "coins_stride", "num_children", "shares"])
+def _take_kernel(
+    target: tl.tensor,
+    draft: tl.tensor,
+    target_rows: tl.tensor,
+    draft_rows: tl.tensor,
+    children: tl.tensor,
+    coins: tl.tensor,
+    left: tl.tensor,
+    accepted: tl.tensor,
+    tokens: tl.tensor,
+    coins_stride: tl.tensor,
+    vocab: tl.tensor,
+    num_children: tl.tensor,
+    span: tl.tensor,
+    shares: tl.tensor,
+    BLOCK: tl.constexpr,
+    SCALARS: tl.constexpr,
+    MOST: tl.constexpr,
+) -> None:
+    """Take the accepted child or draw a token; one program per request and share, one writes."""
+    request = tl.program_id(0).to(tl.int64)
+    share = tl.program_id(1)
+    tried = tl.maximum(num_children, 1)
+    line = left + ((tried - 1) * tl.num_programs(0) + request) * (SCALARS + 2 * shares)
+    found, q_scale, p_scale, q_masses, _ = _state(line, tried, shares, SCALARS, MOST)
+    every = tl.arange(0, MOST)
+    ends = tl.cumsum(q_masses, 0)
+    coin = tl.load(coins + request * coins_stride + num_children)
+    wanted = coin * tl.sum(q_masses, 0)
+    # Due to rounding, the running sums may stay below the mass.
+    reached = tl.min(tl.where((ends > wanted) & (q_masses > 0.0), every, MOST), 0)
+    drawn_from = tl.minimum(reached, tl.max(tl.where(q_masses > 0.0, every, 0), 0))
     if found >= 0:
-        drawn = tl.load(line + found)
-    else:
-        for first in range(0, vocab, BLOCK):
-            columns = first + tl.arange(0, BLOCK)
-            q = tl.load(q_row + columns, mask=columns < vocab, other=0.0)
-            p = tl.load(p_row + columns, mask=columns < p_columns, other=0.0)
-            left = _residual(q, p, q_scale, p_scale)
-            reached = (before + tl.cumsum(left, 0) > wanted) & (left > 0)
-            hit = tl.min(tl.where(reached, columns, vocab))
-            if (drawn < 0) & (hit < vocab):
-                drawn = hit
-            last = tl.maximum(last, tl.max(tl.where(left > 0, columns, -1)))
-            before += tl.sum(left)
-        # Due to rounding, the running sums may stay below the mass.
-        if drawn < 0:
-            drawn = last
-    tl.store(accepted + request, found)
-    tl.store(tokens + request, drawn)
+        if share == 0:
+            tl.store(accepted + request, found)
+            tl.store(tokens + request, tl.load(children + request * num_children + found))
+    elif share == drawn_from:
+        draft_row = tl.load(draft_rows + request)
+        q_row = target + tl.load(target_rows + request) * vocab
+        p_row = draft + tl.maximum(draft_row, 0) * vocab
+        first = share * span
+        last = tl.minimum(first + span, vocab)
+        p_last = tl.where((draft_row >= 0) & (p_scale > 0.0), last, 0)
+        before = tl.sum(tl.where(every == share - 1, ends, 0.0), 0)
+        drawn = -1
+        greatest = -1
+        for start in range(first, last, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            q = tl.load(q_row + columns, mask=columns < last, other=0.0)
+            p = tl.load(p_row + columns, mask=columns < p_last, other=0.0)
+            mass = _residual(q, p, q_scale, p_scale)
+            hits = (before + tl.cumsum(mass, 0) > wanted) & (mass > 0.0)
+            hit = tl.min(tl.where(hits, columns, vocab), 0)
+            drawn = tl.where((drawn < 0) & (hit < vocab), hit, drawn)
+            greatest = tl.maximum(greatest, tl.max(tl.where(mass > 0.0, columns, -1), 0))
+            before += tl.sum(mass, 0)
+        tl.store(accepted + request, found)
+        tl.store(tokens + request, tl.where(drawn < 0, greatest, drawn))
 
 
 def _reject_triton(
@@ -127,12 +217,22 @@ def _reject_triton(
     accepted = torch.empty(requests, dtype=torch.int32, device=target.device)
     tokens = torch.empty_like(accepted)
     if requests:
-        _reject_kernel[(requests,)](
+        span, shares = vocab_shares(1, vocab, _BLOCK)
+        launches = max(num_children, 1)
+        left = torch.empty(launches, requests, _SCALARS + 2 * shares, device=target.device)
+        coins = coins if coins.stride(1) == 1 else coins.contiguous()
+        given = (
             *(target.contiguous(), draft.contiguous(), target_rows, draft_rows),
-            *(children.contiguous(), coins.contiguous()),
-            *(accepted, tokens, vocab, num_children),
-            BLOCK=_BLOCK,
-            num_warps=16,
+            *(children.contiguous(), coins, left),
+        )
+        sizes = coins.stride(0), vocab
+        constants = {"BLOCK": _BLOCK, "SCALARS": _SCALARS, "MOST": MOST_SHARES, "num_warps": 8}
+        for child in range(launches):
+            _try_kernel[(requests, shares)](
+                *(*given, *sizes, child, num_children, span, shares), **constants
+            )
+        _take_kernel[(requests, shares)](
+            *(*given, accepted, tokens, *sizes, num_children, span, shares), **constants
         )
     return accepted, tokens
 
@@ -229,7 +329,7 @@ def reject_step(
     Args:
         target: Float32 `[R, V]`, distributions of the target after all filters; each row sums to 1.
         draft: Float32 `[S, V]`, the distributions that the children were drawn from, after the same
-            filters.
+            filters; each row sums to 1, or is zeros where the children were not drawn.
         target_rows: Int64 `[B]`, the row of `target` of each request's node.
         draft_rows: Int64 `[B]`, the row of `draft` of each request's node; -1 for a node without
             children.

@@ -231,12 +231,65 @@ def test_a_request_gets_the_same_alone_and_in_a_batch(cpu_path):
         assert [int(each) for each in alone] == [int(accepted[row]), int(tokens[row])]
 
 
+@pytest.fixture(params=["one share", "several shares"])
+def shares(request, monkeypatch):
+    """Let kernels read tens of tokens in one share, or in several."""
+    if request.param == "several shares":
+        monkeypatch.setattr(rejection, "_BLOCK", 4)
+
+
+def assert_the_kernel_gives_the_same(case):
+    found = rejection._reject_triton(*case)
+    for mine, theirs in zip(found, reject_step(*case), strict=True):
+        assert mine.tolist() == theirs.tolist()
+    return found
+
+
 @CASES
 @given(st.integers(0, 10**6))
-def test_the_kernel_gives_the_same(interpreter, seed):
-    case = random_case(seed)
-    for mine, theirs in zip(rejection._reject_triton(*case), reject_step(*case), strict=True):
-        assert mine.tolist() == theirs.tolist()
+def test_the_kernel_gives_the_same(interpreter, shares, seed):
+    assert_the_kernel_gives_the_same(random_case(seed))
+
+
+def test_the_kernel_tries_all_children_and_draws_from_all_shares(interpreter, shares):
+    requests, vocab = 60, 71
+    generator = torch.Generator().manual_seed(5)
+    logits, noise = 2 * torch.randn(2, requests, vocab, generator=generator)
+    q, p = logits.softmax(1), (logits + noise).softmax(1)
+    children = torch.multinomial(p, 4, generator=generator).int()
+    coins, rows = torch.rand(requests, 5, generator=generator), torch.arange(requests)
+    accepted, tokens = assert_the_kernel_gives_the_same((q, p, rows, rows, children, coins))
+    assert {*accepted.tolist()} == {-1, 0, 1, 2, 3}
+    assert len({token // 8 for token in tokens[accepted < 0].tolist()}) > 1
+
+
+def test_the_kernel_draws_at_the_ends_of_coins(interpreter, shares):
+    q, p = torch.zeros(2, 90)
+    q[[3, 30, 65]] = torch.tensor([0.1, 0.3, 0.6])
+    p[5] = 1.0
+    coins = torch.tensor([[0.0, coin] for coin in (0.0, 0.2, 1.0 - 2**-24, 1.0)])
+    rows, children = torch.zeros(4, dtype=torch.int64), torch.full((4, 1), 5, dtype=torch.int32)
+    accepted, tokens = rejection._reject_triton(q[None], p[None], rows, rows, children, coins)
+    assert accepted.tolist() == [-1] * 4
+    assert tokens.tolist() == [3, 30, 65, 65]
+
+
+def test_the_kernel_accepts_what_rounding_rejects(interpreter, shares):
+    q = torch.full((40,), 1 / 40)
+    rows, children = torch.zeros(1, dtype=torch.int64), torch.tensor([[7, 9]], dtype=torch.int32)
+    coins = torch.tensor([[1.0, 0.0, 0.5]])
+    accepted, tokens = rejection._reject_triton(q[None], q[None], rows, rows, children, coins)
+    assert (accepted.tolist(), tokens.tolist()) == ([0], [7])
+
+
+@pytest.mark.parametrize("num_children", [0, 2])
+def test_the_kernel_samples_the_target_without_any_draft(interpreter, shares, num_children):
+    q = normed([1, 0, 2, 0, 3, 4])[None]
+    rows, without = torch.zeros(5, dtype=torch.int64), torch.full((5,), -1)
+    children = torch.full((5, num_children), -1, dtype=torch.int32)
+    coins = torch.linspace(0.05, 0.95, 5)[:, None].repeat(1, num_children + 1)
+    given = q, torch.zeros(0, 6), rows, without, children, coins
+    assert_the_kernel_gives_the_same(given)
 
 
 def test_shapes_that_do_not_fit_are_errors():
