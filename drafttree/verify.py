@@ -77,19 +77,17 @@ def verify_sampled(
     batch = trees.tokens.shape[0]
     device = trees.tokens.device
     waits = device.type == "cpu" if waits is None else waits
-    node = torch.zeros(batch, dtype=torch.int32, device=device)
-    alive = trees.tree_size > 0
+    # -1 for requests that have left their trees.
+    node = trees.tree_size.clamp(max=1) - 1
+    alive = node >= 0
     path = torch.full((batch, max_depth + 1), -1, dtype=torch.int32, device=device)
     emitted = torch.full_like(path, -1)
     for depth in range(max_depth + 1):
-        token = draw(node, alive)
-        path[:, depth] = torch.where(alive, node, -1)
+        token = draw(node.clamp(min=0), alive)
+        path[:, depth] = node
         emitted[:, depth] = torch.where(alive, token, -1)
-        node = accept_step(
-            trees.tokens, trees.parents, trees.tree_size, torch.where(alive, node, -1), token
-        )
+        node = accept_step(trees.tokens, trees.parents, trees.tree_size, node, token)
         alive = node >= 0
-        node = node.clamp(min=0)
         if waits and not bool(alive.any()):
             break
     return Verified(path, emitted, (emitted >= 0).sum(1, dtype=torch.int32))

@@ -37,12 +37,14 @@ class Drawn:
         probs: `float32 [B, I, V]`, the distributions from which the children of each inner node
             were sampled; zeros where nothing was sampled.
         noise: The random numbers of the step.
+        most_children: The greatest number of sampled children of a node in each level.
         columns: `int64 [B, N]`, the column that each node of the trees had when it was sampled, -1
             for nodes that were not; None if it is the same.
     """
 
     probs: Tensor
     noise: StepNoise
+    most_children: tuple[int, ...] = ()
     columns: Tensor | None = None
 
 
@@ -183,17 +185,15 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         level, first = Level.root(roots), 0
         trees = DraftTree.of_roots(roots)
         all_probs: list[Tensor] = []
+        most_children: list[int] = []
         chances: list[Tensor] = []
-        draws = sampled[:, None, None]
         for depth, width in enumerate(self._shape.widths):
             probs = yield trees, first
-            all_probs.append(torch.where(draws, probs, 0.0))
-            above = level
-            if self._shape.factors is None:
-                level = beam(level, noise.children(probs, sampled, width), width, sampled)
-            else:
-                children = noise.children(probs, sampled, self._shape.factors[depth])
-                level = branch(level, children)
+            all_probs.append(probs)
+            above, factors = level, self._shape.factors
+            children = noise.children(probs, sampled, factors[depth] if factors else width)
+            most_children.append(children.tokens.shape[2])
+            level = branch(level, children) if factors else beam(level, children, width, sampled)
             if self._shared is not None:
                 chances.append(level.chances(above))
             parents = (first + level.parents).int().masked_fill(level.tokens < 0, -1)
@@ -207,7 +207,8 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
             first = 1
         # This forward writes the KV of the leaves, which may be accepted.
         yield trees, first
-        return trees, Drawn(torch.cat(all_probs, 1), noise, columns)
+        probs = torch.cat(all_probs, 1).masked_fill_(~sampled[:, None, None], 0.0)
+        return trees, Drawn(probs, noise, tuple(most_children), columns)
 
     def acceptance_rule(
         self,
@@ -221,17 +222,18 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         if drawn.columns is not None:
             assert columns is None, "hosts that move nodes to other columns serve no tables"
             columns = _as_wide(drawn.columns[requests], trees.tokens.shape[1])
+        most = drawn.most_children
         if not self._traverses:
-            return RecursiveRejection(trees, probs, coins, columns)
+            return RecursiveRejection(trees, probs, coins, most, columns)
         node_coins = self._node_coins(drawn.noise)[requests]
-        return Traversal(trees, probs, coins, node_coins, columns)
+        return Traversal(trees, probs, coins, node_coins, most, columns)
 
     def undrafted_rule(self, roots: Tensor, seeds: Tensor, lengths: Tensor) -> RecursiveRejection:
         """Plain sampling from the target, with the requests' own random numbers."""
         trees = DraftTree.of_roots(roots)
         probs = torch.zeros(len(roots), 0, self._vocab_size, device=roots.device)
         coins = self._coins(StepNoise(seeds, lengths))
-        return RecursiveRejection(trees, probs, coins)
+        return RecursiveRejection(trees, probs, coins, ())
 
     def _coins(self, noise: StepNoise) -> Tensor:
         # The number of coins does not depend on the draft, so a seed gives the same tokens with and

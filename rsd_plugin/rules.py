@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,6 +28,9 @@ class RecursiveRejection:
             were sampled. A row of zeros means that the children are the draft model's most likely
             tokens; the target's distribution after such a node must be one-hot.
         coins: `float32 [B, D + 1, K + 1]`, uniform random numbers.
+        most_children: The greatest number of sampled children of a node in each level, the roots'
+            level first and at most K; none in the levels after these. A GPU needs more launches for
+            more children.
         columns: `int64 [B, N]`, the column that each node had when the trees were sampled, -1 for
             nodes that were not; None if it is the same. Nodes that were not sampled are not tried:
             the token that is drawn if no child is accepted may be theirs, and follows the target
@@ -32,11 +38,17 @@ class RecursiveRejection:
     """
 
     def __init__(
-        self, trees: DraftTree, probs: Tensor, coins: Tensor, columns: Tensor | None = None
+        self,
+        trees: DraftTree,
+        probs: Tensor,
+        coins: Tensor,
+        most_children: Sequence[int],
+        columns: Tensor | None = None,
     ) -> None:
         self._trees = trees
         self._probs = probs
         self._coins = coins
+        self._most_children = most_children
         self._columns = columns
         self._rows = torch.arange(len(coins), device=coins.device)
         self._level = 0
@@ -51,32 +63,45 @@ class RecursiveRejection:
         Returns:
             `int32 [B]`.
         """
-        inner, sampled = self._probs.shape[1], nodes
-        if self._columns is not None:
-            sampled = self._columns.gather(1, nodes.long()[:, None])[:, 0]
-        drafted = (sampled >= 0) & (sampled < inner)
-        rows = (self._rows * inner + sampled).masked_fill(~drafted, -1)
+        level, self._level = self._level, self._level + 1
+        most = self._most_children[level] if level < len(self._most_children) else 0
+        if most:
+            at = nodes.long()[:, None]
+            rows = self._draft_rows.gather(1, at)[:, 0]
+            children = self._children.gather(1, at[:, :, None].expand(-1, -1, most))[:, 0]
+        else:
+            rows, children = torch.full_like(self._rows, -1), nodes.new_empty(len(nodes), 0)
+        # The last coin is the draw's, whatever the number of children.
+        coins = self._coins[:, level, -1 - most :]
         _, tokens = reject_step(
-            target,
-            self._probs.flatten(0, 1),
-            self._rows,
-            rows,
-            self._children(nodes),
-            self._coins[:, self._level],
+            target, self._probs.flatten(0, 1), self._rows, rows, children, coins
         )
-        self._level += 1
         return tokens
 
-    def _children(self, nodes: Tensor) -> Tensor:
-        """The tokens of the nodes' children in sampling order, `int32 [B, K]`, padded with -1."""
-        width = self._coins.shape[2] - 1
-        tokens = self._trees.tokens
-        children = (self._trees.parents == nodes[:, None]) & (tokens >= 0)
+    @cached_property
+    def _draft_rows(self) -> Tensor:
+        """The row of each node in all of `probs`, `int64 [B, N]`; -1 if it was not sampled from."""
+        inner, sampled = self._probs.shape[1], self._columns
+        if sampled is None:
+            sampled = torch.arange(self._trees.tokens.shape[1], device=self._rows.device)
+        drafted = (sampled >= 0) & (sampled < inner)
+        return torch.where(drafted, self._rows[:, None] * inner + sampled, -1)
+
+    @cached_property
+    def _children(self) -> Tensor:
+        """Each node's children in sampling order: tokens `int32 [B, N, K]`, padded with -1."""
+        tokens, parents = self._trees.tokens, self._trees.parents
+        requests, nodes = tokens.shape
+        most = max(self._most_children)
+        is_child = parents >= 0
         if self._columns is not None:
-            children &= self._columns >= 0
-        columns = torch.where(children, children.cumsum(1) - 1, width)
-        found = tokens.new_full((len(tokens), width + 1), -1)
-        return found.scatter(1, columns, torch.where(children, tokens, -1))[:, :width]
+            is_child &= self._columns >= 0
+        siblings = (parents[:, :, None] == parents[:, None, :]) & is_child[:, None, :]
+        places = parents * most + siblings.tril(-1).sum(2)
+        # Whatever is no child is written behind the others.
+        places = torch.where(is_child, places, nodes * most)
+        found = tokens.new_full((requests, nodes * most + 1), -1).scatter_(1, places, tokens)
+        return found[:, :-1].unflatten(1, (nodes, most))
 
 
 class Traversal(TreeRule):
@@ -90,6 +115,7 @@ class Traversal(TreeRule):
         coins: `float32 [B, D + 1, K + 1]`, the coins for recursive rejection sampling.
         node_coins: `float32 [B, M]`, uniform random numbers: one for the draw after the accepted
             path, and one for each draft token of the largest tree.
+        most_children: As for `RecursiveRejection`.
         columns: `int64 [B, N]`, or None.
     """
 
@@ -99,13 +125,14 @@ class Traversal(TreeRule):
         probs: Tensor,
         coins: Tensor,
         node_coins: Tensor,
+        most_children: Sequence[int],
         columns: Tensor | None = None,
     ) -> None:
         self._trees = trees
         self._probs = probs
         self._coins = node_coins
         self._columns = columns
-        self._by_level = RecursiveRejection(trees, probs, coins, columns)
+        self._by_level = RecursiveRejection(trees, probs, coins, most_children, columns)
 
     def __call__(self, target: Tensor, nodes: Tensor) -> Tensor:
         """Choose the token after each node, as `RecursiveRejection` does."""

@@ -90,9 +90,15 @@ def drawn_by_rsd(options: RsdOptions, gpu: Gpu | None) -> tuple[list[Any], Recor
 def test_rsd(gpu: Gpu, tree: str, verify: Literal["recursive", "traversal"]) -> None:
     options = RsdOptions(model="", tree=tree, verify=verify)
     expected, _ = drawn_by_rsd(options, None)
-    found, _ = drawn_by_rsd(options, gpu)
+    found, record = drawn_by_rsd(options, gpu)
     assert found == expected
     assert any(node > 0 for path in found[2::4] for row in path for node in row)
+    if verify == "recursive":
+        # One for each child that a node of the level may have, and one below the leaves.
+        assert (
+            record.kernels["_try_kernel"] == {"beam:3x2": 3 + 3 + 1, "branch:3-2": 3 + 2 + 1}[tree]
+        )
+        assert record.kernels["_take_kernel"] == 3
 
 
 def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any], Record]:

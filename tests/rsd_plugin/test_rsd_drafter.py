@@ -76,9 +76,10 @@ def step(
         # Give the rule other distributions than the children were sampled from.
         probs = drawn.probs.roll(1, 2)
         if isinstance(rule, Traversal):
-            rule = Traversal(trees, probs, rule._by_level._coins, rule._coins)
+            coins = rule._by_level._coins, rule._coins
+            rule = Traversal(trees, probs, *coins, drawn.most_children)
         else:
-            rule = RecursiveRejection(trees, probs, rule._coins)
+            rule = RecursiveRejection(trees, probs, rule._coins, drawn.most_children)
 
     def after(tokens: torch.Tensor) -> torch.Tensor:
         probs = target[tokens.clamp(min=0).long()]
