@@ -21,7 +21,8 @@ class Level:
     Attributes:
         tokens: `int32 [B, W]`, padded at the end with -1.
         parents: `int64 [B, W]`, the column of each node's parent in the level above.
-        log_probs: `float64 [B, W]`, log-probability of the path from the root in the draft model.
+        log_probs: `float64 [B, W]`, log-probability of the path from the root in the draft model;
+            -inf where there is no node.
         scores: `float64 [B, W]`, the perturbed log-probabilities; -inf where there is no node.
     """
 
@@ -53,16 +54,16 @@ def branch(level: Level, children: Perturbed) -> Level:
         level: The level above.
         children: As many tokens after each node, with their perturbed log-probabilities.
     """
-    perturbed, tokens = _below(level, children), children.tokens
-    found = torch.isfinite(perturbed)
-    parents = torch.arange(tokens.shape[1], device=tokens.device)[:, None].expand_as(tokens)
-    return _compact(
-        Level(
-            tokens=tokens.int().masked_fill(~found, -1).flatten(1),
-            parents=parents.flatten(1),
-            log_probs=(level.log_probs[:, :, None] + children.log_probs.double()).flatten(1),
-            scores=perturbed.double().flatten(1),
-        )
+    tokens, above = children.tokens, level.log_probs[:, :, None]
+    scores = (above + children.values).flatten(1)
+    gone = scores == -torch.inf
+    # Empty columns go to the end.
+    order = gone.to(torch.int8).sort(dim=1, stable=True).indices
+    return Level(
+        tokens=tokens.flatten(1).masked_fill(gone, -1).gather(1, order).int(),
+        parents=order // tokens.shape[2],
+        log_probs=(above + children.log_probs).flatten(1).gather(1, order),
+        scores=scores.gather(1, order),
     )
 
 
@@ -81,26 +82,19 @@ def beam(level: Level, children: Perturbed, width: int, sampled: Tensor) -> Leve
         sampled: `bool [B]`, whether each request is sampled; the scores of the others are plain
             log-probabilities.
     """
-    perturbed, tokens = _below(level, children), children.tokens
+    tokens, above = children.tokens, level.log_probs[:, :, None]
     width = min(width, tokens.shape[1] * tokens.shape[2])
-    found = torch.isfinite(perturbed)
-    log_probs = level.log_probs[:, :, None] + children.log_probs.double()
-    noisy = level.log_probs[:, :, None] + perturbed.double()
+    log_probs = above + children.log_probs
+    noisy = above + children.values
     scores = torch.where(sampled[:, None, None], _condition(level.scores, noisy), log_probs)
-    scores = scores.masked_fill(~found, -torch.inf).flatten(1)
     # Best first, so that a level without its last nodes is a beam too.
-    best, at = scores.topk(width, dim=1)
+    best, at = scores.flatten(1).topk(width, dim=1)
     return Level(
-        tokens=tokens.flatten(1).gather(1, at).int().masked_fill(~torch.isfinite(best), -1),
+        tokens=tokens.flatten(1).gather(1, at).masked_fill(best == -torch.inf, -1).int(),
         parents=at // tokens.shape[2],
         log_probs=log_probs.flatten(1).gather(1, at),
         scores=best,
     )
-
-
-def _below(level: Level, children: Perturbed) -> Tensor:
-    """The children's perturbed log-probabilities, `float32 [B, W, K]`; -inf under no node."""
-    return children.values.masked_fill((level.tokens < 0)[:, :, None], -torch.inf)
 
 
 def _condition(parent: Tensor, noisy: Tensor) -> Tensor:
@@ -112,21 +106,13 @@ def _condition(parent: Tensor, noisy: Tensor) -> Tensor:
     Args:
         parent: `float64 [B, W]`, the nodes' scores.
         noisy: `float64 [B, W, K]`, best first; -inf where there is no child.
+
+    Returns:
+        `float64 [B, W, K]`; -inf where there is no child.
     """
     parent = parent[:, :, None]
-    best = noisy[:, :, :1]
-    # For the best child this is log1p(-1); its score is the parent's by definition.
-    gap = parent - noisy + torch.log1p(-torch.exp(noisy - best))
-    shifted = parent - gap.clamp(min=0) - torch.log1p(torch.exp(-gap.abs()))
-    return torch.where(noisy == best, parent, shifted)
-
-
-def _compact(level: Level) -> Level:
-    """Move empty columns to the end."""
-    order = (level.tokens < 0).to(torch.int8).sort(dim=1, stable=True).indices
-    return Level(
-        tokens=level.tokens.gather(1, order),
-        parents=level.parents.gather(1, order),
-        log_probs=level.log_probs.gather(1, order),
-        scores=level.scores.gather(1, order),
-    )
+    # For the best child this is log1p(-1); its score is then its parent's.
+    gap = parent - noisy + torch.log1p(-torch.exp(noisy - noisy[:, :, :1]))
+    # Beyond 40, the logarithm of 1 + exp(gap) is the gap.
+    scores = parent - torch.nn.functional.softplus(gap, threshold=40.0)
+    return torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf)
