@@ -16,7 +16,7 @@ class StepMasks:
         tree_sizes: Number of nodes of each tree, the root counted, integers `[T]`. A tree's nodes
             are the last tokens of its request in the step.
         masks: `bool [T, N, N]`, whether node i attends to node j.
-        first_nodes: The first node of each tree that has a row in the step, `int64 [T]`: those
+        first_nodes: The first node of each tree that has a row in the step, integers `[T]`: those
             before it have been read already. None for the roots.
     """
 

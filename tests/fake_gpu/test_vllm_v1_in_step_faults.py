@@ -19,6 +19,7 @@ from drafttree.vllm.attention.triton import TritonTreeMetadataBuilder
 from drafttree.vllm.drafters.draft_model import DraftModelRunner
 from drafttree.vllm.drafters.hidden_state import HiddenStateRunner
 from drafttree.vllm.drafters.in_step import InStepRunner, InStepState
+from drafttree.vllm.drafters.level_forwards import LevelForwards
 
 RSD, LYANNA = MAIN
 
@@ -36,6 +37,11 @@ def written_through_a_mask(self: Any, step: InStepState, tokens: torch.Tensor) -
     there = tokens >= 0
     rows = step.rows[:, : tokens.shape[1]]
     step.input_ids[rows[there]] = tokens[there]
+
+
+def level_written_through_a_mask(self: Any, tokens: torch.Tensor, places: torch.Tensor) -> None:
+    there = tokens > 0
+    self._rows.input_ids[places[there]] = tokens[there]
 
 
 def sampled_on_the_host(self: Any, count: int) -> torch.Tensor:
@@ -60,7 +66,7 @@ STOCK_PROPOSAL = HiddenStateRunner._propose
 
 REFUSED: dict[str, tuple[str, type, str, Callable[..., Any], type[Exception]]] = {
     "rsd: tokens written through a mask": (
-        *(RSD, InStepRunner, "_write_tokens", written_through_a_mask),
+        *(RSD, LevelForwards, "_write", level_written_through_a_mask),
         HostWaitError,
     ),
     "rsd: flags on the host": (
@@ -100,15 +106,15 @@ def nothing(*args: Any) -> None:
     """Forget to do something."""
 
 
-def shifted_rows(self: Any, step: InStepState, tokens: torch.Tensor) -> None:
-    STOCK_TOKENS(self, step, tokens.roll(1, 1))
+def shifted_rows(self: Any, tokens: torch.Tensor, places: torch.Tensor) -> None:
+    STOCK_WRITE(self, tokens.roll(1), places)
 
 
 def without_trees(self: Any, common: Any, masks: Any) -> Any:
     return STOCK_PART(self, common, None)
 
 
-STOCK_TOKENS = InStepRunner._write_tokens
+STOCK_WRITE = LevelForwards._write
 STOCK_PART = TritonTreeMetadataBuilder.build_part
 
 OTHERWISE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
@@ -120,7 +126,7 @@ OTHERWISE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
         *(LYANNA, TritonTreeMetadataBuilder, "masks_changed"),
         nothing,
     ),
-    "rsd: tokens in other rows": (RSD, InStepRunner, "_write_tokens", shifted_rows),
+    "rsd: tokens in other rows": (RSD, LevelForwards, "_write", shifted_rows),
     "lyanna: accepted rows that the layer has not read": (
         *(LYANNA, HiddenStateRunner, "_read_accepted"),
         nothing,

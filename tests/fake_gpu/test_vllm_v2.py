@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"model": "none", "steps": 3, "width": 2, "nodes": "auto"},
     ),
 }
-BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (33, 557), "lyanna": (22, 272)}
+BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (26, 215), "lyanna": (22, 272)}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
 engine's sampler and the drafter launch, without the preparation of inputs and the models."""
 

@@ -34,7 +34,7 @@ class TreeMetadataBuilder:
 
         Args:
             common: The engine's description of these rows.
-            masks: Masks of the trees among them; None if all rows are causal.
+            masks: Masks of the trees among them, one of each request; None if all rows are causal.
         """
         raise NotImplementedError
 

@@ -118,6 +118,8 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
+        if first is not None:
+            first = first.long()
         of_trees = (sizes if first is None else sizes - first).numpy().sum()
         return CpuTreeMetadata(
             **vars(stock),

@@ -177,14 +177,13 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         self, common: CommonAttentionMetadata, masks: StepMasks | None
     ) -> TritonTreeMetadata:
         """Build the metadata of some of a step's rows, in buffers of their own."""
-        starts, tokens = common.query_start_loc, common.num_actual_tokens
-        tree_starts = torch.empty_like(self._tree_starts[: len(starts) - 1])
-        torch.sub(starts[1:], starts[:-1], out=tree_starts)
-        rows = self._masks.new_empty(tokens, self._masks.shape[1])
-        first_rows = _first_rows(starts, tree_starts, masks)
-        if masks is not None:
-            mask_rows(masks.masks, first_rows, masks.tree_sizes, rows, masks.first_nodes)
-        return _metadata(common, tree_starts, rows)
+        starts, ends = common.query_start_loc[:-1], common.query_start_loc[1:]
+        rows = self._masks.new_empty(common.num_actual_tokens, self._masks.shape[1])
+        if masks is None:
+            return _metadata(common, ends - starts, rows)
+        first_rows = ends - masks.tree_sizes.int()
+        mask_rows(masks.masks, first_rows, masks.tree_sizes, rows, masks.first_nodes)
+        return _metadata(common, first_rows - starts, rows)
 
     def masks_changed(self) -> None:
         """Write the masks' bits again, of the same trees."""

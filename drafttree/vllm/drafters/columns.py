@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 from vllm.distributed.parallel_state import get_tp_group
 
 from drafttree.tensor_parallel import broadcast_trees
@@ -18,12 +19,11 @@ def as_scheduled(trees: DraftTree, tree_size: torch.Tensor, padding: torch.Tenso
         padding: Which columns a request does not have, `bool [B, N]`.
     """
     width = padding.shape[1]
-    missing = max(width - trees.tokens.shape[1], 0)
-    tokens, parents = (
-        torch.nn.functional.pad(each, (0, missing), value=-1)[:, :width]
-        for each in (trees.tokens, trees.parents)
-    )
-    return without_nodes(DraftTree(tokens, parents, tree_size), padding | (tokens < 0))
+    missing = width - trees.tokens.shape[1]
+    tokens, parents = trees.tokens[:, :width], trees.parents[:, :width]
+    if missing > 0:
+        tokens, parents = (pad(each, (0, missing), value=-1) for each in (tokens, parents))
+    return without_nodes(DraftTree(tokens, parents, tree_size), padding)
 
 
 def of_first_rank(trees: DraftTree) -> DraftTree:

@@ -36,7 +36,7 @@ from drafttree.vllm.drafters.columns import of_first_rank, without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.draft_model_texts import DraftModelTexts
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
-from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
+from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows, with_columns
 from drafttree.vllm.processors import GREEDY_BELOW
 from drafttree.vllm.step import StepTrees
 
@@ -193,21 +193,19 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             shape = requests, columns - first, self._vocab_size
             return torch.zeros(shape, device=self.device)
         last = min(columns, width)
-        if self._drafter.tables is None:
-            self._write_tokens(step, trees.tokens[:, :last])
-        else:
-            self._write_nodes(step, trees.truncated(last - 1))
         if first == 0:
             hidden = levels.read_roots()[:, None]
         else:
-            hidden = levels.read_level(first, trees.parents[:, :last])
+            known = trees.truncated(last - 1)
+            if self._drafter.tables is not None:
+                known = self._place_nodes(step, known)
+            hidden = levels.read_level(first, known)
         if columns == len(self._planned):
             return hidden[:0]  # nothing is drafted below the leaves
         logits = self._draft_model.compute_logits(hidden.flatten(0, 1))
         logits = logits.float().view(requests, last - first, -1)
         logits = self._adjusted(logits, step, trees, first)
-        probs = self._distributions(logits, sampled)
-        return torch.nn.functional.pad(probs, (0, 0, 0, columns - last))
+        return with_columns(self._distributions(logits, sampled), columns - first)
 
     def _max_depth(self, step: DraftModelStep) -> int:
         if self._drafter.tables is None:

@@ -223,11 +223,24 @@ class InStepRunner(TreeModelRunner[I]):
         Returns:
             The trees without nodes beyond the end of a request, which have no position.
         """
+        kept = self._place_nodes(step, trees)
+        self._write_tokens(step, kept.tokens)
+        return kept
+
+    def _place_nodes(self, step: I, trees: DraftTree) -> DraftTree:
+        """Give the rows of nodes the positions of their depths; see `_write_nodes`.
+
+        Args:
+            step: The step.
+            trees: The trees' first columns, whose depths the scheduler does not know.
+
+        Returns:
+            The trees without nodes beyond the end of a request, which have no position.
+        """
         depth = depths(trees.parents, trees.tree_size)
         left = np.array([*map(self._tokens_left, self.input_batch.req_ids)])
         within = depth < on_device(left, self.device)[:, None]
         kept = without_nodes(trees, ~within)
-        self._write_tokens(step, kept.tokens)
         missing = step.rows.shape[1] - depth.shape[1]
         depth = torch.nn.functional.pad(depth.masked_fill(~within, 0), (0, missing))
         positions = step.trees.by_row(step.root_positions[:, None] + depth)

@@ -25,9 +25,8 @@ from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.transfer import all_on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm.drafters.columns import without_nodes
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
-from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows
+from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows, with_columns
 from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.drafters.text_rows import group_of
 from drafttree.vllm.v2.in_step import InStepRunnerV2
@@ -67,7 +66,8 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._planned = self._drafter.columns
         # Known before any step, which would wait for them. The largest shape is the last one.
         planned = self._planned, *map(self._drafter.follow_plan, self._reports.shapes)
-        self._depths_of = {each: _column_depths(each).to(self.device) for each in planned}
+        most = 1 + self.num_speculative_steps
+        self._depths_of = {each: _column_depths(each, most).to(self.device) for each in planned}
 
     def _no_missed_texts(self) -> MissedTexts:
         """What the draft model has missed: nothing yet."""
@@ -126,9 +126,8 @@ class DraftModelRunnerV2(InStepRunnerV2):
         if self._missed is not None:
             with self._clock.reading():
                 self._clock.read_tokens = self._read_missed(self._missed, batch, parts)
-        column_depths = self._depths_of[self._planned]
-        columns = pad(column_depths, (0, max(step.width - len(column_depths), 0)))
-        self._write_depths(batch, step, columns[None, : step.width].expand_as(step.parents))
+        column_depths = self._depths_of[self._planned][batch.expanded_local_pos.long()]
+        self._move_rows(batch, column_depths)
 
         def forward(trees: DraftTree, first: int) -> torch.Tensor:
             return self._read(batch, step, levels, trees, first)
@@ -137,15 +136,14 @@ class DraftModelRunnerV2(InStepRunnerV2):
         trees, drawn = self._drafter.propose(
             slots, self._roots_read, self._seeds, lengths, sampled, forward
         )
-        trees = self._scheduled(step, trees)
-        trees = without_nodes(trees, self._undrafted(batch, step)[:, None].expand_as(trees.tokens))
+        trees = self._scheduled(step, trees, self._undrafted(batch, step))
         trees, columns_drawn = self._cut(batch, trees)
         self._drawn = drawn, columns_drawn
         if columns_drawn is not None:
             # A chain's node is in the column of its depth.
-            depth = depths(trees.parents, step.sizes)
-            self._write_depths(batch, step, depth - columns[None, : step.width])
-        self._write_tokens(batch, step, trees)
+            self._write_tokens(batch, step, trees)
+            depth = step.by_row(depths(trees.parents, step.sizes), batch.expanded_local_pos)
+            self._move_rows(batch, depth - column_depths)
         self._show_trees(step, trees.parents)
         return step._replace(parents=trees.parents)
 
@@ -195,17 +193,15 @@ class DraftModelRunnerV2(InStepRunnerV2):
         if first >= step.width:  # the engine scheduled none of these columns
             return torch.zeros(requests, columns - first, self.vocab_size, device=self.device)
         last = min(columns, step.width)
-        known = self._scheduled(step, trees)
-        self._write_tokens(batch, step, known)
         if first == 0:
             hidden = levels.read_roots()[:, None]
         else:
-            hidden = levels.read_level(first, known.parents[:, :last])
+            hidden = levels.read_level(first, trees.truncated(last - 1))
         if columns == len(self._planned):
             return hidden[:0]  # nothing is drafted below the leaves
         logits = self._draft_model.compute_logits(hidden.flatten(0, 1)).float()
         probs = self._distributions(batch, step, logits, slice(first, last))
-        return pad(probs.view(requests, last - first, -1), (0, 0, 0, columns - last))
+        return with_columns(probs.view(requests, last - first, -1), columns - first)
 
     def _distributions(
         self, batch: InputBatch, step: Layout, logits: torch.Tensor, columns: slice
@@ -221,6 +217,8 @@ class DraftModelRunnerV2(InStepRunnerV2):
             logits: The draft model's, float32 `[B * n, V]`.
             columns: The columns of the nodes.
         """
+        if not self.sampler.needs_logits_processing[batch.idx_mapping_np].any():
+            return logits.softmax(-1)
         rows = batch.logits_indices[step.row_of_node[:, columns].flatten()]
         count = columns.stop - columns.start
         slots = batch.idx_mapping.repeat_interleave(count, output_size=len(logits))
@@ -242,6 +240,10 @@ class DraftModelRunnerV2(InStepRunnerV2):
         return filtered.softmax(-1)
 
     def _rule(self, trees: DraftTree, requests: slice) -> AcceptanceRule | None:
+        assert self._batch is not None
+        slots = self._batch.idx_mapping_np[requests]
+        if not self.sampler.sampling_states.temperature.np[slots].any():
+            return None  # the most likely tokens follow, whatever was drafted
         if self._drawn is None:
             return self._drafter.undrafted_rule(
                 self._roots_read[requests], self._seeds[requests], self._lengths[requests]
@@ -262,8 +264,11 @@ class DraftModelRunnerV2(InStepRunnerV2):
             self._compact(step, path, movers)
 
 
-def _column_depths(columns: tuple[int, ...]) -> torch.Tensor:
-    """The depth of each column of trees whose columns have these parents, `int32 [N]`."""
+def _column_depths(columns: tuple[int, ...], most: int) -> torch.Tensor:
+    """The depth of each column of trees whose columns have these parents, `int64 [most]`.
+
+    The engine may schedule more columns than these, which hold no nodes.
+    """
     parents = torch.tensor([columns], dtype=torch.int32)
     size = torch.tensor([len(columns)], dtype=torch.int32)
-    return depths(parents, size)[0]
+    return pad(depths(parents, size)[0].long(), (0, max(most - len(columns), 0)))

@@ -71,7 +71,8 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         trees = self._drafter.propose(slots, roots, logits.view(*states.shape[:2], -1), steps)
         trees, _ = self._cut(batch, self._scheduled(step, trees))
         self._write_tokens(batch, step, trees)
-        self._write_depths(batch, step, depths(trees.parents, step.sizes))
+        depth = depths(trees.parents, step.sizes)
+        self._move_rows(batch, step.by_row(depth, batch.expanded_local_pos))
         self._show_trees(step, trees.parents)
         return step._replace(parents=trees.parents)
 

@@ -62,6 +62,7 @@ def check_hooks() -> None:
             "self logits expanded_idx_mapping idx_mapping_np",
         ),
         (SamplingStates, "apply_min_p", "self logits expanded_idx_mapping idx_mapping_np"),
+        (SamplingStates, "any_greedy", "self idx_mapping_np"),
         (
             SamplingStates,
             "apply_top_k_top_p",

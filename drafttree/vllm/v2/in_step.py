@@ -177,10 +177,10 @@ class InStepRunnerV2(TreeRunnerV2):
             batch.input_ids.dtype
         )
 
-    def _write_depths(self, batch: InputBatch, step: Layout, depth: torch.Tensor) -> None:
-        """Add depths, `[B, N]`, to the positions of the trees, which so far are the roots'."""
-        of_rows = step.by_row(depth, batch.expanded_local_pos).to(batch.positions.dtype)
-        batch.positions.index_add_(0, batch.logits_indices, of_rows)
+    @staticmethod
+    def _move_rows(batch: InputBatch, by: torch.Tensor) -> None:
+        """Add to the positions of the trees' rows, `[R]`, which at first are the roots'."""
+        batch.positions.index_add_(0, batch.logits_indices, by.to(batch.positions.dtype))
 
     def _show_trees(self, step: Layout, parents: torch.Tensor) -> None:
         """Let attention apply the masks of trees, `int32 [B, N]`."""
@@ -196,10 +196,19 @@ class InStepRunnerV2(TreeRunnerV2):
             builder.masks_changed()
 
     @staticmethod
-    def _scheduled(step: Layout, trees: DraftTree) -> DraftTree:
-        """Trees in the columns that the engine scheduled."""
-        columns = torch.arange(step.width, device=step.sizes.device)
-        return as_scheduled(trees, step.sizes, columns >= step.sizes[:, None])
+    def _scheduled(
+        step: Layout, trees: DraftTree, undrafted: torch.Tensor | None = None
+    ) -> DraftTree:
+        """Trees in the columns that the engine scheduled.
+
+        Args:
+            step: The step.
+            trees: The trees as drafted.
+            undrafted: Requests that get no nodes, `bool [B]`; None for none.
+        """
+        sizes = step.sizes if undrafted is None else step.sizes.masked_fill(undrafted, 1)
+        columns = torch.arange(step.width, device=sizes.device)
+        return as_scheduled(trees, step.sizes, columns >= sizes[:, None])
 
     def _undrafted(self, batch: InputBatch, step: Layout) -> torch.Tensor:
         """Which requests get no draft tokens in this step, `bool [B]`."""

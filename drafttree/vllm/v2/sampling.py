@@ -91,12 +91,15 @@ def sample_trees(
             verified = verify_target(drafts, drawn, depth, nodes)
         else:
             processed = sampler.apply_sampling_params(*part)
-            temperatures = sampler.sampling_states.temperature.gpu
+            states, greedy = sampler.sampling_states, None
+            if states.any_greedy(part[3]):
+                slots = part[1] if isinstance(rule, TreeRule) else part[2]
+                greedy = states.temperature.gpu[slots] == 0
             if isinstance(rule, TreeRule):
-                drawn = rule.of_trees(_distributions(processed, temperatures[part[1]] == 0), nodes)
+                drawn = rule.of_trees(_distributions(processed, greedy), nodes)
                 verified = verify_target(drafts, drawn, depth)
             else:
-                draw = partial(_draw_by_rule, rule, processed, nodes, temperatures[part[2]] == 0)
+                draw = partial(_draw_by_rule, rule, processed, nodes, greedy)
                 verified = verify_sampled(drafts, draw, depth, waits=False)
         if dims is None:
             return verified, None
@@ -123,7 +126,7 @@ def _draw_by_rule(
     rule: AcceptanceRule,
     logits: torch.Tensor,
     rows: torch.Tensor,
-    greedy: torch.Tensor,
+    greedy: torch.Tensor | None,
     nodes: torch.Tensor,
     alive: torch.Tensor,
 ) -> torch.Tensor:
@@ -133,7 +136,7 @@ def _draw_by_rule(
         rule: The rule.
         logits: The target's processed logits, `[R, V]`.
         rows: The row of each node, `int64 [B, N]`.
-        greedy: Which requests are not sampled, `bool [B]`.
+        greedy: Which requests are not sampled, `bool [B]`; None if all are.
         nodes: `int32 [B]`.
         alive: `bool [B]`.
     """
@@ -141,9 +144,11 @@ def _draw_by_rule(
     return rule(_distributions(here, greedy), nodes)
 
 
-def _distributions(logits: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
+def _distributions(logits: torch.Tensor, greedy: torch.Tensor | None) -> torch.Tensor:
     """The target's distributions, `float32 [n, V]`, one-hot where `greedy [n]` is true."""
     logits = logits.float()
+    if greedy is None:
+        return logits.softmax(-1)
     sure = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
     return torch.where(greedy[:, None], sure, logits.softmax(-1))
 
