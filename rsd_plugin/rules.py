@@ -101,7 +101,7 @@ class RecursiveRejection:
         # Whatever is no child is written behind the others.
         places = torch.where(is_child, places, nodes * most)
         found = tokens.new_full((requests, nodes * most + 1), -1).scatter_(1, places, tokens)
-        return found[:, :-1].unflatten(1, (nodes, most))
+        return found[:, :-1].view(requests, nodes, most)
 
 
 class Traversal(TreeRule):

@@ -31,9 +31,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"model": "none", "steps": 3, "width": 2, "nodes": "auto"},
     ),
 }
-BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (26, 215), "lyanna": (22, 272)}
+BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (26, 215), "lyanna": (22, 268)}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
 engine's sampler and the drafter launch, without the preparation of inputs and the models."""
+SAMPLED_BUDGETS = {"rsd": (48, 390), "traversal": (36, 225)}
+"""The same for steps with sampled requests, one of them with filters, beside a greedy one."""
 
 pytestmark = [
     pytest.mark.full,
@@ -115,7 +117,12 @@ def test_shapes_that_change(case: str) -> None:
 @pytest.mark.parametrize("case", ["rsd", "traversal", "lyanna"])
 def test_requests_that_are_sampled(case: str) -> None:
     warm = {"temperature": 0.9, "seed": 3}
-    decoded(case, warm, warm | {"top_p": 0.7, "top_k": 12, "min_p": 0.02}, GREEDY)
+    answer = decoded(case, warm, warm | {"top_p": 0.7, "top_k": 12, "min_p": 0.02}, GREEDY)
+    if case in SAMPLED_BUDGETS:
+        kernels, operations = SAMPLED_BUDGETS[case]
+        for _, used, report in answer["gpu"]["steps"]:
+            assert used["kernels"] <= kernels, report
+            assert used["operations"] <= operations, report
 
 
 @pytest.mark.parametrize("case", ["static", "rsd", "lyanna"])
