@@ -197,9 +197,9 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         """Build metadata of short contexts, which are fast to capture; graphs serve any length."""
         metadata = self.build(0, common_attn_metadata)
         metadata.lengths.fill_(1)
-        if self._flash is not None:
-            metadata.prefix = self._flash.of_graph(common_attn_metadata)
-        return metadata
+        if self._flash is None:
+            return metadata
+        return replace(metadata, prefix=self._flash.of_graph(common_attn_metadata))
 
 
 def _first_rows(

@@ -138,7 +138,8 @@ class TargetWorker:
             cached = masks.shape[2] - size if masks.dim() == 3 else 0
             visible = torch.cat((self._context(slot, length + cached), tokens[row]))
             if masks.dim() == 3:
-                mask = torch.cat((torch.ones(size, length, dtype=torch.bool), masks[row]), 1)
+                context = torch.ones(size, length, dtype=torch.bool)
+                mask = torch.cat((context, masks[row, -size:]), 1)
             else:
                 mask = masks[first : first + size * len(visible)].view(size, -1)
                 first += mask.numel()

@@ -7,18 +7,22 @@ see, so that a mistake in any of them changes what is drafted.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from drafttree.drafter import Target
 from drafttree.method import HIDDEN_STATE, Method
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
+from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.drafters.draft_model_loader import PREFIX
 from drafttree.vllm.step_masks import StepMasks
@@ -171,6 +175,11 @@ class Runner(Protocol):
         """Where nothing is counted, or forbidden."""
 
 
+def target_on(device: torch.device, embed: Any) -> Target:
+    """What a drafter is told of the target."""
+    return Target("none", VOCAB, device, torch.float32, logging.getLogger(__name__), embed=embed)
+
+
 class DraftModel:
     """Logits that resemble the target's."""
 
@@ -199,6 +208,14 @@ class DraftModel:
             return self._weights[hidden[:, 0]] + 0.5 * self._noise[hidden[:, 1]]
 
 
+@contextmanager
+def loads_draft_model(runner: Runner, module: Any) -> Iterator[None]:
+    """Where a runner, defined in `module`, is given the stand-in for its draft model."""
+    runner.caches[DRAFTED] = new_cache(runner.device)
+    with mock.patch.object(module, "load_draft_model", return_value=DraftModel(runner)):
+        yield
+
+
 LAYER_METHOD = Method(
     name="layer",
     title="A layer",
@@ -225,3 +242,12 @@ class LayerAttention:
             self.runner.caches[LAYER].view(-1)[slots[LAYER]] = k[:, 0]
             seen = (tokens_seen(metadata[LAYER]) % 13)[:, None]
             return q + 0.5 * seen * pattern(q)
+
+
+@contextmanager
+def loads_layer(runner: Runner) -> Iterator[None]:
+    """Where a runner is given the stand-in for its layer's attention."""
+    runner.caches[LAYER] = new_cache(runner.device)
+    kind = type("Attention", (LayerAttention,), {"runner": runner})
+    with mock.patch.object(draft_layer, "Attention", kind):
+        yield

@@ -5,9 +5,7 @@ The KV that these write tells what they have read.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from tree_kernels.kv_move import movers_of
 
 from drafttree.drafter import Target
 from drafttree.method import Method
-from drafttree.vllm.drafters import draft_layer, draft_model
+from drafttree.vllm.drafters import draft_model
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.drafters.draft_model import DraftModelRunner
 from drafttree.vllm.drafters.hidden_state import HiddenStateRunner
@@ -25,10 +23,9 @@ from drafttree.vllm.runner import TreeModelRunner
 from fake_gpu.stand_ins import (
     DRAFTED,
     LAYER_METHOD,
-    VOCAB,
-    DraftModel,
-    LayerAttention,
-    new_cache,
+    loads_draft_model,
+    loads_layer,
+    target_on,
 )
 from fake_gpu.vllm_v1_stock import Stock
 from recycle_plugin import METHOD as TOKEN_RECYCLING
@@ -41,8 +38,7 @@ class HostRunner(TreeModelRunner[Any], Stock):
     method: Method[Any]
 
     def _target(self, embed: Any = None, **kwargs: Any) -> Target:
-        logger = logging.getLogger(__name__)
-        return Target("none", VOCAB, self.device, torch.float32, logger, embed=embed)
+        return target_on(self.device, embed)
 
     def _why_no_bound_drafts(self) -> str | None:
         return None
@@ -85,8 +81,7 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
-        self.caches[DRAFTED] = new_cache(self.device)
-        with mock.patch.object(draft_model, "load_draft_model", return_value=DraftModel(self)):
+        with loads_draft_model(self, draft_model):
             super().load_model()
 
     def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -115,9 +110,7 @@ class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the layer."""
-        self.caches[LAYER] = new_cache(self.device)
-        kind = type("Attention", (LayerAttention,), {"runner": self})
-        with mock.patch.object(draft_layer, "Attention", kind):
+        with loads_layer(self):
             super().load_model()
 
     def check_cache(self, name: str) -> None:

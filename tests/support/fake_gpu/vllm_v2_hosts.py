@@ -5,10 +5,8 @@ The KV that these write tells what they have read.
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +16,6 @@ from tree_kernels.kv_move import movers_of
 from drafttree.drafter import Target
 from drafttree.method import Method
 from drafttree.vllm import patches
-from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.v2 import draft_model
 from drafttree.vllm.v2.draft_model import DraftModelRunnerV2
@@ -29,10 +26,9 @@ from fake_gpu.stand_ins import (
     DRAFTED,
     LAYER_METHOD,
     TARGET,
-    VOCAB,
-    DraftModel,
-    LayerAttention,
-    new_cache,
+    loads_draft_model,
+    loads_layer,
+    target_on,
 )
 from fake_gpu.tensors import held
 from fake_gpu.vllm_v2_stock import Stock, Weights
@@ -54,8 +50,7 @@ class HostRunner(TreeRunnerV2, Stock):
     flash_version: int | None = None
 
     def _target(self, embed: Any = None, **kwargs: Any) -> Target:
-        logger = logging.getLogger(__name__)
-        return Target("none", VOCAB, self.device, torch.float32, logger, embed=embed)
+        return target_on(self.device, embed)
 
     def set_up_host(self, options: dict[str, Any]) -> None:
         """Do what the engine does before it serves requests."""
@@ -86,8 +81,7 @@ class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
-        self.caches[DRAFTED] = new_cache(self.device)
-        with mock.patch.object(draft_model, "load_draft_model", return_value=DraftModel(self)):
+        with loads_draft_model(self, draft_model):
             super().load_model()
         self._movers_apart = [[movers_of([self.caches[layer]])] for layer in (TARGET, DRAFTED)]
         self._missed = self._no_missed_texts() if self._plans else None
@@ -117,9 +111,7 @@ class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the layer."""
-        self.caches[LAYER] = new_cache(self.device)
-        kind = type("Attention", (LayerAttention,), {"runner": self})
-        with mock.patch.object(draft_layer, "Attention", kind):
+        with loads_layer(self):
             super().load_model()
 
     def check_cache(self, name: str, text: list[int], first_block: int) -> None:
