@@ -7,12 +7,11 @@ from what has arrived, in the place of `TierController`: the number of draft tok
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.draft_times import ReadTimes
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
@@ -45,23 +44,9 @@ class ShapeController:
         planner: The planner that decides.
     """
 
-    def __init__(
-        self,
-        shapes: Sequence[TreeShape],
-        forward_seconds: Mapping[int, float],
-        constants: BudgetConstants | None = None,
-    ) -> None:
-        """Plan from forwards of the target that were measured at start-up.
-
-        Args:
-            shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
-            forward_seconds: Seconds of a forward of the target by the number of its tokens.
-            constants: Tuned constants; the defaults if None.
-
-        Raises:
-            ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
-        """
-        self.planner = ShapePlanner(shapes, forward_seconds, constants)
+    def __init__(self, planner: ShapePlanner) -> None:
+        """Let a planner choose, which has seen no step yet."""
+        self.planner = planner
         self.sizes = self.planner.costs.candidate_sizes
         self._reads = ReadTimes()
         self._unread = 0

@@ -316,6 +316,7 @@ def _kv_move(requests: int, layers: int, heads: int, head_size: int, moves: int)
 _BATCHES = (1, 8, 64)
 _TREES = grid(requests=_BATCHES, tree_size=(81,))
 _QUICK = {"requests": 2, "tree_size": 21}
+_QUICK_ATTENTION = {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64}
 _GPU = ("cuda",)
 
 CASES: dict[str, Case] = {
@@ -361,7 +362,7 @@ CASES: dict[str, Case] = {
             kv_heads=(8,),
             head_size=(128,),
         ),
-        {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64},
+        _QUICK_ATTENTION,
         _GPU,
         tolerance=2e-2,
     ),
@@ -375,7 +376,7 @@ CASES: dict[str, Case] = {
             kv_heads=(8,),
             head_size=(128,),
         ),
-        {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64},
+        _QUICK_ATTENTION,
         _GPU,
         tolerance=2e-2,
     ),
@@ -389,7 +390,7 @@ CASES: dict[str, Case] = {
             kv_heads=(3,),
             head_size=(64,),
         ),
-        {**_QUICK, "context": 64, "heads": 4, "kv_heads": 2, "head_size": 64},
+        _QUICK_ATTENTION,
         ("cpu",),
         tolerance=1e-4,
     ),

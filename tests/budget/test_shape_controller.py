@@ -12,6 +12,7 @@ from simulated_drafting import BEAMS, Fixed, Run, Scenario, Step, run
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.model_drafts import ModelDrafts
 from drafttree.budget.shape_controller import ShapeController
+from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.budget.tier_controller import TierOutcome, TierPlan
 from drafttree.tree_shape import TreeShape
 
@@ -36,7 +37,7 @@ class Late:
     """
 
     def __init__(self, scenario: Scenario, late: int) -> None:
-        self.controller = ShapeController(BEAMS, scenario.forwards())
+        self.controller = ShapeController(ShapePlanner(BEAMS, scenario.forwards()))
         self._requests = [*range(scenario.batch)]
         self._late = late
         self._plan = self._next = TierPlan(0)
@@ -106,7 +107,7 @@ def test_stops_and_comes_back_when_texts_change() -> None:
 
 
 def test_no_shape_is_larger_than_there_is_room_for() -> None:
-    controller = ShapeController(BEAMS, FORWARDS)
+    controller = ShapeController(ShapePlanner(BEAMS, FORWARDS))
     for most in (4, 0, 15, 1):
         chosen = {controller.choose(["a"], most).size for _ in range(20)}
         assert max(chosen) <= most
@@ -122,7 +123,7 @@ def test_one_trial_is_under_way_at_a_time() -> None:
 
 
 def test_choices_are_explained() -> None:
-    controller = ShapeController(BEAMS, FORWARDS)
+    controller = ShapeController(ShapePlanner(BEAMS, FORWARDS))
     plan = controller.choose(["a"], 15)
     choice = controller.take_update().choice
     assert choice is not None

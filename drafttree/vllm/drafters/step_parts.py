@@ -132,23 +132,23 @@ class StepParts:
         of: Callable[[StepCache], tuple[torch.Tensor, torch.Tensor]],
     ) -> Iterator[None]:
         """The forward context of `count` rows; `of` tells their blocks and slots in a cache."""
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,  # read on a CPU alone
-            seq_lens=lengths.int(),
-            num_reqs=len(lengths),
-            num_actual_tokens=count,
-            max_query_len=most,
-            max_seq_len=self._longest,
-            block_table_tensor=torch.empty(0),
-            slot_mapping=starts,
-        )
+        lengths = lengths.int()
         metadata, slot_mapping = {}, {}
         for builder, names, cache in self._layers:
             blocks, slots = of(cache)
-            here = common.replace(block_table_tensor=blocks, slot_mapping=slots)
+            here = CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,  # read on a CPU alone
+                seq_lens=lengths,
+                num_reqs=len(lengths),
+                num_actual_tokens=count,
+                max_query_len=most,
+                max_seq_len=self._longest,
+                block_table_tensor=blocks,
+                slot_mapping=slots,
+            )
             metadata.update(dict.fromkeys(names, builder.build_part(here, masks)))
-            slot_mapping.update(dict.fromkeys(names, here.slot_mapping))
+            slot_mapping.update(dict.fromkeys(names, slots))
         changes: dict[str, Any] = {"attn_metadata": metadata, "slot_mapping": slot_mapping}
         if hasattr(get_forward_context(), "is_padding"):
             changes["is_padding"] = None  # it would be that of the whole step

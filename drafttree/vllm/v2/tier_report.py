@@ -20,6 +20,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from drafttree.budget.model_drafts import ModelDrafts
 from drafttree.budget.shape_controller import ShapeController
+from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.budget.tier_controller import TierController
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree_shape import TreeShape
@@ -63,7 +64,7 @@ class ShapeReport:
 
     def make_controller(self) -> ShapeController:
         """What chooses the shapes."""
-        return ShapeController(self.shapes, self.forward_seconds)
+        return ShapeController(ShapePlanner(self.shapes, self.forward_seconds))
 
 
 class TierReports:
