@@ -1,7 +1,10 @@
 """Tree attention on vLLM's CPU backend.
 
 Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
-supports causal masks only: it computes prefill and undrafted rows, and this module computes trees.
+supports causal masks only: it computes prefill, undrafted rows and chains, and this module computes
+trees that branch. The two round differently, and the engine's rounds the rows of chains as those of
+plain decoding. Copied text is drafted in chains mostly, so in half precision more answers are those
+of plain decoding.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class CpuTreeMetadata(CPUAttentionMetadata):
     """The engine's metadata and the trees of the step.
 
     Attributes:
-        trees: The step's trees; None if there is none.
-        attend: Attention for the rows of the trees.
+        trees: The step's trees that branch; None if there is none.
+        attend: Attention for the rows of these trees.
         only_trees: Whether no row of the batch is left for the engine's kernel.
     """
 
@@ -115,6 +118,7 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         masks: StepMasks | None,
     ) -> CpuTreeMetadata:
+        masks = None if masks is None else without_chains(masks)
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
@@ -137,7 +141,7 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
 
 
 class CpuTreeImpl(CPUAttentionBackendImpl):
-    """The engine's kernel for causal rows, masked attention for the rows of trees."""
+    """The engine's kernel for causal rows, masked attention for the rows of trees that branch."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -180,6 +184,24 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
         variant = variant_of(self, max(self.sliding_window, 0))
         attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale, variant)
         return output
+
+
+def without_chains(masks: StepMasks) -> StepMasks | None:
+    """The trees that branch, whose masks are not causal; None if there is none."""
+    sizes = masks.tree_sizes.long()
+    last_nodes = masks.masks[torch.arange(len(sizes)), sizes - 1]
+    branch = last_nodes.sum(1) < sizes  # the last node of a chain attends to all of its nodes
+    if not branch.any():
+        return None
+    if branch.all():
+        return masks
+    firsts = masks.first_nodes
+    return StepMasks(
+        masks.requests[branch],
+        masks.tree_sizes[branch],
+        masks.masks[branch],
+        None if firsts is None else firsts[branch],
+    )
 
 
 def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
