@@ -22,8 +22,19 @@ _NGRAM: dict[str, Any] = {
     "prompt_lookup_max": 5,
 }
 
-_OWN_OF_VLLM = ("suffix", "draft-model")
-"""Methods that are measured in vLLM alone. SGLang's n-gram speculation has a reason of its own."""
+_NOT_IN_SGLANG = {
+    "ngram": (
+        "does not run in SGLang on a CPU, whose attention backend cannot verify drafts: use "
+        "--method none or a tree method"
+    ),
+    "draft-model": (
+        "is measured in vLLM alone: SGLang's draft models (STANDALONE) need a GPU or a CPU with "
+        "AMX, as its attention backend for other CPUs, torch_native, is refused for drafting. Use "
+        "--engine vllm, or chains of the same draft model: --method rsd --option tree=branch:1-1-1"
+    ),
+    "suffix": "is vLLM's own: use --engine vllm",
+}
+"""Why a method is not measured in SGLang."""
 
 _BUILD_SUFFIX = (
     "--method suffix is vLLM's suffix decoding and needs arctic-inference, which has no wheels. To "
@@ -141,13 +152,8 @@ def check_engine(engine: str, method: BenchMethod) -> None:
     Raises:
         InputError: The engine cannot run it; the message gives the reason.
     """
-    if engine == "sglang" and method.name == "ngram":
-        raise InputError(
-            "--method ngram does not run in SGLang on a CPU, whose attention backend cannot verify "
-            "drafts: use --method none or a tree method"
-        )
-    if engine != "vllm" and method.name in _OWN_OF_VLLM:
-        raise InputError(f"--method {method.name} is vLLM's own: use --engine vllm")
+    if engine == "sglang" and method.name in _NOT_IN_SGLANG:
+        raise InputError(f"--method {method.name} {_NOT_IN_SGLANG[method.name]}")
     if method.name == "suffix" and find_spec("arctic_inference") is None:
         raise InputError(_BUILD_SUFFIX)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang_runs import Case, RunFailed, run_sglang
 from typer.testing import CliRunner
 
 from drafttree.cli import app
@@ -106,6 +107,7 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
     [
         (["--method", "ngram"], "cannot verify drafts"),
         (["--method", "suffix"], "use --engine vllm"),
+        (["--method", "draft-model", "--option", "model=DRAFT"], "a CPU with AMX"),
         (["--method", "token-recycling", "--runner", "v2"], "--runner v2 is vLLM's own"),
         (["--method", "token-recycling", "--option", "nodes=0"], "nodes"),
         (["--method", "oracle"], "unknown method"),
@@ -117,3 +119,20 @@ def test_errors_name_what_cannot_run(
     result = bench(smollm2, tmp_path / "report.json", *arguments)
     assert result.exit_code == 2
     assert complaint in " ".join(result.output.split())
+
+
+@pytest.mark.full
+def test_the_engines_own_draft_models_do_not_start_on_a_cpu_without_amx(tiny_llama: Path) -> None:
+    """So the bench refuses them."""
+    refused = "EAGLE is not supported in decode attention backend torch_native"
+    with pytest.raises(RunFailed, match=refused):
+        run_sglang(
+            tiny_llama,
+            [Case([[5, 6, 7]], {"max_new_tokens": 4})],
+            drafted=False,
+            speculative_algorithm="STANDALONE",
+            speculative_draft_model_path=str(tiny_llama),
+            speculative_num_steps=3,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=4,
+        )
