@@ -1,68 +1,91 @@
-"""Plot the speedup of a method over plain decoding by batch size.
+"""Plot the speedup of methods over plain decoding by batch size or temperature, and tabulate it.
 
-    python scripts/benchmarks/plot_speed.py results/*-cpu/*-auto-batch-*.json \\
+    python -m scripts.benchmarks.plot_speed results/*-cpu/*-auto-batch-*.json \\
         --plot results/recycling_speed.png
+    python -m scripts.benchmarks.plot_speed results/vllm-cpu/rsd-*.json --by temperature \\
+        --plot results/rsd_speed.png
 
-Reads reports of `drafttree bench` and draws one line for each engine, method and data type:
-medians, with all repetitions as points, prefill included. Needs matplotlib.
+Reads reports of `drafttree bench` and draws one line for each engine, method with its options, data
+type and processor: medians, with all repetitions as marks, prefill included. A Markdown table of
+the same runs goes to standard output. Needs matplotlib.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from drafttree.bench.engine_process import TITLES
+from scripts.benchmarks.run_table import names, table
 
 
-def lines(runs: list[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Group the runs by setting, then by batch size.
+class By(StrEnum):
+    """What the runs are ordered by."""
+
+    batch_size = "batch-size"
+    temperature = "temperature"
+
+    @property
+    def words(self) -> str:
+        """Its name for people."""
+        return self.value.replace("-", " ")
+
+
+def lines(runs: Sequence[dict[str, Any]], by: By) -> dict[str, dict[float, dict[str, Any]]]:
+    """Group the runs by setting, then by batch size or temperature.
 
     Raises:
-        ValueError: Two runs have the same setting and batch size.
+        ValueError: Two runs have the same setting, batch size and temperature.
     """
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in runs:
-        options = ", ".join(f"{name} {value}" for name, value in run["options"].items())
-        words = (TITLES[run["engine"]], run["method"], options, run["dtype"], run["cpu"])
-        line = found.setdefault(", ".join(word for word in words if word), {})
-        if run["batch_size"] in line:
-            raise ValueError(f"two runs of batch size {run['batch_size']}: {' '.join(words)}")
-        line[run["batch_size"]] = run
+    found: dict[str, dict[float, dict[str, Any]]] = {}
+    for run, name in zip(runs, names(runs, by.name), strict=True):
+        line = found.setdefault(name, {})
+        place = run[by.name]
+        if place in line:
+            raise ValueError(f"two runs of {name} have {by.words} {place}")
+        line[place] = run
     return found
 
 
 def main(
     runs: Annotated[list[Path], typer.Argument(help="JSON of `drafttree bench`.")],
     plot: Annotated[Path, typer.Option(help="PNG.")],
+    by: Annotated[By, typer.Option(help="What the runs are ordered by.")] = By.batch_size,
 ) -> None:
-    """Plot the runs."""
+    """Plot the runs, and print their table."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    reports = {file: json.loads(file.read_text()) for file in runs}
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     axes.axhline(1, color="grey", linewidth=0.8)
-    for title, line in lines([json.loads(file.read_text()) for file in runs]).items():
-        sizes = sorted(line)
+    places = set()
+    for name, line in lines([*reports.values()], by).items():
+        shown = sorted(line)
+        places.update(shown)
         (drawn,) = axes.plot(
-            sizes, [line[size]["speedup"] for size in sizes], marker="o", label=title
+            shown, [line[place]["speedup"] for place in shown], marker="o", label=name
         )
-        for size in sizes:
-            each = [repetition["speedup"] for repetition in line[size]["repetitions"]]
-            axes.plot([size] * len(each), each, "_", color=drawn.get_color())
-    axes.set_xscale("log", base=2)
+        for place in shown:
+            each = [repetition["speedup"] for repetition in line[place]["repetitions"]]
+            axes.plot([place] * len(each), each, "_", color=drawn.get_color())
+    if by is By.batch_size:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(places))
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("batch size")
+    axes.set_xlabel(by.words)
     axes.set_ylabel("tokens per second, relative to plain decoding")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(plot, dpi=120)
+    typer.echo(table(reports, by.name))
 
 
 if __name__ == "__main__":
