@@ -1,4 +1,4 @@
-"""What transformers predicts after each single token."""
+"""What transformers predicts after each single token, and a check of primed tables by it."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ def top_tokens(folder: Path, k: int) -> torch.Tensor:
     with torch.inference_mode():
         best: torch.Tensor = target(tokens).logits[:, -1].topk(k).indices.int()
     return best
+
+
+def check_primed(model: Path, k: int = 8, share: float = 0.995) -> None:
+    """A model's file in the user's cache has the k most likely tokens after each token.
+
+    Args:
+        model: The model's folder.
+        k: Tokens of a row.
+        share: The least share of entries that must be equal, as nearly equal logits may swap ranks.
+    """
+    from recycle_plugin.storage.primed_files import load_primed, primed_file, primed_identity
+
+    expected = top_tokens(model, k)
+    rows = load_primed(primed_file(model, k), primed_identity(model, k), len(expected))
+    assert (rows == expected).float().mean() > share
