@@ -1,4 +1,7 @@
-"""RSD and Lyanna on the V2 model runner with shapes of trees that change from step to step."""
+"""RSD and Lyanna on the V2 model runner with shapes of trees that change from step to step.
+
+What RSD then samples is tested in `test_vllm_v2_rsd.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,10 @@ import forbid_waiting
 import pytest
 import scripted_shapes
 import steady_steps
-from joint_distribution import exact_joint, p_value
 from overfitted_drafter import LENGTH, make_overfitted
 from overfitted_drafter import PROMPTS as LEARNED
 from random_prompts import some_prompts
 from simulated_drafting import BEAMS
-from tiny_models import make_first_layers, make_tiny_llama
 from vllm_v2_runs import Answer, Case, run_v2
 
 from lyanna_plugin import LyannaOptions
@@ -133,34 +134,3 @@ def test_shapes_that_are_chosen_by_their_costs(tiny_llama: Path) -> None:
         *("best", "limit", "rest", "explore", "trial")
     }
     assert max(row["num_draft_tokens"] for row in drafted.explained) > 0
-
-
-VOCAB = 10
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("verify", ["recursive", "traversal"])
-def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path, verify: str) -> None:
-    """They do not follow that of another temperature."""
-    target = make_tiny_llama(tmp_path / "target", vocab_size=VOCAB, sharpness=3.0)
-    draft = make_first_layers(target, tmp_path / "draft", 1)
-    prompt, sampling = [3, 7, 4], {"temperature": 1.3, "top_k": 8, "max_tokens": 4}
-    environment = scripted_shapes.ENVIRONMENT | steady_steps.environment(1e-6)
-    (answer,), _ = run_v2(
-        target,
-        [Case([prompt] * 2_000, sampling | {"ignore_eos": True})],
-        *("rsd", draft, environment),
-        engine={
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": 1024,
-            "num_gpu_blocks_override": 100,
-        },
-        tree="auto",
-        verify=verify,
-    )
-    assert answer.counters["accepted_tokens"] > 0.1 * answer.counters["steps"]
-    assert answer.counters["non_first_child_accepted"] > 0
-    assert answer.counters["kv_rows_moved"] > 0
-    tokens = [each for (each,) in answer.tokens]
-    assert p_value(tokens, exact_joint(target, prompt, VOCAB, 1.3, 8)) > 0.001
-    assert p_value(tokens, exact_joint(target, prompt, VOCAB, 0.7, 8)) < 1e-6

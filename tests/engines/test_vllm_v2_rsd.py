@@ -8,7 +8,9 @@ from typing import Any
 import draft_rows
 import forbid_waiting
 import pytest
+import scripted_shapes
 import small_chunks
+import steady_steps
 from joint_distribution import exact_joint, p_value
 from random_prompts import some_prompts
 from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
@@ -213,26 +215,38 @@ def test_a_wrong_mask_is_found(tiny_llama: Path, draft: Path) -> None:
 
 
 VOCAB = 10
+CHANGING = scripted_shapes.ENVIRONMENT | steady_steps.environment(1e-6)
+"""Shapes of `tree=auto` that change from step to step, and rests."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("verify", VERIFY)
-def test_sampled_tokens_follow_the_targets_distribution(tmp_path: Path, verify: str) -> None:
+@pytest.mark.parametrize(
+    ("tree", "environment", "least"),
+    [("beam:3x3", {}, 0.3), ("auto", CHANGING, 0.1)],
+    ids=["fixed", "changing"],
+)
+def test_sampled_tokens_follow_the_targets_distribution(
+    tmp_path: Path, tree: str, environment: dict[str, str], least: float, verify: str
+) -> None:
     """They do not follow that of another temperature."""
     target = make_tiny_llama(tmp_path / "target", vocab_size=VOCAB, sharpness=3.0)
     draft = make_first_layers(target, tmp_path / "draft", 1)
     prompt, sampling = [3, 7, 4], {"temperature": 1.3, "top_k": 8, "max_tokens": 4}
     (answer,), _ = run_v2(
-        *(target, [Case([prompt] * 2_000, sampling | {"ignore_eos": True})], "rsd", draft),
+        target,
+        [Case([prompt] * 2_000, sampling | {"ignore_eos": True})],
+        *("rsd", draft, environment),
         engine={
             "max_num_seqs": 32,
             "max_num_batched_tokens": 1024,
             "num_gpu_blocks_override": 100,
         },
-        tree="beam:3x3",
+        tree=tree,
         verify=verify,
     )
-    assert answer.counters["accepted_tokens"] > 0.3 * answer.counters["steps"]
+    assert answer.counters["accepted_tokens"] > least * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
     assert answer.counters["kv_rows_moved"] > 0
     tokens = [each for (each,) in answer.tokens]
     assert p_value(tokens, exact_joint(target, prompt, VOCAB, 1.3, 8)) > 0.001
