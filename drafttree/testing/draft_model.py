@@ -131,7 +131,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
         if self._drafter.tables is not None:
             self._drafter.tables.start(slot, prompt)
         trees = DraftTree.of_roots(torch.tensor([root], dtype=torch.int32))
-        self._observe(slots, trees)
+        self._show_tables(slots, trees)
         token = int(self._verify(slots, trees, self._undrafted_rule(slots)).emitted[0, 0])
         self._prompt_read(slot, root, token)
         self._texts[slot] = [*prompt, token]
@@ -153,7 +153,7 @@ class _DraftModelSession(Session[DraftModelDrafter]):
             trees, drawn = self._propose(slots, roots)
             trees = as_verified(trees, roots, drafting, limit)
             rule = self._drafter.acceptance_rule(trees, drawn)
-        self._observe(slots, trees)
+        self._show_tables(slots, trees)
         return trees, self._verify(slots, trees, rule)
 
     def _propose(self, slots: torch.Tensor, roots: torch.Tensor) -> tuple[DraftTree, Any]:
@@ -257,15 +257,11 @@ class _DraftModelSession(Session[DraftModelDrafter]):
 
         return verify_sampled(trees, draw, self._drafter.max_depth)
 
-    def _observe(self, slots: torch.Tensor, trees: DraftTree) -> None:
+    def _show_tables(self, slots: torch.Tensor, trees: DraftTree) -> None:
         """Show the tables, if there are any, what the target says after all nodes."""
-        tables = self._drafter.tables
-        if tables is None:
-            return
-        tokens = trees.tokens.flatten()
-        previous = trees.previous_tokens(tables.previous_tokens(slots)).flatten()
-        rows = slots.repeat_interleave(trees.tokens.shape[1])
-        tables.observe(rows, tokens, previous, self._target[tokens.clamp(min=0).long()])
+        if (tables := self._drafter.tables) is not None:
+            tokens = trees.tokens.flatten().clamp(min=0).long()
+            self._observe(tables, slots, trees, self._target[tokens])
 
 
 def _filtered(weights: torch.Tensor, count: int) -> torch.Tensor:

@@ -271,10 +271,8 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
         width = trees.tokens.shape[1]
         positions = lengths[:, None] + depths(trees.parents, trees.tree_size)
         rows, tokens = slots.repeat_interleave(width), trees.tokens.flatten()
-        tables = self._drafter.tables
-        if tables is not None:
-            previous = trees.previous_tokens(tables.previous_tokens(slots)).flatten()
+        if (tables := self._drafter.tables) is not None:
             logits = self._logits(self._hidden(tokens.clamp(min=0)))
-            tables.observe(rows, tokens, previous, logits)
+            self._observe(tables, slots, trees, logits)
         target = self._target_tokens(rows, tokens.clamp(min=0), positions.flatten().long())
         return verify_target(trees, target.view(-1, width), self._drafter.max_depth)

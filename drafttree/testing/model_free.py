@@ -87,9 +87,7 @@ class _ModelFreeSession(Session[ModelFreeDrafter]):
     def _verify(self, slots: torch.Tensor, trees: DraftTree) -> Verified:
         tokens = trees.tokens.flatten()
         logits = self._target[tokens.clamp(min=0).long()]
-        previous = trees.previous_tokens(self._drafter.previous_tokens(slots)).flatten()
-        rows = slots.repeat_interleave(trees.tokens.shape[1])
-        best = self._drafter.observe(rows, tokens, previous, logits.clone())
+        best = self._observe(self._drafter, slots, trees, logits.clone())
         argmax = logits.argmax(-1).int()
         if best is not None:
             assert (best.dtype, best.shape) == (torch.int32, argmax.shape), (

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from drafttree.drafter import Drafter, Target
+from drafttree.drafter import Drafter, ModelFreeDrafter, Target
 from drafttree.tree import DraftTree, Verified
 
 MAX_REQUESTS = 4
@@ -113,6 +113,18 @@ class Session(ABC, Generic[D]):
         token = torch.tensor([[emitted]], dtype=torch.int32)
         verified = Verified(torch.zeros_like(token), token, torch.ones_like(trees.tree_size))
         self._drafter.on_verified(torch.tensor([slot]), trees, verified)
+
+    def _observe(
+        self, tables: ModelFreeDrafter, slots: torch.Tensor, trees: DraftTree, logits: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Show a model-free drafter the target's `logits [B * (1 + N), V]` after all nodes.
+
+        Returns:
+            What its `observe` returned.
+        """
+        previous = trees.previous_tokens(tables.previous_tokens(slots)).flatten()
+        rows = slots.repeat_interleave(trees.tokens.shape[1])
+        return tables.observe(rows, trees.tokens.flatten(), previous, logits)
 
     @abstractmethod
     def _start(self, slot: int, prompt: list[int]) -> None:
