@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from overfitted_drafter import LENGTH, PROMPTS, make_overfitted_to_adapter
 from random_prompts import some_prompts
 from tiny_models import make_tiny_adapter, merge_adapter
 from v2_on_cpu import LIMITS, check_runner, for_runner
-from vllm_runs import Answer, Case, run_vllm
+from vllm_runs import Answer, Case, run_vllm, together
 
 NAMES = ["first", "second", None]
 
@@ -149,11 +147,6 @@ def plain(
     return answers
 
 
-def together(answers: list[Answer]) -> Any:
-    """The counts of all cases: drafts of a model that knows an adapter are all first children."""
-    return SimpleNamespace(counters=sum((Counter(each.counters) for each in answers), Counter()))
-
-
 ACCEPTED = {"token_recycling": 1.0, "rsd": 3.5, "lyanna": 2.2}
 """Tokens of a step, at least, where the drafter knows what the first adapter does."""
 
@@ -185,6 +178,7 @@ def test_requests_with_two_adapters_and_with_none(
         answers = drafted[0].tokens[row : row + len(NAMES)]
         assert len({tuple(samples[0]) for samples in answers}) == len(NAMES)
     assert min(each or 0 for each in drafted[1].cached) > 0
+    # Drafts of a model that knows an adapter are all first children.
     proves_drafting(together(drafted))
     known = drafted[-1].counters
     assert known["emitted"] / known["steps"] > ACCEPTED[method]

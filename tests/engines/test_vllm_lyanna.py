@@ -79,7 +79,5 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     assert "Token Recycling's tables take" in log
     again = drafted[-1].counters
     assert again["emitted"] / again["steps"] > 1 + max(DEPTHS.values())
-    hits = {row["source"]: row["hit"] for row in drafted[-1].accepted["sources"]}
-    assert hits["tables"] > 0
-    assert hits["draft layer"] > 0
-    assert hits["draft layer and tables"] > 0
+    sources = ("tables", "draft layer", "draft layer and tables")
+    assert min(drafted[-1].hits[name] for name in sources) > 0

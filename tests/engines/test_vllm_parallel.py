@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
 from tiny_models import make_first_layers, make_tiny_adapter
 from top_tokens import check_primed
-from vllm_runs import Answer, Case, run_vllm
+from vllm_runs import Answer, Case, run_vllm, together
 from vllm_stream import stream_vllm
 
 from drafttree.budget.recording import read_recording
@@ -48,16 +46,23 @@ CASES = [
 ENGINE: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_seqs": 4}
 
 
+def make_model(method: str, target: Path, folder: Path) -> dict[str, str]:
+    """The option `model` of a method that needs one: the target's first layer for RSD, and for
+    Lyanna a random drafter."""
+    if method == "token_recycling":
+        return {}
+    if method == "rsd":
+        make_first_layers(target, folder, 1)
+    else:
+        save(drafter_for(target), folder)
+    return {"model": str(folder)}
+
+
 @pytest.fixture(scope="module")
 def plain(tiny_llama: Path) -> list[Answer]:
     """The engine's own answers to `CASES`."""
     answers, _ = run_vllm(tiny_llama, CASES, environment=TWO_RANKS, **ENGINE)
     return answers
-
-
-def together(answers: list[Answer]) -> Any:
-    """The counts of all cases."""
-    return SimpleNamespace(counters=sum((Counter(each.counters) for each in answers), Counter()))
 
 
 @pytest.mark.full
@@ -121,8 +126,7 @@ def test_rsd(
         assert with_trees.tokens[greedy] == without.tokens[greedy]
         proves_drafting(with_trees)
     if "tables" in options:
-        hits = {row["source"]: row["hit"] for row in drafted[-1].accepted["sources"]}
-        assert min(hits[name] for name in ("tables", "draft model")) > 0
+        assert min(drafted[-1].hits[name] for name in ("tables", "draft model")) > 0
 
 
 @pytest.mark.full
@@ -185,8 +189,7 @@ def test_lyanna(
     else:
         assert known.counters["emitted"] / known.counters["steps"] > 3.3
     if "tables" in options:
-        hits = {row["source"]: row["hit"] for row in known.accepted["sources"]}
-        assert min(hits[name] for name in ("tables", "draft layer")) > 0
+        assert min(known.hits[name] for name in ("tables", "draft layer")) > 0
 
 
 @pytest.mark.full
@@ -200,12 +203,8 @@ def test_adapters(method: str, tiny_llama: Path, tmp_path: Path) -> None:
     )
     engine = {**ENGINE, "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     (plain,), _ = run_vllm(tiny_llama, [case], environment=TWO_RANKS, **engine)
-    options: dict[str, Any] = {"model": str(tmp_path / "drafter")}
-    if method == "rsd":
-        make_first_layers(tiny_llama, tmp_path / "drafter", 1)
-    else:
-        save(drafter_for(tiny_llama), tmp_path / "drafter")
-    (drafted,), _ = run_vllm(tiny_llama, [case], {"method": method, **options}, STRAYING, **engine)
+    speculative = {"method": method, **make_model(method, tiny_llama, tmp_path / "drafter")}
+    (drafted,), _ = run_vllm(tiny_llama, [case], speculative, STRAYING, **engine)
     assert drafted.tokens == plain.tokens
     assert drafted.counters["accepted_tokens"] > 0
 
@@ -230,24 +229,29 @@ def test_the_first_rank_times_forwards_that_both_run(tiny_llama: Path, tmp_path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["token_recycling", "rsd", "lyanna"])
-def test_data_parallel_replicas(method: str, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("token_recycling", {"nodes": 32, "prime": False, "memory": 0}),
+        ("rsd", {"tree": "beam:3x4"}),
+        ("lyanna", {}),
+    ],
+    ids=["token_recycling", "rsd", "lyanna"],
+)
+def test_data_parallel_replicas(
+    method: str, options: dict[str, Any], tiny_llama: Path, tmp_path: Path
+) -> None:
     """Both replicas serve. A request that joins is not padded to a whole tree; one replica writes
     the file of a hot start."""
     prompts = some_prompts(12) + [[token] for token in range(20, 24)]
     sampling = SETTINGS[:1] * 16 if method == "rsd" else SETTINGS * 8
     plain, _ = stream_vllm(tiny_llama, prompts, sampling, {})
     file = tmp_path / "tables.safetensors"
-    options: dict[str, Any] = {"nodes": 32, "prime": False, "hot_start": str(file), "memory": 0}
-    if method == "rsd":
-        options = {"model": str(make_first_layers(tiny_llama, tmp_path, 1)), "tree": "beam:3x4"}
-    if method == "lyanna":
-        save(drafter_for(tiny_llama), tmp_path / "drafter")
-        options = {"model": str(tmp_path / "drafter")}
-    drafted, log = stream_vllm(
-        *(tiny_llama, prompts, sampling, {}, {"method": method, **options}),
-        data_parallel_size=2,
-    )
+    speculative = {"method": method, **options}
+    speculative |= make_model(method, tiny_llama, tmp_path / "drafter")
+    if method == "token_recycling":
+        speculative["hot_start"] = str(file)
+    drafted, log = stream_vllm(tiny_llama, prompts, sampling, {}, speculative, data_parallel_size=2)
     assert drafted.tokens == plain.tokens
     assert drafted.last == plain.last
     assert drafted.session == plain.session

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import faults
@@ -12,7 +14,7 @@ from awaited import wait_for
 from engine_host.jobs import RunFailed, run_job
 from tiny_images import random_image
 
-__all__ = ["ENVIRONMENT", "Answer", "Case", "RunFailed", "run_vllm"]
+__all__ = ["ENVIRONMENT", "Answer", "Case", "RunFailed", "run_vllm", "together"]
 
 
 @dataclass
@@ -80,6 +82,16 @@ class Answer:
     iterations: int = 0
     engine_counts: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Accepted draft tokens by source."""
+        return {row["source"]: row["hit"] for row in self.accepted["sources"]}
+
+
+def together(answers: list[Answer]) -> Any:
+    """What has the counts of all cases, for `proves_drafting` where not every case needs trees."""
+    return SimpleNamespace(counters=sum((Counter(each.counters) for each in answers), Counter()))
 
 
 DRAFTS = "vllm:spec_decode_num_"
