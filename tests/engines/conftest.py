@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hosts import HOSTS, Host
-from tiny_models import make_tiny_llama
+from tiny_models import make_tiny_adapter, make_tiny_llama, merge_adapter
 
 HERE = Path(__file__).parent
 
@@ -36,6 +36,26 @@ def host(request: pytest.FixtureRequest) -> Host:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with 512 tokens."""
     return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def first_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of the tiny Llama."""
+    return make_tiny_adapter(tmp_path_factory.mktemp("first"), 8, 5)
+
+
+@pytest.fixture(scope="session")
+def merged(tiny_llama: Path, first_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the tiny Llama is with that adapter."""
+    return merge_adapter(tiny_llama, first_adapter, tmp_path_factory.mktemp("merged"))
+
+
+@pytest.fixture(scope="session")
+def memorised(tiny_llama: Path, merged: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lyanna's drafter for the tiny Llama, which knows the answers that the adapter gives."""
+    from overfitted_drafter import make_overfitted_to_adapter
+
+    return make_overfitted_to_adapter(tiny_llama, merged, tmp_path_factory.mktemp("memorised"))
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import adapters_on_cpu
 import pytest
 import torch
-from overfitted_drafter import LENGTH, PROMPTS, make_overfitted_to_adapter
+from overfitted_drafter import LENGTH, PROMPTS
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
-from tiny_models import make_tiny_adapter, make_tiny_llama, merge_adapter
+from tiny_models import make_tiny_adapter, make_tiny_llama
 from top_tokens import check_primed
 
 from recycle_plugin.storage.primed_files import primed_file
@@ -45,25 +45,14 @@ AT_ONCE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def adapters(first_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two adapters of different ranks."""
-    return {
-        name: make_tiny_adapter(tmp_path_factory.mktemp(name), rank, seed)
-        for name, rank, seed in (("first", 8, 5), ("second", 4, 6))
-    }
+    second = make_tiny_adapter(tmp_path_factory.mktemp("second"), 4, 6)
+    return {"first": str(first_adapter), "second": str(second)}
 
 
-@pytest.fixture(scope="module")
-def merged(
-    tiny_llama: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """What the target is with the first adapter."""
-    return merge_adapter(tiny_llama, adapters["first"], tmp_path_factory.mktemp("merged"))
-
-
-def arguments(adapters: dict[str, Path], most: int = len(NAMES)) -> dict[str, Any]:
-    paths = {name: str(folder) for name, folder in adapters.items()}
-    return ENGINE | {"lora_paths": paths, "max_loras_per_batch": most}
+def arguments(adapters: dict[str, str], most: int = len(NAMES)) -> dict[str, Any]:
+    return ENGINE | {"lora_paths": adapters, "max_loras_per_batch": most}
 
 
 def asked() -> Case:
@@ -79,7 +68,7 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_llama: Path, adapters: dict[str, Path]) -> Callable[[int], list[Answer]]:
+def plain(tiny_llama: Path, adapters: dict[str, str]) -> Callable[[int], list[Answer]]:
     """The engine's own answers to the cases, by the number of adapters at a time."""
 
     @cache
@@ -102,7 +91,7 @@ def check(plain: list[Answer], drafted: list[Answer]) -> None:
 @AT_ONCE
 def test_requests_with_two_adapters_and_with_none(
     most: int,
-    adapters: dict[str, Path],
+    adapters: dict[str, str],
     plain: Callable[[int], list[Answer]],
     tiny_llama: Path,
     proves_drafting: Callable[[Answer], None],
@@ -116,7 +105,7 @@ def test_requests_with_two_adapters_and_with_none(
 @AT_ONCE
 def test_rsd(
     most: int,
-    adapters: dict[str, Path],
+    adapters: dict[str, str],
     merged: Path,
     plain: Callable[[int], list[Answer]],
     tiny_llama: Path,
@@ -137,17 +126,11 @@ def test_rsd(
     assert counters["emitted"] / counters["steps"] > 4
 
 
-@pytest.fixture(scope="module")
-def memorised(merged: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lyanna's drafter for the target, which knows the answers that the first adapter gives."""
-    return make_overfitted_to_adapter(tiny_llama, merged, tmp_path_factory.mktemp("memorised"))
-
-
 @pytest.mark.full
 @AT_ONCE
 def test_lyanna(
     most: int,
-    adapters: dict[str, Path],
+    adapters: dict[str, str],
     memorised: Path,
     plain: Callable[[int], list[Answer]],
     tiny_llama: Path,
@@ -168,9 +151,9 @@ def test_lyanna(
 
 
 @pytest.fixture(scope="module")
-def loading(tiny_llama: Path, adapters: dict[str, Path]) -> Loading:
+def loading(tiny_llama: Path, adapters: dict[str, str]) -> Loading:
     """Cases in which one adapter takes another's name, and the engine's own answers."""
-    first, second = ({"late": str(adapters[name])} for name in ("first", "second"))
+    first, second = ({"late": adapters[name]} for name in ("first", "second"))
     prompts = some_prompts(8, longest=60, shortest=40)
     late = {"adapters": ["late", None] * 4, "rounds": 2}
     served = [
@@ -216,7 +199,7 @@ def test_adapters_that_are_loaded_while_serving(
 
 @pytest.mark.full
 def test_what_an_idle_engine_computes_is_without_adapters(
-    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapters: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All rows of the last batch before are with adapters."""
     (tmp_path / "model").mkdir()

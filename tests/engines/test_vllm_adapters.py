@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import scripted_shapes
-from overfitted_drafter import LENGTH, PROMPTS, make_overfitted_to_adapter
+from overfitted_drafter import LENGTH, PROMPTS
 from random_prompts import some_prompts
-from tiny_models import make_tiny_adapter, merge_adapter
+from tiny_models import make_tiny_adapter
 from v2_on_cpu import LIMITS, check_runner, for_runner
 from vllm_runs import Answer, Case, run_vllm, together
 
@@ -45,26 +45,10 @@ EACH_METHOD = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def adapters(first_adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two adapters of different ranks; the second one adapts the embeddings and the head too."""
-    return {
-        name: str(make_tiny_adapter(tmp_path_factory.mktemp(name), rank, seed, vocabulary=whole))
-        for name, rank, seed, whole in (("first", 8, 5, False), ("second", 4, 6, True))
-    }
-
-
-@pytest.fixture(scope="module")
-def merged(
-    tiny_llama: Path, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """What the target is with the first adapter."""
-    return merge_adapter(tiny_llama, Path(adapters["first"]), tmp_path_factory.mktemp("merged"))
-
-
-@pytest.fixture(scope="module")
-def memorised(merged: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lyanna's drafter for the target, which knows the answers that the first adapter gives."""
-    return make_overfitted_to_adapter(tiny_llama, merged, tmp_path_factory.mktemp("memorised"))
+    second = make_tiny_adapter(tmp_path_factory.mktemp("second"), 4, 6, vocabulary=True)
+    return {"first": str(first_adapter), "second": str(second)}
 
 
 @pytest.fixture(scope="module")
