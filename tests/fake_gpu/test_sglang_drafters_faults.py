@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fake_gpu.planted import Fault, nothing
 from fake_gpu.tensors import DeviceMismatchError, Gpu, HostWaitError
 
 pytest.importorskip("sglang", reason="SGLang is not installed here")
@@ -60,36 +60,22 @@ def read_on_the_host(batch: Any, sampled: torch.Tensor) -> torch.Tensor:
     return torch.tensor(sampled.tolist())
 
 
-REFUSED: dict[str, tuple[str, Any, str, Callable[..., Any], type[Exception]]] = {
-    "rsd: seeds on the host": (
-        *(RSD, DraftModelWorker, "_seeds_of", seeds_on_the_host),
-        DeviceMismatchError,
+REFUSED = {
+    "rsd: seeds on the host": Fault(
+        RSD, DraftModelWorker, "_seeds_of", seeds_on_the_host, DeviceMismatchError
     ),
-    "rsd: trees of several sizes": (
-        RSD,
-        draft_model,
-        "whole_trees",
-        as_drafted,
-        AssertionError,
+    "rsd: trees of several sizes": Fault(
+        RSD, draft_model, "whole_trees", as_drafted, AssertionError
     ),
-    "lyanna: accepted rows chosen by a mask": (
-        *(LYANNA, HiddenStateWorker, "_read_accepted", accepted_rows_alone),
-        HostWaitError,
+    "lyanna: accepted rows chosen by a mask": Fault(
+        LYANNA, HiddenStateWorker, "_read_accepted", accepted_rows_alone, HostWaitError
     ),
-    "lyanna: attention by request": (
-        LYANNA,
-        LayerCache,
-        "attend",
-        one_by_one,
-        HostWaitError,
+    "lyanna: attention by request": Fault(LYANNA, LayerCache, "attend", one_by_one, HostWaitError),
+    "lyanna: states on the host": Fault(
+        LYANNA, HiddenStateWorker, "_continue", outputs_on_the_host, DeviceMismatchError
     ),
-    "lyanna: states on the host": (
-        *(LYANNA, HiddenStateWorker, "_continue", outputs_on_the_host),
-        DeviceMismatchError,
-    ),
-    "lyanna: tokens after prompts read": (
-        *(LYANNA, hidden_state, "_after_prompts", read_on_the_host),
-        HostWaitError,
+    "lyanna: tokens after prompts read": Fault(
+        LYANNA, hidden_state, "_after_prompts", read_on_the_host, HostWaitError
     ),
 }
 
@@ -98,25 +84,17 @@ REFUSED: dict[str, tuple[str, Any, str, Callable[..., Any], type[Exception]]] = 
 def test_waits_and_host_tensors_are_refused(
     what: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, owner, attribute, fault, error = REFUSED[what]
-    monkeypatch.setattr(owner, attribute, fault)
-    with pytest.raises(error):
-        served(name, gpu)
+    REFUSED[what].check_refused(lambda method: served(method, gpu), monkeypatch)
 
 
 def positions_shifted(self: LayerRows, lengths: torch.Tensor) -> torch.Tensor:
     return (lengths[self.requests] - 2 - self.after).clamp(min=0)
 
 
-def nothing(*args: Any) -> None:
-    """Forget to do something."""
-
-
-OTHERWISE: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "lyanna: rows in other slots": (LYANNA, LayerRows, "positions", positions_shifted),
-    "lyanna: accepted rows that the layer has not read": (
-        *(LYANNA, HiddenStateWorker, "_read_accepted"),
-        nothing,
+OTHERWISE = {
+    "lyanna: rows in other slots": Fault(LYANNA, LayerRows, "positions", positions_shifted),
+    "lyanna: accepted rows that the layer has not read": Fault(
+        LYANNA, HiddenStateWorker, "_read_accepted", nothing
     ),
 }
 
@@ -126,7 +104,7 @@ OTHERWISE: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
 def test_other_faults_show_in_what_is_drafted(
     what: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, owner, attribute, fault = OTHERWISE[what]
-    expected = served(name, None)
-    monkeypatch.setattr(owner, attribute, fault)
-    assert served(name, gpu).trees != expected.trees
+    fault = OTHERWISE[what]
+    expected = served(fault.method, None)
+    fault.plant(monkeypatch)
+    assert served(fault.method, gpu).trees != expected.trees

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fake_gpu.planted import Fault, nothing
 from fake_gpu.tensors import DeviceMismatchError, Gpu, HostWaitError
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
@@ -64,30 +64,24 @@ def prompts_on_the_host(self: Any, step: Any, verified: Any) -> torch.Tensor:
 
 STOCK_PROPOSAL = HiddenStateRunner._propose
 
-REFUSED: dict[str, tuple[str, type, str, Callable[..., Any], type[Exception]]] = {
-    "rsd: tokens written through a mask": (
-        *(RSD, LevelForwards, "_write", level_written_through_a_mask),
-        HostWaitError,
+REFUSED = {
+    "rsd: tokens written through a mask": Fault(
+        RSD, LevelForwards, "_write", level_written_through_a_mask, HostWaitError
     ),
-    "rsd: flags on the host": (
-        *(RSD, DraftModelRunner, "_sampled", sampled_on_the_host),
-        DeviceMismatchError,
+    "rsd: flags on the host": Fault(
+        RSD, DraftModelRunner, "_sampled", sampled_on_the_host, DeviceMismatchError
     ),
-    "lyanna: tokens written through a mask": (
-        *(LYANNA, InStepRunner, "_write_tokens", written_through_a_mask),
-        HostWaitError,
+    "lyanna: tokens written through a mask": Fault(
+        LYANNA, InStepRunner, "_write_tokens", written_through_a_mask, HostWaitError
     ),
-    "lyanna: a depth read on the host": (
-        *(LYANNA, HiddenStateRunner, "_max_depth", depth_read_on_the_host),
-        HostWaitError,
+    "lyanna: a depth read on the host": Fault(
+        LYANNA, HiddenStateRunner, "_max_depth", depth_read_on_the_host, HostWaitError
     ),
-    "lyanna: sizes read on the host": (
-        *(LYANNA, HiddenStateRunner, "_propose", as_wide_as_the_widest),
-        HostWaitError,
+    "lyanna: sizes read on the host": Fault(
+        LYANNA, HiddenStateRunner, "_propose", as_wide_as_the_widest, HostWaitError
     ),
-    "lyanna: tokens of prompts on the host": (
-        *(LYANNA, HiddenStateRunner, "_following", prompts_on_the_host),
-        DeviceMismatchError,
+    "lyanna: tokens of prompts on the host": Fault(
+        LYANNA, HiddenStateRunner, "_following", prompts_on_the_host, DeviceMismatchError
     ),
 }
 
@@ -96,14 +90,7 @@ REFUSED: dict[str, tuple[str, type, str, Callable[..., Any], type[Exception]]] =
 def test_waits_and_host_tensors_are_refused(
     what: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, owner, attribute, fault, error = REFUSED[what]
-    monkeypatch.setattr(owner, attribute, fault)
-    with pytest.raises(error):
-        served(name, gpu, 4)
-
-
-def nothing(*args: Any) -> None:
-    """Forget to do something."""
+    REFUSED[what].check_refused(lambda method: served(method, gpu, 4), monkeypatch)
 
 
 def shifted_rows(self: Any, tokens: torch.Tensor, places: torch.Tensor) -> None:
@@ -117,19 +104,16 @@ def without_trees(self: Any, common: Any, masks: Any) -> Any:
 STOCK_WRITE = LevelForwards._write
 STOCK_PART = TritonTreeMetadataBuilder.build_part
 
-OTHERWISE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
-    "rsd: levels that are read as texts": (
-        *(RSD, TritonTreeMetadataBuilder, "build_part"),
-        without_trees,
+OTHERWISE = {
+    "rsd: levels that are read as texts": Fault(
+        RSD, TritonTreeMetadataBuilder, "build_part", without_trees
     ),
-    "lyanna: masks that attention does not see": (
-        *(LYANNA, TritonTreeMetadataBuilder, "masks_changed"),
-        nothing,
+    "lyanna: masks that attention does not see": Fault(
+        LYANNA, TritonTreeMetadataBuilder, "masks_changed", nothing
     ),
-    "rsd: tokens in other rows": (RSD, LevelForwards, "_write", shifted_rows),
-    "lyanna: accepted rows that the layer has not read": (
-        *(LYANNA, HiddenStateRunner, "_read_accepted"),
-        nothing,
+    "rsd: tokens in other rows": Fault(RSD, LevelForwards, "_write", shifted_rows),
+    "lyanna: accepted rows that the layer has not read": Fault(
+        LYANNA, HiddenStateRunner, "_read_accepted", nothing
     ),
 }
 
@@ -144,12 +128,12 @@ OTHERWISE: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
 def test_other_faults_show_in_what_is_drafted(
     what: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, owner, attribute, fault = OTHERWISE[what]
-    tokens = 4 if name == RSD else 9
-    expected = served(name, None, tokens)
-    monkeypatch.setattr(owner, attribute, fault)
+    fault = OTHERWISE[what]
+    tokens = 4 if fault.method == RSD else 9
+    expected = served(fault.method, None, tokens)
+    fault.plant(monkeypatch)
     try:
-        found = served(name, gpu, tokens)
+        found = served(fault.method, gpu, tokens)
     except AssertionError:  # what the cache holds is not what the texts say
         return
     assert (found.texts, found.trees) != (expected.texts, expected.trees)
