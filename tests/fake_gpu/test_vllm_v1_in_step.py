@@ -88,7 +88,12 @@ def assert_waits_where_documented(found: Decoded) -> None:
     assert where <= {f"drafttree/{file}" for file in files}
 
 
-BUDGETS = {"rsd, beams": (22, 159, 2, 0), "lyanna": (17, 282, 2, 1)}
+BUDGETS = {
+    "rsd, beams": (22, 159, 2, 0),
+    # Each of four forwards replays two graphs, and copies tokens and positions.
+    "rsd, in graphs": (22 + 4 * 2, 159 + 4 * 2, 2, 0),
+    "lyanna": (17, 282, 2, 1),
+}
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 
 

@@ -17,6 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "static": ("token-recycling", {"tree": "branch:3-2-1"}),
     "dynamic": ("token-recycling", {"nodes": 7}),
     "rsd": ("rsd", {"model": "none", "tree": "beam:2x3"}),
+    "rsd in graphs": ("rsd in graphs", {"model": "none", "tree": "beam:2x3"}),
     "traversal": ("rsd", {"model": "none", "tree": "branch:2-2-1", "verify": "traversal"}),
     "lyanna": (
         "lyanna",
@@ -26,12 +27,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "flash attention 2": ("flash attention 2", {"tree": "branch:3-2-1"}),
     "flash attention 3": ("flash attention 3", {"nodes": 7, "memory": 0}),
     "rsd in shapes that change": ("rsd", {"model": "none", "tree": "auto"}),
+    "rsd in graphs, in shapes that change": ("rsd in graphs", {"model": "none", "tree": "auto"}),
     "lyanna in shapes that change": (
         "lyanna",
         {"model": "none", "steps": 3, "width": 2, "nodes": "auto"},
     ),
 }
-BUDGETS = {"static": (17, 4), "dynamic": (23, 3), "rsd": (26, 215), "lyanna": (22, 268)}
+BUDGETS = {
+    **{"static": (17, 4), "dynamic": (23, 3), "rsd": (26, 215), "lyanna": (22, 268)},
+    # Each of four forwards replays two graphs, and copies tokens and positions.
+    "rsd in graphs": (26 + 4 * 2, 215 + 4 * 2),
+}
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
 engine's sampler and the drafter launch, without the preparation of inputs and the models."""
 SAMPLED_BUDGETS = {"rsd": (48, 390), "traversal": (36, 225)}

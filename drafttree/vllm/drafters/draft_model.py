@@ -17,11 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tree_kernels.mask import tree_mask
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.layers.utils import apply_penalties
-from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from drafttree.arrays import IntArray
@@ -32,7 +28,9 @@ from drafttree.tensor_parallel import rule_of_first_rank, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler
+from drafttree.vllm.drafters.child_distributions import adjusted, distributions
 from drafttree.vllm.drafters.columns import of_first_rank, without_nodes
+from drafttree.vllm.drafters.draft_graphs import DraftGraphs
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.draft_model_texts import DraftModelTexts
 from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
@@ -72,10 +70,14 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         """Load the target, and then the draft model."""
         super().load_model(load_dummy_weights)
         self._draft_model = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
+        rows = self.scheduler_config.max_num_batched_tokens
+        self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)
+        self._draft_graphs.capture_with(self.get_model(), lambda: self._step is not None)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, of which nothing is read yet."""
         super().initialize_kv_cache(*args, **kwargs)
+        self._draft_graphs.forget()
         self._unread = None
         on_cpu = self.device.type == "cpu"
         if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
@@ -176,7 +178,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             *(trees.tensors.tree_size, trees.tree_sizes),
             *(step.rows, step.root_positions),
         )
-        return LevelForwards(self._draft_model, self.step_parts(PREFIX), rows)
+        return LevelForwards(self._draft_graphs, self.step_parts(PREFIX), rows)
 
     def _read(
         self,
@@ -204,8 +206,9 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             return hidden[:0]  # nothing is drafted below the leaves
         logits = self._draft_model.compute_logits(hidden.flatten(0, 1))
         logits = logits.float().view(requests, last - first, -1)
-        logits = self._adjusted(logits, step, trees, first)
-        return with_columns(self._distributions(logits, sampled), columns - first)
+        metadata = self.input_batch.sampling_metadata
+        logits = adjusted(logits, metadata, step.outputs, trees, first)
+        return with_columns(distributions(logits, metadata, sampled), columns - first)
 
     def _max_depth(self, step: DraftModelStep) -> int:
         if self._drafter.tables is None:
@@ -216,7 +219,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
     def _sampler_and_rule(self, step: DraftModelStep) -> tuple[Sampler, AcceptanceRule | None]:
         return (self.sampler if step.rule is None else self._rule_sampler), step.rule
 
-    # The distributions from which children are sampled.
+    # What the distributions from which children are sampled depend on.
 
     @property
     def _vocab_size(self) -> int:
@@ -246,71 +249,3 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         for row, tokens in zip(padded, given, strict=True):
             row[: len(tokens)] = tokens
         return on_device(padded, self.device)
-
-    def _adjusted(
-        self, logits: torch.Tensor, step: DraftModelStep, trees: DraftTree, first: int
-    ) -> torch.Tensor:
-        """Apply the target's penalties, biases and allowed tokens along each node's path.
-
-        Stateful processors and bad words are left to verification.
-
-        Args:
-            logits: Logits of the columns from `first` on, `[B, n, V]`.
-            step: The step.
-            trees: The trees drafted so far.
-            first: The first of these columns.
-        """
-        metadata = self.input_batch.sampling_metadata
-        requests, nodes, vocab = logits.shape
-        if metadata.allowed_token_ids_mask is not None:
-            logits = logits.masked_fill(metadata.allowed_token_ids_mask[:, None], -torch.inf)
-        for processor in metadata.logitsprocs.non_argmax_invariant:
-            if type(processor) is LogitBiasLogitsProcessor and processor.biases:
-                columns = [processor.apply(column) for column in logits.unbind(1)]
-                logits = torch.stack(columns, 1)
-        if step.outputs is None:
-            return logits
-        on_path = tree_mask(trees.parents, trees.tree_size)[:, first : first + nodes]
-        paths = trees.tokens[:, None].masked_fill(~on_path, NO_TOKEN)
-        paths[..., 0] = NO_TOKEN  # the root has been emitted
-        outputs = step.outputs.repeat_interleave(nodes, 0)
-        outputs = torch.cat((outputs, paths.flatten(0, 1).long()), 1)
-        prompts, *penalties = (
-            each.repeat_interleave(nodes, 0)
-            for each in (
-                *(metadata.prompt_token_ids, metadata.presence_penalties),
-                *(metadata.frequency_penalties, metadata.repetition_penalties),
-            )
-        )
-        penalised: torch.Tensor = apply_penalties(
-            logits.reshape(-1, vocab),
-            prompts,
-            outputs.masked_fill(outputs < 0, vocab),  # as vLLM pads
-            *penalties,
-        )
-        return penalised.view(requests, nodes, vocab)
-
-    def _distributions(self, logits: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-        """Distributions of the children, `float32 [B, n, V]`, with the target's own filters.
-
-        Verification is lossless with any distribution here, but the closer it is to the target's,
-        the more drafts are accepted. Requests that are not sampled keep all tokens.
-        """
-        metadata = self.input_batch.sampling_metadata
-        plain = logits.softmax(-1)
-        if metadata.temperature is None:
-            return plain
-        requests, nodes, vocab = logits.shape
-        temperatures = torch.where(sampled, metadata.temperature, 1.0)
-        rows = (logits / temperatures[:, None, None]).view(-1, vocab)
-        for processor in metadata.logitsprocs.argmax_invariant:
-            if type(processor) is MinPLogitsProcessor and processor.min_p_count:
-                least = processor.min_p.view(-1).repeat_interleave(nodes)[:, None]
-                probs = rows.softmax(-1)
-                rows = rows.masked_fill(probs < probs.amax(1, keepdim=True) * least, -torch.inf)
-        k, p = (
-            None if each is None else each.repeat_interleave(nodes)
-            for each in (metadata.top_k, metadata.top_p)
-        )
-        drawn = apply_top_k_top_p(rows, k, p).softmax(-1).view(requests, nodes, vocab)
-        return torch.where(sampled[:, None, None], drawn, plain)

@@ -7,7 +7,7 @@ are is computed on the device, and nothing waits for it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from tree_kernels.mask import tree_mask
 
 from drafttree.arrays import IntArray, LongArray
 from drafttree.tree import DraftTree
-from drafttree.vllm.drafters.step_parts import StepParts, without_graphs
+from drafttree.vllm.drafters.draft_graphs import DraftGraphs
+from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.step_masks import StepMasks
 
 
@@ -48,12 +49,12 @@ class LevelForwards:
     """The forwards of a draft model in one step.
 
     Args:
-        model: The draft model.
+        model: Runs the draft model.
         parts: The parts of the step, for the draft model's layers.
         rows: The step's rows.
     """
 
-    def __init__(self, model: Any, parts: StepParts, rows: StepRows) -> None:
+    def __init__(self, model: DraftGraphs, parts: StepParts, rows: StepRows) -> None:
         self._model = model
         self._parts = parts
         self._rows = rows
@@ -62,8 +63,7 @@ class LevelForwards:
 
     def read_undrafted(self) -> None:
         """Read all rows of a step without drafts."""
-        with without_graphs():
-            self._model(input_ids=self._rows.input_ids, positions=self._rows.positions)
+        self._model.forward(self._rows.input_ids, self._rows.positions)
 
     def read_roots(self) -> torch.Tensor:
         """Read all rows that are not draft tokens, and return the roots' states, `[B, d]`."""
@@ -149,10 +149,7 @@ class LevelForwards:
     ) -> torch.Tensor:
         """Run the model over some rows and their tokens, see `StepParts.reading`; `[P, d]`."""
         with self._parts.reading(places, starts, lengths, most, masks):
-            hidden: torch.Tensor = self._model(
-                input_ids=tokens, positions=self._rows.positions[places]
-            )
-        return hidden
+            return self._model.forward(tokens, self._rows.positions[places])
 
 
 def with_columns(probs: torch.Tensor, columns: int) -> torch.Tensor:

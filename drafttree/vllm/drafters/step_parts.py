@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.forward_context import (
+    BatchDescriptor,
+    get_forward_context,
+    override_forward_context,
+)
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from drafttree.arrays import LongArray
@@ -37,16 +41,22 @@ class StepCache(NamedTuple):
 
 
 @contextmanager
-def without_graphs(**changes: Any) -> Iterator[None]:
+def other_model(graphs: BatchDescriptor | None = None, **changes: Any) -> Iterator[None]:
     """The engine's forward context, in which another model than the target can run.
 
-    Graphs were captured of the target alone: the engine would refuse to capture others now.
-
     Args:
+        graphs: Which of the model's piecewise graphs are captured or replayed; None for none.
         **changes: Further fields of the context, and what they are.
     """
-    changes["cudagraph_runtime_mode"] = CUDAGraphMode.NONE
-    with override_forward_context(replace(get_forward_context(), **changes)):
+    context = get_forward_context()
+    if hasattr(context, "is_padding"):
+        changes["is_padding"] = None  # it would be that of the target's rows
+    if graphs is None:
+        changes["cudagraph_runtime_mode"] = CUDAGraphMode.NONE
+    else:
+        changes["cudagraph_runtime_mode"] = CUDAGraphMode.PIECEWISE
+        changes["batch_descriptor"] = graphs
+    with override_forward_context(replace(context, **changes)):
         yield
 
 
@@ -149,8 +159,5 @@ class StepParts:
             )
             metadata.update(dict.fromkeys(names, builder.build_part(here, masks)))
             slot_mapping.update(dict.fromkeys(names, slots))
-        changes: dict[str, Any] = {"attn_metadata": metadata, "slot_mapping": slot_mapping}
-        if hasattr(get_forward_context(), "is_padding"):
-            changes["is_padding"] = None  # it would be that of the whole step
-        with without_graphs(**changes):
+        with other_model(attn_metadata=metadata, slot_mapping=slot_mapping):
             yield

@@ -25,6 +25,7 @@ from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
 from drafttree.transfer import all_on_device
 from drafttree.tree import DraftTree, Verified
+from drafttree.vllm.drafters.draft_graphs import DraftGraphs
 from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows, with_columns
 from drafttree.vllm.drafters.step_parts import StepParts
@@ -48,6 +49,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
         """Build the KV caches, and movers that compact those of one of the models alone."""
         self._movers_apart = ()
         super().initialize_kv_cache(*args, **kwargs)
+        self._draft_graphs.forget()
         self._missed = self._no_missed_texts() if self._plans else None
         if self._movers:
 
@@ -63,6 +65,9 @@ class DraftModelRunnerV2(InStepRunnerV2):
         self._drafter = method.drafter(options, self._target())
         path = str(options.model)
         self._draft_model = load_draft_model(path, self.vllm_config, self.load_config)
+        rows = self.scheduler_config.max_num_batched_tokens
+        self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)
+        self._draft_graphs.capture_with(self.get_model(), lambda: self._step is not None)
         self._planned = self._drafter.columns
         # Known before any step, which would wait for them. The largest shape is the last one.
         planned = self._planned, *map(self._drafter.follow_plan, self._reports.shapes)
@@ -117,7 +122,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
             *(step.place_of_node, lengths),
         )
         parts = self._parts(batch, PREFIX)
-        levels = LevelForwards(self._draft_model, parts, rows)
+        levels = LevelForwards(self._draft_graphs, parts, rows)
         if step.width == 1:
             self._read_undrafted(batch, levels)
             return step
@@ -174,9 +179,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
             of_rows, before = all_on_device((place, ahead), self.device)
             positions = batch.positions[first_rows[of_rows]] - before
             with parts.reading_before(places, read, positions):
-                self._draft_model(
-                    input_ids=texts[batch.idx_mapping[of_rows], positions], positions=positions
-                )
+                self._draft_graphs.forward(texts[batch.idx_mapping[of_rows], positions], positions)
         missed.read(rows)
         return int(counts.sum())
 

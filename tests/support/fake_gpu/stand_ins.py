@@ -8,7 +8,7 @@ see, so that a mistake in any of them changes what is drafted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.drafters.draft_model_loader import PREFIX
 from drafttree.vllm.step_masks import StepMasks
 from fake_gpu.layer_drafter import LayerDrafter, pattern
+from fake_gpu.vllm_graphs import capture, piece
 from lyanna_plugin.config import LyannaOptions
 
 VOCAB = 64
@@ -163,13 +164,13 @@ class Runner(Protocol):
         device: Where everything is.
         weights: The target's logits after each token, `[V, V]`.
         caches: The KV caches of all layers, by name.
-        rows_read: Rows that the draft model has read.
+        reads: Rows of each forward of the draft model, and whether graphs were replayed.
     """
 
     device: torch.device
     weights: torch.Tensor
     caches: dict[str, torch.Tensor]
-    rows_read: int
+    reads: list[tuple[int, bool]]
 
     def uncounted(self) -> AbstractContextManager[Any]:
         """Where nothing is counted, or forbidden."""
@@ -180,11 +181,21 @@ def target_on(device: torch.device, embed: Any) -> Target:
     return Target("none", VOCAB, device, torch.float32, logging.getLogger(__name__), embed=embed)
 
 
-class DraftModel:
-    """Logits that resemble the target's."""
+class DraftModel(torch.nn.Module):
+    """Logits that resemble the target's; attention is between two pieces.
 
-    def __init__(self, runner: Runner) -> None:
+    Args:
+        runner: The model runner.
+        wrap: Wraps the pieces, as vLLM does when it has compiled a model; None if it has not.
+    """
+
+    def __init__(self, runner: Runner, wrap: Callable[..., Any] | None) -> None:
+        super().__init__()
         self._runner = runner
+        self._pieces_run = 0
+        self.do_not_compile = wrap is None
+        pieces = self._before_attention, self._after_attention
+        self._before, self._after = pieces if wrap is None else map(wrap, pieces)
         generator = torch.Generator().manual_seed(4)
         shape = VOCAB, VOCAB
         self._weights = runner.weights + 0.5 * torch.randn(shape, generator=generator).to(
@@ -192,15 +203,41 @@ class DraftModel:
         )
         self._noise = torch.randn(shape, generator=generator).to(runner.device)
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        self._runner.rows_read += len(input_ids)
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The states of rows, `int64 [P, 2]`; those of padding are arbitrary."""
+        pieces_run = self._pieces_run
+        keys, seen = self._before(input_ids, positions)
+        rows = self._attend(keys, seen)
+        states: torch.Tensor = self._after(input_ids, positions, seen)
+        self._runner.reads.append((rows, self._pieces_run == pieces_run))
+        return states
+
+    def _before_attention(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Keys, and memory for what attention gives."""
+        self._pieces_run += 1
         with self._runner.uncounted():
-            context = get_forward_context()
-            metadata: Any = context.attn_metadata
+            return input_ids.float(), torch.empty_like(positions)
+
+    def _attend(self, keys: torch.Tensor, seen: torch.Tensor) -> int:
+        """Write the cache, and tell which nodes the rows see; returns the number of rows."""
+        context = get_forward_context()
+        metadata: Any = context.attn_metadata
+        with self._runner.uncounted():
+            if metadata is None:
+                seen.fill_(0)
+                return 0
             slots: Any = context.slot_mapping
-            self._runner.caches[DRAFTED].view(-1)[slots[DRAFTED]] = input_ids.float()
-            seen = 31 * positions + 7 * nodes_seen(metadata[DRAFTED])
-            return torch.stack((input_ids.long(), seen % VOCAB), 1)
+            rows = len(slots[DRAFTED])
+            self._runner.caches[DRAFTED].view(-1)[slots[DRAFTED]] = keys[:rows]
+            seen[:rows] = nodes_seen(metadata[DRAFTED])
+        return rows
+
+    def _after_attention(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        self._pieces_run += 1
+        with self._runner.uncounted():
+            return torch.stack((input_ids.long(), (31 * positions + 7 * seen) % VOCAB), 1)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits `[R, V]` of rows."""
@@ -209,11 +246,21 @@ class DraftModel:
 
 
 @contextmanager
-def loads_draft_model(runner: Runner, module: Any) -> Iterator[None]:
-    """Where a runner, defined in `module`, is given the stand-in for its draft model."""
-    runner.caches[DRAFTED] = new_cache(runner.device)
-    with mock.patch.object(module, "load_draft_model", return_value=DraftModel(runner)):
+def loads_draft_model(runner: Runner, module: Any, sizes: Sequence[int]) -> Iterator[None]:
+    """Where a runner, defined in `module`, is given the stand-in for its draft model.
+
+    Args:
+        runner: The model runner.
+        module: Where it is defined.
+        sizes: Numbers of rows for which graphs are captured on a fake GPU, the largest first.
+    """
+    runner.caches[DRAFTED], runner.reads = new_cache(runner.device), []
+    captures = runner.device.type == "cuda" and sizes
+    model = DraftModel(runner, piece if captures else None)
+    with mock.patch.object(module, "load_draft_model", return_value=model):
         yield
+    if captures:
+        capture(runner, BUDGET, sizes)
 
 
 LAYER_METHOD = Method(

@@ -26,6 +26,7 @@ from drafttree.vllm.drafters import columns, draft_layer, draft_model, hidden_st
 from fake_gpu.record import Record
 from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, ONE_RANK
 from fake_gpu.tensors import Gpu
+from fake_gpu.vllm_graphs import vllm_graphs
 from fake_gpu.vllm_v1_hosts import HostRunner
 
 
@@ -109,7 +110,8 @@ def decode(
         chunk: Most tokens of a prompt that are read in a step.
         waits: Whether the host may wait while it samples.
     """
-    with _pinned_memory():
+    graphs = nullcontext() if gpu is None else vllm_graphs(gpu)
+    with _pinned_memory(), graphs:
         return _Driver(host, options, weights, gpu, waits).run(asked, chunk)
 
 

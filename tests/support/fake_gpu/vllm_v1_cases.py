@@ -13,10 +13,11 @@ from fake_gpu.comparison import assert_same
 from fake_gpu.stand_ins import VOCAB
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1 import Asked, Decoded, decode
-from fake_gpu.vllm_v1_hosts import DraftModelHost, HiddenStateHost
+from fake_gpu.vllm_v1_hosts import CapturedHost, DraftModelHost, HiddenStateHost
 
 HOSTS: dict[str, Any] = {
     "rsd, beams": (DraftModelHost, {"model": "none", "tree": "beam:2x3"}),
+    "rsd, in graphs": (CapturedHost, {"model": "none", "tree": "beam:2x3"}),
     "rsd, branches": (DraftModelHost, {"model": "none", "tree": "branch:2-2-1"}),
     "rsd, traversal": (
         DraftModelHost,

@@ -33,9 +33,15 @@ from rsd_plugin import METHOD as RSD
 
 
 class HostRunner(TreeModelRunner[Any], Stock):
-    """Base class of the runners under test."""
+    """Base class of the runners under test.
+
+    Attributes:
+        method: The method that drafts.
+        captured: Numbers of rows for which graphs are captured on the fake GPU.
+    """
 
     method: Method[Any]
+    captured: tuple[int, ...] = ()
 
     def _target(self, embed: Any = None, **kwargs: Any) -> Target:
         return target_on(self.device, embed)
@@ -77,22 +83,21 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
 
     method = RSD
     drafting_layer = DRAFTED
-    rows_read = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
-        with loads_draft_model(self, draft_model):
+        with loads_draft_model(self, draft_model, self.captured):
             super().load_model()
 
     def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
         """The draft model reads each row of a step once, and with tables some drafts twice."""
-        self.rows_read = 0
+        self.reads = []
         hidden = super().forward_step(num_scheduled)
-        rows = num_scheduled.sum()
+        rows, read = num_scheduled.sum(), sum(rows for rows, _ in self.reads)
         if self._drafter.tables is None:
-            assert self.rows_read == rows
+            assert read == rows
         else:
-            assert rows <= self.rows_read < 2 * rows
+            assert rows <= read < 2 * rows
         return hidden
 
     def check_cache(self, name: str) -> None:
@@ -100,6 +105,19 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
         super().check_cache(name)
         text, computed = self.text_of(name)
         assert self.cached(DRAFTED, name, computed) == text[:computed]
+
+
+class CapturedHost(DraftModelHost):
+    """RSD, whose draft model runs in graphs on the fake GPU."""
+
+    captured = (8, 4, 2, 1)
+
+    def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Graphs are replayed wherever one is large enough."""
+        hidden = super().forward_step(num_scheduled)
+        most = self.captured[0] if self.device.type == "cuda" else 0
+        assert all(replayed == (rows <= most) for rows, replayed in self.reads)
+        return hidden
 
 
 class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]

@@ -32,6 +32,27 @@ from fake_gpu.stand_ins import (
 )
 
 
+class Model(torch.nn.Module):
+    """The target, which the engine calls as a module."""
+
+    def __init__(self, runner: Stock) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def embed_input_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the target says after the tokens, `[N, V]`."""
+        with self._runner.uncounted():
+            return self._runner.weights[tokens.long()]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states are logits."""
+        return hidden
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The logits of all rows, `[T, V]`."""
+        return self.embed_input_ids(input_ids)
+
+
 class Stock(GPUModelRunner):
     """The engine's runner, without its models.
 
@@ -60,7 +81,9 @@ class Stock(GPUModelRunner):
             dtype=torch.float32,
             model="none",
         )
-        self.vllm_config = SimpleNamespace(cache_config=None, model_config=self.model_config)
+        self.vllm_config = SimpleNamespace(
+            cache_config=None, model_config=self.model_config, reasoning_config=None
+        )
         self.load_config, self.model_memory_usage = None, 0
         self.requests: dict[str, CachedRequestState] = {}
         self.sampler = Sampler()
@@ -79,13 +102,10 @@ class Stock(GPUModelRunner):
         self.positions = torch.zeros(BUDGET, dtype=torch.int64, device=device)
         self.caches = {TARGET: new_cache(device)}
         self.uncounted: Any = nullcontext
-        self.model = SimpleNamespace(
-            embed_input_ids=self._embed, compute_logits=lambda hidden: hidden
-        )
+        self.model = Model(self)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        with self.uncounted():
-            return self.weights[tokens.long()]
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """The KV caches are there."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """The target needs none."""
@@ -165,7 +185,8 @@ class Stock(GPUModelRunner):
         with self.uncounted():
             mapping = self.input_batch.block_table.block_tables[0].slot_mapping.gpu
             self.caches[TARGET].view(-1)[mapping[: len(input_ids)]] = input_ids.float()
-            return self.weights[input_ids.long()]
+        logits: torch.Tensor = self.model(input_ids, *args)
+        return logits
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts that the engine was given."""

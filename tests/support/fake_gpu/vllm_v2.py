@@ -23,6 +23,7 @@ from fake_gpu.record import Record
 from fake_gpu.session import fake_gpu
 from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, VOCAB
 from fake_gpu.tensors import Gpu, held
+from fake_gpu.vllm_graphs import vllm_graphs
 from fake_gpu.vllm_v2_attention import HOSTS as ATTENDING
 from fake_gpu.vllm_v2_hosts import HOSTS as BY_METHOD
 from fake_gpu.vllm_v2_stock import Weights, engine_on
@@ -221,6 +222,11 @@ def decode(
     with torch.inference_mode():
         with engine_on(None):
             on_cpu = _Driver(method, options, weights, None).run(asked)
-        with fake_gpu() as gpu, engine_on(gpu), flash_on(gpu, host.flash_version):
+        with (
+            fake_gpu() as gpu,
+            engine_on(gpu),
+            flash_on(gpu, host.flash_version),
+            vllm_graphs(gpu),
+        ):
             on_gpu = _Driver(method, options, weights, gpu).run(asked)
     return {"plain": plain, "cpu": on_cpu, "gpu": on_gpu}

@@ -43,11 +43,13 @@ class HostRunner(TreeRunnerV2, Stock):
         method: The method that drafts.
         weights_of_target: Makes the target's weights.
         flash_version: The version of flash attention on the fake GPU; None for none.
+        captured: Numbers of rows for which graphs of a draft model are captured on the fake GPU.
     """
 
     method: Method[Any] = TOKEN_RECYCLING
     weights_of_target: type[Weights] = Weights
     flash_version: int | None = None
+    captured: tuple[int, ...] = ()
 
     def _target(self, embed: Any = None, **kwargs: Any) -> Target:
         return target_on(self.device, embed)
@@ -81,17 +83,17 @@ class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
-        with loads_draft_model(self, draft_model):
+        with loads_draft_model(self, draft_model, self.captured):
             super().load_model()
         self._movers_apart = [[movers_of([self.caches[layer]])] for layer in (TARGET, DRAFTED)]
         self._missed = self._no_missed_texts() if self._plans else None
 
     def forward_step(self, batch: Any, slots: torch.Tensor) -> torch.Tensor:
         """The draft model reads each row of a step once, or later what it has missed."""
-        self.rows_read, missed = 0, self._num_unread(batch)
+        self.reads, missed = [], self._num_unread(batch)
         hidden = super().forward_step(batch, slots)
         rests = self._plans and not batch.num_draft_tokens
-        assert self.rows_read == (0 if rests else batch.num_tokens + missed)
+        assert sum(rows for rows, _ in self.reads) == (0 if rests else batch.num_tokens + missed)
         return hidden
 
     def check_cache(self, name: str, text: list[int], first_block: int) -> None:
@@ -101,6 +103,19 @@ class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
             row = self.req_states.req_id_to_index[name]
             text = text[: len(text) - int(self._missed.of(np.array([row]))[0])]
         assert self.cached(DRAFTED, first_block, len(text)) == text
+
+
+class CapturedHost(DraftModelHost):
+    """RSD, whose draft model runs in graphs on the fake GPU."""
+
+    captured = (8, 4, 2, 1)
+
+    def forward_step(self, batch: Any, slots: torch.Tensor) -> torch.Tensor:
+        """Graphs are replayed wherever one is large enough."""
+        hidden = super().forward_step(batch, slots)
+        most = self.captured[0] if self.device.type == "cuda" else 0
+        assert all(replayed == (rows <= most) for rows, replayed in self.reads)
+        return hidden
 
 
 class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
@@ -132,6 +147,7 @@ class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
 HOSTS: dict[str, type[HostRunner]] = {
     "token-recycling": HostRunner,
     "rsd": DraftModelHost,
+    "rsd in graphs": CapturedHost,
     "lyanna": HiddenStateHost,
 }
 """The runner of each method."""

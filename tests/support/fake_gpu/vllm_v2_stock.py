@@ -90,8 +90,16 @@ class Model(torch.nn.Module):
         """Hidden states are logits."""
         return hidden
 
-    def forward(self, batch: InputBatch, slots: torch.Tensor) -> torch.Tensor:
-        """The logits of all rows of a step, `[T, V]`, whose KV is written."""
+    def forward(self, batch: Any = None, slots: Any = None, **dummy: torch.Tensor) -> Any:
+        """The logits of all rows of a step, `[T, V]`, whose KV is written.
+
+        Args:
+            batch: The batch; None for one that serves no request.
+            slots: KV slots of the rows.
+            **dummy: Inputs that serve no request.
+        """
+        if batch is None:
+            return None
         (runner,) = self._runner
         count = batch.num_tokens
         with runner.uncounted():
@@ -114,11 +122,11 @@ class Stock(GPUModelRunner):
         shifts: What a row's position adds to them, `[MAX_LEN, V]`.
         caches: The KV caches of all layers, by name.
         drafting_layer: Name of the layer that drafts; None for none.
-        rows_read: Rows that the draft model has read.
+        reads: Rows of each forward of the draft model, and whether graphs were replayed.
     """
 
     drafting_layer: str | None = None
-    rows_read = 0
+    reads: list[tuple[int, bool]]
 
     def __init__(self, weights: Weights, device: torch.device, num_draft_tokens: int) -> None:
         self.device, self.vocab_size = device, VOCAB
@@ -172,6 +180,9 @@ class Stock(GPUModelRunner):
             self.attn_groups = groups_of(
                 self.drafting_layer, self.device, self.num_speculative_steps
             )
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """The KV caches are there."""
 
     def forward_step(self, batch: InputBatch, slots: torch.Tensor) -> torch.Tensor:
         """Run a step that is prepared; returns the target's hidden states, `[T, V]`."""
