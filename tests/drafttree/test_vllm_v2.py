@@ -14,7 +14,7 @@ from random_parents import random_trees
 
 from drafttree.chains import first_paths
 from drafttree.tree import DraftTree
-from drafttree.vllm.v2.hooks import check, check_forward, check_next_tokens
+from drafttree.vllm.v2.hooks import check, check_forward, check_next_tokens, check_sampler
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_of, sizes_up_to
 from rsd_plugin.config import RsdOptions
@@ -227,6 +227,18 @@ def test_the_next_tokens_of_prompts() -> None:
     ):
         with pytest.raises(RuntimeError, match="next_prefill_tokens of shape"):
             check_next_tokens(states, 4)
+
+
+def test_the_flags_of_the_sampler() -> None:
+    check_sampler(SimpleNamespace(needs_logits_processing=np.zeros(4, np.bool_)), 4)
+    for sampler in (
+        SimpleNamespace(),
+        SimpleNamespace(needs_logits_processing=np.zeros(5, np.bool_)),
+        SimpleNamespace(needs_logits_processing=np.zeros(4, np.int32)),
+        SimpleNamespace(needs_logits_processing=torch.zeros(4, dtype=torch.bool)),
+    ):
+        with pytest.raises(RuntimeError, match="its sampler has needs_logits_processing"):
+            check_sampler(sampler, 4)
 
 
 def test_a_forward_that_no_hook_has_seen() -> None:

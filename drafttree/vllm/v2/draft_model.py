@@ -30,6 +30,7 @@ from drafttree.vllm.drafters.draft_model_loader import PREFIX, load_draft_model
 from drafttree.vllm.drafters.level_forwards import LevelForwards, StepRows, with_columns
 from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.drafters.text_rows import group_of
+from drafttree.vllm.v2.hooks import check_sampler
 from drafttree.vllm.v2.in_step import InStepRunnerV2
 from drafttree.vllm.v2.missed_texts import MissedTexts, pieces
 
@@ -62,6 +63,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
             self._movers_apart = [*map(self._make_movers, (is_target, is_draft))]
 
     def _make_drafter(self, method: Method[Any], options: Any) -> None:
+        check_sampler(self.sampler, self.max_num_reqs)
         self._drafter = method.drafter(options, self._target())
         path = str(options.model)
         self._draft_model = load_draft_model(path, self.vllm_config, self.load_config)

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from drafttree.vllm.versions import unknown
 
 
@@ -103,6 +105,21 @@ def check_next_tokens(states: Any, max_num_reqs: int) -> None:
     shape = getattr(getattr(states, "next_prefill_tokens", None), "shape", None)
     if shape is None or len(shape) != 2 or shape[0] < 1 or shape[1] != max_num_reqs:
         raise unknown(f"its states have next_prefill_tokens of shape {shape}")
+
+
+def check_sampler(sampler: Any, max_num_reqs: int) -> None:
+    """Check that the engine's sampler tells which requests need more than their logits.
+
+    Args:
+        sampler: The model runner's sampler.
+        max_num_reqs: Number of rows of the states of requests.
+
+    Raises:
+        RuntimeError: It does not, or not as an array of NumPy's, `bool [max_num_reqs]`.
+    """
+    flags = getattr(sampler, "needs_logits_processing", None)
+    if not isinstance(flags, np.ndarray) or flags.dtype != np.bool_ or len(flags) != max_num_reqs:
+        raise unknown(f"its sampler has needs_logits_processing={flags!r}")
 
 
 def check_forward(seen: object, batch: object) -> None:
