@@ -1,8 +1,8 @@
-"""Accepted tokens that a drafter's layer reads later, while nothing is drafted.
+"""Accepted tokens that a drafter's layer reads later, while it does not draft.
 
-A layer reads each accepted token with the target's hidden state before it. While nothing is
-drafted it need not do so in each step: it costs little more to read several tokens at a time than
-to read one.
+A layer reads each accepted token with the target's hidden state before it. While it does not draft
+it need not do so in each step: it costs little more to read several tokens at a time than to read
+one.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ class DeferredRows(Generic[K]):
 
     def add(
         self,
-        batch: Iterable[K],
+        requests: Iterable[K],
         hidden: torch.Tensor,
         tokens: torch.Tensor,
         positions: torch.Tensor,
     ) -> bool:
-        """Defer one token of each request of a batch.
+        """Defer the N tokens that were accepted in a step, those of each request in their order.
 
         Args:
-            batch: The requests.
-            hidden: The target's hidden states before the tokens, `[B, d]`.
-            tokens: The tokens, `int [B]`.
-            positions: Positions of the rows, `int64 [B]`.
+            requests: The request of each token.
+            hidden: The target's hidden states before the tokens, `[N, d]`.
+            tokens: The tokens, `int [N]`.
+            positions: Positions of the rows, `int64 [N]`.
 
         Returns:
             Whether they should be read now.
         """
-        for row, request in enumerate(batch, self._num_kept):
+        for row, request in enumerate(requests, self._num_kept):
             self._rows.setdefault(request, []).append(row)
         self._kept.append(_Rows(hidden.clone(), tokens.long(), positions.clone()))
         self._num_kept += len(hidden)

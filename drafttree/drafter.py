@@ -481,14 +481,26 @@ class HiddenStateDrafter(Drafter):
             slots: `int64 [B]`, the requests' slots.
 
         Returns:
-            The shape; one without levels for no drafts.
+            The shape; one without levels for `propose_without_layer`.
         """
         raise NotImplementedError
+
+    def propose_without_layer(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        """Draft the trees of a step in which the layer does not run; called only if `plans`.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            roots: `int32 [B]`, the texts' last tokens; -1 for requests that are not drafted for.
+
+        Returns:
+            The trees, in breadth-first order: roots alone, or what is known without the layer.
+        """
+        return DraftTree.of_roots(roots)
 
     def follow_plan(self, shape: TreeShape) -> None:
         """Propose trees of a planned shape until the next call; called only if `plans`.
 
-        Called before `max_draft_tokens`, if anything is to be drafted. Hosts that never call it are
+        Called before `max_draft_tokens`, if the layer is to draft. Hosts that never call it are
         proposed the largest trees.
         """
         raise NotImplementedError

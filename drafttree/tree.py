@@ -233,6 +233,11 @@ class DraftTree:
         tokens = roots[:, None]
         return cls(tokens, torch.full_like(tokens, -1), torch.ones_like(roots))
 
+    def rooted(self, roots: torch.Tensor) -> DraftTree:
+        """The same under `roots`, `int32 [B]`, in tensors of its own."""
+        tokens = torch.cat((roots[:, None], self.tokens[:, 1:]), 1)
+        return DraftTree(tokens, self.parents, self.tree_size)
+
     @property
     def drafted(self) -> bool:
         """Whether there are columns for drafts."""

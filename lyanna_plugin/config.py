@@ -38,7 +38,8 @@ class LyannaOptions(SharingOptions):
         description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
         "cost model chooses up to 12, and up to `steps` levels, in each step, and no drafts when "
         "drafting would not help, on a CPU and with vLLM's V2 model runner; elsewhere it is 12. "
-        "There are no second trees with it.",
+        "There are no second trees with it. With `tables`, on a CPU alone, it may also choose the "
+        "tables' candidates without the layer, as many as Token Recycling's own `nodes=auto`.",
     )
     resample: bool = Field(
         default=True,
@@ -69,7 +70,8 @@ class LyannaOptions(SharingOptions):
         description="Draft the candidates of Token Recycling too, from its tables and from copies, "
         "in the same trees. Those nodes are verified that are accepted most often, as many as "
         "without. `true`, or an object of Token Recycling's options: `hot_start`, `memory`, "
-        "`prime`, `prime_seconds`, `sharing`. In SGLang, and in vLLM on the V1 model runner.",
+        "`prime`, `prime_seconds`, `sharing`, and with `nodes=auto` `max_nodes`. In SGLang, and in "
+        "vLLM on the V1 model runner.",
     )
 
     @field_validator("tables", mode="before")
@@ -91,10 +93,14 @@ class LyannaOptions(SharingOptions):
                 f"nodes={self.nodes} and resample_nodes={self.resample_nodes} are more than "
                 f"{MAX_DRAFT_TOKENS} together: choose fewer, or fusion=false"
             )
-        if self.tables and self.auto:
+        tables = self.tables
+        bounds_tables = (
+            isinstance(tables, RecycleOptions) and "max_nodes" in tables.model_fields_set
+        )
+        if bounds_tables and not self.auto:
             raise ValueError(
-                "nodes=auto chooses among trees of Lyanna's nodes alone: give nodes a number with "
-                "tables, or leave tables out"
+                "max_nodes bounds the trees that the tables draft alone, which nodes=auto may "
+                f"choose, but nodes={self.nodes}: leave it out of tables, or choose nodes=auto"
             )
         if self.tables and self.resample and not self.fusion:
             raise ValueError(
@@ -121,10 +127,18 @@ class LyannaOptions(SharingOptions):
 
     @property
     def shapes(self) -> tuple[TreeShape, ...]:
-        """What `nodes=auto` chooses from, chains and wider trees; nothing for a fixed number."""
+        """What `nodes=auto` chooses from; nothing for a fixed number.
+
+        They are chains and wider trees. With tables, whose nodes fill a tree, they differ in the
+        layer's steps, with as many draft tokens for each.
+        """
         if not self.auto:
             return ()
         steps, width, most = self.steps, self.width, self.regular_draft_tokens
+        if self.tables:
+            return tuple(
+                TreeShape(depth, width, LARGEST * depth // steps) for depth in range(1, steps + 1)
+            )
         chains = [TreeShape(depth, 1, depth) for depth in range(1, steps + 1)]
         wider = [
             TreeShape(steps, min(width, 2), 2 * steps),
@@ -152,8 +166,17 @@ class LyannaOptions(SharingOptions):
     @property
     def num_draft_tokens(self) -> int:
         """Maximum number of draft tokens that are verified together, excluding the root."""
+        if self.auto and isinstance(self.tables, RecycleOptions):
+            return max(LARGEST, self.tables.num_draft_tokens)
         regular, second = self.regular_draft_tokens, self.second_draft_tokens(self.steps - 1)
         return regular + second if self.fusion else max(regular, second)
+
+    @property
+    def of_tables(self) -> RecycleOptions | None:
+        """Token Recycling's options; with `nodes=auto` those of the tables' own trees."""
+        if self.auto and isinstance(self.tables, RecycleOptions):
+            return self.tables
+        return super().of_tables
 
     @property
     def depth(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         self.max_depth = options.steps
         # The last one with drafts; a host that plans nothing is proposed the largest trees.
         self._shape = TreeShape(options.steps, options.width, options.regular_nodes)
+        if options.auto:
+            self._shape = options.shapes[-1]
         self._budget: ShapeBudget | None = None
         self._options = options
         self._info = info
@@ -81,7 +84,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
 
         Args:
-            tables: Its drafter, of as many draft tokens as these trees.
+            tables: Its drafter, of as many draft tokens as these trees or as its own.
             group: The tensor-parallel ranks; None if there is one.
         """
         options = self._options
@@ -111,7 +114,8 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         """With `nodes=auto`, measure forwards of the target."""
         if self.plans:
             seconds = measure_forwards(measure_forward, max_tokens)
-            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds)
+            alone = None if self._shared is None else self._shared.plan_alone(seconds)
+            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds, base=alone)
 
     def plan(self, slots: Tensor) -> TreeShape:
         """Choose the shape of the next trees, with `nodes=auto`."""
@@ -120,7 +124,17 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
     def follow_plan(self, shape: TreeShape) -> None:
         """Propose trees of this shape, with `nodes=auto`."""
         self._shape = shape
-        self.max_depth = shape.depth
+        if self._shared is None:
+            self.max_depth = shape.depth
+
+    def propose_without_layer(self, slots: Tensor, roots: Tensor) -> DraftTree:
+        """With tables, the trees that they draft alone, as Token Recycling's `nodes=auto` does."""
+        if self._shared is None:
+            return super().propose_without_layer(slots, roots)
+        started = perf_counter()
+        trees = self._shared.propose_alone(slots, roots)
+        self.drafted(perf_counter() - started)
+        return trees
 
     def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
         """Note the times of a step's drafts."""
@@ -133,7 +147,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
 
     def max_draft_tokens(self, slots: Tensor) -> Tensor:
         """Maximum number of draft tokens of each request's next tree, `int64 [B]`."""
-        if self._budget is not None:
+        if self.plans:
             return torch.full_like(slots, self._shape.nodes)
         remaining = (self._steps[slots] - 1 - self._accepted[slots]).clamp(min=0)
         return self._max_draft_tokens[remaining]
@@ -173,6 +187,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
     ) -> DraftTree:
         """Draft trees that are shared with the tables, as large as they would be without them."""
         width, depth = self._options.width, self._options.steps
+        largest = self._shape.nodes if self.plans else None
         most = self.max_draft_tokens(slots).masked_fill(steps == 0, 0)
         own = expand_tree(logits, steps, roots, self._info, width).under(roots)
         if self._resamples:
@@ -180,7 +195,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
             own = united_steps(own, second.under(roots), depth)
             self._steps[slots] = steps
             self._logits[slots] = logits
-        return shared.choose(slots, own, most)
+        return shared.choose(slots, own, most, largest)
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Record the number of accepted tokens; a step without drafts discards the kept logits."""
@@ -228,6 +243,11 @@ class LyannaDrafter(LyannaTrees):
         from lyanna_plugin.checkpoint import load
 
         assert target.embed is not None, "hidden-state drafters get the target's embeddings"
+        if options.auto and options.tables and target.device.type != "cpu":
+            raise ValueError(
+                "nodes=auto with tables chooses by the times of steps, on a CPU only: give nodes a "
+                "number, or leave tables out"
+            )
         module = load(Path(options.model), Path(target.model))
         if target.device.type != "cpu" and module.self_attn.reads_positions:
             raise ValueError(

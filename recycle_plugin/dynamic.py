@@ -7,7 +7,7 @@ answers. A candidate is scored by how often candidates of the same source were a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
 
 from drafttree.budget import NodeBudget, TreeChoice, candidate_sizes, measure_forwards
+from drafttree.budget.planner import Planner
 from drafttree.budget.scores import expected_tokens
 from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.transfer import on_device
@@ -189,6 +190,25 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 pads_trees=self._pads_trees,
                 late=self._late_steps,
             )
+
+    def plan_alone(self, forward_seconds: Mapping[int, float]) -> NodeBudget:
+        """Set up the node budget for drafting alone now and then, in another drafter's steps.
+
+        Args:
+            forward_seconds: Seconds of a forward of the target by the number of its tokens.
+        """
+        planner = Planner(
+            candidate_sizes(self._num_draft_tokens, self.device),
+            forward_seconds,
+            late=self._late_steps,
+        )
+        self._budget = NodeBudget(planner, pads_trees=self._pads_trees, late=self._late_steps)
+        return self._budget
+
+    def appraise(self, slots: torch.Tensor, candidates: ExpandedTrees) -> None:
+        """Let the node budget know of candidates that are drafted together with others."""
+        if self._budget is not None:
+            self._budget.appraise(slots, candidates.scores)
 
     def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
         """Compute rows of the adjacency matrix; see `storage.priming`."""

@@ -6,9 +6,12 @@ alone has tables, and the others get its candidates.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from tree_kernels.expansion import ExpandedTrees
 
+from drafttree.budget import NodeBudget
 from drafttree.ranks import Group
 from drafttree.tensor_parallel import NonDraftingRank, drafts_alone
 from recycle_plugin.dynamic import candidate_columns
@@ -31,6 +34,13 @@ class TablesOfFirstRank(NonDraftingRank):
     def candidates(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
         """Room for the first rank's."""
         return ExpandedTrees.empty(len(roots), self._columns, self.device)
+
+    def plan_alone(self, forward_seconds: Mapping[int, float]) -> NodeBudget | None:
+        """None: the first rank chooses by times."""
+        return None
+
+    def appraise(self, slots: torch.Tensor, candidates: ExpandedTrees) -> None:
+        """Nothing: the first rank chooses by times."""
 
     def chosen(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
         """Nothing: the first rank counts what is accepted."""

@@ -8,13 +8,14 @@ leaves of it, is looked up among them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tree_kernels.expansion import ExpandedTrees
 
+from drafttree.budget import NodeBudget
 from drafttree.drafter import Drafter, Target
 from drafttree.method import MethodOptions
 from drafttree.ranks import Group
@@ -38,6 +39,10 @@ RankTables = DynamicTreeDrafter | TablesOfFirstRank
 
 _MODELS_WEIGHT = 0.7
 """How much the model's estimate counts for a node that both propose, until that is measured."""
+
+_OF_TABLES_ALONE = 1
+"""The class of nodes of trees without the model's: that of the tables' best nodes of the first
+level, if the model has not expanded the root. It always has where it drafts."""
 
 
 class _Ranked(NamedTuple):
@@ -94,16 +99,37 @@ class SharedTrees:
         shape = max_requests, 1 + self._num_draft_tokens
         self._classes = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def choose(self, slots: Tensor, own: Candidates, most: Tensor) -> DraftTree:
+    def plan_alone(self, forward_seconds: Mapping[int, float]) -> NodeBudget | None:
+        """Let the tables choose the trees that they draft alone, by what they cost and give.
+
+        Args:
+            forward_seconds: Seconds of a forward of the target by the number of its tokens.
+
+        Returns:
+            Their node budget; None on other ranks than the first.
+        """
+        return self.tables.plan_alone(forward_seconds)
+
+    def propose_alone(self, slots: Tensor, roots: Tensor) -> DraftTree:
+        """The tables' own trees under `roots [B]`, -1 for no tree."""
+        self._classes.index_fill_(0, slots, _OF_TABLES_ALONE)
+        return self.tables.propose(slots, roots)
+
+    def choose(
+        self, slots: Tensor, own: Candidates, most: Tensor, largest: int | None = None
+    ) -> DraftTree:
         """The best nodes of the model's candidates and the tables', in breadth-first order.
 
         Args:
             slots: `int64 [B]`, the requests' slots.
             own: The model's candidates.
             most: `int64 [B]`, greatest number of draft tokens of each request; 0 for none.
+            largest: The greatest of these numbers; None for that of all trees.
         """
         ranked = self._rank(slots, own.tokens[:, 0].masked_fill(most == 0, -1), own)
-        trees, columns = best_of_union(ranked.union, ranked.scores, most, self._num_draft_tokens)
+        self.tables.appraise(slots, ranked.expanded)
+        largest = self._num_draft_tokens if largest is None else largest
+        trees, columns = best_of_union(ranked.union, ranked.scores, most, largest)
         self._note(slots, ranked, columns)
         return trees
 
@@ -141,7 +167,7 @@ class SharedTrees:
 
     def _note(self, slots: Tensor, ranked: _Ranked, columns: Tensor) -> None:
         """Keep what the nodes in these columns of the union are, until they are verified."""
-        self._classes[slots] = ranked.classes.gather(1, columns)
+        self._classes[slots, : columns.shape[1]] = ranked.classes.gather(1, columns)
         of_tables = ranked.union.columns[1].gather(1, columns)
         sources = ranked.expanded.sources.gather(1, of_tables.clamp(min=0))
         self.tables.chosen(slots, sources.masked_fill(of_tables < 0, 0))
@@ -248,7 +274,7 @@ def parse_tables(given: Any, refused: Sequence[str], because: str) -> Any:
 
     Args:
         given: True, False, or an object of Token Recycling's options.
-        refused: The options that are not used, besides those of other trees.
+        refused: The options that are not used, besides those of static trees.
         because: What decides in their place, for the message.
 
     Raises:
@@ -259,7 +285,7 @@ def parse_tables(given: Any, refused: Sequence[str], because: str) -> Any:
     if given is not True and not isinstance(given, dict):
         raise ValueError("use true, false, or an object of Token Recycling's options")
     chosen = {} if given is True else given
-    for name in ("tree", "drafting", "max_nodes", "k", *refused):
+    for name in ("tree", "drafting", "k", *refused):
         if name in chosen:
             raise ValueError(f"{name} is not used, as {because}: leave it out")
     return METHOD.parse(chosen)

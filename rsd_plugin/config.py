@@ -82,7 +82,7 @@ class RsdOptions(SharingOptions):
         given = {} if given is True else given
         if isinstance(given, dict):
             given = {"nodes": _OF_TABLES, **given}
-        parsed = parse_tables(given, [], "RSD's tree decides")
+        parsed = parse_tables(given, ["max_nodes"], "RSD's tree decides")
         if isinstance(parsed, RecycleOptions) and parsed.nodes == "auto":
             raise ValueError("nodes=auto chooses among trees of tables alone: use a number")
         return parsed

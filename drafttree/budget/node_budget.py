@@ -41,6 +41,7 @@ class NodeBudget:
 
     Attributes:
         planner: The planner that decides.
+        pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class NodeBudget:
     ) -> None:
         self.planner = planner
         self._timer = StepTimer(clock, pads_trees=pads_trees, late=late)
-        self._pads_trees = pads_trees
+        self.pads_trees = pads_trees
         self._late = late
         self._known: deque[AsyncHostCopy] = deque(maxlen=2 + late)
 
@@ -129,13 +130,24 @@ class NodeBudget:
         if most is not None:
             # What cannot be verified is worth nothing, and the planner chooses no such size.
             best_first[:, max(size for size in sizes if size <= most) :] = 0
-        if is_current and not (self._pads_trees and len(slots) > 1):
+        if is_current and not (self.pads_trees and len(slots) > 1):
             choice = self.planner.choose_best_first(len(slots), best_first)
         else:
             expected_tokens = self.planner.expected_tokens(best_first)
             choice = TreeChoice(self.planner.choose(len(slots), expected_tokens))
         self._timer.begin_drafted(slots, choice)
         return choice
+
+    def appraise(self, slots: torch.Tensor, scores: torch.Tensor) -> None:
+        """Note what drafts would be worth in a step for which another drafter drafts.
+
+        Args:
+            slots: `int64 [B]`, slots of the requests.
+            scores: `float32 [B, F]`, as for `choose_best_first`.
+        """
+        known, _ = self._on_host(scores, unknown=0.0)
+        best_first = _best_first(known, self.planner.candidate_sizes[-1])
+        self.planner.choose_best_first(len(slots), best_first)
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of a step; the trees are those that were verified."""

@@ -29,7 +29,7 @@ from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
-from drafttree.budget.planner_state import BucketState, StepPlan
+from drafttree.budget.planner_state import BucketState, Outlook, StepPlan
 from drafttree.budget.spine import worthwhile_spine
 from drafttree.budget.step_report import MeasuredStep, StepReport
 from drafttree.budget.tree_choice import TreeChoice
@@ -48,6 +48,7 @@ class Planner:
         costs: The cost model.
         trials: Decides on steps that are taken only to measure a size.
         probes: Allowance for looking up drafts that are not used.
+        report: What was predicted of the steps, and measured.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Planner:
         self.trials = Trials(self.costs, self.constants)
         self.probes = Allowance(self.constants.learning_share, self.constants.probe_capacity)
         self._calibration = AcceptanceCalibration(self.constants)
-        self._report = StepReport()
+        self.report = StepReport()
         self._states: dict[int, BucketState] = {}
         self._plans: deque[StepPlan] = deque(maxlen=1 + late)
 
@@ -86,6 +87,8 @@ class Planner:
         if not self._should_skip(state, batch_size):
             return False
         state.is_tried = state.index > 0
+        if not state.is_tried:
+            state.expect(1.0, self.costs.seconds(batch_size, batch_size))
         self._plans.append(StepPlan(TreeChoice(0), is_trial=state.is_tried))
         return True
 
@@ -173,7 +176,7 @@ class Planner:
                 costs.clock,
             )
         self._settle(state, batch_size, plan, seconds)
-        self._report.add(
+        self.report.add(
             MeasuredStep(
                 bucket=bucket,
                 num_draft_tokens=choice.num_draft_tokens,
@@ -198,13 +201,18 @@ class Planner:
         """The ratio of accepted to expected draft tokens at a candidate size."""
         return float(self._ratios(batch_size)[self.candidate_sizes.index(num_draft_tokens)])
 
+    def outlook(self, batch_size: int) -> Outlook:
+        """What the steps that are chosen for a batch are expected to give, in the mean."""
+        plain = Outlook(1.0, self.costs.seconds(batch_size, batch_size))
+        return self._state(batch_size).outlook or plain
+
     def mean_draft_seconds(self, batch_size: int) -> float:
         """Mean seconds of looking up drafts for a batch."""
         return self._state(batch_size).draft_seconds
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
-        return self._report.rows()
+        return self.report.rows()
 
     def _ratios(self, batch_size: int) -> FloatArray:
         return np.array(
@@ -287,10 +295,13 @@ class Planner:
                     is_wasted=False,
                 )
         state.index, state.gain = best, float(gains[best])
-        if not is_trial:
-            lookup = state.draft_seconds if plan.is_wasted else 0.0
-            saved = plan.gain - (taken + lookup) / float(seconds[0])
+        if is_trial:
+            state.expect(state.gain, float(seconds[best]))
+        else:
+            taken += state.draft_seconds if plan.is_wasted else 0.0
+            saved = plan.gain - taken / float(seconds[0])
             state.benefit += self.constants.smoothing * (saved - state.benefit)
+            state.expect(plan.gain, taken)
         self._plans.append(plan)
         return choice
 

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree_shape import TreeShape
+
+_SMOOTHING = 1 / 32
+"""Weight of the last step in an outlook."""
+
+
+class Outlook(NamedTuple):
+    """What a step is expected to give.
+
+    Attributes:
+        tokens: Tokens of a request, bonus token included.
+        seconds: Duration of the step, with the time of looking up drafts.
+    """
+
+    tokens: float
+    seconds: float
 
 
 @dataclass
@@ -21,6 +37,7 @@ class BucketState:
         draft_seconds: Usual time of looking up drafts; 0 until it is measured.
         benefit: Mean saving of looking up drafts, in plain steps.
         is_tried: Whether the last step was a trial of plain decoding.
+        outlook: Mean of what was expected of the last steps, trials aside; None before the first.
     """
 
     index: int = 0
@@ -28,6 +45,15 @@ class BucketState:
     draft_seconds: float = 0.0
     benefit: float = 0.0
     is_tried: bool = False
+    outlook: Outlook | None = None
+
+    def expect(self, tokens: float, seconds: float) -> None:
+        """Follow what is expected of steps; see `Outlook`."""
+        last = self.outlook or Outlook(tokens, seconds)
+        self.outlook = Outlook(
+            last.tokens + _SMOOTHING * (tokens - last.tokens),
+            last.seconds + _SMOOTHING * (seconds - last.seconds),
+        )
 
     def learn_draft_seconds(
         self, draft_seconds: float, plain_seconds: float, constants: BudgetConstants
@@ -72,8 +98,8 @@ class ShapePlan:
         shape: The shape of the trees; one without levels for no drafts.
         index: Its index among those to choose from.
         step: What is expected of the step.
-        at_stake: What the step loses if nothing is accepted, in plain steps, if it explores; None
-            if it does not.
+        at_stake: What the step loses if nothing is accepted, in tokens of a request, if it
+            explores; None if it does not.
         gains: `[S]`, tokens that a request is expected to emit with each shape; None if the choice
             did not depend on them.
         seconds: `[S]`, predicted duration of a step with each shape; None if the choice did not

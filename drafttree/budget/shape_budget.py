@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 
+from drafttree.budget.node_budget import NodeBudget
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.budget.step_timer import StepTimer
@@ -19,16 +20,22 @@ from drafttree.tree_shape import TreeShape
 class ShapeBudget:
     """Chooses the shape of each step's trees, and measures steps to choose better.
 
-    In each step call `choose`, then `drafted` if drafts were asked of the model, then `verified`.
-    All tensors are on the host.
+    In each step call `choose`, then `drafted` if anything was drafted, then `verified`. All tensors
+    are on the host.
 
     Attributes:
         planner: The planner that decides.
     """
 
-    def __init__(self, planner: ShapePlanner, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        planner: ShapePlanner,
+        clock: Callable[[], float] = perf_counter,
+        *,
+        pads_trees: bool = False,
+    ) -> None:
         self.planner = planner
-        self._timer = StepTimer(clock)
+        self._timer = StepTimer(clock, pads_trees=pads_trees)
         self._plan: ShapePlan | None = None
 
     @classmethod
@@ -37,6 +44,7 @@ class ShapeBudget:
         shapes: Sequence[TreeShape],
         forward_seconds: Mapping[int, float],
         clock: Callable[[], float] = perf_counter,
+        base: NodeBudget | None = None,
     ) -> Self:
         """Plan from the measured costs of the target's forwards.
 
@@ -44,11 +52,16 @@ class ShapeBudget:
             shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
             forward_seconds: Seconds of a forward by the number of its tokens.
             clock: Returns the time in seconds.
+            base: Chooses how many drafts that need no model are verified in the steps without the
+                model's; None if there are no such drafts.
 
         Raises:
             ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
         """
-        return cls(ShapePlanner(shapes, forward_seconds), clock)
+        if base is None:
+            return cls(ShapePlanner(shapes, forward_seconds), clock)
+        planner = ShapePlanner(shapes, forward_seconds, base=base.planner)
+        return cls(planner, clock, pads_trees=base.pads_trees)
 
     def choose(
         self, slots: torch.Tensor, catch_up_seconds: Callable[[], float] = lambda: 0.0

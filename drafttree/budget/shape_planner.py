@@ -6,6 +6,10 @@ is drafted, so it is predicted from what was accepted lately, by level and rank.
 read the text before it can draft: while nothing is drafted it may fall behind, and what it takes to
 catch up is part of the price of drafting again.
 
+Where there are drafts that need no model too, a `Planner` of their own chooses how many of them are
+verified. Steps without the model are then its steps, plain ones or with those drafts, and the model
+is asked only if that gives more tokens in the same time.
+
 **Lossless.** A shape is chosen between two steps, from outcomes and times of earlier steps and the
 number of requests alone. Nothing drawn in a step takes part in the choice of its shape: given what
 came before, the shape is a constant, and recursive rejection and traversal leave the target's
@@ -28,7 +32,8 @@ from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.draft_times import DraftTimes
 from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance
-from drafttree.budget.planner_state import BucketState, ShapePlan, StepPlan
+from drafttree.budget.planner import Planner
+from drafttree.budget.planner_state import BucketState, Outlook, ShapePlan, StepPlan
 from drafttree.budget.step_report import MeasuredStep, StepReport
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.budget.trials import Trials
@@ -37,14 +42,15 @@ from drafttree.tree_shape import TreeShape
 _CALIBRATION_AGE = 256
 """As for `LevelAcceptance`: while nothing is drafted, texts change."""
 _SHARE = 0.005
-"""Share of the time without drafts that may be lost by exploring: drafting to see whether it
-pays."""
+"""Share of the time without a model's drafts that may be lost by exploring: drafting to see whether
+it pays."""
 _HOPELESS = 8.0
-"""What is saved up before a shape is tried that should not pay, in plain steps."""
+"""What is saved up before a shape is tried that should not pay, in tokens of a request."""
 _CAPACITY = 64.0
-"""Most that is saved up, in plain steps."""
+"""Most that is saved up, in tokens of a request."""
 _AT_START = 4.0
-"""What is there at first, and the most that a depth's first drafts are charged, in plain steps."""
+"""What is there at first, and the most that a depth's first drafts are charged, in tokens of a
+request."""
 _EVIDENCE = 8.0
 """Outcomes without which nobody knows whether drafting pays."""
 _RESTS = 8
@@ -74,6 +80,8 @@ class ShapePlanner:
         shapes: Sequence[TreeShape],
         forward_seconds: Mapping[int, float],
         constants: BudgetConstants | None = None,
+        *,
+        base: Planner | None = None,
     ) -> None:
         """Plan from forwards of the target that were measured at start-up.
 
@@ -81,6 +89,7 @@ class ShapePlanner:
             shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
             forward_seconds: Seconds of a forward of the target by the number of its tokens.
             constants: Tuned constants; the defaults if None.
+            base: Chooses and records the steps without the model's drafts; None if they are plain.
 
         Raises:
             ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
@@ -97,7 +106,8 @@ class ShapePlanner:
         self._trials = Trials(self.costs, self.constants)
         aged = self.constants.model_copy(update={"age_memory": _CALIBRATION_AGE})
         self._calibration = AcceptanceCalibration(aged)
-        self._report = StepReport()
+        self._base = base
+        self._report = StepReport() if base is None else base.report
         self._states: dict[int, BucketState] = {}
         self._saved = _AT_START
         self._rests = 0
@@ -125,7 +135,8 @@ class ShapePlanner:
             self._rests -= 1
             return self._planned(0)
         seconds = self._step_seconds(batch_size)
-        if state.index and may_try and self._wants_plain(state, batch_size, seconds):
+        is_plain = self._base is None
+        if state.index and may_try and is_plain and self._wants_plain(state, batch_size, seconds):
             state.is_tried = True
             return self._planned(0, StepPlan(TreeChoice(0), is_trial=True), seconds=seconds)
         state.is_tried = False
@@ -170,21 +181,22 @@ class ShapePlanner:
         """A shape to draft with to see whether drafting pays; None for none.
 
         Returns:
-            Its index, and what it loses if nothing is accepted, in plain steps.
+            Its index, and what it loses if nothing is accepted, in tokens of a request.
         """
         constants = self.constants
         hopeful = self._calibrated(
             batch_size, self.acceptance.expected_tokens(self.shapes, constants.optimism)
         )
         deviations = self.costs.deviations(batch_size, 0)
-        rates = hopeful / np.maximum(seconds * np.exp(-constants.optimism * deviations), seconds[0])
+        least = self.costs.seconds(batch_size, batch_size)
+        rates = hopeful / np.maximum(seconds * np.exp(-constants.optimism * deviations), least)
         rates[~fits] = 0.0
         index = 1 + int(rates[1:].argmax())
         if not fits[index]:
             return None
         if self._saved < _HOPELESS and rates[index] <= constants.margin * rates[0]:
             return None
-        loss = (float(seconds[index]) + catch_up_seconds()) / float(seconds[0]) - 1
+        loss = (float(seconds[index]) + catch_up_seconds()) * float(rates[0]) - 1
         return (index, loss) if self._saved >= min(loss, _CAPACITY) else None
 
     def record_step(
@@ -215,17 +227,21 @@ class ShapePlanner:
         if rows == batch_size:
             index = 0  # at the end of all answers, for example, nothing is drafted after all
         shape, costs = self.shapes[index], self.costs
-        means = self._step_seconds(batch_size)
+        means, without = self._step_seconds(batch_size), self._without_model(batch_size)
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
-        drafting, warm = 0.0, True
+        # The base counts the time of its own drafts apart, too.
+        drafting, warm = (0.0 if self._base is None else draft_seconds), True
         if shape.depth:
             warm = self.draft_times.warm(shape.depth + 1)
             self.draft_times.add(batch_size, shape.depth + 1, draft_seconds)
             # What delays a draft now and then is a stall of a step with drafts.
             usual = self._draft_seconds(batch_size, shape.depth)
             drafting = min(draft_seconds, usual) if warm else draft_seconds
-        if costs.observe(batch_size, rows, max(seconds - drafting, 1e-9)):
+        verifying = max(seconds - drafting, 1e-9)
+        if costs.observe(batch_size, rows, verifying):
             self._trials.allowance.renew()
+        if index and self._base is not None:
+            self._base.costs.observe(batch_size, rows, verifying)
         if index and rows == batch_size * (1 + shape.nodes):
             self._calibration.add(
                 batch_bucket(batch_size),
@@ -237,10 +253,10 @@ class ShapePlanner:
         self.acceptance.pass_step()
         self._trials.allowance.refill()
         if not self._state(batch_size).index:
-            self._saved += _SHARE
+            self._saved += _SHARE * without.tokens
         if plan.at_stake is not None:
             # What it gained is saved up as well, so that it goes on while it gains.
-            spent = (seconds + catch_up_seconds) / float(means[0])
+            spent = (seconds + catch_up_seconds) * without.tokens / without.seconds
             if not warm:
                 # What is loaded or compiled once says nothing of the steps that follow.
                 spent = min(spent, _AT_START)
@@ -262,11 +278,15 @@ class ShapePlanner:
             is_trial=step.is_trial,
             is_wasted=False,
         )
-        self._report.add(measured)
+        if index or self._base is None:
+            self._report.add(measured)
         return measured
 
     def explain(self) -> list[dict[str, float]]:
-        """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
+        """Predictions and measurements by batch bucket and size; see `StepReport.rows`.
+
+        Those of the base are among them.
+        """
         return self._report.rows()
 
     def _rest(
@@ -288,6 +308,12 @@ class ShapePlanner:
     def _state(self, batch_size: int) -> BucketState:
         return self._states.setdefault(batch_bucket(batch_size), BucketState())
 
+    def _without_model(self, batch_size: int) -> Outlook:
+        """What a step without the model's drafts is expected to give."""
+        if self._base is None:
+            return Outlook(1.0, self.costs.seconds(batch_size, batch_size))
+        return self._base.outlook(batch_size)
+
     def _draft_seconds(self, batch_size: int, depth: int) -> float:
         """Usual seconds of drafting: one forward for the roots, and one for each level."""
         return self.draft_times.usual(batch_size, depth + 1) if depth else 0.0
@@ -297,6 +323,7 @@ class ShapePlanner:
         depths = range(1 + max(self._depths))
         drafting = np.array([self._draft_seconds(batch_size, depth) for depth in depths])
         seconds: FloatArray = self.costs.of_sizes(batch_size) + drafting[self._depths]
+        seconds[0] = self._without_model(batch_size).seconds
         return seconds
 
     def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
@@ -307,6 +334,7 @@ class ShapePlanner:
             self.costs.clock,
         )
         gains: FloatArray = calibrated[0]
+        gains[0] = self._without_model(batch_size).tokens
         return gains
 
     def _wants_plain(self, state: BucketState, batch_size: int, seconds: FloatArray) -> bool:

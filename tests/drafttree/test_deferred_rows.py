@@ -32,6 +32,18 @@ def test_each_request_takes_its_tokens_in_their_order() -> None:
     assert deferred.take("abcd") is None
 
 
+def test_a_request_may_have_several_tokens_of_a_step() -> None:
+    deferred: DeferredRows[str] = DeferredRows()
+    add(deferred, "ab", 0)
+    numbers = torch.tensor([1, 2, 3, 4])
+    assert not deferred.add("abbb", numbers[:, None].float(), numbers.int(), numbers)
+    taken = deferred.take("ab")
+    assert taken is not None
+    assert taken.counts.tolist() == [2, 4]
+    a, b = 100 * ord("a"), 100 * ord("b")
+    assert taken.tokens.tolist() == taken.positions.tolist() == [a, 1, b, 2, 3, 4]
+
+
 def test_a_request_that_is_left_out_is_read_when_it_is_back() -> None:
     deferred: DeferredRows[str] = DeferredRows()
     add(deferred, "ab", 0)

@@ -234,10 +234,23 @@ def test_rsd_in_shapes_that_change(host: Host, target: Path, draft: Path, verify
 
 
 @pytest.mark.full
-def test_lyanna(host: Host, target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        ({"nodes": 6}, {}),
+        ({"nodes": "auto", "tables": {"memory": 0}}, scripted_shapes.ENVIRONMENT),
+    ],
+    ids=["layer", "tables alone or with the layer"],
+)
+def test_lyanna(
+    host: Host,
+    target: Path,
+    tmp_path: Path,
+    options: dict[str, Any],
+    environment: dict[str, str],
+) -> None:
     save(drafter_for(target, hot_tokens=VOCAB), tmp_path)
-    (answer,), _ = serve(
-        host, target, [Case([PROMPT] * 8_000, SAMPLING)], "lyanna", {"nodes": 6}, tmp_path
-    )
+    case = Case([PROMPT] * 8_000, SAMPLING)
+    (answer,), _ = serve(host, target, [case], "lyanna", options, tmp_path, environment=environment)
     assert answer.counters["accepted_tokens"] > 0.1 * answer.counters["steps"]
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001

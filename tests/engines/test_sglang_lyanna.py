@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import scripted_shapes
 from hosts import Case, Host
 from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
@@ -36,3 +37,30 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     first, again = (each.counters for each in (drafted[0], drafted[-1]))
     assert first["emitted"] / first["steps"] > 2.5
     assert again["emitted"] / again["steps"] > 4.2
+
+
+def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> None:
+    """The layer reads later what was accepted meanwhile, and then drafts as well as ever."""
+    host = Host("sglang")
+    make_overfitted(tiny_llama, tmp_path)
+    cases = [
+        Case(PROMPTS, GREEDY),
+        Case(some_prompts(4, seed=5, longest=120), GREEDY),
+        Case(PROMPTS[::-1], {**GREEDY, "repetition_penalty": 1.2}),
+        Case(PROMPTS[::-1], GREEDY, reset=True),
+    ]
+    plain, _ = host.run(tiny_llama, cases, chunk=32, sglang={"disable_overlap_schedule": True})
+    options = {"nodes": "auto", "tables": {"memory": 0}}
+    drafted, _ = host.run(
+        *(tiny_llama, cases, "lyanna", options, tmp_path),
+        chunk=32,
+        running=5,
+        environment=scripted_shapes.ENVIRONMENT,
+    )
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    for answer in drafted:
+        assert answer.counters["accepted_tokens"] > 0
+        assert answer.counters["drafted_steps"] < answer.counters["steps"]
+    first = drafted[0].counters
+    assert first["accepted_tokens"] > 1.5 * first["steps"]
+    assert first["kv_rows_moved"] > 0

@@ -16,6 +16,7 @@ from lyanna_plugin import LyannaOptions
 from lyanna_plugin.checkpoint import save
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True}
+SHARED = LyannaOptions(model="any", nodes="auto", tables=True).shapes
 DEPTHS = {shape.nodes: shape.depth for shape in LyannaOptions(model="any", nodes="auto").shapes}
 
 
@@ -81,3 +82,54 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     assert again["emitted"] / again["steps"] > 1 + max(DEPTHS.values())
     sources = ("tables", "draft layer", "draft layer and tables")
     assert min(drafted[-1].hits[name] for name in sources) > 0
+
+
+def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> None:
+    """The layer reads later what was accepted meanwhile, and then drafts as well as ever.
+
+    More requests arrive than run at a time, and prompts of the second case are read in chunks. One
+    request opts out.
+    """
+    make_overfitted(tiny_llama, tmp_path)
+    seeded = [{**GREEDY, "temperature": 0.8, "seed": row} for row in range(len(PROMPTS))]
+    off = {**GREEDY, "extra_args": {"drafttree": False}}
+    cases = [
+        Case(PROMPTS, GREEDY),
+        Case(some_prompts(8, seed=5, longest=400), [GREEDY] * 7 + [off]),
+        Case(PROMPTS, seeded),
+        Case(PROMPTS[::-1], GREEDY, reset=True),
+    ]
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 160}
+    method = {
+        "method": "lyanna",
+        "model": str(tmp_path),
+        "nodes": "auto",
+        # With a memory the tables would copy the answers, which the layer is to draft.
+        "tables": {"memory": 0},
+    }
+    plain, _ = run_vllm(tiny_llama, cases, **limits)
+    drafted, _ = run_vllm(tiny_llama, cases, method, scripted_shapes.ENVIRONMENT, **limits)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    rows = {row["num_draft_tokens"]: row for row in drafted[0].explained}
+    for shape in SHARED:
+        # Nothing is lost that the layer has to read.
+        assert rows[shape.nodes]["realised_tokens"] >= 1 + 0.7 * shape.depth
+    assert rows.keys() >= {0, 3, 7, 15, 31}
+    assert all(rows[nodes]["rows"] > 2 for nodes in (3, 7, 15, 31))
+    assert min(drafted[-1].hits[name] for name in ("tables", "draft layer")) > 0
+    assert all(each.counters["accepted_tokens"] for each in drafted)
+    assert drafted[-1].counters["kv_rows_moved"] > 0
+
+
+@pytest.mark.full
+def test_tables_alone_or_with_the_layer_by_what_they_cost(tiny_llama: Path, tmp_path: Path) -> None:
+    """Requests are preempted. The answers are those of plain decoding whatever is chosen."""
+    make_overfitted(tiny_llama, tmp_path)
+    case = Case(some_prompts(6, longest=200), {**GREEDY, "max_tokens": 200}, rounds=2)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 160}
+    method = {"method": "lyanna", "model": str(tmp_path), "nodes": "auto", "tables": True}
+    plain, _ = run_vllm(tiny_llama, [case], **limits)
+    drafted, _ = run_vllm(tiny_llama, [case], method, num_gpu_blocks_override=9, **limits)
+    assert drafted[0].tokens == plain[0].tokens
+    assert drafted[0].preemptions > 0
+    assert drafted[0].counters["accepted_tokens"] > 0

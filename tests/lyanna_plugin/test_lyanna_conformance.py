@@ -39,6 +39,7 @@ def drafter(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"steps": 4, "table": "float8"},
         {"tables": True},
         {"tables": {"sharing": "request"}, "resample": False, "nodes": 30},
+        {"tables": True, "nodes": "auto"},
     ],
     ids=str,
 )

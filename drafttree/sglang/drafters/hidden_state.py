@@ -3,7 +3,7 @@
 The KV of the drafter's layer uses the target's slots, so cached prefixes are valid for both. At the
 end of a step the layer reads the accepted tokens, each with the target's hidden state before it; in
 the next step it continues from its own output in the slots that are reserved for the tree. Where
-trees are planned, it reads several tokens at a time while nothing is drafted.
+trees are planned, it reads several tokens at a time while it does not draft.
 
 With tensor parallelism each rank has the whole layer, and a part of the target's embeddings and
 head.
@@ -83,6 +83,8 @@ class HiddenStateWorker(ObservingWorker):
         self._outputs = torch.zeros(slots, width, dtype=dtype, device=self._device)
         plans = self.drafter.plans and self._may_plan
         self._deferred: DeferredRows[int] | None = DeferredRows() if plans else None
+        # Whether the layer drafts in this step.
+        self._layer_drafts = True
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         result = self._target_worker.forward_batch_generation(
@@ -139,8 +141,11 @@ class HiddenStateWorker(ObservingWorker):
         indices = batch.req_pool_indices
         if self._deferred is not None:
             shape = self.drafter.plan(indices)
-            if not shape.depth:
-                return Proposal(DraftTree.of_roots(self._states.roots[indices]))
+            self._layer_drafts = shape.depth > 0
+            if not self._layer_drafts:
+                trees = self._propose_without_layer(indices)
+                self.draft_seconds += perf_counter() - started
+                return Proposal(trees)
             self.drafter.follow_plan(shape)
         self._read_deferred(indices)
         ready = perf_counter()
@@ -159,6 +164,13 @@ class HiddenStateWorker(ObservingWorker):
         self.draft_seconds += ended - started
         self.drafter.drafted(ended - ready, read_seconds=ready - started)
         return Proposal(trees)
+
+    def _propose_without_layer(self, slots: torch.Tensor) -> DraftTree:
+        roots, drafting = self._states.roots[slots], self._states.drafting[slots]
+        if not drafting.any():
+            return DraftTree.of_roots(roots)
+        asked = roots.masked_fill(~drafting, NO_TOKEN)
+        return self.drafter.propose_without_layer(slots, asked).rooted(roots)
 
     def _continue(self, batch: Any) -> torch.Tensor:
         """The layer's outputs of each step of the draft, `[B, L, d]`."""
@@ -183,7 +195,7 @@ class HiddenStateWorker(ObservingWorker):
         hidden = output.hidden_states.view(*step.trees.tokens.shape, -1)
         verified = self._verify_trees(step, output, self._observe_trees(step, output))
         started = perf_counter()
-        if self._deferred is not None and not step.trees.drafted:
+        if self._deferred is not None and not self._layer_drafts:
             self._defer(self._deferred, step.batch, hidden, verified)
         else:
             self._read_accepted(step, hidden, verified)
@@ -194,9 +206,16 @@ class HiddenStateWorker(ObservingWorker):
     def _defer(
         self, deferred: DeferredRows[int], batch: Any, hidden: torch.Tensor, verified: Verified
     ) -> None:
-        """Let the layer read the tokens of a step without drafts later."""
-        slots, tokens = batch.req_pool_indices, verified.emitted[:, 0]
-        if deferred.add(slots.tolist(), hidden[:, 0], tokens, batch.seq_lens):
+        """Let the layer read later what was accepted in a step for which it did not draft."""
+        slots, path = batch.req_pool_indices, verified.path
+        accepted = path >= 0
+        requests, columns = accepted.nonzero(as_tuple=True)
+        if deferred.add(
+            slots[requests].tolist(),
+            hidden[requests, path[accepted].long()],
+            verified.emitted[accepted],
+            batch.seq_lens[requests] + columns,
+        ):
             self._read_deferred(slots)
 
     def _read_deferred(self, slots: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,9 +63,7 @@ class ModelFreeWorker(ObservingWorker):
             most_proposed = torch.zeros_like(roots).index_copy(0, places, verified)
         else:
             trees = self.drafter.propose(slots, asked)
-        # A copy, as the tensors belong to the drafter.
-        tokens = torch.cat((roots[:, None], trees.tokens[:, 1:]), 1)
-        return Proposal(replace(trees, tokens=tokens), most_proposed=most_proposed)
+        return Proposal(trees.rooted(roots), most_proposed=most_proposed)
 
     def _bind(self, batch: Any, proposal: Proposal, most: int) -> BoundTrees:
         """Let nodes that grammars allow and tokens that they force take the place of others."""

@@ -3,7 +3,8 @@
 The layer's KV is one more layer of the engine's cache groups. At the end of a step the layer reads
 the accepted rows, each with the target's hidden state and the token after it. At the beginning of
 the next step it runs on its own outputs, in the slots granted for draft tokens, and the tree is
-built from the logits of all its steps.
+built from the logits of all its steps. Where trees are planned, the drafter may draft without the
+layer, which then reads the tokens of several steps at a time.
 
 Tensor-parallel ranks all run the layer, and share its attention. They verify the first one's trees.
 """
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from tree_kernels.mask import depths
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
@@ -25,7 +27,7 @@ from drafttree.arrays import IntArray
 from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
-from drafttree.tensor_parallel import broadcast_tensor, shape_of_first_rank
+from drafttree.tensor_parallel import broadcast_tensor, broadcast_trees, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
@@ -41,9 +43,11 @@ class HiddenStateStep(InStepState):
 
     Attributes:
         context: The engine's forward context, without which attention cannot run.
+        layer_drafts: Whether the layer has drafted.
     """
 
     context: Any = field(init=False)
+    layer_drafts: bool = False
 
 
 class HiddenStateRunner(InStepRunner[HiddenStateStep]):
@@ -51,6 +55,8 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     _drafter: HiddenStateDrafter
     _deferred: DeferredRows[str] | None = None
+    # The requests' names and trees, if the step to come has trees in which the layer has no part.
+    _without_layer: tuple[list[str], DraftTree] | None = None
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
         self._method = method
@@ -83,15 +89,34 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
         slots, group = self._batch_slots(), get_tp_group()
+        self._without_layer = None
         if self._deferred is not None:
             planned = shape_of_first_rank(lambda: self._drafter.plan(slots), group)
             if not planned.depth:
-                return DraftTree.of_roots(on_device(roots, self.device))
+                return self._propose_without_layer(slots, roots)
             self._drafter.follow_plan(planned)
         sizes = 1 + self._drafter.max_draft_tokens(slots)
         broadcast_tensor(sizes, group)
-        # The drafter knows the sizes on the device alone.
-        shape = len(roots), 1 + self.num_spec_tokens
+        return self._placeholders(sizes)
+
+    def _propose_without_layer(self, slots: torch.Tensor, roots: IntArray) -> DraftTree:
+        """Propose placeholders for trees that are drafted now."""
+        tensor = on_device(roots, self.device)
+        if (roots < 0).all():
+            return DraftTree.of_roots(tensor)
+        trees = self._as_declared(self._drafter.propose_without_layer(slots, tensor))
+        trees = broadcast_trees(trees, self.num_spec_tokens, get_tp_group())
+        if not trees.drafted:
+            return trees
+        self._without_layer = [*self.input_batch.req_ids], trees
+        return self._placeholders(trees.tree_size)
+
+    def _placeholders(self, sizes: torch.Tensor) -> DraftTree:
+        """Trees of `sizes [B]` columns, to be drafted in the step.
+
+        The drafter may know the sizes on the device alone.
+        """
+        shape = len(sizes), 1 + self.num_spec_tokens
         tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=self.device)
         parents = torch.zeros_like(tokens)
         parents[:, 0] = -1
@@ -107,25 +132,53 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         return super()._model_forward(*args, **kwargs)
 
     def _draft(self, step: HiddenStateStep, roots: torch.Tensor) -> DraftTree:
-        """Run the layer on its own outputs, and build the step's trees from the logits."""
+        """The step's trees: drafted before, or built now from the layer's own outputs."""
         if not step.trees.drafted:
             return DraftTree.of_roots(roots)
+        trees = self._trees_without_layer(roots)
+        if trees is None:
+            trees = self._draft_with_layer(step, roots)
+        drafts = self._write_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
+        self._show_trees(step, drafts.parents)
+        return drafts
+
+    def _trees_without_layer(self, roots: torch.Tensor) -> DraftTree | None:
+        """The trees of the batch that were drafted without the layer; None if it is to draft.
+
+        Requests that were left out of the step before have none.
+        """
+        if self._without_layer is None:
+            return None
+        names, trees = self._without_layer
+        if names != self.input_batch.req_ids:
+            row_of = {name: row for row, name in enumerate(names)}
+            rows = np.array([row_of.get(name, -1) for name in self.input_batch.req_ids], np.int64)
+            places = on_device(rows, self.device)
+            absent = (places < 0)[:, None]
+            tokens, parents = (
+                each[places].masked_fill(absent, -1) for each in (trees.tokens, trees.parents)
+            )
+            trees = DraftTree(tokens, parents, trees.tree_size[places])
+        return trees.rooted(roots)
+
+    def _draft_with_layer(self, step: HiddenStateStep, roots: torch.Tensor) -> DraftTree:
+        """Run the layer on its own outputs, and build the trees from the logits."""
+        step.layer_drafts = True
         slots, sizes = self._batch_slots(), step.trees.tensors.tree_size.long()
         self._read_deferred(step)
         parts = self.step_parts(LAYER)
         states = self._layer.unroll(slots, step.root_positions, step.rows, sizes, parts)
         logits = self._unadapted.compute_logits(states.flatten(0, 1))
-        trees = self._drafter.propose(
+        return self._drafter.propose(
             slots,
             roots,
             logits.view(*states.shape[:2], -1),
             self._layer.valid_steps(sizes),
         )
-        drafts = self._write_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
-        self._show_trees(step, drafts.parents)
-        return drafts
 
     def _max_depth(self, step: HiddenStateStep) -> int:
+        if self._deferred is not None and not step.layer_drafts:
+            return int(depths(step.drafts.parents, step.drafts.tree_size).max())
         # The trees' shapes are known on the device alone.
         return min(self._drafter.max_depth, step.rows.shape[1] - 1)
 
@@ -141,15 +194,21 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _defers(self, step: HiddenStateStep, verified: Verified) -> bool:
         """Whether what was accepted in a step is read later, as nothing else is to be read."""
-        deferred, rows = self._deferred, len(step.trees.position_offsets)
-        if deferred is None or step.trees.drafted:
+        deferred, trees = self._deferred, step.trees
+        if deferred is None or step.layer_drafts:
             return False
-        if rows > len(step.trees.tree_sizes) or not step.trees.counted.all():
+        if len(trees.position_offsets) > len(trees.rows) or not trees.counted.all():
             self._read_deferred(step)
             return False
-        tokens = verified.emitted[:, 0]
+        accepted = verified.path >= 0
+        requests, columns = accepted.nonzero(as_tuple=True)
         names = self.input_batch.req_ids
-        if deferred.add(names, step.hidden[:rows], tokens, step.root_positions):
+        if deferred.add(
+            [names[request] for request in requests.tolist()],
+            step.hidden[step.rows[requests, verified.path[accepted].long()].long()],
+            verified.emitted[accepted],
+            step.root_positions[requests] + columns,
+        ):
             self._read_deferred(step)
         return True
 
