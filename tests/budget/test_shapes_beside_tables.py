@@ -1,4 +1,4 @@
-"""The planner of shapes beside tables: it drafts nothing, from the tables alone, or with the layer."""
+"""The planner of shapes beside tables: nothing is drafted, the tables draft alone, or the layer."""
 
 from __future__ import annotations
 

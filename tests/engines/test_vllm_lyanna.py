@@ -94,7 +94,7 @@ def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> N
     seeded = [{**GREEDY, "temperature": 0.8, "seed": row} for row in range(len(PROMPTS))]
     off = {**GREEDY, "extra_args": {"drafttree": False}}
     cases = [
-        Case(PROMPTS, GREEDY),
+        Case(PROMPTS, GREEDY, rounds=2),
         Case(some_prompts(8, seed=5, longest=400), [GREEDY] * 7 + [off]),
         Case(PROMPTS, seeded),
         Case(PROMPTS[::-1], GREEDY, reset=True),

@@ -12,7 +12,7 @@ ENVIRONMENT = {VARIABLE: "1"}
 SCRIPT = (11, 0, 0, 3, 6, 1, 0, 0, 0, 9, 5, 2, *([0] * 18))
 """Indices of shapes, counted round; 0 is none, or those of the planner of trees without a model."""
 
-SIZES = (7, 0, 31, 3, 15, 1)
+SIZES = (7, 0, 31, 3, 15)
 """Draft tokens of trees without a model, counted round, where such a planner decides."""
 
 

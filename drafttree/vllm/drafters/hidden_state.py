@@ -89,15 +89,16 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
         slots, group = self._batch_slots(), get_tp_group()
-        self._without_layer = None
+        most, self._without_layer = self.num_spec_tokens, None
         if self._deferred is not None:
             planned = shape_of_first_rank(lambda: self._drafter.plan(slots), group)
             if not planned.depth:
                 return self._propose_without_layer(slots, roots)
             self._drafter.follow_plan(planned)
+            most = planned.nodes
         sizes = 1 + self._drafter.max_draft_tokens(slots)
         broadcast_tensor(sizes, group)
-        return self._placeholders(sizes)
+        return self._placeholders(sizes, 1 + most)
 
     def _propose_without_layer(self, slots: torch.Tensor, roots: IntArray) -> DraftTree:
         """Propose placeholders for trees that are drafted now."""
@@ -109,14 +110,14 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         if not trees.drafted:
             return trees
         self._without_layer = [*self.input_batch.req_ids], trees
-        return self._placeholders(trees.tree_size)
+        return self._placeholders(trees.tree_size, trees.tokens.shape[1])
 
-    def _placeholders(self, sizes: torch.Tensor) -> DraftTree:
-        """Trees of `sizes [B]` columns, to be drafted in the step.
+    def _placeholders(self, sizes: torch.Tensor, width: int) -> DraftTree:
+        """Trees of `sizes [B]` columns, at most `width`, to be drafted in the step.
 
         The drafter may know the sizes on the device alone.
         """
-        shape = len(sizes), 1 + self.num_spec_tokens
+        shape = len(sizes), width
         tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=self.device)
         parents = torch.zeros_like(tokens)
         parents[:, 0] = -1
