@@ -125,7 +125,7 @@ def share(steps: Sequence[Done], kind: str) -> float:
 @pytest.mark.parametrize(
     ("texts", "kind"),
     [
-        pytest.param(Texts(0.05, 0.05), PLAIN, id="nothing is accepted"),
+        pytest.param(Texts(0.01, 0.05), PLAIN, id="nothing is accepted"),
         pytest.param(Texts(0.6, 0.05), TABLES, id="tables"),
         pytest.param(Texts(0.6, 0.7, level=0.02), TABLES, id="the layer is dear"),
         pytest.param(Texts(0.05, 0.8), LAYER, id="layer"),
@@ -144,14 +144,14 @@ def test_what_pays_most_is_drafted(texts: Texts, kind: str, drift: float) -> Non
 
 
 def test_what_is_drafted_follows_the_texts() -> None:
-    parts = {TABLES: Texts(0.6, 0.1), LAYER: Texts(0.05, 0.85), PLAIN: Texts(0.03, 0.03)}
+    parts = {TABLES: Texts(0.6, 0.1), LAYER: Texts(0.01, 0.85), PLAIN: Texts(0.01, 0.03)}
     order = [TABLES, LAYER, PLAIN, LAYER, TABLES]
     steps = run(lambda step: parts[order[step // 1000]], 5000, batch=2)
     for part, kind in enumerate(order):
         assert share(steps[1000 * part + 600 : 1000 * (part + 1)], kind) > 0.8, kind
 
 
-@pytest.mark.parametrize("copied", [0.05, 0.6])
+@pytest.mark.parametrize("copied", [0.01, 0.6])
 def test_a_layer_that_gives_little_costs_little(copied: float) -> None:
     """From the first step on, compared with what the tables' own planner gives."""
     texts = Texts(copied, 0.2, level=0.004)
