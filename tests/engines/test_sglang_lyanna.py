@@ -62,5 +62,6 @@ def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> N
         assert answer.counters["accepted_tokens"] > 0
         assert answer.counters["drafted_steps"] < answer.counters["steps"]
     first = drafted[0].counters
-    assert first["accepted_tokens"] > 1.5 * first["steps"]
+    # A quarter of the steps are the layer's. If it has not read what was accepted, it is 0.64.
+    assert first["accepted_tokens"] > 0.7 * first["steps"]
     assert first["kv_rows_moved"] > 0

@@ -113,7 +113,7 @@ def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> N
     rows = {row["num_draft_tokens"]: row for row in drafted[0].explained}
     for shape in SHARED:
         # Nothing is lost that the layer has to read.
-        assert rows[shape.nodes]["realised_tokens"] >= 1 + 0.7 * shape.depth
+        assert rows[shape.nodes]["realised_tokens"] >= 1 + 0.8 * shape.depth
     assert rows.keys() >= {0, 3, 7, 15, 31}
     assert all(rows[nodes]["rows"] > 2 for nodes in (3, 7, 15, 31))
     assert min(drafted[-1].hits[name] for name in ("tables", "draft layer")) > 0
