@@ -10,6 +10,8 @@ from hosts import Case, Host
 from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
 
+from lyanna_plugin import LyannaOptions
+
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": LENGTH, "ignore_eos": True}
 
 
@@ -43,25 +45,19 @@ def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> N
     """The layer reads later what was accepted meanwhile, and then drafts as well as ever."""
     host = Host("sglang")
     make_overfitted(tiny_llama, tmp_path)
-    cases = [
-        Case(PROMPTS, GREEDY),
-        Case(some_prompts(4, seed=5, longest=120), GREEDY),
-        Case(PROMPTS[::-1], {**GREEDY, "repetition_penalty": 1.2}),
-        Case(PROMPTS[::-1], GREEDY, reset=True),
-    ]
-    plain, _ = host.run(tiny_llama, cases, chunk=32, sglang={"disable_overlap_schedule": True})
+    cases = [Case(PROMPTS, GREEDY), Case(PROMPTS[::-1], GREEDY, reset=True)]
+    plain, _ = host.run(tiny_llama, cases)
     options = {"nodes": "auto", "tables": {"memory": 0}}
-    drafted, _ = host.run(
+    drafted, log = host.run(
         *(tiny_llama, cases, "lyanna", options, tmp_path),
-        chunk=32,
         running=5,
         environment=scripted_shapes.ENVIRONMENT,
     )
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    emitted = scripted_shapes.emitted(log)
+    assert emitted[0] > 1.2
+    for shape in LyannaOptions(model="any", **options).shapes:
+        assert emitted[shape.nodes] >= 1 + 0.8 * shape.depth
     for answer in drafted:
-        assert answer.counters["accepted_tokens"] > 0
         assert answer.counters["drafted_steps"] < answer.counters["steps"]
-    first = drafted[0].counters
-    # A quarter of the steps are the layer's. If it has not read what was accepted, it is 0.64.
-    assert first["accepted_tokens"] > 0.7 * first["steps"]
-    assert first["kv_rows_moved"] > 0
+        assert answer.counters["kv_rows_moved"] > 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import cycle
+from statistics import mean
+from typing import Any
 
 VARIABLE = "TESTS_SCRIPTED_SHAPES"
 
@@ -16,15 +20,28 @@ SIZES = (7, 0, 31, 3, 15)
 """Draft tokens of trees without a model, counted round, where such a planner decides."""
 
 
+EMITTED = "Draft tokens and emitted tokens of a step:"
+
+
+def emitted(log: str) -> dict[int, float]:
+    """Mean tokens of a request in a step, by the draft tokens of the step's shape."""
+    by_shape = defaultdict(list)
+    for nodes, tokens in re.findall(rf"{EMITTED} (\d+) (\S+)", log):
+        by_shape[int(nodes)].append(float(tokens))
+    return {nodes: mean(tokens) for nodes, tokens in by_shape.items()}
+
+
 def enable() -> None:
-    """Let the shapes of an engine's process follow the script."""
+    """Let the shapes of an engine's process follow the script, and print what they give."""
     from drafttree.budget.cost_factors import FloatArray
     from drafttree.budget.planner import Planner
     from drafttree.budget.planner_state import ShapePlan, StepPlan
     from drafttree.budget.shape_planner import ShapePlanner
+    from drafttree.budget.step_report import MeasuredStep
     from drafttree.budget.tree_choice import TreeChoice
 
     script, sizes = cycle(SCRIPT), cycle(SIZES)
+    record_step = ShapePlanner.record_step
 
     def choose(
         self: ShapePlanner,
@@ -43,6 +60,12 @@ def enable() -> None:
     def choose_best_first(self: Planner, batch_size: int, scores: FloatArray) -> TreeChoice:
         return TreeChoice(min(next(sizes), self.candidate_sizes[-1]))
 
+    def record(self: ShapePlanner, plan: ShapePlan, batch: int, *step: Any) -> MeasuredStep:
+        measured = record_step(self, plan, batch, *step)
+        print(EMITTED, plan.shape.nodes, measured.emitted_tokens / batch, flush=True)
+        return measured
+
     ShapePlanner.choose = choose  # type: ignore[method-assign]
+    ShapePlanner.record_step = record  # type: ignore[method-assign]
     Planner.should_skip_drafting = lambda *_: False  # type: ignore[method-assign]
     Planner.choose_best_first = choose_best_first  # type: ignore[method-assign]
