@@ -31,6 +31,7 @@ from scripts.benchmarks.record_plan import (
     Settings,
     cells,
     finished,
+    reports,
     take_settings,
 )
 from scripts.benchmarks.record_table import tables
@@ -143,7 +144,7 @@ def main(
             if reason := measure(cell, settings, folder, environments):
                 typer.echo(f"{cell.name}: left out: {reason}", err=True)
                 left_out[cell.name] = reason
-    typer.echo(tables(report for cell in plan if (report := finished(folder, cell))), nl=False)
+    typer.echo(tables(reports(folder, plan)), nl=False)
     raise typer.Exit(bool(left_out))
 
 

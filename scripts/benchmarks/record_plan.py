@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ class Settings:
             for text in (name, str(value))
         ]
 
+    def shared(self) -> dict[str, Any]:
+        """The settings as a folder keeps them: files by their names, as paths differ by machine."""
+        prompts = None if self.prompts is None else Path(self.prompts).name
+        return asdict(self) | {"model": Path(self.model).name, "prompts": prompts}
+
 
 def cells(
     engines: Sequence[str], concurrencies: Sequence[int], methods: Sequence[str]
@@ -104,7 +109,7 @@ def take_settings(folder: Path, settings: Settings) -> None:
     file = folder / "settings.json"
     if file.exists():
         before: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        for name, value in asdict(settings).items():
+        for name, value in settings.shared().items():
             if before.get(name) != value:
                 option = f"--{name.replace('_', '-')}"
                 raise ValueError(
@@ -113,7 +118,15 @@ def take_settings(folder: Path, settings: Settings) -> None:
                 )
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(settings), indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(settings.shared(), indent=2) + "\n", encoding="utf-8")
+
+
+def reports(folder: Path, planned: Iterable[Cell] | None = None) -> list[dict[str, Any]]:
+    """The reports of a folder in the order of their cells; those of all engines and methods if no
+    cells are given."""
+    if planned is None:
+        planned = cells(ENGINES, CONCURRENCIES, METHODS)
+    return [report for cell in planned if (report := finished(folder, cell)) is not None]
 
 
 def finished(folder: Path, cell: Cell) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Write the generated parts of the documentation, or check that they are up to date.
 
-    .venv-vllm/bin/python scripts/docs/generate.py [--check]
+    .venv-vllm/bin/python -m scripts.docs.generate [--check]
 
 A generated part is enclosed by `<!-- generated: NAME -->` and `<!-- end -->`.
 """
@@ -25,6 +25,8 @@ from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE
 from lyanna_plugin.config import LyannaOptions
 from recycle_plugin.config import FORMER_DRAFTING, RecycleOptions
 from rsd_plugin.config import RsdOptions
+from scripts.benchmarks.record_plan import reports
+from scripts.benchmarks.record_table import tables
 
 if TYPE_CHECKING:
     from drafttree.patches import Patch
@@ -126,6 +128,11 @@ def deprecation_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def record_tables() -> str:
+    """The tables of the figures of record."""
+    return tables(reports(DOCS.parent / "results" / "record")).rstrip("\n") + "\n"
+
+
 def _short(value: float) -> str:
     """A number in at most three decimals, or else as a fraction."""
     return str(value) if round(value, 3) == value else f"1/{round(1 / value)}"
@@ -138,6 +145,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "constants node_budget": constant_table,
     "compatibility": compatibility_table,
     "deprecated": deprecation_table,
+    "record": record_tables,
     "patches vllm": lambda: patch_table("vllm"),
     "patches sglang": lambda: patch_table("sglang"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from scripts.benchmarks.record_plan import (
     Cell,
     Settings,
     cells,
+    take_settings,
 )
 from scripts.benchmarks.record_table import tables
 
@@ -105,6 +107,13 @@ def test_the_command_line_of_a_cell_is_one_of_the_bench(tmp_path: Path) -> None:
         assert parsed["prompts"] == (settings.prompts and Path(settings.prompts))
         assert parsed["max_new_tokens"] == settings.max_new_tokens
         assert parsed["dtype"] == settings.dtype
+
+
+def test_a_folder_of_runs_is_continued_on_another_machine(tmp_path: Path) -> None:
+    take_settings(tmp_path / "runs", replace(SETTINGS, model="/here/a", prompts="/here/b.jsonl"))
+    take_settings(tmp_path / "runs", replace(SETTINGS, model="/there/a", prompts="/there/b.jsonl"))
+    with pytest.raises(ValueError, match="holds runs with --model a, not c: give another folder"):
+        take_settings(tmp_path / "runs", replace(SETTINGS, model="/here/c", prompts="b.jsonl"))
 
 
 def test_runs_that_are_there_are_kept_and_what_is_missing_is_named(environments: Path) -> None:
