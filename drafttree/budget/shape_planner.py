@@ -227,7 +227,8 @@ class ShapePlanner:
         if rows == batch_size:
             index = 0  # at the end of all answers, for example, nothing is drafted after all
         shape, costs = self.shapes[index], self.costs
-        means, without = self._step_seconds(batch_size), self._without_model(batch_size)
+        without = self._without_model(batch_size)
+        means = self._step_seconds(batch_size) if step.is_trial else None
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
         # The base counts the time of its own drafts apart, too.
         drafting, warm = (0.0 if self._base is None else draft_seconds), True
@@ -262,7 +263,7 @@ class ShapePlanner:
                 spent = min(spent, _AT_START)
             self._saved += plan.at_stake - (spent - emitted / batch_size)
         self._saved = min(_CAPACITY, self._saved)
-        if step.is_trial:
+        if means is not None:
             state = self._state(batch_size)
             spent = min(seconds, float(means[index])) / float(means[state.index])
             self._trials.charge(spent, state.gain, step.lowest)
