@@ -126,6 +126,17 @@ def test_rows_of_chains_are_rounded_as_in_plain_decoding(layer: Layer) -> None:
     assert bool((last.flatten(1).amax(1) > 0.1).all())
 
 
+def test_masks_that_change_beside_a_chain_are_applied(layer: Layer) -> None:
+    """Some hosts draft after the metadata is built; until then each node is a child of the root."""
+    trees = [[-1, 0], STAR, FORK]
+    masks = masks_of([-1, 0], STAR, STAR)
+    metadata = layer.metadata(CONTEXTS[:3], len(STAR), masks)
+    assert metadata.trees is not None
+    masks.masks.copy_(masks_of(*trees).masks)
+    layer.builder.masks_changed()
+    assert torch.equal(metadata.trees.masks, masks_of(STAR, FORK).masks)
+
+
 def test_a_step_of_chains_is_the_engines_own(layer: Layer) -> None:
     metadata = layer.metadata(CONTEXTS[:2], len(CHAIN), masks_of(CHAIN, CHAIN))
     assert metadata.trees is None

@@ -81,9 +81,17 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     """Adds the masks of a step's trees to its metadata."""
 
     isa: str
+    # The masks of the step that was built last, and those of its trees that branch.
+    _step: tuple[StepMasks | None, StepMasks | None] = None, None
 
     def masks_changed(self) -> None:
-        """Nothing is to be done: attention reads the masks when it runs."""
+        """Copy the masks anew if those of chains were left out; attention reads the others itself.
+
+        Trees that were chains stay so, down to fewer nodes.
+        """
+        masks, kept = self._step
+        if masks is not None and kept is not None and kept is not masks:
+            kept.masks.copy_(masks.masks[torch.isin(masks.requests, kept.requests)])
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -104,13 +112,17 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     ) -> CpuTreeMetadata:
         """Build the metadata of the step that `step_masks` describes."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return self._with_trees(stock, common_attn_metadata, self.step_masks)
+        masks = self.step_masks
+        kept = None if masks is None else without_chains(masks)
+        self._step = masks, kept
+        return self._with_trees(stock, common_attn_metadata, kept)
 
     def build_part(
         self, common: CommonAttentionMetadata, masks: StepMasks | None
     ) -> CpuTreeMetadata:
         """Build the metadata of some of a step's rows; nothing is shared between metadata."""
-        return self._with_trees(super().build(0, common), common, masks)
+        kept = None if masks is None else without_chains(masks)
+        return self._with_trees(super().build(0, common), common, kept)
 
     def _with_trees(
         self,
@@ -118,7 +130,6 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         masks: StepMasks | None,
     ) -> CpuTreeMetadata:
-        masks = None if masks is None else without_chains(masks)
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
