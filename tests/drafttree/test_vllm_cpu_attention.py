@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +27,9 @@ from drafttree.vllm.attention.cpu import (
     isa_of,
     without_chains,
 )
+from drafttree.vllm.step import StepTrees
 from drafttree.vllm.step_masks import StepMasks
+from drafttree.vllm.stored_tree import StoredTree
 
 HEADS, KV_HEADS, SIZE, PAGE, PAGES = 9, 3, 64, 32, 4
 DTYPE = torch.bfloat16
@@ -45,7 +49,9 @@ def masks_of(*trees: list[int]) -> StepMasks:
     most = max(map(len, trees))
     parents = torch.tensor([[*tree, *[-1] * (most - len(tree))] for tree in trees]).int()
     sizes = torch.tensor([len(tree) for tree in trees])
-    return StepMasks(torch.arange(len(trees)), sizes, tree_mask(parents, sizes.int()))
+    chains = np.array([tree == list(range(-1, len(tree) - 1)) for tree in trees])
+    masks = tree_mask(parents, sizes.int())
+    return StepMasks(torch.arange(len(trees)), sizes, masks, chains=chains)
 
 
 class Layer(NamedTuple):
@@ -126,17 +132,6 @@ def test_rows_of_chains_are_rounded_as_in_plain_decoding(layer: Layer) -> None:
     assert bool((last.flatten(1).amax(1) > 0.1).all())
 
 
-def test_masks_that_change_beside_a_chain_are_applied(layer: Layer) -> None:
-    """Some hosts draft after the metadata is built; until then each node is a child of the root."""
-    trees = [[-1, 0], STAR, FORK]
-    masks = masks_of([-1, 0], STAR, STAR)
-    metadata = layer.metadata(CONTEXTS[:3], len(STAR), masks)
-    assert metadata.trees is not None
-    masks.masks.copy_(masks_of(*trees).masks)
-    layer.builder.masks_changed()
-    assert torch.equal(metadata.trees.masks, masks_of(STAR, FORK).masks)
-
-
 def test_a_step_of_chains_is_the_engines_own(layer: Layer) -> None:
     metadata = layer.metadata(CONTEXTS[:2], len(CHAIN), masks_of(CHAIN, CHAIN))
     assert metadata.trees is None
@@ -147,11 +142,33 @@ def test_a_step_of_trees_that_branch_needs_no_kernel_of_the_engine(layer: Layer)
     assert layer.metadata(CONTEXTS[:2], len(STAR), masks_of(STAR, FORK)).only_trees
 
 
-def test_chains_are_told_by_their_last_node() -> None:
-    masks = masks_of([-1, 0], STAR, [-1], FORK, CHAIN)
+def test_trees_that_may_change_are_computed_by_their_masks(layer: Layer) -> None:
+    """Those of drafters that draft within the step, whose masks are shown after the metadata."""
+    masks = replace(masks_of(CHAIN, STAR), chains=None)
+    metadata = layer.metadata(CONTEXTS[:2], len(STAR), masks)
+    assert metadata.trees is not None
+    assert metadata.trees.masks.data_ptr() == masks.masks.data_ptr()
+    assert metadata.only_trees
+
+
+def test_a_step_tells_which_of_its_trees_are_chains() -> None:
+    shapes = {"pair": [-1, 0], "star": STAR, "fork": FORK, "chain": CHAIN}
+    stored = {
+        name: StoredTree(np.array(parents, np.int32), np.zeros(len(parents), np.int32))
+        for name, parents in shapes.items()
+    }
+    names = ["pair", "plain", "star", "fork", "chain"]
+    scheduled = {name: [0] * (len(parents) - 1) for name, parents in shapes.items()}
+    scheduled["fork"] = [0, 0]  # of which a chain is left
+    sizes = np.array([1 + len(scheduled.get(name, ())) for name in names])
+    trees = StepTrees.of_batch(
+        names, scheduled, stored, sizes, np.ones(len(names), np.bool_), torch.arange(sizes.sum())
+    )
+    masks = trees.masks()
+    assert masks.requests.tolist() == [0, 2, 3, 4]
+    assert masks.chains is not None
+    assert masks.chains.tolist() == [True, False, True, True]
     kept = without_chains(masks)
     assert kept is not None
-    assert kept.requests.tolist() == [1, 3]
-    assert torch.equal(kept.masks, masks.masks[[1, 3]])
-    assert without_chains(masks_of(STAR, FORK)) is not None
-    assert without_chains(masks_of([-1, 0, 1], [-1])) is None
+    assert kept.requests.tolist() == [2]
+    assert torch.equal(kept.masks, masks.masks[1:2])

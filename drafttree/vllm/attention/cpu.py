@@ -1,10 +1,10 @@
 """Tree attention on vLLM's CPU backend.
 
 Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
-supports causal masks only: it computes prefill, undrafted rows and chains, and this module computes
-trees that branch. The two round differently, and the engine's rounds the rows of chains as those of
-plain decoding. Copied text is drafted in chains mostly, so in half precision more answers are those
-of plain decoding.
+supports causal masks only: it computes prefill, undrafted rows and trees that are known to be
+chains, and this module computes the others. The two round differently, and the engine's rounds the
+rows of chains as those of plain decoding. Copied text is drafted in chains mostly, so in half
+precision more answers are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tree_kernels.cpu_attention import PagedTrees, TreeAttention
 from vllm import _custom_ops as ops
@@ -81,17 +82,9 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     """Adds the masks of a step's trees to its metadata."""
 
     isa: str
-    # The masks of the step that was built last, and those of its trees that branch.
-    _step: tuple[StepMasks | None, StepMasks | None] = None, None
 
     def masks_changed(self) -> None:
-        """Copy the masks anew if those of chains were left out; attention reads the others itself.
-
-        Trees that were chains stay so, down to fewer nodes.
-        """
-        masks, kept = self._step
-        if masks is not None and kept is not None and kept is not masks:
-            kept.masks.copy_(masks.masks[torch.isin(masks.requests, kept.requests)])
+        """Nothing is to be done: attention reads the masks when it runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,17 +105,13 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     ) -> CpuTreeMetadata:
         """Build the metadata of the step that `step_masks` describes."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        masks = self.step_masks
-        kept = None if masks is None else without_chains(masks)
-        self._step = masks, kept
-        return self._with_trees(stock, common_attn_metadata, kept)
+        return self._with_trees(stock, common_attn_metadata, self.step_masks)
 
     def build_part(
         self, common: CommonAttentionMetadata, masks: StepMasks | None
     ) -> CpuTreeMetadata:
         """Build the metadata of some of a step's rows; nothing is shared between metadata."""
-        kept = None if masks is None else without_chains(masks)
-        return self._with_trees(super().build(0, common), common, kept)
+        return self._with_trees(super().build(0, common), common, masks)
 
     def _with_trees(
         self,
@@ -130,6 +119,7 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         masks: StepMasks | None,
     ) -> CpuTreeMetadata:
+        masks = None if masks is None else without_chains(masks)
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
@@ -198,21 +188,13 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
 
 
 def without_chains(masks: StepMasks) -> StepMasks | None:
-    """The trees that branch, whose masks are not causal; None if there is none."""
-    sizes = masks.tree_sizes.long()
-    last_nodes = masks.masks[torch.arange(len(sizes)), sizes - 1]
-    branch = last_nodes.sum(1) < sizes  # the last node of a chain attends to all of its nodes
-    if not branch.any():
-        return None
-    if branch.all():
+    """The trees that may branch, whose masks are not causal; None if there is none."""
+    if masks.chains is None or not masks.chains.any():
         return masks
-    firsts = masks.first_nodes
-    return StepMasks(
-        masks.requests[branch],
-        masks.tree_sizes[branch],
-        masks.masks[branch],
-        None if firsts is None else firsts[branch],
-    )
+    kept = torch.from_numpy(np.flatnonzero(~masks.chains))
+    if not len(kept):
+        return None
+    return StepMasks(masks.requests[kept], masks.tree_sizes[kept], masks.masks[kept])
 
 
 def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
