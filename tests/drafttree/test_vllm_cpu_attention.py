@@ -142,6 +142,12 @@ def test_a_step_of_trees_that_branch_needs_no_kernel_of_the_engine(layer: Layer)
     assert layer.metadata(CONTEXTS[:2], len(STAR), masks_of(STAR, FORK)).only_trees
 
 
+def test_a_chain_of_a_single_request_is_computed_as_other_trees_are(layer: Layer) -> None:
+    metadata = layer.metadata(CONTEXTS[:1], len(CHAIN), masks_of(CHAIN))
+    assert metadata.trees is not None
+    assert metadata.only_trees
+
+
 def test_trees_that_may_change_are_computed_by_their_masks(layer: Layer) -> None:
     """Those of drafters that draft within the step, whose masks are shown after the metadata."""
     masks = replace(masks_of(CHAIN, STAR), chains=None)

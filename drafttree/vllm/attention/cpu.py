@@ -3,8 +3,9 @@
 Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
 supports causal masks only: it computes prefill, undrafted rows and trees that are known to be
 chains, and this module computes the others. The two round differently, and the engine's rounds the
-rows of chains as those of plain decoding. Copied text is drafted in chains mostly, so in half
-precision more answers are those of plain decoding.
+rows of chains as those of plain decoding. With several requests most steps are plain, and copied
+text is drafted in chains mostly: so in half precision more answers are those of plain decoding, and
+more of what is copied is accepted.
 """
 
 from __future__ import annotations
@@ -119,7 +120,10 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         masks: StepMasks | None,
     ) -> CpuTreeMetadata:
-        masks = None if masks is None else without_chains(masks)
+        # Alone, a request's text comes from trees that branch in almost all steps, so that copies
+        # of it agree with this kernel.
+        if masks is not None and common.num_reqs > 1:
+            masks = without_chains(masks)
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
