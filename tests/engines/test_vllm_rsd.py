@@ -34,7 +34,8 @@ def test_a_draft_model_reads_each_row_of_a_step_once(
     draft_rows.check_levels(log, [3, 3, 3, 3])
 
 
-def test_trees_of_shapes_that_change_from_step_to_step(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_trees_of_shapes_that_change_from_step_to_step(tiny_llama: Path, compiled: bool) -> None:
     """A draft model that equals the target: all its drafts are accepted if it has read the texts.
 
     In several steps nothing is drafted, so that it falls behind, with prompts that are read in
@@ -43,6 +44,7 @@ def test_trees_of_shapes_that_change_from_step_to_step(tiny_llama: Path) -> None
     case = Case(some_prompts(10, longest=300), {**GREEDY, "max_tokens": 80})
     again = Case([*case.prompts[5:], *case.prompts[:5]], case.sampling)
     limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 160}
+    limits["enforce_eager"] = not compiled
     plain, _ = run_vllm(tiny_llama, [case, again], **limits)
     method = {"method": "rsd", "model": str(tiny_llama), "tree": "auto"}
     drafted, _ = run_vllm(tiny_llama, [case, again], method, scripted_shapes.ENVIRONMENT, **limits)

@@ -89,6 +89,8 @@ class DraftGraphs:
         Returns:
             Their states, `[P, d]`, until the next forward of any model.
         """
+        # What is compiled keeps the number format of its first tokens, without a look at others.
+        input_ids = input_ids.to(self._input_ids.dtype)
         rows = len(input_ids)
         place = bisect_left(self._sizes, rows)
         if place == len(self._sizes):

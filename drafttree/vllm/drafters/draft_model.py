@@ -81,7 +81,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._unread = None
         on_cpu = self.device.type == "cpu"
         if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
-            self._unread = DraftModelTexts(self, self._draft_model)
+            self._unread = DraftModelTexts(self, self._draft_graphs)
 
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots.

@@ -9,6 +9,7 @@ import torch
 
 from drafttree.arrays import LongArray
 from drafttree.unread_texts import UnreadTexts
+from drafttree.vllm.drafters.draft_graphs import DraftGraphs
 from drafttree.vllm.drafters.draft_model_loader import PREFIX
 from drafttree.vllm.drafters.text_rows import TextRows
 
@@ -18,10 +19,10 @@ class DraftModelTexts(UnreadTexts):
 
     Args:
         runner: The model runner, whose KV caches exist.
-        model: The draft model.
+        model: Runs the draft model.
     """
 
-    def __init__(self, runner: Any, model: Any) -> None:
+    def __init__(self, runner: Any, model: DraftGraphs) -> None:
         self._runner = runner
         self._model = model
         self._texts = TextRows(runner, PREFIX)
@@ -44,4 +45,4 @@ class DraftModelTexts(UnreadTexts):
         positions = torch.arange(start, end)
         one, count = np.array([request]), np.array([end - start])
         with self._runner.step_parts(PREFIX).reading_before(one, count, positions):
-            self._model(input_ids=torch.from_numpy(tokens.astype(np.int64)), positions=positions)
+            self._model.forward(torch.from_numpy(tokens), positions)
