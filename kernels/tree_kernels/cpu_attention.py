@@ -7,7 +7,6 @@ lie in its window.
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels.attention_variant import PLAIN, AttentionVariant
 
 _ATTEND = {
-    dtype: CppFunction("cpu_attention.cpp", f"attend_{name}", "pppipippi")
+    dtype: CppFunction("cpu_attention.cpp", f"attend_{name}", "ppppipippi")
     for dtype, name in (
         (torch.float32, "float32"),
         (torch.bfloat16, "bfloat16"),
@@ -29,8 +28,30 @@ _MULTIPLE = 16  # float32 values in the widest vector register
 
 
 @dataclass(frozen=True)
+class DecodeOrder:
+    """How an engine's CPU kernel sums the keys of a row when it decodes one token of each request.
+
+    The C++ kernel then rounds the row of a node as the engine rounds that of the same text in plain
+    decoding, in a step of the same requests with as many tokens more each. The engine's kernel must
+    be one of vLLM's for AVX-512, whose arithmetic is followed in any case.
+
+    Attributes:
+        unit: Tokens that the engine's kernel reads at a time, a multiple of 16.
+        least_share: The fewest tokens of a request that one thread takes over from another; 0 if a
+            request's keys are not shared among threads.
+        tile: Tokens that are compared with a running maximum at once, a multiple of `unit`.
+        window: Number of positions of each request that the threads share; 0 for all.
+    """
+
+    unit: int
+    least_share: int
+    tile: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
 class PagedTrees:
-    """The T trees of a step and the KV blocks of their requests.
+    """The T trees of a step of R requests and the KV blocks of the trees' requests.
 
     Attributes:
         starts: Int64 `[T]`, the row of each tree's root in the batch.
@@ -43,6 +64,10 @@ class PagedTrees:
             tree's size, but not for all trees: the keys and values of those before it are in the
             cache. `starts` is then where the root's row would be, and may be negative. None for the
             roots.
+        requests: Int64 `[T]`, the places of the trees' requests in `step_lengths`. None if the step
+            has no other requests.
+        step_lengths: Int64 `[R]`, the number of tokens of each request of the step, of a tree up to
+            its root. Only a `DecodeOrder` needs them.
 
     Raises:
         ValueError: A tensor has another type or shape or is not contiguous.
@@ -54,6 +79,8 @@ class PagedTrees:
     blocks: Tensor
     masks: Tensor
     first_nodes: Tensor | None = None
+    requests: Tensor | None = None
+    step_lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name, dtype, dims in (
@@ -63,9 +90,10 @@ class PagedTrees:
             ("blocks", torch.int32, 2),
             ("masks", torch.bool, 3),
             ("first_nodes", torch.int64, 1),
+            ("requests", torch.int64, 1),
         ):
             tensor: Tensor | None = getattr(self, name)
-            if tensor is None and name == "first_nodes":
+            if tensor is None and name in ("first_nodes", "requests"):
                 continue
             assert tensor is not None
             if tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != len(self.starts):
@@ -74,6 +102,11 @@ class PagedTrees:
                 )
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous")
+        lengths = self.step_lengths
+        if (self.requests is None) != (lengths is None):
+            raise ValueError("requests and step_lengths must be given together")
+        if lengths is not None and not (lengths.dtype == torch.int64 and lengths.is_contiguous()):
+            raise ValueError("step_lengths must be contiguous and torch.int64")
 
 
 class _Trees(ctypes.Structure):
@@ -87,6 +120,18 @@ class _Trees(ctypes.Structure):
         ("masks", ctypes.c_void_p),
         ("max_tree_size", ctypes.c_int64),
         ("first_nodes", ctypes.c_void_p),
+        ("requests", ctypes.c_void_p),
+        ("num_requests", ctypes.c_int64),
+        ("step_lengths", ctypes.c_void_p),
+    )
+
+
+class _Order(ctypes.Structure):
+    _fields_ = (
+        ("unit", ctypes.c_int64),
+        ("least_share", ctypes.c_int64),
+        ("tile", ctypes.c_int64),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -115,6 +160,7 @@ class TreeAttention:
         block_size: Tokens in a KV block. The C++ kernel needs 1 or a multiple of 16.
         dtype: Element type of the query, the cache and the output: float32, bfloat16 or float16.
         value_size: Size of a value, if not that of a head; the C++ kernel needs the same.
+        order: The engine's order of summation, by which the C++ kernel rounds; None for any order.
 
     Raises:
         ValueError: `heads` is not a multiple of `kv_heads`.
@@ -128,6 +174,7 @@ class TreeAttention:
         block_size: int,
         dtype: torch.dtype,
         value_size: int | None = None,
+        order: DecodeOrder | None = None,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
@@ -145,7 +192,11 @@ class TreeAttention:
             head_size=head_size,
             block_size=block_size,
         )
-        self.step: tuple[PagedTrees, _Trees] | None = None
+        given = (0, 0, 0, 0)
+        if order is not None:
+            given = order.unit, order.least_share, order.tile, order.window
+        self.order = _Order(*given)
+        self.step: tuple[PagedTrees, _Trees, tuple[Tensor, Tensor]] | None = None
 
     @property
     def is_cpp(self) -> bool:
@@ -177,7 +228,7 @@ class TreeAttention:
         self._attend(self, trees, query, keys, values, output, scale, variant)
 
 
-def _pointers(trees: PagedTrees) -> _Trees:
+def _pointers(trees: PagedTrees, requests: Tensor, step_lengths: Tensor) -> _Trees:
     return _Trees(
         count=len(trees.starts),
         starts=trees.starts.data_ptr(),
@@ -188,6 +239,9 @@ def _pointers(trees: PagedTrees) -> _Trees:
         masks=trees.masks.data_ptr(),
         max_tree_size=trees.masks.shape[2],
         first_nodes=None if trees.first_nodes is None else trees.first_nodes.data_ptr(),
+        requests=requests.data_ptr(),
+        num_requests=len(step_lengths),
+        step_lengths=step_lengths.data_ptr(),
     )
 
 
@@ -257,19 +311,20 @@ def _attend_cpp(
     variant: AttentionVariant = PLAIN,
 ) -> None:
     if layer.step is None or layer.step[0] is not trees:
-        layer.step = trees, _pointers(trees)
+        requests, lengths = trees.requests, trees.step_lengths
+        if requests is None or lengths is None:
+            requests = torch.arange(len(trees.starts))
+            lengths = trees.lengths - trees.tree_sizes + 1
+        layer.step = trees, _pointers(trees, requests, lengths), (requests, lengths)
     shape = layer.shape
     shape.block_stride, shape.head_stride = keys.stride(0), keys.stride(1)
-    in_octaves = math.log2(math.e)
-    # The tangent's argument is the score relative to the cap.
-    shape.scale = scale / variant.soft_cap if variant.soft_cap else scale * in_octaves
-    shape.soft_cap = variant.soft_cap * in_octaves
-    shape.window = variant.window
-    sinks = None if variant.sinks is None else variant.sinks.float() * in_octaves
+    shape.scale, shape.soft_cap, shape.window = scale, variant.soft_cap, variant.window
+    sinks = None if variant.sinks is None else variant.sinks.float()
     shape.sinks = None if sinks is None else sinks.data_ptr()
     _ATTEND[layer.dtype].call(
         ctypes.addressof(layer.step[1]),
         ctypes.addressof(shape),
+        ctypes.addressof(layer.order),
         query.data_ptr(),
         query.stride(0),
         output.data_ptr(),

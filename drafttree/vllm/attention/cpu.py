@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tree_kernels.cpu_attention import PagedTrees, TreeAttention
+from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -42,6 +43,26 @@ def isa_of(head_size: int) -> str:
     to these.
     """
     return "vec16" if head_size % 32 else "vec"
+
+
+def decode_order(head_size: int, window: int) -> DecodeOrder:
+    """How the kernels that `isa_of` names sum the keys of a row in plain decoding.
+
+    Args:
+        head_size: Size of a head.
+        window: Positions that all layers of a group attend to; 0 for all.
+    """
+    # Tokens that a kernel reads at a time, and rows that it computes at a time.
+    unit, rows = (16, 16) if isa_of(head_size) == "vec16" else (32, 8)
+    # Half of the L2 cache holds float32 queries, sums and scores.
+    cache = int(torch.cpu.get_capabilities().get("l2_cache_size", 0)) // 2
+    tile = (cache - 2 * 4 * rows * head_size) // (4 * rows) // unit * unit
+    return DecodeOrder(
+        unit=unit,
+        least_share=4 * rows if envs.VLLM_CPU_ATTN_SPLIT_KV else 0,
+        tile=max(tile, unit),
+        window=window,
+    )
 
 
 @dataclass
@@ -95,7 +116,12 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(self.layer_names)
         check_kv_layout(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
         self._attend = TreeAttention(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            self.dtype,
+            order=decode_order(self.head_dim, max(self.window_size, 0)),
         )
 
     def build(
@@ -130,6 +156,8 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         if first is not None:
             first = first.long()
         of_trees = (sizes if first is None else sizes - first).numpy().sum()
+        lengths = common.seq_lens.to(torch.int64, copy=True)
+        lengths[rows] -= sizes - 1
         return CpuTreeMetadata(
             **vars(stock),
             trees=PagedTrees(
@@ -139,6 +167,8 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
                 blocks=stock.block_table[rows],
                 masks=masks.masks,
                 first_nodes=first,
+                requests=rows,
+                step_lengths=lengths,
             ),
             attend=self._attend,
             only_trees=bool(of_trees == stock.num_actual_tokens),
