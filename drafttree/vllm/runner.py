@@ -23,7 +23,6 @@ from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.step import StepState, StepTrees
 from drafttree.vllm.step_logits import GrammarMasks, StepLogits
-from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.structured.grammar_runner import GrammarRunner
 
 if TYPE_CHECKING:
@@ -163,13 +162,9 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
     def _show_masks(self, step: S | None) -> None:
         """Show the masks of a step's trees to the attention backends."""
         if step is not None and step.trees.drafted:
-            step.masks = self._masks(step.trees)
+            step.masks = step.trees.masks()
         for builder in self._builders():
             builder.step_masks = None if step is None else step.masks
-
-    def _masks(self, trees: StepTrees) -> StepMasks:
-        """Masks of a step's trees."""
-        return trees.masks()
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = super()._model_forward(*args, **kwargs)

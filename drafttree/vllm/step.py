@@ -184,14 +184,7 @@ class StepTrees:
         parents, sizes = tensors.parents, tensors.tree_size
         if len(tensors.drafted) < len(sizes):
             parents, sizes = parents[tensors.drafted], sizes[tensors.drafted]
-        columns = np.arange(self.parents.shape[1])
-        follows = (self.parents == columns - 1) | (columns >= self.tree_sizes[:, None])
-        return StepMasks(
-            tensors.drafted,
-            tensors.drafted_sizes,
-            tree_mask(parents, sizes),
-            chains=follows.all(1)[self.tree_sizes > 1],
-        )
+        return StepMasks(tensors.drafted, tensors.drafted_sizes, tree_mask(parents, sizes))
 
     @cached_property
     def tensors(self) -> StepTensors:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from drafttree.arrays import BoolArray
-
 
 @dataclass(frozen=True)
 class StepMasks:
@@ -20,12 +18,9 @@ class StepMasks:
         masks: `bool [T, N, N]`, whether node i attends to node j.
         first_nodes: The first node of each tree that has a row in the step, integers `[T]`: those
             before it have been read already. None for the roots.
-        chains: Which of the trees are chains, `bool [T]` on the host. None where the masks may
-            change during the step, or the device alone knows.
     """
 
     requests: torch.Tensor
     tree_sizes: torch.Tensor
     masks: torch.Tensor
     first_nodes: torch.Tensor | None = None
-    chains: BoolArray | None = None

@@ -59,7 +59,8 @@ class PagedTrees:
             a tree are adjacent in the batch.
         lengths: Int64 `[T]`, the number of tokens of each context plus its tree.
         blocks: Int32 `[T, P]`, the KV blocks of each request in the order of its tokens.
-        masks: Bool `[T, N, N]`, whether node i attends to node j. No tree has more than N nodes.
+        masks: Bool `[M, N, N]`, whether node i of each of the first M trees attends to node j. No
+            tree has more than N nodes. The trees after the first M have one node.
         first_nodes: Int64 `[T]`, the first node of each tree that has a row in the batch, or the
             tree's size, but not for all trees: the keys and values of those before it are in the
             cache. `starts` is then where the root's row would be, and may be negative. None for the
@@ -96,7 +97,10 @@ class PagedTrees:
             if tensor is None and name in ("first_nodes", "requests"):
                 continue
             assert tensor is not None
-            if tensor.dtype != dtype or tensor.dim() != dims or len(tensor) != len(self.starts):
+            fits = len(tensor) == len(self.starts) or (
+                name == "masks" and len(tensor) < len(self.starts)
+            )
+            if tensor.dtype != dtype or tensor.dim() != dims or not fits:
                 raise ValueError(
                     f"{name} must be {dtype} with {dims} dimensions, one row for each tree"
                 )
@@ -117,6 +121,7 @@ class _Trees(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
         ("blocks_stride", ctypes.c_int64),
+        ("num_masks", ctypes.c_int64),
         ("masks", ctypes.c_void_p),
         ("max_tree_size", ctypes.c_int64),
         ("first_nodes", ctypes.c_void_p),
@@ -236,6 +241,7 @@ def _pointers(trees: PagedTrees, requests: Tensor, step_lengths: Tensor) -> _Tre
         lengths=trees.lengths.data_ptr(),
         blocks=trees.blocks.data_ptr(),
         blocks_stride=trees.blocks.shape[1],
+        num_masks=len(trees.masks),
         masks=trees.masks.data_ptr(),
         max_tree_size=trees.masks.shape[2],
         first_nodes=None if trees.first_nodes is None else trees.first_nodes.data_ptr(),
@@ -258,13 +264,14 @@ def _attend_reference(
     heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
     group, value_size = layer.shape.group, values.shape[3]
     firsts = trees.first_nodes
+    one = trees.masks.new_ones(1, 1)
     for start, tree_size, length, blocks, mask, first in zip(
         trees.starts.tolist(),
         trees.tree_sizes.tolist(),
         trees.lengths.tolist(),
         trees.blocks.long(),
-        trees.masks,
-        [0] * len(trees.masks) if firsts is None else firsts.tolist(),
+        (*trees.masks, *[one] * (len(trees.starts) - len(trees.masks))),
+        [0] * len(trees.starts) if firsts is None else firsts.tolist(),
         strict=True,
     ):
         used = blocks[: -(-length // block_size)]

@@ -17,7 +17,8 @@ struct Trees {
   const int64_t* lengths;     // [count], tokens of the context and the tree together
   const int32_t* blocks;      // [count, blocks_stride]
   int64_t blocks_stride;
-  const uint8_t* masks;  // [count, max_tree_size, max_tree_size]
+  int64_t num_masks;     // trees after so many have one node
+  const uint8_t* masks;  // [num_masks, max_tree_size, max_tree_size]
   int64_t max_tree_size;
   const int64_t* first_nodes;  // [count], the first node with a row in the batch; null for the roots
   const int64_t* requests;      // [count], the places of the trees' requests in `step_lengths`
@@ -105,7 +106,11 @@ static std::vector<int64_t> even_cuts(int64_t first, int64_t last, int64_t unit,
 
 static Node node_of(const Trees& trees, int64_t tree, int64_t index, int64_t window,
                     std::vector<int32_t>& path) {
-  const uint8_t* sees = trees.masks + (tree * trees.max_tree_size + index) * trees.max_tree_size;
+  static constexpr uint8_t kItself = 1;
+  const uint8_t* sees =
+      tree < trees.num_masks
+          ? trees.masks + (tree * trees.max_tree_size + index) * trees.max_tree_size
+          : &kItself;
   const uint8_t* end = sees + index + 1;
   path.clear();
   for (const uint8_t* at = sees; at < end; ++at) {

@@ -1,13 +1,12 @@
-"""Which rows of a step vLLM's own CPU kernel computes, and how they are rounded."""
+"""Which rows of a step vLLM's own CPU kernel computes, and how the others are rounded."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,11 +24,8 @@ from drafttree.vllm.attention.cpu import (
     CpuTreeMetadata,
     CpuTreeMetadataBuilder,
     isa_of,
-    without_chains,
 )
-from drafttree.vllm.step import StepTrees
 from drafttree.vllm.step_masks import StepMasks
-from drafttree.vllm.stored_tree import StoredTree
 
 HEADS, KV_HEADS, SIZE, PAGE, PAGES = 9, 3, 64, 32, 4
 DTYPE = torch.bfloat16
@@ -39,19 +35,19 @@ CONFIG: Any = SimpleNamespace(
     cache_config=SimpleNamespace(cache_dtype="auto"),
     compilation_config=SimpleNamespace(static_forward_context={}),
 )
-CHAIN, STAR, FORK = [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, 1, 1, 3]
+CHAIN, STAR, FORK, ROOT = [-1, 0, 1, 2, 3], [-1, 0, 0, 0, 0], [-1, 0, 1, 1, 3], [-1]
+TREES = [CHAIN, ROOT, STAR, CHAIN, FORK, ROOT, CHAIN, STAR]
 CONTEXTS = [40, 61, 23, 90, 35, 70, 50, 44]
-"""Enough requests that the engine does not share a row's context among its threads."""
 
 
 def masks_of(*trees: list[int]) -> StepMasks:
-    """Masks of trees with these parents."""
+    """Masks of those trees with these parents that have drafts."""
     most = max(map(len, trees))
-    parents = torch.tensor([[*tree, *[-1] * (most - len(tree))] for tree in trees]).int()
-    sizes = torch.tensor([len(tree) for tree in trees])
-    chains = np.array([tree == list(range(-1, len(tree) - 1)) for tree in trees])
-    masks = tree_mask(parents, sizes.int())
-    return StepMasks(torch.arange(len(trees)), sizes, masks, chains=chains)
+    drafted = [row for row, tree in enumerate(trees) if len(tree) > 1]
+    parents = [[*trees[row], *[-1] * (most - len(trees[row]))] for row in drafted]
+    sizes = torch.tensor([len(trees[row]) for row in drafted])
+    masks = tree_mask(torch.tensor(parents).int(), sizes.int())
+    return StepMasks(torch.tensor(drafted), sizes, masks)
 
 
 class Layer(NamedTuple):
@@ -62,35 +58,36 @@ class Layer(NamedTuple):
     query: torch.Tensor
     """`[B, 5, heads, size]`."""
 
-    def metadata(self, contexts: list[int], rows: int, masks: StepMasks | None) -> CpuTreeMetadata:
-        """Metadata of a step with as many rows of each request, after these contexts."""
+    def metadata(
+        self, contexts: list[int], rows: list[int], masks: StepMasks | None
+    ) -> CpuTreeMetadata:
+        """Metadata of a step with so many rows of each request, after these contexts."""
         requests = len(contexts)
-        starts = torch.arange(requests + 1).int() * rows
-        lengths = [context + rows for context in contexts]
+        starts = torch.tensor([0, *accumulate(rows)]).int()
+        lengths = [context + n for context, n in zip(contexts, rows, strict=True)]
         common = CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor(lengths).int(),
             num_reqs=requests,
-            num_actual_tokens=requests * rows,
-            max_query_len=rows,
+            num_actual_tokens=sum(rows),
+            max_query_len=max(rows),
             max_seq_len=max(lengths),
             block_table_tensor=torch.arange(PAGES * requests).int().view(requests, PAGES),
-            slot_mapping=torch.zeros(requests * rows).long(),
+            slot_mapping=torch.zeros(sum(rows)).long(),
         )
         self.builder.step_masks = masks
         return self.builder.build(0, common)
 
     def attend(self, kind: Any, query: torch.Tensor, metadata: CpuTreeMetadata) -> torch.Tensor:
-        """What a layer of some kind makes of queries, `[B, n, heads, size]`."""
+        """What a layer of some kind makes of queries, `[R, heads, size]`."""
         layer: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
         with patch.object(cpu_attn, "get_current_vllm_config", lambda: CONFIG):
             impl = kind(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
-        rows = query.flatten(0, 1).contiguous()
         none: Any = None
-        found = torch.zeros_like(rows)
-        impl.forward(layer, rows, none, none, self.cache, metadata, found)
-        return found.view(query.shape)
+        found = torch.zeros_like(query)
+        impl.forward(layer, query, none, none, self.cache, metadata, found)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -112,69 +109,43 @@ def layer() -> Layer:
     return Layer(builder, cache, drawn(len(CONTEXTS), len(CHAIN), HEADS, SIZE))
 
 
-def test_rows_of_chains_are_rounded_as_in_plain_decoding(layer: Layer) -> None:
-    trees = [CHAIN, STAR, CHAIN, FORK, CHAIN, CHAIN, STAR, CHAIN]
-    metadata = layer.metadata(CONTEXTS, len(CHAIN), masks_of(*trees))
-    assert metadata.trees is not None
-    assert len(metadata.trees.starts) == trees.count(STAR) + trees.count(FORK)
-    found = layer.attend(CpuTreeImpl, layer.query, metadata)
-    plain = torch.empty_like(found)
-    for node in range(len(CHAIN)):
-        contexts = [context + node for context in CONTEXTS]
-        step = layer.metadata(contexts, 1, None)
-        row = slice(node, node + 1)
-        plain[:, row] = layer.attend(CPUAttentionBackendImpl, layer.query[:, row], step)
-    chains = torch.tensor([tree is CHAIN for tree in trees])
-    assert torch.equal(found[chains], plain[chains])
-    # The last node of a star does not see its siblings.
-    stars = torch.tensor([tree is STAR for tree in trees])
-    last = (found - plain)[stars][:, -1].abs()
-    assert bool((last.flatten(1).amax(1) > 0.1).all())
-
-
-def test_a_step_of_chains_is_the_engines_own(layer: Layer) -> None:
-    metadata = layer.metadata(CONTEXTS[:2], len(CHAIN), masks_of(CHAIN, CHAIN))
-    assert metadata.trees is None
-    assert not metadata.only_trees
-
-
-def test_a_step_of_trees_that_branch_needs_no_kernel_of_the_engine(layer: Layer) -> None:
-    assert layer.metadata(CONTEXTS[:2], len(STAR), masks_of(STAR, FORK)).only_trees
-
-
-def test_a_chain_of_a_single_request_is_computed_as_other_trees_are(layer: Layer) -> None:
-    metadata = layer.metadata(CONTEXTS[:1], len(CHAIN), masks_of(CHAIN))
-    assert metadata.trees is not None
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_rows_are_rounded_as_in_plain_decoding(layer: Layer, count: int) -> None:
+    trees, contexts = TREES[:count], CONTEXTS[:count]
+    rows = [len(tree) for tree in trees]
+    metadata = layer.metadata(contexts, rows, masks_of(*trees))
     assert metadata.only_trees
+    query = torch.cat([layer.query[request, :n] for request, n in enumerate(rows)])
+    found = layer.attend(CpuTreeImpl, query, metadata).split(rows)
+    for node in range(len(CHAIN)):
+        step = layer.metadata([context + node for context in contexts], [1] * count, None)
+        plain = layer.attend(CPUAttentionBackendImpl, layer.query[:count, node], step)
+        for tree, row, expected in zip(trees, found, plain, strict=True):
+            if tree[: node + 1] == CHAIN[: node + 1]:
+                assert torch.equal(row[node], expected)
+            elif node < len(tree):  # it does not see the node before it
+                assert (row[node] - expected).abs().max() > 0.1
+
+
+def test_prefill_beside_trees_is_the_engines(layer: Layer) -> None:
+    rows = [3, len(FORK), 1]
+    masks = masks_of(ROOT, FORK, ROOT)
+    metadata = layer.metadata(CONTEXTS[:3], rows, masks)
+    assert not metadata.only_trees
+    assert metadata.trees is not None
+    assert len(metadata.trees.starts) == 1
+    query = torch.cat([layer.query[request, :n] for request, n in enumerate(rows)])
+    found = layer.attend(CpuTreeImpl, query, metadata)
+    engines = layer.attend(CPUAttentionBackendImpl, query, layer.metadata(CONTEXTS[:3], rows, None))
+    assert torch.equal(found[:3], engines[:3])
+    assert torch.equal(found[-1], engines[-1])
+    assert (found[3 + len(FORK) - 1] - engines[3 + len(FORK) - 1]).abs().max() > 0.1
 
 
 def test_trees_that_may_change_are_computed_by_their_masks(layer: Layer) -> None:
     """Those of drafters that draft within the step, whose masks are shown after the metadata."""
-    masks = replace(masks_of(CHAIN, STAR), chains=None)
-    metadata = layer.metadata(CONTEXTS[:2], len(STAR), masks)
+    masks = masks_of(CHAIN, STAR, ROOT)
+    metadata = layer.metadata(CONTEXTS[:3], [5, 5, 1], masks)
     assert metadata.trees is not None
     assert metadata.trees.masks.data_ptr() == masks.masks.data_ptr()
     assert metadata.only_trees
-
-
-def test_a_step_tells_which_of_its_trees_are_chains() -> None:
-    shapes = {"pair": [-1, 0], "star": STAR, "fork": FORK, "chain": CHAIN}
-    stored = {
-        name: StoredTree(np.array(parents, np.int32), np.zeros(len(parents), np.int32))
-        for name, parents in shapes.items()
-    }
-    names = ["pair", "plain", "star", "fork", "chain"]
-    scheduled = {name: [0] * (len(parents) - 1) for name, parents in shapes.items()}
-    scheduled["fork"] = [0, 0]  # of which a chain is left
-    sizes = np.array([1 + len(scheduled.get(name, ())) for name in names])
-    trees = StepTrees.of_batch(
-        names, scheduled, stored, sizes, np.ones(len(names), np.bool_), torch.arange(sizes.sum())
-    )
-    masks = trees.masks()
-    assert masks.requests.tolist() == [0, 2, 3, 4]
-    assert masks.chains is not None
-    assert masks.chains.tolist() == [True, False, True, True]
-    kept = without_chains(masks)
-    assert kept is not None
-    assert kept.requests.tolist() == [2]
-    assert torch.equal(kept.masks, masks.masks[1:2])

@@ -1,6 +1,7 @@
 """Tree attention on a CPU, in C++ and in PyTorch, compared with the definition in float64."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from property_settings import CASES
 from tree_kernels import _build, _native
 from tree_kernels.attention_variant import PLAIN, AttentionVariant
-from tree_kernels.cpu_attention import PagedTrees, TreeAttention
+from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention
 from tree_kernels.mask import tree_mask
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -148,6 +149,59 @@ def test_windows_soft_caps_and_sinks(cpu_path, step, window, soft_cap, has_sinks
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
+@CASES
+@given(
+    step=steps(),
+    order=st.sampled_from([None, DecodeOrder(32, 32, 64), DecodeOrder(16, 64, 4096)]),
+    threads=st.integers(1, 5),
+    window=st.sampled_from([0, 100]),
+    has_sinks=st.booleans(),
+)
+def test_keys_are_summed_in_shares_and_tiles(cpu_path, step, order, threads, window, has_sinks):
+    trees, query, cache, kv_heads, size, block_size = step
+    keys, values = views(cache, size, block_size)
+    sinks = 5 * torch.randn(query.shape[1]).to(query.dtype) if has_sinks else None
+    variant = AttentionVariant(window, sinks=sinks)
+    if order is not None:
+        order = replace(order, window=window)
+        # Another request shares the threads.
+        lengths = torch.cat((torch.tensor([150]), trees.lengths - trees.tree_sizes + 1))
+        places = torch.arange(1, len(lengths))
+        trees = replace(trees, requests=places, step_lengths=lengths)
+    attend = TreeAttention(query.shape[1], kv_heads, size, block_size, query.dtype, order=order)
+    before = torch.randn_like(query)
+    output = before.clone()
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        attend(trees, query, keys, values, output, 0.3, variant)
+    finally:
+        torch.set_num_threads(threads_before)
+    expected = defined(trees, query, keys, values, 0.3, before, variant)
+    tolerance = TOLERANCE[query.dtype]
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_trees_without_a_mask_have_one_node(cpu_path):
+    size, sizes, lengths = 32, torch.tensor([3, 1, 1]), torch.tensor([40, 7, 33])
+    parents = torch.tensor([[-1, 0, 0], [-1, -1, -1], [-1, -1, -1]]).int()
+    masks = tree_mask(parents, sizes.int())
+    trees = PagedTrees(
+        starts=torch.tensor([0, 3, 4]),
+        tree_sizes=sizes,
+        lengths=lengths,
+        blocks=torch.arange(9).int().view(3, 3),
+        masks=masks,
+    )
+    keys, values = views(torch.randn(9, 2, 2 * 16 * size), size, 16)
+    query = torch.randn(5, 4, size)
+    attend = TreeAttention(4, 2, size, 16, torch.float32)
+    first, second = torch.empty_like(query), torch.empty_like(query)
+    attend(trees, query, keys, values, first, 0.3)
+    attend(replace(trees, masks=masks[:1]), query, keys, values, second, 0.3)
+    assert torch.equal(first, second)
+
+
 def test_scores_may_be_large_and_far_apart():
     size, tree_size, length = 64, 3, 300
     cache = torch.randn(3, 1, 2 * 128 * size) * 40
@@ -173,6 +227,10 @@ def test_shapes_that_do_not_fit_are_errors():
     one = torch.tensor([1])
     with pytest.raises(ValueError, match="blocks must be"):
         PagedTrees(one, one, one, one[None], torch.ones(1, 1, 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="requests and step_lengths must be given together"):
+        PagedTrees(
+            one, one, one, one[None].int(), torch.ones(1, 1, 1, dtype=torch.bool), requests=one
+        )
     with pytest.raises(ValueError, match="5 query heads are not a multiple of 2"):
         TreeAttention(5, 2, 64, 128, torch.float32)
 

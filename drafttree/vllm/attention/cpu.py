@@ -1,11 +1,8 @@
 """Tree attention on vLLM's CPU backend.
 
 Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
-supports causal masks only: it computes prefill, undrafted rows and trees that are known to be
-chains, and this module computes the others. The two round differently, and the engine's rounds the
-rows of chains as those of plain decoding. With several requests most steps are plain, and copied
-text is drafted in chains mostly: so in half precision more answers are those of plain decoding, and
-more of what is copied is accepted.
+supports causal masks only: it computes steps without trees and prefill, and this module computes
+the rows of trees. It rounds them as the engine's AVX-512 kernels do in plain decoding.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention
 from vllm import _custom_ops as ops
@@ -70,7 +66,7 @@ class CpuTreeMetadata(CPUAttentionMetadata):
     """The engine's metadata and the trees of the step.
 
     Attributes:
-        trees: The step's trees that branch; None if there is none.
+        trees: The step's trees, and undrafted rows as trees of one node; None if there is no tree.
         attend: Attention for the rows of these trees.
         only_trees: Whether no row of the batch is left for the engine's kernel.
     """
@@ -146,18 +142,24 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         common: CommonAttentionMetadata,
         masks: StepMasks | None,
     ) -> CpuTreeMetadata:
-        # Alone, a request's text comes from trees that branch in almost all steps, so that copies
-        # of it agree with this kernel.
-        if masks is not None and common.num_reqs > 1:
-            masks = without_chains(masks)
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
         rows, sizes, first = masks.requests, masks.tree_sizes.long(), masks.first_nodes
         if first is not None:
             first = first.long()
-        of_trees = (sizes if first is None else sizes - first).numpy().sum()
         lengths = common.seq_lens.to(torch.int64, copy=True)
         lengths[rows] -= sizes - 1
+        # A tree of the root alone is plain decoding. If nothing else is left, the engine's kernel,
+        # which would compute the rows of all trees too, need not run.
+        of_trees = int((sizes if first is None else sizes - first).sum())
+        is_undrafted = common.query_start_loc_cpu.diff() == 1
+        is_undrafted[rows] = False
+        undrafted = is_undrafted.nonzero()[:, 0]
+        only_trees = of_trees + len(undrafted) == stock.num_actual_tokens
+        if only_trees and len(undrafted):
+            rows = torch.cat((rows, undrafted))
+            sizes = torch.cat((sizes, torch.ones_like(undrafted)))
+            first = None if first is None else torch.cat((first, torch.zeros_like(undrafted)))
         return CpuTreeMetadata(
             **vars(stock),
             trees=PagedTrees(
@@ -171,12 +173,12 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
                 step_lengths=lengths,
             ),
             attend=self._attend,
-            only_trees=bool(of_trees == stock.num_actual_tokens),
+            only_trees=only_trees,
         )
 
 
 class CpuTreeImpl(CPUAttentionBackendImpl):
-    """The engine's kernel for causal rows, masked attention for the rows of trees that branch."""
+    """The engine's kernel for causal rows, masked attention for the rows of trees."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -219,16 +221,6 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
         variant = variant_of(self, max(self.sliding_window, 0))
         attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale, variant)
         return output
-
-
-def without_chains(masks: StepMasks) -> StepMasks | None:
-    """The trees that may branch, whose masks are not causal; None if there is none."""
-    if masks.chains is None or not masks.chains.any():
-        return masks
-    kept = torch.from_numpy(np.flatnonzero(~masks.chains))
-    if not len(kept):
-        return None
-    return StepMasks(masks.requests[kept], masks.tree_sizes[kept], masks.masks[kept])
 
 
 def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

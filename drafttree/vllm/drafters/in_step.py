@@ -7,7 +7,7 @@ the next step replaces these by draft tokens before the target runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,9 +28,8 @@ from drafttree.vllm.drafters.step_parts import StepCache, StepParts
 from drafttree.vllm.priming import prime
 from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import Observe, sample_trees
-from drafttree.vllm.step import StepState, StepTrees
+from drafttree.vllm.step import StepState
 from drafttree.vllm.step_logits import StepLogits
-from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.structured.binding import not_in_schedulers_process
 from drafttree.vllm.structured.shapes import Drafted, Proposal
 
@@ -99,10 +98,6 @@ class InStepRunner(TreeModelRunner[I]):
     def _sampler_and_rule(self, step: I) -> tuple[Sampler, AcceptanceRule | None]:
         """The sampler that verifies the step's trees, and its acceptance rule if it has one."""
         return self.sampler, None
-
-    def _masks(self, trees: StepTrees) -> StepMasks:
-        """Masks of placeholders, until the trees are drafted."""
-        return replace(super()._masks(trees), chains=None)
 
     def _model_forward(
         self,
