@@ -288,9 +288,10 @@ class ShareAttention {
 
   // Replaces a row's scores by their weights, and adds these by lanes.
   void weigh(float* row, int64_t r) {
-    float* lanes = lanes_ + r * kLanes;
+    float* const lanes = lanes_ + r * kLanes;
+    const float maximum = maxima_[r];
     for (int t = 0; t < kTile; t += kWidth) {
-      const Vector weight = exponential(load(row + t) - maxima_[r]);
+      const Vector weight = exponential(load(row + t) - maximum);
       store(row + t, weight);
       store(lanes + t % kLanes, load(lanes + t % kLanes) + weight);
     }
