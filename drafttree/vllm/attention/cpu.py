@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention
 from vllm import _custom_ops as ops
@@ -151,11 +152,11 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
         lengths[rows] -= sizes - 1
         # A tree of the root alone is plain decoding. If nothing else is left, the engine's kernel,
         # which would compute the rows of all trees too, need not run.
-        of_trees = int((sizes if first is None else sizes - first).sum())
-        is_undrafted = common.query_start_loc_cpu.diff() == 1
-        is_undrafted[rows] = False
-        undrafted = is_undrafted.nonzero()[:, 0]
-        only_trees = of_trees + len(undrafted) == stock.num_actual_tokens
+        of_trees = (sizes if first is None else sizes - first).numpy().sum()
+        is_undrafted = np.diff(common.query_start_loc_cpu.numpy()) == 1
+        is_undrafted[rows.numpy()] = False
+        undrafted = torch.from_numpy(is_undrafted.nonzero()[0])
+        only_trees = bool(of_trees + len(undrafted) == stock.num_actual_tokens)
         if only_trees and len(undrafted):
             rows = torch.cat((rows, undrafted))
             sizes = torch.cat((sizes, torch.ones_like(undrafted)))
