@@ -121,11 +121,8 @@ def take_settings(folder: Path, settings: Settings) -> None:
         file.write_text(json.dumps(settings.shared(), indent=2) + "\n", encoding="utf-8")
 
 
-def reports(folder: Path, planned: Iterable[Cell] | None = None) -> list[dict[str, Any]]:
-    """The reports of a folder in the order of their cells; those of all engines and methods if no
-    cells are given."""
-    if planned is None:
-        planned = cells(ENGINES, CONCURRENCIES, METHODS)
+def reports(folder: Path, planned: Iterable[Cell]) -> list[dict[str, Any]]:
+    """The reports of the cells that a folder has, in their order."""
     return [report for cell in planned if (report := finished(folder, cell)) is not None]
 
 
