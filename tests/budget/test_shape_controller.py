@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from simulated_drafting import BEAMS, Fixed, Run, Scenario, Step, run
+from simulated_drafting import BEAMS, Fixed, Run, Scenario, Step, beams, run
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.model_drafts import ModelDrafts
@@ -18,14 +18,6 @@ from drafttree.tree_shape import TreeShape
 
 STEPS = 2500
 FORWARDS = {1: 0.03, 16: 0.03}
-
-
-def parents_of(shape: TreeShape, batch: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Trees whose levels are the children of the first node of the level above."""
-    parents = [-1]
-    for level in range(shape.depth):
-        parents += [max(1 + (level - 1) * shape.width, 0)] * shape.width
-    return np.tile(np.array(parents, np.int32), (batch, 1))
 
 
 class Late:
@@ -64,7 +56,7 @@ class Late:
                 None,
                 step.seconds + step.catch_up_seconds,
                 ModelDrafts(
-                    *(parents_of(shape, batch), step.paths, step.draft_seconds),
+                    *(beams(shape, batch).parents.numpy(), step.paths, step.draft_seconds),
                     *(tokens, step.catch_up_seconds, unread),
                 ),
             )

@@ -19,15 +19,10 @@ from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
+from rsd_plugin import RsdOptions
 
 MEASURED_ROWS = (1, 2, 4, 8, 12, 16)
-BEAMS = tuple(
-    TreeShape(depth, width, depth * width)
-    for width, depth in (
-        *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5)),
-        *((2, 3), (2, 4), (3, 3), (2, 5), (3, 4), (3, 5)),
-    )
-)
+BEAMS = RsdOptions(model="any", tree="auto").shapes
 """The shapes that beam trees of up to 3 x 5 are chosen from."""
 
 
@@ -143,7 +138,7 @@ class Planned:
     def learn(self, shape: TreeShape, step: Step) -> None:
         if shape.depth:
             verified = Verified(torch.from_numpy(step.paths), torch.empty(0), torch.empty(0))
-            self.planner.acceptance.add(shape, _beam(shape, self._batch), verified)
+            self.planner.acceptance.add(shape, beams(shape, self._batch), verified)
         assert self._plan is not None
         self.planner.record_step(
             self._plan,
@@ -212,8 +207,8 @@ def best_fixed(scenario: Scenario, steps: int, seed: int = 0) -> float:
     return max(run(scenario, Fixed(shape), steps, seed).speed() for shape in (NO_DRAFTS, *BEAMS))
 
 
-def _beam(shape: TreeShape, batch: int) -> DraftTree:
-    """Trees whose levels are the children of the first node of the level above."""
+def beams(shape: TreeShape, batch: int) -> DraftTree:
+    """The model's nodes, whose levels are the children of the first node of the level above."""
     parents = [-1]
     for level in range(shape.depth):
         parents += [max(1 + (level - 1) * shape.width, 0)] * shape.width
