@@ -337,26 +337,47 @@ class ModelFreeDrafter(Drafter):
         return None
 
 
-class DraftModelDrafter(Drafter):
-    """Samples trees from a draft model that the host runs.
+class ModelDrafter(Drafter):
+    """Base class of drafters with a model of their own, which a host runs in a step.
 
     Attributes:
-        columns: Parent of each column of the largest tree, level by level; -1 for the root. Each
-            column of a proposed tree holds a node of the depth given here, or none. With `tables`
-            only their number counts: there may be a node of any depth in each.
         tables: A model-free drafter whose candidates share the trees; None without one. Hosts
             call its `start`, `previous_tokens`, `observe` and `prime` as for its kind. All else
             this drafter passes on itself.
     """
 
-    columns: tuple[int, ...]
     tables: ModelFreeDrafter | None = None
-    source = "draft model"
 
     @property
     def plans(self) -> bool:
-        """Whether `plan` may choose smaller trees."""
+        """Whether `plan` may choose smaller trees, and `max_depth` with them."""
         return False
+
+    def propose_without_model(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        """Draft the trees of a step in which the model does not run; called only if `plans`.
+
+        Args:
+            slots: `int64 [B]`, the requests' slots.
+            roots: `int32 [B]`, the texts' last tokens; -1 for requests that are not drafted for.
+
+        Returns:
+            The trees, in breadth-first order: roots alone, or what is known without the model.
+        """
+        return DraftTree.of_roots(roots)
+
+
+class DraftModelDrafter(ModelDrafter):
+    """Samples trees from a draft model that the host runs.
+
+    Attributes:
+        columns: Parent of each column of the largest tree that the model has a part in, level by
+            level; -1 for the root. Each column of a proposed tree holds a node of the depth given
+            here, or none. With `tables` only their number counts: there may be a node of any depth
+            in each.
+    """
+
+    columns: tuple[int, ...]
+    source = "draft model"
 
     def plan(self, slots: torch.Tensor, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
@@ -369,17 +390,17 @@ class DraftModelDrafter(Drafter):
             unread: Counts the tokens that the draft model would have to read before it can draft.
 
         Returns:
-            The shape; one without levels for no drafts.
+            The shape; one without levels for `propose_without_model`.
         """
         raise NotImplementedError
 
     def follow_plan(self, shape: TreeShape) -> tuple[int, ...]:
         """Propose trees of a planned shape until the next call; called only if `plans`.
 
-        Hosts that never call it are proposed the largest trees.
+        Called if the model is to draft. Hosts that never call it are proposed the largest trees.
 
         Returns:
-            Parent of each of their columns, as in `columns`; that of the root alone for no drafts.
+            Parent of each of their columns, as in `columns`.
         """
         raise NotImplementedError
 
@@ -437,7 +458,10 @@ class DraftModelDrafter(Drafter):
     def undrafted_rule(
         self, roots: torch.Tensor, seeds: torch.Tensor, lengths: torch.Tensor
     ) -> AcceptanceRule | None:
-        """The acceptance rule for roots without drafts, such as the end of a prompt.
+        """The acceptance rule of a step in which the model drafts nothing.
+
+        It is that of roots without drafts, such as the end of a prompt, and of trees that
+        `propose_without_model` has proposed, whose nodes are chosen, not drawn.
 
         Args:
             roots: `int32 [B]`, the texts' last tokens; 0 where the host does not know them.
@@ -447,29 +471,20 @@ class DraftModelDrafter(Drafter):
         return None
 
 
-class HiddenStateDrafter(Drafter):
+class HiddenStateDrafter(ModelDrafter):
     """Continues the target's hidden states with one layer, whose KV the host stores.
 
     Attributes:
         heads: The layer's query heads, KV heads and head size.
-        tables: A model-free drafter whose candidates share the trees; None without one. Hosts
-            call its `start`, `previous_tokens`, `observe` and `prime` as for its kind. All else
-            this drafter passes on itself.
     """
 
     heads: tuple[int, int, int]
-    tables: ModelFreeDrafter | None = None
     source = "draft layer"
 
     @property
     def steps(self) -> int:
         """Steps of the layer, L. Trees are as deep, unless other candidates share them."""
         return self.max_depth
-
-    @property
-    def plans(self) -> bool:
-        """Whether `plan` may choose smaller trees, and `max_depth` with them."""
-        return False
 
     def plan(self, slots: torch.Tensor) -> TreeShape:
         """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
@@ -481,21 +496,9 @@ class HiddenStateDrafter(Drafter):
             slots: `int64 [B]`, the requests' slots.
 
         Returns:
-            The shape; one without levels for `propose_without_layer`.
+            The shape; one without levels for `propose_without_model`.
         """
         raise NotImplementedError
-
-    def propose_without_layer(self, slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
-        """Draft the trees of a step in which the layer does not run; called only if `plans`.
-
-        Args:
-            slots: `int64 [B]`, the requests' slots.
-            roots: `int32 [B]`, the texts' last tokens; -1 for requests that are not drafted for.
-
-        Returns:
-            The trees, in breadth-first order: roots alone, or what is known without the layer.
-        """
-        return DraftTree.of_roots(roots)
 
     def follow_plan(self, shape: TreeShape) -> None:
         """Propose trees of a planned shape until the next call; called only if `plans`.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from drafttree.tree import MAX_DEPTH, MAX_DRAFT_TOKENS
 from drafttree.tree_shape import TreeShape
 from recycle_plugin.config import RecycleOptions
-from recycle_plugin.shared_trees import SharingOptions, parse_tables
+from recycle_plugin.sharing import SharingOptions, parse_tables
 
 LARGEST = 12
 """Draft tokens of the paper's regular trees."""
@@ -17,6 +17,8 @@ LARGEST = 12
 
 class LyannaOptions(SharingOptions):
     """The options of Lyanna. The defaults are those of the paper's runs."""
+
+    planned_by: ClassVar[str] = "nodes"
 
     model: str = Field(
         description="The folder of the drafter, trained for the target. In SGLang it is given by "
@@ -116,11 +118,6 @@ class LyannaOptions(SharingOptions):
         return self
 
     @property
-    def auto(self) -> bool:
-        """Whether a shape is chosen for each step."""
-        return self.nodes == "auto"
-
-    @property
     def regular_nodes(self) -> int:
         """Maximum number of draft tokens of a regular tree, as `nodes` declares it."""
         return LARGEST if self.nodes == "auto" else self.nodes
@@ -166,17 +163,10 @@ class LyannaOptions(SharingOptions):
     @property
     def num_draft_tokens(self) -> int:
         """Maximum number of draft tokens that are verified together, excluding the root."""
-        if self.auto and isinstance(self.tables, RecycleOptions):
-            return max(LARGEST, self.tables.num_draft_tokens)
+        if self.tables_alone is not None:
+            return max(LARGEST, self.tables_alone.num_draft_tokens)
         regular, second = self.regular_draft_tokens, self.second_draft_tokens(self.steps - 1)
         return regular + second if self.fusion else max(regular, second)
-
-    @property
-    def of_tables(self) -> RecycleOptions | None:
-        """Token Recycling's options; with `nodes=auto` those of the tables' own trees."""
-        if self.auto and isinstance(self.tables, RecycleOptions):
-            return self.tables
-        return super().of_tables
 
     @property
     def depth(self) -> int:

@@ -6,18 +6,15 @@ tree, from which a second tree is drafted after a rejection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
+from drafttree.budget import TreeShape
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
-from drafttree.ranks import Group
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
@@ -30,7 +27,8 @@ from lyanna_plugin.tree import (
     sample_tree,
     united_steps,
 )
-from recycle_plugin.shared_trees import RankTables, SharedTrees, SharingDrafter, make_tables
+from recycle_plugin.shared_trees import SharedTrees
+from recycle_plugin.sharing import SharingDrafter
 
 
 class LyannaTrees(SharingDrafter, HiddenStateDrafter):
@@ -42,13 +40,14 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         dtype: Data type in which logits are kept for the second tree.
     """
 
+    _options: LyannaOptions
+
     def __init__(self, options: LyannaOptions, info: TokenTable, dtype: torch.dtype) -> None:
         self.max_depth = options.steps
         # The last one with drafts; a host that plans nothing is proposed the largest trees.
         self._shape = TreeShape(options.steps, options.width, options.regular_nodes)
         if options.auto:
             self._shape = options.shapes[-1]
-        self._budget: ShapeBudget | None = None
         self._options = options
         self._info = info
         self._dtype = dtype
@@ -63,6 +62,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
         """Allocate, for each slot, the logits that are kept for a second tree."""
+        super().allocate(max_requests, max_model_len)
         device = self._info.row_of.device
         shape = max_requests, self._options.steps, len(self._info.row_of)
         self._logits = torch.zeros(
@@ -71,51 +71,11 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         # The number of valid steps in them, and of the draft tokens accepted from their tree.
         self._steps = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._accepted = torch.zeros_like(self._steps)
-        if self._shared is not None:
-            self._shared.allocate(max_requests, max_model_len)
-
-    def share_tables(self, target: Target) -> None:
-        """Make the tables that the options ask for, if they do; called before `allocate`."""
-        options = self._options.of_tables
-        if options is not None:
-            self.share_trees(make_tables(options, target), target.group)
-
-    def share_trees(self, tables: RankTables, group: Group | None = None) -> None:
-        """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
-
-        Args:
-            tables: Its drafter, of as many draft tokens as these trees or as its own.
-            group: The tensor-parallel ranks; None if there is one.
-        """
-        options = self._options
-        self._shared = SharedTrees(
-            tables,
-            options.num_draft_tokens,
-            options.steps,
-            self.source,
-            learns=options.shares_worth,
-            group=group,
-        )
-        self.tables = tables
-        self.max_depth = self._shared.max_depth
-        self.shares_texts = tables.shares_texts
 
     @property
     def steps(self) -> int:
         """Steps of the layer: the depth of the tree, if it is of its nodes alone."""
         return self._shape.depth
-
-    @property
-    def plans(self) -> bool:
-        """Whether shapes are chosen."""
-        return self._options.auto
-
-    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
-        """With `nodes=auto`, measure forwards of the target."""
-        if self.plans:
-            seconds = measure_forwards(measure_forward, max_tokens)
-            alone = None if self._shared is None else self._shared.plan_alone(seconds)
-            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds, base=alone)
 
     def plan(self, slots: Tensor) -> TreeShape:
         """Choose the shape of the next trees, with `nodes=auto`."""
@@ -126,24 +86,6 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         self._shape = shape
         if self._shared is None:
             self.max_depth = shape.depth
-
-    def propose_without_layer(self, slots: Tensor, roots: Tensor) -> DraftTree:
-        """With tables, the trees that they draft alone, as Token Recycling's `nodes=auto` does."""
-        if self._shared is None:
-            return super().propose_without_layer(slots, roots)
-        started = perf_counter()
-        trees = self._shared.propose_alone(slots, roots)
-        self.drafted(perf_counter() - started)
-        return trees
-
-    def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
-        """Note the times of a step's drafts."""
-        if self._budget is not None:
-            self._budget.drafted(seconds, read_seconds)
-
-    def explain(self) -> list[dict[str, Any]]:
-        """How shapes were chosen, by number of draft tokens."""
-        return [] if self._budget is None else list(self._budget.explain())
 
     def max_draft_tokens(self, slots: Tensor) -> Tensor:
         """Maximum number of draft tokens of each request's next tree, `int64 [B]`."""
@@ -199,10 +141,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
 
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Record the number of accepted tokens; a step without drafts discards the kept logits."""
-        if self._shared is not None:
-            self._shared.on_verified(slots, trees, verified)
-        if self._budget is not None:
-            self._budget.verified(slots, trees, verified)
+        super().on_verified(slots, trees, verified)
         drafted = trees.tree_size > 1
         accepted = (verified.num_emitted - 1).long()
         self._accepted[slots] = torch.where(drafted, accepted, self._accepted[slots])
@@ -210,20 +149,14 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop the logits of requests that finished."""
-        if self._shared is not None:
-            self._shared.tables.release(slots)
+        super().release(slots)
         which = on_device(np.array(slots, np.int64), self._steps.device)
         self._steps.index_fill_(0, which, 0)
-        if self._budget is not None and slots:
-            self._budget.discard()
 
     def reset(self) -> None:
         """Drop the logits of all requests."""
+        super().reset()
         self._steps.zero_()
-        if self._budget is not None:
-            self._budget.reset()
-        if self._shared is not None:
-            self._shared.reset()
 
 
 class LyannaDrafter(LyannaTrees):
@@ -243,11 +176,7 @@ class LyannaDrafter(LyannaTrees):
         from lyanna_plugin.checkpoint import load
 
         assert target.embed is not None, "hidden-state drafters get the target's embeddings"
-        if options.auto and options.tables and target.device.type != "cpu":
-            raise ValueError(
-                "nodes=auto with tables chooses by the times of steps, on a CPU only: give nodes a "
-                "number, or leave tables out"
-            )
+        options.check_device(target.device)
         module = load(Path(options.model), Path(target.model))
         if target.device.type != "cpu" and module.self_attn.reads_positions:
             raise ValueError(

@@ -8,18 +8,15 @@ leaves of it, is looked up among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tree_kernels.expansion import ExpandedTrees
 
 from drafttree.budget import NodeBudget
-from drafttree.drafter import Drafter, Target
-from drafttree.method import MethodOptions
 from drafttree.ranks import Group
-from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import (
     Candidates,
@@ -31,7 +28,7 @@ from drafttree.tree_union import (
     unite,
 )
 from drafttree.tree_worth import TreeWorth, all_classes, proposed_by
-from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, make_drafter
+from recycle_plugin.dynamic import DynamicTreeDrafter
 from recycle_plugin.shared_ranks import TablesOfFirstRank, broadcast_candidates
 
 RankTables = DynamicTreeDrafter | TablesOfFirstRank
@@ -127,14 +124,13 @@ class SharedTrees:
             largest: The greatest of these numbers; None for that of all trees.
         """
         ranked = self._rank(slots, own.tokens[:, 0].masked_fill(most == 0, -1), own)
-        self.tables.appraise(slots, ranked.expanded)
         largest = self._num_draft_tokens if largest is None else largest
         trees, columns = best_of_union(ranked.union, ranked.scores, most, largest)
         self._note(slots, ranked, columns)
         return trees
 
     def choose_first(
-        self, slots: Tensor, own: Candidates, kept: Tensor
+        self, slots: Tensor, own: Candidates, kept: Tensor, num_draft_tokens: int
     ) -> tuple[DraftTree, Tensor]:
         """The best nodes, from the best to the worst.
 
@@ -143,6 +139,7 @@ class SharedTrees:
             own: The model's candidates, at most as many as a tree has nodes.
             kept: `bool [B]`, the requests whose trees begin with all of the model's candidates, in
                 their order.
+            num_draft_tokens: Draft tokens of a tree.
 
         Returns:
             The trees, and the column of each node among the model's candidates, `int64 [B, N]`; -1
@@ -150,7 +147,7 @@ class SharedTrees:
         """
         ranked = self._rank(slots, own.tokens[:, 0], own)
         scores = kept_first(ranked.union, ranked.scores, kept)
-        trees, columns = best_first(ranked.union, scores, self._num_draft_tokens)
+        trees, columns = best_first(ranked.union, scores, num_draft_tokens)
         self._note(slots, ranked, columns)
         return trees, ranked.union.columns[0].gather(1, columns).masked_fill(trees.tokens < 0, -1)
 
@@ -163,6 +160,7 @@ class SharedTrees:
         union = unite(own, others, self._steps)
         classes = self._worth.classes(union, own, others)
         scores = scores_of(union, self._worth.chances(classes), self.max_depth)
+        self.tables.appraise(slots, expanded)
         return _Ranked(union, expanded, classes, scores)
 
     def _note(self, slots: Tensor, ranked: _Ranked, columns: Tensor) -> None:
@@ -206,86 +204,3 @@ class SharedTrees:
     def _name(self, ours: bool, theirs: bool, source: str) -> str:
         """The name of a node's source; `source` is that of the tables."""
         return " and ".join([self._source] * ours + [source] * theirs)
-
-
-class SharingOptions(MethodOptions):
-    """Options of a method in whose trees the tables' candidates may stand too."""
-
-    if TYPE_CHECKING:
-        # Each method declares it, after its other options, with a description of its own.
-        tables: bool | RecycleOptions
-
-    @property
-    def of_tables(self) -> RecycleOptions | None:
-        """Token Recycling's options, for trees as large as these; None without tables."""
-        if not isinstance(self.tables, RecycleOptions):
-            return None
-        return self.tables.model_copy(update={"nodes": self.num_draft_tokens})
-
-    @property
-    def shares_worth(self) -> bool:
-        """Whether requests share what is learnt of the worth of nodes."""
-        return isinstance(self.tables, RecycleOptions) and self.tables.sharing == "engine"
-
-    @property
-    def reads_logits(self) -> str | None:
-        """The option by which the drafter learns from the target's logits."""
-        return "tables" if self.tables else None
-
-
-class SharingDrafter(Drafter):
-    """A drafter with a model, in whose trees the tables' candidates may stand too."""
-
-    _shared: SharedTrees | None = None
-
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Let the tables' memory learn a text.
-
-        Raises:
-            ValueError: There are no tables, or they have no memory.
-        """
-        if self._shared is None:
-            super().remember(tokens)
-        else:
-            self._shared.tables.remember(tokens)
-
-    def acceptance(self) -> dict[str, Any]:
-        """With tables, acceptance by who proposed a draft token."""
-        return {} if self._shared is None else self._shared.acceptance()
-
-    def sources(self, slots: Tensor, width: int) -> list[list[str]]:
-        """Who proposed each node of the trees proposed last."""
-        if self._shared is None:
-            return super().sources(slots, width)
-        return self._shared.sources(slots, width)
-
-
-def make_tables(options: RecycleOptions, target: Target) -> RankTables:
-    """Token Recycling's drafter for shared trees, of `options.nodes` draft tokens."""
-    if target.group is not None and not is_drafting_rank(target.group):
-        return TablesOfFirstRank(options.num_draft_tokens, target.device)
-    tables = make_drafter(options, target)
-    assert isinstance(tables, DynamicTreeDrafter), "parse_tables allows no others"
-    return tables
-
-
-def parse_tables(given: Any, refused: Sequence[str], because: str) -> Any:
-    """The value of a method's option `tables`: False, or Token Recycling's options.
-
-    Args:
-        given: True, False, or an object of Token Recycling's options.
-        refused: The options that are not used, besides those of static trees.
-        because: What decides in their place, for the message.
-
-    Raises:
-        ValueError: The message names the option, and the fix.
-    """
-    if given is False or isinstance(given, RecycleOptions):
-        return given
-    if given is not True and not isinstance(given, dict):
-        raise ValueError("use true, false, or an object of Token Recycling's options")
-    chosen = {} if given is True else given
-    for name in ("tree", "drafting", "k", *refused):
-        if name in chosen:
-            raise ValueError(f"{name} is not used, as {because}: leave it out")
-    return METHOD.parse(chosen)

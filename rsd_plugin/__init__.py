@@ -6,16 +6,19 @@ from __future__ import annotations
 
 from drafttree.drafter import Target
 from drafttree.method import DRAFT_MODEL, Method
-from recycle_plugin.shared_trees import make_tables
 from rsd_plugin.config import RsdOptions
 from rsd_plugin.drafter import RsdDrafter
 
 
 def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
-    """Build the drafter for a target."""
+    """Build the drafter for a target.
+
+    Raises:
+        ValueError: The options need a CPU, and the target is on another device.
+    """
+    options.check_device(target.device)
     drafter = RsdDrafter(options, target.vocab_size)
-    if options.of_tables is not None:
-        drafter.share_trees(make_tables(options.of_tables, target), target.group)
+    drafter.share_tables(target)
     return drafter
 
 

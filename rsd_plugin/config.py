@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from drafttree.tree import BRANCHING, MAX_DEPTH, MAX_DRAFT_TOKENS, StaticTree
 from drafttree.tree_shape import TreeShape
 from recycle_plugin.config import RecycleOptions
-from recycle_plugin.shared_trees import SharingOptions, parse_tables
+from recycle_plugin.sharing import SharingOptions, parse_tables
 
 _BEAM = re.compile(r"beam:(\d+)x(\d+)")
 _LARGEST = "beam:3x5"
@@ -47,6 +47,8 @@ class Shape:
 class RsdOptions(SharingOptions):
     """The options of RSD."""
 
+    planned_by: ClassVar[str] = "tree"
+
     model: str = Field(
         description="The draft model: a folder in Hugging Face's layout, with the target's "
         "vocabulary. In SGLang it is given by `--speculative-draft-model-path`."
@@ -58,7 +60,9 @@ class RsdOptions(SharingOptions):
         "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
         "speculative sampling with a chain of L draft tokens. `auto`: a cost model chooses a beam "
         "of up to 3x5 in each step, and no drafts when drafting would not help, on a CPU and with "
-        "vLLM's V2 model runner; elsewhere it is `beam:3x5`.",
+        "vLLM's V2 model runner; elsewhere it is `beam:3x5`. With `tables`, on a CPU alone, it may "
+        "also choose the tables' candidates without the draft model, as many as Token Recycling's "
+        "own `nodes=auto`.",
     )
     verify: Literal["recursive", "traversal"] = Field(
         default="recursive",
@@ -73,12 +77,16 @@ class RsdOptions(SharingOptions):
         description="Draft the candidates of Token Recycling too, from its tables and from copies, "
         "in the same trees, which have 8 draft tokens more. `true`, or an object: `nodes`, how "
         "many they have more, and Token Recycling's options `hot_start`, `memory`, `prime`, "
-        "`prime_seconds` and `sharing`. In SGLang, and in vLLM on the V1 model runner.",
+        "`prime_seconds` and `sharing`. With `tree=auto` trees have as many of the tables' draft "
+        "tokens as of the draft model's, up to 8, and `max_nodes` takes the place of `nodes`. In "
+        "SGLang, and in vLLM on the V1 model runner.",
     )
 
     @field_validator("tables", mode="before")
     @classmethod
-    def _parse_tables(cls, given: Any) -> Any:
+    def _parse_tables(cls, given: Any, info: ValidationInfo) -> Any:
+        if info.data.get("tree") == "auto":
+            return parse_tables(given, ["nodes"], "tree=auto decides")
         given = {} if given is True else given
         if isinstance(given, dict):
             given = {"nodes": _OF_TABLES, **given}
@@ -88,14 +96,13 @@ class RsdOptions(SharingOptions):
         return parsed
 
     @property
-    def auto(self) -> bool:
-        """Whether a shape is chosen for each step."""
-        return self.tree == "auto"
-
-    @property
     def shapes(self) -> tuple[TreeShape, ...]:
         """What `tree=auto` chooses from; nothing with other trees."""
-        return _BEAMS if self.auto else ()
+        if self.tables_alone is None:
+            return _BEAMS if self.auto else ()
+        return tuple(
+            replace(beam, nodes=beam.nodes + min(beam.nodes, _OF_TABLES)) for beam in _BEAMS
+        )
 
     @cached_property
     def shape(self) -> Shape:
@@ -128,11 +135,6 @@ class RsdOptions(SharingOptions):
     def _tables_fit(self) -> Self:
         if not isinstance(self.tables, RecycleOptions):
             return self
-        if self.auto:
-            raise ValueError(
-                f"tree=auto chooses among trees of the draft model alone: use tree={_LARGEST} or "
-                "another with tables, or leave tables out"
-            )
         if self.verify != "recursive":
             raise ValueError(
                 f"verify={self.verify} verifies trees that are sampled as a whole: leave verify "
@@ -148,6 +150,8 @@ class RsdOptions(SharingOptions):
     @property
     def num_draft_tokens(self) -> int:
         """Number of draft tokens of a tree, excluding the root."""
+        if self.tables_alone is not None:
+            return max(self.shapes[-1].nodes, self.tables_alone.num_draft_tokens)
         sampled = sum(self.shape.widths)
         if isinstance(self.tables, RecycleOptions):
             return sampled + self.tables.num_draft_tokens

@@ -8,21 +8,22 @@ change the law of the output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from drafttree.budget import ShapeBudget, TreeShape, measure_forwards
+from drafttree.budget import TreeShape
 from drafttree.budget.draft_times import ReadTimes
 from drafttree.drafter import DraftForward, DraftModelDrafter
 from drafttree.ranks import Group
-from drafttree.tree import DraftTree, Verified
+from drafttree.tree import DraftTree
 from drafttree.tree_union import Candidates
-from recycle_plugin.shared_trees import RankTables, SharedTrees, SharingDrafter
+from recycle_plugin.shared_trees import RankTables
+from recycle_plugin.sharing import SharingDrafter
 from rsd_plugin.config import RsdOptions, Shape
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.rules import RecursiveRejection, Traversal
@@ -59,50 +60,35 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         vocab_size: Vocabulary size of the draft model and the target.
     """
 
+    _options: RsdOptions
+
     def __init__(self, options: RsdOptions, vocab_size: int) -> None:
+        self._options = options
         self._shape = options.shape
         self._vocab_size = vocab_size
         self.max_depth = len(self._shape.widths)
         self.columns = _columns(self._shape.widths)
-        self._plans = options.auto
-        self._budget: ShapeBudget | None = None
         self._read_times = ReadTimes()
         self._max_children = max(self._shape.factors or self._shape.widths)
         self._traverses = options.verify == "traversal"
-        self._options = options
 
     def share_trees(self, tables: RankTables, group: Group | None = None) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.
 
         Args:
-            tables: Its drafter, of as many draft tokens as these trees.
+            tables: Its drafter, with the options `of_tables`.
             group: The tensor-parallel ranks; None if there is one.
         """
+        super().share_trees(tables, group)
         options = self._options
-        nodes, steps = options.num_draft_tokens, len(self._shape.widths)
-        self._shared = SharedTrees(
-            tables, nodes, steps, self.source, learns=options.shares_worth, group=group
+        self.columns = self._shared_columns(
+            options.shapes[-1].nodes if options.auto else options.num_draft_tokens
         )
-        self.tables = tables
-        self.max_depth = options.depth
-        self.shares_texts = tables.shares_texts
-        self.columns = (-1, *[0] * nodes)
 
-    def allocate(self, max_requests: int, max_model_len: int) -> None:
-        """Allocate the tables' state of requests, if there are any."""
-        if self._shared is not None:
-            self._shared.allocate(max_requests, max_model_len)
-
-    @property
-    def plans(self) -> bool:
-        """Whether shapes are chosen."""
-        return self._plans
-
-    def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
-        """With `tree=auto`, measure forwards of the target."""
-        if self._plans:
-            seconds = measure_forwards(measure_forward, max_tokens)
-            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds)
+    def _shared_columns(self, nodes: int) -> tuple[int, ...]:
+        """Propose trees of so many draft tokens, those of tables included."""
+        self._num_draft_tokens = nodes
+        return (-1, *[0] * nodes)
 
     def plan(self, slots: Tensor, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, with `tree=auto`."""
@@ -113,38 +99,14 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
     def follow_plan(self, shape: TreeShape) -> tuple[int, ...]:
         """Propose trees of this shape, with `tree=auto`."""
         self._shape = Shape((shape.width,) * shape.depth, None)
+        if self._shared is not None:
+            return self._shared_columns(shape.nodes)
         return _columns(self._shape.widths)
 
     def drafted(self, seconds: float, read_tokens: int = 0, read_seconds: float = 0.0) -> None:
         """Note the times of a step's drafts."""
-        if self._budget is not None:
-            self._budget.drafted(seconds, read_seconds)
+        super().drafted(seconds, read_tokens, read_seconds)
         self._read_times.add(read_tokens, read_seconds)
-
-    def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
-        """Note the outcome of a step."""
-        if self._shared is not None:
-            self._shared.on_verified(slots, trees, verified)
-        if self._budget is not None:
-            self._budget.verified(slots, trees, verified)
-
-    def release(self, slots: Sequence[int]) -> None:
-        """Requests have ended, so that the step under way is no decode step of the same ones."""
-        if self._shared is not None:
-            self._shared.tables.release(slots)
-        if self._budget is not None and slots:
-            self._budget.discard()
-
-    def reset(self) -> None:
-        """Forget what was accepted, and what the tables have learned."""
-        if self._budget is not None:
-            self._budget.reset()
-        if self._shared is not None:
-            self._shared.reset()
-
-    def explain(self) -> list[dict[str, Any]]:
-        """How shapes were chosen, by number of draft tokens."""
-        return [] if self._budget is None else list(self._budget.explain())
 
     def propose(
         self,
@@ -202,7 +164,7 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         columns = None
         if self._shared is not None:
             own = Candidates(trees.tokens, trees.parents, pad(torch.cat(chances, 1), (1, 0)))
-            trees, columns = self._shared.choose_first(slots, own, sampled)
+            trees, columns = self._shared.choose_first(slots, own, sampled, self._num_draft_tokens)
             # The KV of nodes must be in the columns in which they are verified.
             first = 1
         # This forward writes the KV of the leaves, which may be accepted.
@@ -229,7 +191,10 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         return Traversal(trees, probs, coins, node_coins, most, columns)
 
     def undrafted_rule(self, roots: Tensor, seeds: Tensor, lengths: Tensor) -> RecursiveRejection:
-        """Plain sampling from the target, with the requests' own random numbers."""
+        """Plain sampling from the target, with the requests' own random numbers.
+
+        Whichever nodes are below, a token that is drawn may be theirs.
+        """
         trees = DraftTree.of_roots(roots)
         probs = torch.zeros(len(roots), 0, self._vocab_size, device=roots.device)
         coins = self._coins(StepNoise(seeds, lengths))

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_shapes
 from hosts import Answer, Case, Host
 from random_prompts import some_prompts
 from tiny_models import make_first_layers, make_tiny_llama
+
+from rsd_plugin import RsdOptions
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 PROMPTS = some_prompts(12)
@@ -26,6 +29,16 @@ CASES = {
 }
 CHUNKS = {"vllm": 200, "sglang": 32}
 DEPTH = 3
+
+
+AUTO = {"tree": "auto", "tables": {"prime": False, "memory": 0}}
+OVERCOMMITTED: dict[str, dict[str, str]] = {
+    "vllm": {},
+    "sglang": {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "16"},
+}
+"""SGLang admits requests as if each would generate 16 tokens."""
+
+KINDS = {scripted_shapes.WITH_MODEL, scripted_shapes.WITHOUT_MODEL, scripted_shapes.PLAIN}
 
 
 @pytest.mark.parametrize("memory", [0, 1 << 16])
@@ -62,6 +75,79 @@ def test_greedy_tokens_equal_plain_decoding(
     again = served["rsd"][-1].counters
     if memory:
         assert again["emitted"] / again["steps"] > 1 + DEPTH
+
+
+def test_tables_draft_alone_in_some_steps(
+    host: Host, tiny_llama: Path, proves_drafting: Callable[[Answer], None], tmp_path: Path
+) -> None:
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    given: dict[str, Any] = {
+        "running": 5,
+        "chunk": CHUNKS[host.name],
+        "sglang": {"disable_overlap_schedule": True},
+    }
+    plain, _ = host.run(tiny_llama, [*CASES.values()], **given)
+    drafted, log = host.run(
+        *(tiny_llama, [*CASES.values()], "rsd", AUTO, draft),
+        environment=scripted_shapes.ENVIRONMENT,
+        **given,
+    )
+    for name, without, answer in zip(CASES, plain, drafted, strict=True):
+        greedy = slice(1, None, 2) if name == "greedy beside sampled" else slice(None)
+        assert answer.tokens[greedy] == without.tokens[greedy], name
+        proves_drafting(answer)
+    assert scripted_shapes.kinds(log).keys() == KINDS
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
+def test_the_draft_model_reads_what_was_accepted_without_it(
+    host: Host, tmp_path: Path, temperature: float
+) -> None:
+    """The target is its own draft model, whose drafts are all accepted if it has read the texts.
+
+    Prompts are read in chunks, more requests arrive than run at a time, and prefixes are cached.
+    """
+    target = make_tiny_llama(tmp_path, sharpness=400.0)
+    sampling = {**GREEDY, "temperature": temperature, "max_tokens": 100}
+    cases = [
+        Case(some_prompts(6, seed=6, longest=300), sampling),
+        Case([[*prompt, 5, 6] for prompt in PROMPTS[:6]], sampling),
+    ]
+    _, log = host.run(
+        *(target, [*cases, cases[0]], "rsd", AUTO, target),
+        running=4,
+        chunk={"vllm": 300, "sglang": 32}[host.name],
+        environment=scripted_shapes.ENVIRONMENT,
+    )
+    assert scripted_shapes.kinds(log).keys() == KINDS
+    emitted = scripted_shapes.emitted(log)
+    shapes = [each for each in RsdOptions(model="", **AUTO).shapes if each.nodes in emitted]
+    assert len(shapes) >= 5
+    for shape in shapes:
+        assert emitted[shape.nodes] >= 1 + 0.8 * shape.depth
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shapes", [{}, scripted_shapes.ENVIRONMENT], ids=["by costs", "scripted"])
+def test_requests_that_are_preempted(
+    host: Host, tiny_llama: Path, tmp_path: Path, shapes: dict[str, str]
+) -> None:
+    """The answers are those of plain decoding whatever is chosen."""
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    case = Case(some_prompts(8, longest=30), {**GREEDY, "max_tokens": 200}, rounds=2)
+    (plain,), _ = host.run(tiny_llama, [case])
+    (drafted,), log = host.run(
+        *(tiny_llama, [case], "rsd", AUTO, draft),
+        running=6,
+        chunk={"vllm": 160, "sglang": 32}[host.name],
+        environment=shapes | OVERCOMMITTED[host.name],
+        vllm={"num_gpu_blocks_override": 9},
+        sglang={"max_total_tokens": 900, "schedule_conservativeness": 0.01},
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.preemptions > 0
+    assert drafted.counters["accepted_tokens"] > 0
+    assert len(scripted_shapes.kinds(log)) == (3 if shapes else 0)
 
 
 @pytest.mark.full

@@ -72,6 +72,7 @@ def check_greedy(model: Path, method: str, drafter: Path, options: dict[str, Any
 TABLES: dict[str, Any] = {"memory": 0, "prime": False}
 RSD: dict[str, dict[str, Any]] = {
     "tables": {"tree": "beam:2x3", "tables": TABLES},
+    "tables, shapes": {"tree": "auto", "tables": TABLES},
     "branching": {"tree": "branch:3-2-1"},
     "traversal": {"tree": "beam:3x3", "verify": "traversal"},
 }
@@ -81,7 +82,10 @@ RSD: dict[str, dict[str, Any]] = {
     "setting",
     [
         "tables",
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("branching", "traversal")),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("tables, shapes", "branching", "traversal")
+        ),
     ],
 )
 def test_rsd(

@@ -106,8 +106,9 @@ def test_tokens_equal_plain_decoding(
         pytest.param({"tree": "branch:3-2-1", "verify": "traversal"}, marks=pytest.mark.full),
         pytest.param({"tree": "beam:2x3", "tables": {"memory": 0}}, marks=pytest.mark.full),
         pytest.param({"tree": "auto"}, marks=pytest.mark.full),
+        pytest.param({"tree": "auto", "tables": {"memory": 0}}, marks=pytest.mark.full),
     ],
-    ids=["recursive", "traversal", "tables", "auto"],
+    ids=["recursive", "traversal", "tables", "auto", "tables alone or with the draft model"],
 )
 def test_rsd(
     options: dict[str, Any],
@@ -120,13 +121,14 @@ def test_rsd(
     draft = make_first_layers(tiny_llama, tmp_path, 1)
     method = {"method": "rsd", "model": str(draft), **options}
     shapes = scripted_shapes.ENVIRONMENT if options["tree"] == "auto" else {}
-    drafted, _ = run_vllm(tiny_llama, CASES, method, STRAYING | shapes, **ENGINE)
+    drafted, log = run_vllm(tiny_llama, CASES, method, STRAYING | shapes, **ENGINE)
     for case, without, with_trees in zip(CASES, plain, drafted, strict=True):
         greedy = slice(0, None, 2 if isinstance(case.sampling, list) else 1)
         assert with_trees.tokens[greedy] == without.tokens[greedy]
         proves_drafting(with_trees)
     if "tables" in options:
         assert min(drafted[-1].hits[name] for name in ("tables", "draft model")) > 0
+        assert len(scripted_shapes.kinds(log)) == (3 if shapes else 0)
 
 
 @pytest.mark.full

@@ -137,7 +137,7 @@ def test_nodes_auto_has_room_for_trees_of_tables_alone(most: int | None, declare
 def test_nodes_auto_is_refused_with_tables_on_a_gpu(parts: tuple[Target, Path]) -> None:
     target, folder = parts
     given = METHOD.parse({"model": str(folder), "tables": True, "nodes": "auto"})
-    with pytest.raises(ValueError, match=r"nodes=auto with tables .*give nodes a number"):
+    with pytest.raises(ValueError, match=r"nodes=auto with tables .*give nodes another value"):
         METHOD.drafter(given, replace(target, device=torch.device("cuda")))
 
 
@@ -176,7 +176,7 @@ def test_trees_of_tables_alone_are_those_of_token_recycling(parts: tuple[Target,
             assert (trees.tree_size == 1 + shape.nodes).all()
             names = {"draft layer", "tables", "draft layer and tables"}
         else:
-            trees = drafter.propose_without_layer(SLOTS, ROOTS)
+            trees = drafter.propose_without_model(SLOTS, ROOTS)
             expected = alone.propose(SLOTS, ROOTS)
             assert torch.equal(trees.tokens, expected.tokens)
             assert torch.equal(trees.parents, expected.parents)

@@ -13,7 +13,8 @@ from drafttree.tree_union import Candidates
 from recycle_plugin.config import RecycleOptions
 from recycle_plugin.dynamic import DynamicTreeDrafter
 from recycle_plugin.shared_ranks import TablesOfFirstRank
-from recycle_plugin.shared_trees import SharedTrees, make_tables
+from recycle_plugin.shared_trees import SharedTrees
+from recycle_plugin.sharing import make_tables
 
 CPU = torch.device("cpu")
 NODES = 6
@@ -38,7 +39,7 @@ def test_all_ranks_choose_the_same_nodes() -> None:
         own = Candidates(integers(5, 9), integers(-1, 0), torch.tensor([[1.0, 0.4]]))
         found: list[object] = [shared.max_depth]
         for _ in range(2):
-            trees, columns = shared.choose_first(SLOTS, own, torch.tensor([True]))
+            trees, columns = shared.choose_first(SLOTS, own, torch.tensor([True]), NODES)
             found += [each.tolist() for each in (trees.tokens, trees.parents, columns)]
             none = torch.zeros(1, 1, dtype=torch.int32)
             shared.on_verified(SLOTS, trees, Verified(none, none - 1, none[0] + 1))

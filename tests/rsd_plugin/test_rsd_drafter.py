@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import cycle
 from typing import Literal
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from scripted_budget import ScriptedBudget
 
-from drafttree.budget import ShapeBudget, TreeShape
+from drafttree.budget import TreeShape
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.drafter import TreeRule
 from drafttree.seeds import Seeds
@@ -27,21 +26,6 @@ VERIFY: tuple[Rule, ...] = ("recursive", "traversal")
 TREES = ("beam:3x2", "branch:3-2", "beam:1x3", "branch:1-1-1", "beam:9x1", "auto")
 SHAPES = (TreeShape(2, 3, 6), TreeShape(1, 1, 1), TreeShape(3, 2, 6), TreeShape(3, 1, 3))
 """What is chosen in turn with `tree=auto`."""
-
-
-class Scripted(ShapeBudget):
-    """Chooses given shapes in turn."""
-
-    shapes: Iterator[TreeShape]
-
-    @classmethod
-    def of(cls, *shapes: TreeShape) -> Scripted:
-        budget = cls.from_forwards([TreeShape(1, 1, 1)], {1: 0.01})
-        budget.shapes = cycle(shapes)
-        return budget
-
-    def choose(self, slots: torch.Tensor, unread: Callable[[], float] = lambda: 0.0) -> TreeShape:
-        return next(self.shapes)
 
 
 def tables(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +93,7 @@ def decode(
     drafter = RsdDrafter(RsdOptions(model="draft", tree=tree, verify=verify), VOCAB)
     count = len(roots)
     if tree == "auto":
-        drafter._budget = Scripted.of(*SHAPES)
+        drafter._budget = ScriptedBudget.of(*SHAPES)
     written = torch.full((count, LENGTH + drafter.max_depth + 1), -1)
     given = Seeds(torch.device("cpu"))
     lengths, accepted = torch.ones(count, dtype=torch.int64), 0
@@ -278,5 +262,5 @@ def test_a_host_that_plans_nothing_is_proposed_the_largest_trees() -> None:
 
     assert planned() == drafter.columns
     assert len(drafter.columns) == 16
-    drafter._budget = Scripted.of(TreeShape(2, 3, 6), NO_DRAFTS, TreeShape(3, 1, 3))
+    drafter._budget = ScriptedBudget.of(TreeShape(2, 3, 6), NO_DRAFTS, TreeShape(3, 1, 3))
     assert [planned() for _ in range(3)] == [(-1, 0, 0, 0, 1, 1, 1), (-1,), (-1, 0, 1, 2)]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from scripted_budget import ScriptedBudget
 
+from drafttree.budget import TreeChoice, TreeShape
+from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.drafter import DraftModelDrafter, Target
 from drafttree.seeds import Seeds
 from drafttree.testing import check_method, random_target
@@ -16,6 +21,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import Candidates
 from drafttree.verify import verify_sampled
 from recycle_plugin import METHOD as TOKEN_RECYCLING
+from recycle_plugin import DynamicTreeDrafter
 from recycle_plugin.shared_trees import SharedTrees
 from rsd_plugin import METHOD, RsdDrafter
 
@@ -63,16 +69,23 @@ def step(
     assert shared is not None
 
     def ranked(
-        slots: torch.Tensor, own: Candidates, kept: torch.Tensor
+        slots: torch.Tensor, own: Candidates, kept: torch.Tensor, num_draft_tokens: int
     ) -> tuple[DraftTree, torch.Tensor]:
-        return SharedTrees.choose_first(shared, slots, own, ~kept)
+        return SharedTrees.choose_first(shared, slots, own, ~kept, num_draft_tokens)
 
-    # The fault: the nodes of sampled requests are ranked, as those of greedy ones are.
-    with patch.object(shared, "choose_first", ranked if fault else shared.choose_first):
-        trees, drawn = drafter.propose(slots, roots, seeds, lengths, sampled, forward)
-    if size is not None:
-        trees = trees.truncated(size)
-    rule = drafter.acceptance_rule(trees, drawn)
+    shape = drafter.plan(slots, lambda: 0) if drafter.plans else None
+    if shape is not None and not shape.depth:
+        trees = drafter.propose_without_model(slots, roots)
+        rule = drafter.undrafted_rule(roots, seeds, lengths)
+    else:
+        if shape is not None:
+            assert drafter.follow_plan(shape) == (-1, *[0] * shape.nodes)
+        # The fault: the nodes of sampled requests are ranked, as those of greedy ones are.
+        with patch.object(shared, "choose_first", ranked if fault else shared.choose_first):
+            trees, drawn = drafter.propose(slots, roots, seeds, lengths, sampled, forward)
+        if size is not None:
+            trees = trees.truncated(size)
+        rule = drafter.acceptance_rule(trees, drawn)
 
     def after(tokens: torch.Tensor) -> torch.Tensor:
         probs = target[tokens.clamp(min=0).long()]
@@ -150,6 +163,51 @@ def test_the_output_is_distributed_as_the_targets(tree: str, size: int | None) -
         assert accepted["tables"] > REQUESTS
 
 
+SHAPES = (TreeShape(2, 2, 10), NO_DRAFTS, NO_DRAFTS, TreeShape(1, 1, 2), TreeShape(3, 1, 6))
+"""What is chosen in turn with `tree=auto`; the tables draft alone in two of five steps."""
+
+
+def planned_drafter(*shapes: TreeShape) -> RsdDrafter:
+    """A drafter that follows shapes, and whose tables draft 7 tokens alone, or none."""
+    drafter = drafter_of(tree="auto", tables={"prime": False, "memory": 0})
+    drafter.allocate(REQUESTS, 64)
+    drafter.profile(lambda tokens: 0.01, 200)
+    assert isinstance(drafter.tables, DynamicTreeDrafter)
+    budget = drafter.tables._budget
+    assert budget is not None
+    planner, sizes = budget.planner, cycle([TreeChoice(7), TreeChoice(0)])
+    planner.should_skip_drafting = lambda *_: False  # type: ignore[method-assign]
+    planner.choose_best_first = lambda *_: next(sizes)  # type: ignore[method-assign]
+    drafter._budget = ScriptedBudget.of(*shapes)
+    return drafter
+
+
+def test_shapes_that_change_and_tables_that_draft_alone_leave_the_distribution() -> None:
+    drafter = planned_drafter(*SHAPES)
+    alone: list[tuple[int, int]] = []
+    propose = drafter.propose_without_model
+
+    def noted(slots: torch.Tensor, roots: torch.Tensor) -> DraftTree:
+        trees = propose(slots, roots)
+        alone.append((trees.tokens.shape[1] - 1, int((trees.tokens[:, 1:] >= 0).sum())))
+        return trees
+
+    with patch.object(drafter, "propose_without_model", noted):
+        pairs = answers(drafter, ROUNDS, torch.ones(REQUESTS).bool())
+    assert p_value(pairs) > 1e-3
+    assert {width for width, _ in alone} == {0, 7}
+    assert sum(nodes for _, nodes in alone) > 7 * REQUESTS
+    accepted = hits(drafter)
+    assert sum(hit for source, hit in accepted.items() if "draft model" in source) > REQUESTS
+    assert accepted["tables"] > REQUESTS
+
+
+def test_a_fault_in_shapes_that_change_is_found() -> None:
+    drafter = planned_drafter(TreeShape(2, 2, 10), TreeShape(2, 2, 10), NO_DRAFTS)
+    pairs = answers(drafter, ROUNDS, torch.ones(REQUESTS).bool(), fault=True)
+    assert p_value(pairs) < 1e-6
+
+
 def test_a_planted_fault_is_found() -> None:
     drafter = drafter_of()
     drafter.allocate(REQUESTS, 64)
@@ -157,9 +215,11 @@ def test_a_planted_fault_is_found() -> None:
     assert p_value(pairs) < 1e-6
 
 
-def test_requests_that_are_not_sampled_get_the_most_likely_tokens() -> None:
-    drafter, target = drafter_of(), models()[0]
-    drafter.allocate(8, 64)
+@pytest.mark.parametrize("planned", [False, True])
+def test_requests_that_are_not_sampled_get_the_most_likely_tokens(planned: bool) -> None:
+    drafter, target = planned_drafter(*SHAPES) if planned else drafter_of(), models()[0]
+    if not planned:
+        drafter.allocate(8, 64)
     sampled = torch.arange(8) % 2 == 0
     found = answers(drafter, 4, sampled, length=12).view(4, 8, 12)
     token, expected = ROOT, []
@@ -207,6 +267,8 @@ def test_sampled_trees_begin_with_all_that_was_sampled() -> None:
         {"tables": {"sharing": "request"}},
         {"tables": {"nodes": 40}, "tree": "branch:3-2-1"},
         {"tables": {"memory": 0, "nodes": 1}, "tree": "beam:1x3"},
+        {"tables": True, "tree": "auto"},
+        {"tables": {"max_nodes": 9}, "tree": "auto"},
     ],
     ids=str,
 )
@@ -294,8 +356,10 @@ def test_with_tables_more_is_accepted_than_from_either_alone() -> None:
         ({"tables": {"nodes": "auto"}}, "nodes=auto .*use a number"),
         ({"tables": {"memory": -1}}, "memory=-1"),
         ({"tables": {"tabels": 1}}, "no option 'tabels'"),
-        ({"tables": True, "tree": "auto"}, "tree=auto .*or leave tables out"),
+        ({"tables": {"nodes": 8}, "tree": "auto"}, "nodes is not used, as tree=auto decides: le"),
+        ({"tables": {"max_nodes": 300}, "tree": "auto"}, "max_nodes=300"),
         ({"tables": True, "verify": "traversal"}, "verify=traversal .*leave verify out"),
+        ({"tables": True, "tree": "auto", "verify": "traversal"}, "verify=traversal .*leave ver"),
         ({"tables": {"nodes": 250}}, "nodes=250 of tables are more than 255"),
     ],
 )
@@ -311,3 +375,26 @@ def test_trees_have_as_many_nodes_more_as_tables_say() -> None:
     more = METHOD.parse({"model": "any", "tables": {"nodes": 30}})
     assert more.num_draft_tokens == 15 + 30
     assert more.depth > alone.depth
+
+
+def test_tree_auto_has_up_to_as_many_nodes_of_tables_as_of_the_draft_model() -> None:
+    alone = METHOD.parse({"model": "any", "tree": "auto"})
+    shared = METHOD.parse({"model": "any", "tree": "auto", "tables": True})
+    for beam, both in zip(alone.shapes, shared.shapes, strict=True):
+        assert both == replace(beam, nodes=beam.nodes + min(beam.nodes, 8))
+    assert METHOD.parse({"model": "any", "tree": "auto", "tables": False}) == alone
+
+
+@pytest.mark.parametrize(("most", "declared"), [(None, 80), (40, 40), (5, 23)])
+def test_tree_auto_has_room_for_trees_of_tables_alone(most: int | None, declared: int) -> None:
+    tables = True if most is None else {"max_nodes": most}
+    given = METHOD.parse({"model": "any", "tables": tables, "tree": "auto"})
+    assert given.num_draft_tokens == declared
+    assert given.of_tables is not None
+    assert given.of_tables.num_draft_tokens == (most or 80)
+
+
+def test_tree_auto_is_refused_with_tables_on_a_gpu() -> None:
+    given = METHOD.parse({"model": "any", "tables": True, "tree": "auto"})
+    with pytest.raises(ValueError, match=r"tree=auto with tables .*give tree another value"):
+        METHOD.drafter(given, replace(target_of(), device=torch.device("cuda")))

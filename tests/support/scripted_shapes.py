@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import cycle
 from statistics import mean
@@ -29,6 +29,18 @@ def emitted(log: str) -> dict[int, float]:
     for nodes, tokens in re.findall(rf"{EMITTED} (\d+) (\S+)", log):
         by_shape[int(nodes)].append(float(tokens))
     return {nodes: mean(tokens) for nodes, tokens in by_shape.items()}
+
+
+WITH_MODEL, WITHOUT_MODEL, PLAIN = "drafts of the model", "drafts without the model", "no drafts"
+
+
+def kinds(log: str) -> Counter[str]:
+    """How many steps of each kind there were."""
+    found = re.findall(rf"{EMITTED} (\d+) \S+ (\w+)", log)
+    return Counter(
+        PLAIN if drafted == "False" else WITH_MODEL if int(nodes) else WITHOUT_MODEL
+        for nodes, drafted in found
+    )
 
 
 def enable() -> None:
@@ -60,9 +72,12 @@ def enable() -> None:
     def choose_best_first(self: Planner, batch_size: int, scores: FloatArray) -> TreeChoice:
         return TreeChoice(min(next(sizes), self.candidate_sizes[-1]))
 
-    def record(self: ShapePlanner, plan: ShapePlan, batch: int, *step: Any) -> MeasuredStep:
-        measured = record_step(self, plan, batch, *step)
-        print(EMITTED, plan.shape.nodes, measured.emitted_tokens / batch, flush=True)
+    def record(
+        self: ShapePlanner, plan: ShapePlan, batch: int, rows: int, *step: Any
+    ) -> MeasuredStep:
+        measured = record_step(self, plan, batch, rows, *step)
+        emitted = measured.emitted_tokens / batch
+        print(EMITTED, plan.shape.nodes, emitted, rows > batch, flush=True)
         return measured
 
     ShapePlanner.choose = choose  # type: ignore[method-assign]

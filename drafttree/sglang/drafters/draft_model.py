@@ -2,8 +2,8 @@
 
 Both models share the table of KV slots: a token's KV is in the same slot of both caches. So prompts
 are computed by both, cached prefixes are valid for both, and in each step the draft model computes
-the KV of the nodes as it drafts them. Where trees are planned, it reads nothing while nothing is
-drafted.
+the KV of the nodes as it drafts them. Where trees are planned, it reads nothing while it does not
+draft.
 
 With tensor parallelism each rank has a part of both models and draws the same drafts, as logits,
 seeds and the candidates of tables are the same on all of them.
@@ -22,12 +22,13 @@ from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from tree_kernels.mask import depths, tree_mask
 
-from drafttree.drafter import DraftModelDrafter, ModelFreeDrafter
+from drafttree.arrays import LongArray
+from drafttree.drafter import DraftModelDrafter
 from drafttree.method import Method
 from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.drafters.draft_model_texts import DraftModelTexts
-from drafttree.sglang.drafters.observing import ObservingWorker
+from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.graphs.draft_model import DraftModelGraphs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
@@ -70,12 +71,8 @@ class _DraftModel(EagleDraftWorkerBase):
         self.graphs = DraftModelGraphs.of(self.draft_runner)
 
 
-class DraftModelWorker(ObservingWorker):
-    """Drafts with a `DraftModelDrafter` and the draft model that SGLang loads.
-
-    Attributes:
-        draft_seconds: Host time spent drafting.
-    """
+class DraftModelWorker(ModelDraftingWorker):
+    """Drafts with a `DraftModelDrafter` and the draft model that SGLang loads."""
 
     drafter: DraftModelDrafter
 
@@ -89,11 +86,13 @@ class DraftModelWorker(ObservingWorker):
     ) -> None:
         super().__init__(method, server_args, gpu_id, nccl_port, target_worker)
         most = self._num_draft_tokens
-        if len(self.drafter.columns) > 1 + most:
+        # Number of columns of the trees that are being drafted.
+        self._columns = len(self.drafter.columns)
+        if self._columns > 1 + most:
             # The draft model writes KV while it drafts, so truncating its trees would be too late.
             raise ValueError(
-                f"{type(self.drafter).__qualname__} samples {len(self.drafter.columns) - 1} draft "
-                f"tokens, but the options of {method.title} declare {most}: they must agree"
+                f"{type(self.drafter).__qualname__} samples {self._columns - 1} draft tokens, but "
+                f"the options of {method.title} declare {most}: they must agree"
             )
         self._draft_worker = _DraftModel(
             build_draft_tp_worker(
@@ -105,13 +104,8 @@ class DraftModelWorker(ObservingWorker):
                 attention_backend_override=attention_backends()[0],
             )
         )
-        self.draft_seconds = 0.0
         self._seeds = Seeds(self._device)
         install_acceptance_sampler(self._runner)
-
-    @property
-    def _observing(self) -> ModelFreeDrafter | None:
-        return self.drafter.tables
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the draft model a KV cache in the same slots."""
@@ -119,8 +113,7 @@ class DraftModelWorker(ObservingWorker):
         self._draft_worker.alloc_memory_pool(**pools)
         runner = self._draft_worker.draft_runner
         self._movers += kv_movers(runner.token_to_kv_pool)
-        plans = self.drafter.plans and self._may_plan
-        self._unread_texts = DraftModelTexts(runner) if plans else None
+        self._unread_texts = DraftModelTexts(runner) if self._plans else None
 
     def _start_request(self, request: Any, slot: int) -> None:
         super()._start_request(request, slot)
@@ -151,22 +144,29 @@ class DraftModelWorker(ObservingWorker):
         slots, lengths = batch.req_pool_indices, batch.seq_lens
         unread, texts = self._unread_texts, [*zip(slots.tolist(), lengths.tolist(), strict=True)]
         shape = self.drafter.plan(slots, lambda: unread.count(texts))
-        columns = self.drafter.follow_plan(shape)
-        rows = lengths[:, None] + torch.arange(len(columns))
-        here = self.req_to_token_pool.req_to_token[slots[:, None], rows].long()
-        if len(columns) == 1:
-            unread.written(here.numpy(), read=False)
+        started = perf_counter()
+        if not shape.depth:
+            trees = self._propose_without_model(slots)
+            unread.written(self._slots_of_trees(batch, trees.tokens.shape[1]), read=False)
+            self.draft_seconds += perf_counter() - started
             roots = self._states.roots[slots]
             rule = self.drafter.undrafted_rule(roots, self._seeds_of(batch), lengths)
-            return Proposal(DraftTree.of_roots(roots), lambda _: rule)
-        started = perf_counter()
+            return Proposal(trees, lambda _: rule)
+        self._columns = len(self.drafter.follow_plan(shape))
         read_tokens = unread.read(texts)
         ready = perf_counter()
         proposal = self._sample_trees(batch)
-        unread.written(here.numpy(), read=True)
+        unread.written(self._slots_of_trees(batch, self._columns), read=True)
         self.drafter.drafted(perf_counter() - ready, read_tokens, ready - started)
         self.draft_seconds += ready - started
         return proposal
+
+    def _slots_of_trees(self, batch: Any, columns: int) -> LongArray:
+        """The KV slots of the nodes of trees, `int64 [B, columns]`."""
+        rows = batch.seq_lens[:, None] + torch.arange(columns)
+        table = self.req_to_token_pool.req_to_token
+        slots: LongArray = table[batch.req_pool_indices[:, None], rows].long().numpy()
+        return slots
 
     def _sample_trees(self, batch: Any) -> Proposal:
         """Sample the step's trees from the draft model, which has read the texts."""
@@ -179,7 +179,7 @@ class DraftModelWorker(ObservingWorker):
             # parts of a node's KV must be of one token.
             trees = broadcast_trees(trees, trees.tokens.shape[1] - 1, self._group)
             logits = self._forward_draft(batch, trees, first)
-            if trees.tokens.shape[1] == len(self.drafter.columns):
+            if trees.tokens.shape[1] == self._columns:
                 return logits  # nothing is sampled below the leaves
             logits = logits.float()
             if has_penalties(batch):

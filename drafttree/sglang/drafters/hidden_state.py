@@ -24,34 +24,25 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_context
 
 from drafttree.deferred_rows import DeferredRows
-from drafttree.drafter import HiddenStateDrafter, ModelFreeDrafter
-from drafttree.sglang.drafters.observing import ObservingWorker
+from drafttree.drafter import HiddenStateDrafter
+from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
 from drafttree.sglang.state import Proposal, Step, are_parts
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
-from drafttree.tree import NO_TOKEN, DraftTree, Verified
+from drafttree.tree import NO_TOKEN, Verified
 
 
-class HiddenStateWorker(ObservingWorker):
-    """Drafts with a `HiddenStateDrafter`.
-
-    Attributes:
-        draft_seconds: Host time spent in decode steps, apart from the target's forwards.
-    """
+class HiddenStateWorker(ModelDraftingWorker):
+    """Drafts with a `HiddenStateDrafter`."""
 
     drafter: HiddenStateDrafter
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.draft_seconds = 0.0
         count_layer_memory()
         match_prefixes_by_bigrams()
-
-    @property
-    def _observing(self) -> ModelFreeDrafter | None:
-        return self.drafter.tables
 
     @property
     def draft_worker(self) -> None:
@@ -81,8 +72,7 @@ class HiddenStateWorker(ObservingWorker):
         slots = self.req_to_token_pool.req_to_token.shape[0]
         # The layer's output at each request's last known token.
         self._outputs = torch.zeros(slots, width, dtype=dtype, device=self._device)
-        plans = self.drafter.plans and self._may_plan
-        self._deferred: DeferredRows[int] | None = DeferredRows() if plans else None
+        self._deferred: DeferredRows[int] | None = DeferredRows() if self._plans else None
         # Whether the layer drafts in this step.
         self._layer_drafts = True
 
@@ -143,7 +133,7 @@ class HiddenStateWorker(ObservingWorker):
             shape = self.drafter.plan(indices)
             self._layer_drafts = shape.depth > 0
             if not self._layer_drafts:
-                trees = self._propose_without_layer(indices)
+                trees = self._propose_without_model(indices)
                 self.draft_seconds += perf_counter() - started
                 return Proposal(trees)
             self.drafter.follow_plan(shape)
@@ -164,13 +154,6 @@ class HiddenStateWorker(ObservingWorker):
         self.draft_seconds += ended - started
         self.drafter.drafted(ended - ready, read_seconds=ready - started)
         return Proposal(trees)
-
-    def _propose_without_layer(self, slots: torch.Tensor) -> DraftTree:
-        roots, drafting = self._states.roots[slots], self._states.drafting[slots]
-        if not drafting.any():
-            return DraftTree.of_roots(roots)
-        asked = roots.masked_fill(~drafting, NO_TOKEN)
-        return self.drafter.propose_without_layer(slots, asked).rooted(roots)
 
     def _continue(self, batch: Any) -> torch.Tensor:
         """The layer's outputs of each step of the draft, `[B, L, d]`."""

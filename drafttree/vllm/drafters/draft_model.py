@@ -86,14 +86,18 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots.
 
-        All trees have the same shape, so they are made on the host, which passes it on.
+        All trees that the model has a part in have the same shape, so they are made on the host,
+        which passes it on.
         """
+        self._known = None
         if (unread := self._unread) is not None:
             lengths = self.input_batch.num_tokens_no_spec[: len(roots)] - 1
             texts, slots = list(enumerate(lengths.tolist())), self._batch_slots()
             shape = shape_of_first_rank(
                 lambda: self._drafter.plan(slots, lambda: unread.count(texts)), get_tp_group()
             )
+            if not shape.depth:
+                return self._propose_without_model(slots, roots)
             self._planned = self._drafter.follow_plan(shape)
         parents = torch.tensor(self._planned, dtype=torch.int32)
         parents = parents.expand(len(roots), -1).contiguous()
@@ -109,11 +113,13 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         names = self.input_batch.req_ids
         seeds = self._seeds.of([self._seed(name) for name in names])
         lengths, levels = step.root_positions, self._level_forwards(step)
-        if not step.trees.drafted or len(self._planned) == 1:
+        known = self._trees_without_model(step, roots)
+        if known is not None:
             self._read_undrafted(step, levels)
             rule = self._drafter.undrafted_rule(roots, seeds, lengths)
             step.rule = rule_of_first_rank(rule, get_tp_group())
-            return self._as_scheduled(step, DraftTree.of_roots(roots))
+            return known
+        step.model_drafts = True
         self._catch_up(step)
         sampled = self._sampled(len(names))
         step.outputs = self._outputs(len(names))
@@ -125,18 +131,17 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
 
         slots = self._batch_slots()
         trees, drawn = self._drafter.propose(slots, roots, seeds, lengths, sampled, forward)
-        drafts = of_first_rank(self._as_scheduled(step, trees))
         if self._drafter.tables is None:
-            drafts = self._as_planned(step, drafts)
+            drafts = self._as_planned(step, of_first_rank(self._as_scheduled(step, trees)))
+            self._show_trees(step, drafts.parents)
         else:
-            drafts = self._write_nodes(step, drafts)
-        self._show_trees(step, drafts.parents)
+            drafts = self._place_trees(step, trees)
         rule = self._drafter.acceptance_rule(drafts, drawn)
         step.rule = rule_of_first_rank(rule, get_tp_group())
         return drafts
 
     def _read_undrafted(self, step: DraftModelStep, levels: LevelForwards) -> None:
-        """Let the draft model read a step without drafts, unless it may fall behind."""
+        """Let the draft model read a step without its drafts, unless it may fall behind."""
         if self._unread is not None:
             self._unread.step_written(len(step.trees.position_offsets), read=False)
         else:
@@ -211,10 +216,9 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         return with_columns(distributions(logits, metadata, sampled), columns - first)
 
     def _max_depth(self, step: DraftModelStep) -> int:
-        if self._drafter.tables is None:
-            return super()._max_depth(step)
-        # The scheduler has been given placeholders of depth 1.
-        return min(self._drafter.max_depth, step.rows.shape[1] - 1)
+        if self._drafter.tables is None and step.model_drafts:
+            return step.trees.max_depth  # that of placeholders, which have the trees' shape
+        return super()._max_depth(step)
 
     def _sampler_and_rule(self, step: DraftModelStep) -> tuple[Sampler, AcceptanceRule | None]:
         return (self.sampler if step.rule is None else self._rule_sampler), step.rule

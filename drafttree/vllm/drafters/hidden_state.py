@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from tree_kernels.mask import depths
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
@@ -27,13 +26,12 @@ from drafttree.arrays import IntArray
 from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
-from drafttree.tensor_parallel import broadcast_tensor, broadcast_trees, shape_of_first_rank
+from drafttree.tensor_parallel import broadcast_tensor, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
-from drafttree.vllm.drafters.columns import of_first_rank
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
-from drafttree.vllm.drafters.in_step import PLACEHOLDER, InStepRunner, InStepState
+from drafttree.vllm.drafters.in_step import InStepRunner, InStepState
 from drafttree.vllm.step import StepTrees
 
 
@@ -43,11 +41,9 @@ class HiddenStateStep(InStepState):
 
     Attributes:
         context: The engine's forward context, without which attention cannot run.
-        layer_drafts: Whether the layer has drafted.
     """
 
     context: Any = field(init=False)
-    layer_drafts: bool = False
 
 
 class HiddenStateRunner(InStepRunner[HiddenStateStep]):
@@ -55,8 +51,6 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     _drafter: HiddenStateDrafter
     _deferred: DeferredRows[str] | None = None
-    # The requests' names and trees, if the step to come has trees in which the layer has no part.
-    _without_layer: tuple[list[str], DraftTree] | None = None
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
         self._method = method
@@ -89,39 +83,16 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _propose(self, roots: IntArray) -> DraftTree:
         """Propose placeholders, for which the scheduler grants KV slots."""
         slots, group = self._batch_slots(), get_tp_group()
-        most, self._without_layer = self.num_spec_tokens, None
+        most, self._known = self.num_spec_tokens, None
         if self._deferred is not None:
             planned = shape_of_first_rank(lambda: self._drafter.plan(slots), group)
             if not planned.depth:
-                return self._propose_without_layer(slots, roots)
+                return self._propose_without_model(slots, roots)
             self._drafter.follow_plan(planned)
             most = planned.nodes
         sizes = 1 + self._drafter.max_draft_tokens(slots)
         broadcast_tensor(sizes, group)
         return self._placeholders(sizes, 1 + most)
-
-    def _propose_without_layer(self, slots: torch.Tensor, roots: IntArray) -> DraftTree:
-        """Propose placeholders for trees that are drafted now."""
-        tensor = on_device(roots, self.device)
-        if (roots < 0).all():
-            return DraftTree.of_roots(tensor)
-        trees = self._as_declared(self._drafter.propose_without_layer(slots, tensor))
-        trees = broadcast_trees(trees, self.num_spec_tokens, get_tp_group())
-        if not trees.drafted:
-            return trees
-        self._without_layer = [*self.input_batch.req_ids], trees
-        return self._placeholders(trees.tree_size, trees.tokens.shape[1])
-
-    def _placeholders(self, sizes: torch.Tensor, width: int) -> DraftTree:
-        """Trees of `sizes [B]` columns, at most `width`, to be drafted in the step.
-
-        The drafter may know the sizes on the device alone.
-        """
-        shape = len(sizes), width
-        tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=self.device)
-        parents = torch.zeros_like(tokens)
-        parents[:, 0] = -1
-        return self._as_declared(DraftTree(tokens, parents, sizes.int()))
 
     def _new_step(self, trees: StepTrees) -> HiddenStateStep:
         return HiddenStateStep(trees)
@@ -134,37 +105,14 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _draft(self, step: HiddenStateStep, roots: torch.Tensor) -> DraftTree:
         """The step's trees: drafted before, or built now from the layer's own outputs."""
-        if not step.trees.drafted:
-            return DraftTree.of_roots(roots)
-        trees = self._trees_without_layer(roots)
-        if trees is None:
-            trees = self._draft_with_layer(step, roots)
-        drafts = self._write_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
-        self._show_trees(step, drafts.parents)
-        return drafts
-
-    def _trees_without_layer(self, roots: torch.Tensor) -> DraftTree | None:
-        """The trees of the batch that were drafted without the layer; None if it is to draft.
-
-        Requests that were left out of the step before have none.
-        """
-        if self._without_layer is None:
-            return None
-        names, trees = self._without_layer
-        if names != self.input_batch.req_ids:
-            row_of = {name: row for row, name in enumerate(names)}
-            rows = np.array([row_of.get(name, -1) for name in self.input_batch.req_ids], np.int64)
-            places = on_device(rows, self.device)
-            absent = (places < 0)[:, None]
-            tokens, parents = (
-                each[places].masked_fill(absent, -1) for each in (trees.tokens, trees.parents)
-            )
-            trees = DraftTree(tokens, parents, trees.tree_size[places])
-        return trees.rooted(roots)
+        known = self._trees_without_model(step, roots)
+        if known is not None:
+            return known
+        return self._place_trees(step, self._draft_with_layer(step, roots))
 
     def _draft_with_layer(self, step: HiddenStateStep, roots: torch.Tensor) -> DraftTree:
         """Run the layer on its own outputs, and build the trees from the logits."""
-        step.layer_drafts = True
+        step.model_drafts = True
         slots, sizes = self._batch_slots(), step.trees.tensors.tree_size.long()
         self._read_deferred(step)
         parts = self.step_parts(LAYER)
@@ -176,12 +124,6 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             logits.view(*states.shape[:2], -1),
             self._layer.valid_steps(sizes),
         )
-
-    def _max_depth(self, step: HiddenStateStep) -> int:
-        if self._deferred is not None and not step.layer_drafts:
-            return int(depths(step.drafts.parents, step.drafts.tree_size).max())
-        # The trees' shapes are known on the device alone.
-        return min(self._drafter.max_depth, step.rows.shape[1] - 1)
 
     def _step_verified(self, step: HiddenStateStep, verified: Verified) -> None:
         started = perf_counter()
@@ -196,7 +138,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _defers(self, step: HiddenStateStep, verified: Verified) -> bool:
         """Whether what was accepted in a step is read later, as nothing else is to be read."""
         deferred, trees = self._deferred, step.trees
-        if deferred is None or step.layer_drafts:
+        if deferred is None or step.model_drafts:
             return False
         if len(trees.position_offsets) > len(trees.rows) or not trees.counted.all():
             self._read_deferred(step)

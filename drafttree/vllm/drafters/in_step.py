@@ -1,7 +1,8 @@
 """Base class of model runners that draft at the beginning of the step that verifies.
 
 Such drafters write KV, so they need slots first. The scheduler grants slots for placeholders, and
-the next step replaces these by draft tokens before the target runs.
+the next step replaces these by draft tokens before the target runs. Where trees are planned, those
+in which the model has no part are drafted before the step, but take the same way.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from tree_kernels.mask import depths, tree_mask
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from drafttree.arrays import LongArray
-from drafttree.drafter import AcceptanceRule, DraftModelDrafter, HiddenStateDrafter
+from drafttree.arrays import IntArray, LongArray
+from drafttree.drafter import AcceptanceRule, ModelDrafter
+from drafttree.tensor_parallel import broadcast_trees
 from drafttree.transfer import AsyncHostCopy, on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches
-from drafttree.vllm.drafters.columns import as_scheduled, without_nodes
+from drafttree.vllm.drafters.columns import as_scheduled, of_first_rank, without_nodes
+from drafttree.vllm.drafters.known_trees import KnownTrees
 from drafttree.vllm.drafters.observing import observer, start_text
 from drafttree.vllm.drafters.step_parts import StepCache, StepParts
 from drafttree.vllm.priming import prime
@@ -54,6 +58,7 @@ class InStepState(StepState):
             counted, `int64 [B]`, on the host.
         read_tokens: Tokens of texts that a draft model had missed, and has read in this step.
         read_seconds: The time that this took.
+        model_drafts: Whether the drafter's model has drafted.
     """
 
     input_ids: torch.Tensor = field(init=False)
@@ -64,6 +69,7 @@ class InStepState(StepState):
     ends: LongArray = field(init=False)
     read_tokens: int = 0
     read_seconds: float = 0.0
+    model_drafts: bool = False
 
 
 I = TypeVar("I", bound=InStepState)  # noqa: E741
@@ -72,7 +78,9 @@ I = TypeVar("I", bound=InStepState)  # noqa: E741
 class InStepRunner(TreeModelRunner[I]):
     """Base class of runners that draft within the step."""
 
-    _drafter: DraftModelDrafter | HiddenStateDrafter
+    _drafter: ModelDrafter
+    # What was proposed for the step to come, if the model is to have no part in it.
+    _known: KnownTrees | None = None
 
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter's tables compute something beforehand, if there are any."""
@@ -82,6 +90,45 @@ class InStepRunner(TreeModelRunner[I]):
     def _request_started(self, name: str, slot: int) -> None:
         if self._drafter.tables is not None:
             start_text(self, self._drafter.tables, name, slot)
+
+    def _propose_without_model(self, slots: torch.Tensor, roots: IntArray) -> DraftTree:
+        """Draft the trees of the step to come, and propose placeholders for them.
+
+        Args:
+            slots: Slots of the requests, `int64 [B]`.
+            roots: Their last tokens; -1 for requests that are not drafted for.
+        """
+        tensor = on_device(roots, self.device)
+        trees = DraftTree.of_roots(tensor)
+        if (roots >= 0).any():
+            trees = self._as_declared(self._drafter.propose_without_model(slots, tensor))
+            trees = broadcast_trees(trees, self.num_spec_tokens, get_tp_group())
+        self._known = KnownTrees([*self.input_batch.req_ids], trees)
+        if not trees.drafted:
+            return trees
+        return self._placeholders(trees.tree_size, trees.tokens.shape[1])
+
+    def _placeholders(self, sizes: torch.Tensor, width: int) -> DraftTree:
+        """Trees of `sizes [B]` columns, at most `width`, to be drafted in the step.
+
+        The drafter may know the sizes on the device alone.
+        """
+        shape = len(sizes), width
+        tokens = torch.full(shape, PLACEHOLDER, dtype=torch.int32, device=self.device)
+        parents = torch.zeros_like(tokens)
+        parents[:, 0] = -1
+        return self._as_declared(DraftTree(tokens, parents, sizes.int()))
+
+    def _trees_without_model(self, step: I, roots: torch.Tensor) -> DraftTree | None:
+        """The trees of a step in which the model has no part; None if it is to draft.
+
+        Requests that were left out of the step before get none.
+        """
+        if not step.trees.drafted:
+            return DraftTree.of_roots(roots)
+        if self._known is None:
+            return None
+        return self._place_trees(step, self._known.of_batch(self.input_batch.req_ids, roots))
 
     def _draft(self, step: I, roots: torch.Tensor) -> DraftTree:
         """Draft the trees of a step, within the engine's forward context.
@@ -227,6 +274,20 @@ class InStepRunner(TreeModelRunner[I]):
         self._write_tokens(step, kept.tokens)
         return kept
 
+    def _place_trees(self, step: I, trees: DraftTree) -> DraftTree:
+        """Put trees, as drafted on this rank, in the place of the step's placeholders.
+
+        Args:
+            step: The step.
+            trees: The trees, whose depths the scheduler does not know.
+
+        Returns:
+            The trees to verify.
+        """
+        placed = self._write_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
+        self._show_trees(step, placed.parents)
+        return placed
+
     def _place_nodes(self, step: I, trees: DraftTree) -> DraftTree:
         """Give the rows of nodes the positions of their depths; see `_write_nodes`.
 
@@ -258,7 +319,12 @@ class InStepRunner(TreeModelRunner[I]):
 
     def _max_depth(self, step: I) -> int:
         """Greatest depth of a node of the step's trees, or more."""
-        return step.trees.max_depth
+        if step.model_drafts:
+            # The scheduler has been given placeholders of depth 1.
+            return min(self._drafter.max_depth, step.rows.shape[1] - 1)
+        if not step.trees.drafted:
+            return 0
+        return int(depths(step.drafts.parents, step.drafts.tree_size).max())
 
     def _verify(self, step: I, logits: StepLogits) -> tuple[SamplerOutput, Verified]:
         sampler, rule = self._sampler_and_rule(step)

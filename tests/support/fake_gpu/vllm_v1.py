@@ -22,7 +22,14 @@ from vllm.v1.worker import gpu_input_batch
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from drafttree.vllm import adopted
-from drafttree.vllm.drafters import columns, draft_layer, draft_model, hidden_state, model_free
+from drafttree.vllm.drafters import (
+    columns,
+    draft_layer,
+    draft_model,
+    hidden_state,
+    in_step,
+    model_free,
+)
 from fake_gpu.record import Record
 from fake_gpu.stand_ins import BLOCK, MAX_LEN, MAX_REQUESTS, ONE_RANK
 from fake_gpu.tensors import Gpu
@@ -79,6 +86,7 @@ def _pinned_memory() -> Iterator[None]:
         for holder, name, value in (
             (model_free, "get_tp_group", ONE_RANK),
             (columns, "get_tp_group", ONE_RANK),
+            (in_step, "get_tp_group", ONE_RANK),
             (draft_model, "get_tp_group", ONE_RANK),
             (hidden_state, "get_tp_group", ONE_RANK),
             (adopted, "get_tp_group", ONE_RANK),
