@@ -474,6 +474,10 @@ class DraftModelDrafter(ModelDrafter):
 class HiddenStateDrafter(ModelDrafter):
     """Continues the target's hidden states with one layer, whose KV the host stores.
 
+    On a GPU, hosts may capture `fuse`, `between` and `layer` in CUDA graphs when they start. So
+    these are functions of their arguments alone, run the same kernels for all values, and read none
+    on the host.
+
     Attributes:
         heads: The layer's query heads, KV heads and head size.
     """

@@ -26,6 +26,7 @@ NO_PATCHES = {
     "adapters.py: copied._modules": "a copy, for a drafter's embeddings and logits",
     "drafters/draft_model_loader.py: config.model_config": "a copy, for the draft model",
     "drafters/draft_model_loader.py: config.quant_config": "a copy, for the draft model",
+    "drafters/layer_graphs.py: self._forward.graph_pool": "a wrapper of drafttree's own graphs",
     "forward.py: builder.step_masks": "drafttree's own metadata builder",
     "runner.py: builder.step_masks": "drafttree's own metadata builder",
     "runner_choice.py: object.__setattr__(config, name, value)": "a configuration of its own",

@@ -6,14 +6,17 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import draft_rows
 import draw_ahead_on_cpu
 import forbid_device_sync
 import pytest
 import torch
+from lyanna_parts import drafter_for, predict_embeddings
 from vllm_runs import Answer, Case, run_vllm
 
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.protocol import EngineSpec, ForwardShape
+from lyanna_plugin.checkpoint import save
 
 pytestmark = [
     pytest.mark.cuda,
@@ -46,6 +49,36 @@ def test_greedy_tokens_equal_plain_decoding(
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens
     proves_drafting(drafted[0])
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_lyannas_layer_drafts_in_graphs_what_it_drafts_without(
+    tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None], runner: str
+) -> None:
+    drafter, draw = drafter_for(tiny_llama), random.Random(5)
+    predict_embeddings(drafter)
+    save(drafter, tmp_path / "drafter")
+    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(12)]
+    # Logprobs of prompts are read from the target's states after the layer has run.
+    scored = {**GREEDY, "prompt_logprobs": 2}
+    cases = [Case(prompts, GREEDY), Case(prompts[:1], GREEDY), Case(prompts, scored)]
+    settings = {"environment": RUNNERS[runner] | draft_rows.ENVIRONMENT, **ENGINE}
+    method = {"method": "lyanna", "model": str(tmp_path / "drafter")}
+    plain, _ = run_vllm(tiny_llama, cases, environment=RUNNERS[runner], **ENGINE)
+    eager, log = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=True, **settings)
+    assert any(forwards for *_, forwards in draft_rows.counted(log))
+    replayed, log = run_vllm(tiny_llama, cases, speculative=method, **settings)
+    # What runs in a graph is not called again, so the layer's steps are not counted. The first
+    # steps may be the engine's own, before it captures.
+    assert not any(forwards for *_, forwards in draft_rows.counted(log)[-20:])
+    for one, other, expected in zip(replayed, eager, plain, strict=True):
+        assert one.tokens == other.tokens == expected.tokens
+    # Steps of several requests depend on when each arrives.
+    assert replayed[1].counters == eager[1].counters
+    for mine, theirs in zip(replayed[2].prompt_logprobs, plain[2].prompt_logprobs, strict=True):
+        for of_mine, of_theirs in zip(mine[1:], theirs[1:], strict=True):
+            assert of_mine == pytest.approx(of_theirs, abs=1e-4)
+    proves_drafting(replayed[0])
 
 
 def test_a_step_of_v1_does_not_synchronise_with_the_device(

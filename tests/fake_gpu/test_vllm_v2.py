@@ -23,6 +23,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lyanna",
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
     ),
+    "lyanna in graphs": (
+        "lyanna in graphs",
+        {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
+    ),
     "kernel alone": ("kernel alone", {"tree": "branch:3-2-1"}),
     "flash attention 2": ("flash attention 2", {"tree": "branch:3-2-1"}),
     "flash attention 3": ("flash attention 3", {"nodes": 7, "memory": 0}),
@@ -32,11 +36,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "lyanna",
         {"model": "none", "steps": 3, "width": 2, "nodes": "auto"},
     ),
+    "lyanna in graphs, in shapes that change": (
+        "lyanna in graphs",
+        {"model": "none", "steps": 3, "width": 2, "nodes": "auto"},
+    ),
 }
 BUDGETS = {
     **{"static": (17, 4), "dynamic": (23, 3), "rsd": (26, 215), "lyanna": (22, 268)},
     # Each of four forwards replays two graphs, and copies tokens and positions.
     "rsd in graphs": (26 + 4 * 2, 215 + 4 * 2),
+    # Two steps along chains and a forward over the step's tokens replay a graph each.
+    "lyanna in graphs": (20 + 3, 220),
 }
 """Most kernels and operations of PyTorch of a greedy step with drafts: all that the runner, the
 engine's sampler and the drafter launch, without the preparation of inputs and the models."""

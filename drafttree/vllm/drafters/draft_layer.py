@@ -7,18 +7,22 @@ has their KV.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from drafttree.deferred_rows import TakenRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
+from drafttree.vllm.drafters.layer_graphs import LayerGraphs
 from drafttree.vllm.drafters.step_parts import StepParts
+from drafttree.vllm.drafters.target_graphs import is_compiled
 
 LAYER = "draft_layer.0.attn"
 """Name of the layer in the engine's registry of layers."""
@@ -47,7 +51,9 @@ class DraftLayer:
         group: GroupCoordinator,
     ) -> None:
         self._drafter = drafter
+        self._config = config
         self._group = group
+        self._graphs: LayerGraphs | None = None
         heads, kv_heads, size = drafter.heads
         self._heads, self._kv_heads = (self._own(each) for each in (heads, kv_heads))
         with set_current_vllm_config(config):
@@ -63,6 +69,28 @@ class DraftLayer:
         self.states = torch.zeros(
             requests, model.get_hidden_size(), dtype=model.dtype, device=device
         )
+
+    def capture_with(
+        self,
+        target: torch.nn.Module,
+        serves: Callable[[], bool],
+        parts: Callable[[], StepParts],
+    ) -> None:
+        """Capture CUDA graphs of the layer beside piecewise ones of the target, if there are any.
+
+        Args:
+            target: The target, which the engine calls as a module.
+            serves: Whether it is called to serve requests.
+            parts: The parts of a step for the layer, when the engine's KV caches exist.
+        """
+        if self.states.device.type == "cuda" and is_compiled(target):
+            self._graphs = LayerGraphs(self._drafter, self.attend, self.states, self._config, parts)
+            self._graphs.capture_with(target, serves)
+
+    def forget_graphs(self) -> None:
+        """The engine has other KV caches, and captures its graphs again."""
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def unroll(
         self,
@@ -83,13 +111,19 @@ class DraftLayer:
             parts: The parts of the step, for the layer.
 
         Returns:
-            `[B, L, d]`, the states of all steps; beyond N + 1 they repeat the last.
+            `[B, L, d]`, the states of all steps, until the next call; beyond N + 1 they repeat the
+            last.
         """
         num_steps = self._drafter.steps
+        rows = rows[:, : num_steps - 1]
+        if self._graphs is not None:
+            unrolled = self._graphs.unroll(slots, root_positions, rows, sizes, parts)
+            if unrolled is not None:
+                return unrolled
         state = self.states[slots]
         states = [state]
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        for ahead in range(min(num_steps - 1, rows.shape[1])):
+        for ahead in range(rows.shape[1]):
             lengths = root_positions + sizes.clamp(max=ahead + 1)
             with parts.reading(rows[:, ahead], starts, lengths, 1):
                 state = self._drafter.layer(
@@ -107,11 +141,36 @@ class DraftLayer:
             slots: The slots of the step's requests, `int64 [B]`.
             parts: The parts of the step, for the layer.
         """
-        x = self._drafter.fuse(rows.hidden, rows.tokens)
         with parts.reading_before(rows.places, rows.counts, rows.positions):
-            states = self._drafter.layer(x, rows.positions, self.attend)
+            states = self.read_rows(rows.hidden, rows.tokens, rows.positions)
         read = slots[on_device(rows.places, slots.device)]
         self.states[read] = states[rows.last].to(self.states.dtype)
+
+    def has_graph(self, rows: int) -> bool:
+        """Whether `read_rows` takes a graph for so many rows."""
+        return self._graphs is not None and self._graphs.reads(rows)
+
+    def read_rows(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the layer over known tokens, all those of the forward context.
+
+        Attention follows the context's masks, but in a graph it is causal.
+
+        Args:
+            hidden: The target's hidden states before the tokens, `[P, d]`.
+            tokens: The tokens, `int [P]`.
+            positions: Positions of the rows, `int64 [P]`.
+
+        Returns:
+            The layer's output, `[P, d]`, until the next call.
+        """
+        graphs = self._graphs
+        if graphs is None or not graphs.reads(len(tokens)):
+            return self._drafter.layer(self._drafter.fuse(hidden, tokens), positions, self.attend)
+        context: Any = get_forward_context()
+        metadata, slots = context.attn_metadata[LAYER], context.slot_mapping[LAYER]
+        return graphs.read(hidden, tokens, positions, metadata, slots)
 
     def valid_steps(self, sizes: torch.Tensor) -> torch.Tensor:
         """How many of the states follow from a request's own rows, `int [B]`; 0 without drafts.

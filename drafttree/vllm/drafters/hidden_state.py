@@ -66,10 +66,14 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._layer = DraftLayer(
             *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
         )
+        self._layer.capture_with(
+            self.get_model(), lambda: self._step is not None, lambda: self.step_parts(LAYER)
+        )
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, and what the layer reads later, if trees are planned."""
         super().initialize_kv_cache(*args, **kwargs)
+        self._layer.forget_graphs()
         self._deferred = None
         on_cpu = self.device.type == "cpu"
         if self._drafter.plans and on_cpu and not kwargs.get("is_profiling"):
@@ -199,13 +203,12 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             reading = self.step_parts(LAYER).reading(read, starts, lengths, most)
             source, tokens, positions = source[read], tokens[read], positions[read]
             last = before[last]
-        elif step.trees.drafted:
+        elif step.trees.drafted and not self._layer.has_graph(len(tokens)):
             # A GPU would have to wait until the host knows which rows these are. Their KV is
             # written again before it is read.
             self._show_chains(step)
-        x = self._drafter.fuse(step.hidden[source], tokens)
         with override_forward_context(step.context), reading:
-            states = self._drafter.layer(x, positions, self._layer.attend)
+            states = self._layer.read_rows(step.hidden[source], tokens, positions)
         stored = self._layer.states
         stored[self._batch_slots()] = states[last].to(stored.dtype)
 

@@ -78,6 +78,12 @@ class StepParts:
             if (names := [name for name in group.layer_names if name.startswith(prefix)])
         ]
 
+    @property
+    def cache(self) -> StepCache:
+        """The step's part of the layers' KV caches, which are in one group."""
+        ((_, _, cache),) = self._layers
+        return cache
+
     @contextmanager
     def reading(
         self,
@@ -129,6 +135,27 @@ class StepParts:
 
         lengths, most = positions[last] + 1, int(counts.max())
         with self._context(len(positions), starts, lengths, most, None, of):
+            yield
+
+    @contextmanager
+    def reading_at(
+        self,
+        slots: torch.Tensor,
+        blocks: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+        most: int,
+    ) -> Iterator[None]:
+        """The forward context of causal rows that need not be the step's, as a graph reads them.
+
+        Args:
+            slots: KV slots of these rows, `int64 [P]`; -1 where nothing is written.
+            blocks: Blocks of their requests, `int32 [B, n]`.
+            starts: First row of each request, and the number of rows of requests, `int32 [B + 1]`.
+            lengths: Number of tokens of each request up to the last of its rows, `int [B]`.
+            most: Greatest number of rows of a request.
+        """
+        with self._context(len(slots), starts, lengths, most, None, lambda _: (blocks, slots)):
             yield
 
     @contextmanager

@@ -123,7 +123,7 @@ class DraftModelRunnerV2(InStepRunnerV2):
             *(step.sizes, np.diff(batch.cu_num_logits_np)),
             *(step.place_of_node, lengths),
         )
-        parts = self._parts(batch, PREFIX)
+        parts = self._parts(batch.num_reqs, PREFIX)
         levels = LevelForwards(self._draft_graphs, parts, rows)
         if step.width == 1:
             self._read_undrafted(batch, levels)

@@ -44,7 +44,15 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         self._layer = DraftLayer(
             *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
         )
+        self._layer.capture_with(
+            self.get_model(), lambda: self._step is not None, lambda: self._parts(0, LAYER)
+        )
         self._deferred = DeferredRows() if self._plans else None
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, for which no graph of the layer is captured yet."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self._layer.forget_graphs()
 
     def _stop(self, row: int) -> None:
         super()._stop(row)
@@ -63,7 +71,7 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         roots, root_positions = self._roots(batch, step)
         states = self._layer.unroll(
             *(slots, root_positions, step.place_of_node, step.sizes),
-            self._parts(batch, LAYER),
+            self._parts(batch.num_reqs, LAYER),
         )
         logits = self._unadapted.compute_logits(states.flatten(0, 1))
         steps = self._layer.valid_steps(step.sizes.long())
@@ -113,7 +121,7 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         rows = None if deferred is None else deferred.take(batch.idx_mapping_np.tolist())
         if rows is None:
             return 0
-        self._layer.read(rows, batch.idx_mapping, self._parts(batch, LAYER))
+        self._layer.read(rows, batch.idx_mapping, self._parts(batch.num_reqs, LAYER))
         return int(rows.counts.sum())
 
     def _following(self, batch: InputBatch, verified: Verified) -> torch.Tensor:
@@ -146,9 +154,9 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         positions = batch.positions[: len(tokens)].clone()
         if step.width > 1:
             positions[indices] = positions[places[:, 0]][step.request_of_row] + columns
-            self._show_chains()
-        x = self._drafter.fuse(self._hidden[source], tokens)
+            if not self._layer.has_graph(len(tokens)):
+                self._show_chains()
         with override_forward_context(self._context):
-            states = self._drafter.layer(x, positions, self._layer.attend)
+            states = self._layer.read_rows(self._hidden[source], tokens, positions)
         last = places[:, 0] + (verified.path[:, 1:] >= 0).sum(1)
         self._layer.states[rows] = states[last].to(self._layer.states.dtype)

@@ -154,10 +154,10 @@ class InStepRunnerV2(TreeRunnerV2):
 
     # What drafting needs.
 
-    def _parts(self, batch: InputBatch, prefix: str) -> StepParts:
-        """The parts of this step, for the layers whose names begin with `prefix`."""
-        tables, requests = self.block_tables, slice(batch.num_reqs)
-        blocks = (each[requests] for each in tables.input_block_tables)
+    def _parts(self, requests: int, prefix: str) -> StepParts:
+        """The parts of this step of so many requests, for the layers whose names begin so."""
+        tables = self.block_tables
+        blocks = (each[:requests] for each in tables.input_block_tables)
         caches = zip(blocks, tables.slot_mappings, tables.block_sizes, strict=True)
         return StepParts(self, prefix, [StepCache(*each) for each in caches])
 

@@ -8,7 +8,7 @@ see, so that a mistake in any of them changes what is drafted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from vllm.compilation.counter import compilation_counter
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -49,8 +50,11 @@ _BITS = 32
 
 
 def new_cache(device: torch.device) -> torch.Tensor:
-    """The KV cache of a layer with one head of size 1."""
-    return torch.full((BUDGET // BLOCK, 1, BLOCK, 1), -1.0, device=device)
+    """The KV cache of a layer with one head of size 1.
+
+    The engine writes nothing to the slot -1, which here is in a block that no request has.
+    """
+    return torch.full((BUDGET // BLOCK + 1, 1, BLOCK, 1), -1.0, device=device)
 
 
 def groups_of(layer: str, device: torch.device, num_draft_tokens: int) -> list[Any]:
@@ -135,7 +139,8 @@ def _seen(metadata: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     starts = (metadata.starts if on_host else metadata.query_starts).long()
     count = int(starts[-1]) if on_host else metadata.num_actual_tokens
     rows = torch.arange(count, device=starts.device)
-    request = (rows[:, None] >= starts[None, 1:]).sum(1)
+    # Rows of no request, which pad a graph, may see anything.
+    request = (rows[:, None] >= starts[None, 1:]).sum(1).clamp(max=len(starts) - 2)
     places = metadata.lengths[request] - starts[request + 1] + rows
     if not on_host:
         assert metadata.masks.shape[1] == 1
@@ -165,12 +170,18 @@ class Runner(Protocol):
         weights: The target's logits after each token, `[V, V]`.
         caches: The KV caches of all layers, by name.
         reads: Rows of each forward of the draft model, and whether graphs were replayed.
+        attended: Rows of each forward of the layer that replayed no graph.
+        captured: Numbers of rows for which graphs are captured on a fake GPU, the largest first.
+        graphs: Number of graphs that were captured.
     """
 
     device: torch.device
     weights: torch.Tensor
     caches: dict[str, torch.Tensor]
     reads: list[tuple[int, bool]]
+    attended: list[int]
+    captured: tuple[int, ...]
+    graphs: int
 
     def uncounted(self) -> AbstractContextManager[Any]:
         """Where nothing is counted, or forbidden."""
@@ -246,21 +257,15 @@ class DraftModel(torch.nn.Module):
 
 
 @contextmanager
-def loads_draft_model(runner: Runner, module: Any, sizes: Sequence[int]) -> Iterator[None]:
-    """Where a runner, defined in `module`, is given the stand-in for its draft model.
-
-    Args:
-        runner: The model runner.
-        module: Where it is defined.
-        sizes: Numbers of rows for which graphs are captured on a fake GPU, the largest first.
-    """
+def loads_draft_model(runner: Runner, module: Any) -> Iterator[None]:
+    """Where a runner, defined in `module`, is given the stand-in for its draft model."""
     runner.caches[DRAFTED], runner.reads = new_cache(runner.device), []
-    captures = runner.device.type == "cuda" and sizes
+    captures = runner.device.type == "cuda" and runner.captured
     model = DraftModel(runner, piece if captures else None)
     with mock.patch.object(module, "load_draft_model", return_value=model):
         yield
     if captures:
-        capture(runner, BUDGET, sizes)
+        capture(runner, BUDGET, runner.captured)
 
 
 LAYER_METHOD = Method(
@@ -282,6 +287,7 @@ class LayerAttention:
         pass
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.runner.attended.append(len(q))
         with self.runner.uncounted():
             context = get_forward_context()
             metadata: Any = context.attn_metadata
@@ -294,7 +300,18 @@ class LayerAttention:
 @contextmanager
 def loads_layer(runner: Runner) -> Iterator[None]:
     """Where a runner is given the stand-in for its layer's attention."""
-    runner.caches[LAYER] = new_cache(runner.device)
+    runner.caches[LAYER], runner.attended = new_cache(runner.device), []
     kind = type("Attention", (LayerAttention,), {"runner": runner})
     with mock.patch.object(draft_layer, "Attention", kind):
         yield
+    if runner.device.type == "cuda" and runner.captured:
+        capture(runner, BUDGET, runner.captured)
+        runner.attended.clear()
+        runner.graphs = compilation_counter.num_cudagraph_captured
+
+
+def check_layer_graphs(runner: Runner) -> None:
+    """Graphs of the layer are replayed wherever one is large enough, and none is captured."""
+    if runner.device.type == "cuda":
+        assert all(rows > runner.captured[0] for rows in runner.attended)
+        assert compilation_counter.num_cudagraph_captured == runner.graphs

@@ -13,8 +13,14 @@ from fake_gpu.comparison import assert_same
 from fake_gpu.stand_ins import VOCAB
 from fake_gpu.tensors import Gpu
 from fake_gpu.vllm_v1 import Asked, Decoded, decode
-from fake_gpu.vllm_v1_hosts import CapturedHost, DraftModelHost, HiddenStateHost
+from fake_gpu.vllm_v1_hosts import (
+    CapturedHost,
+    CapturedLayerHost,
+    DraftModelHost,
+    HiddenStateHost,
+)
 
+LYANNA = {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3}
 HOSTS: dict[str, Any] = {
     "rsd, beams": (DraftModelHost, {"model": "none", "tree": "beam:2x3"}),
     "rsd, in graphs": (CapturedHost, {"model": "none", "tree": "beam:2x3"}),
@@ -27,22 +33,14 @@ HOSTS: dict[str, Any] = {
         DraftModelHost,
         {"model": "none", "tree": "beam:2x3", "tables": {"prime": False, "nodes": 5}},
     ),
-    "lyanna": (
-        HiddenStateHost,
-        {"model": "none", "steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
-    ),
+    "lyanna": (HiddenStateHost, LYANNA),
+    "lyanna, in graphs": (CapturedLayerHost, LYANNA),
     "lyanna, one tree at a time": (
         HiddenStateHost,
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "fusion": False},
     ),
-    "lyanna with tables": (
-        HiddenStateHost,
-        {
-            "model": "none",
-            **{"steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3},
-            "tables": {"prime": False},
-        },
-    ),
+    "lyanna with tables": (HiddenStateHost, LYANNA | {"tables": {"prime": False}}),
+    "lyanna with tables, in graphs": (CapturedLayerHost, LYANNA | {"tables": {"prime": False}}),
 }
 MAIN = ["rsd, beams", "lyanna"]
 

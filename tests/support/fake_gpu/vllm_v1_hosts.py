@@ -23,6 +23,7 @@ from drafttree.vllm.runner import TreeModelRunner
 from fake_gpu.stand_ins import (
     DRAFTED,
     LAYER_METHOD,
+    check_layer_graphs,
     loads_draft_model,
     loads_layer,
     target_on,
@@ -86,7 +87,7 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
-        with loads_draft_model(self, draft_model, self.captured):
+        with loads_draft_model(self, draft_model):
             super().load_model()
 
     def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -144,3 +145,14 @@ class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]
             for place in range(computed)
         ]
         assert self.cached(LAYER, name, computed) == pytest.approx(expected, abs=1e-4)
+
+
+class CapturedLayerHost(HiddenStateHost):
+    """Lyanna, whose layer runs in graphs on the fake GPU."""
+
+    captured = (16, 8, 4, 1)
+
+    def check_cache(self, name: str) -> None:
+        """Graphs are replayed wherever one is large enough."""
+        super().check_cache(name)
+        check_layer_graphs(self)

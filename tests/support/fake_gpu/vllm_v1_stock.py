@@ -33,7 +33,9 @@ from fake_gpu.stand_ins import (
 
 
 class Model(torch.nn.Module):
-    """The target, which the engine calls as a module."""
+    """The target, which the engine calls as a module, and compiles."""
+
+    do_not_compile = False
 
     def __init__(self, runner: Stock) -> None:
         super().__init__()
@@ -63,9 +65,13 @@ class Stock(GPUModelRunner):
     Attributes:
         caches: The KV caches of all layers, by name.
         drafting_layer: Name of the layer that drafts; None for none.
+        attended: Rows of each forward of the layer that replayed no graph.
+        graphs: Number of graphs of the layer that were captured.
     """
 
     drafting_layer: str | None = None
+    attended: list[int]
+    graphs: int
 
     def __init__(self, weights: torch.Tensor, device: torch.device) -> None:
         self.device, self.weights = device, weights.to(device)
@@ -82,7 +88,11 @@ class Stock(GPUModelRunner):
             model="none",
         )
         self.vllm_config = SimpleNamespace(
-            cache_config=None, model_config=self.model_config, reasoning_config=None
+            cache_config=None,
+            model_config=self.model_config,
+            reasoning_config=None,
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=BUDGET),
+            use_cumem_cudagraph_pool=False,
         )
         self.load_config, self.model_memory_usage = None, 0
         self.requests: dict[str, CachedRequestState] = {}

@@ -26,6 +26,7 @@ from fake_gpu.stand_ins import (
     DRAFTED,
     LAYER_METHOD,
     TARGET,
+    check_layer_graphs,
     loads_draft_model,
     loads_layer,
     target_on,
@@ -83,7 +84,7 @@ class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Make the stand-in for a draft model."""
-        with loads_draft_model(self, draft_model, self.captured):
+        with loads_draft_model(self, draft_model):
             super().load_model()
         self._movers_apart = [[movers_of([self.caches[layer]])] for layer in (TARGET, DRAFTED)]
         self._missed = self._no_missed_texts() if self._plans else None
@@ -144,10 +145,22 @@ class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
         assert found == pytest.approx(expected, abs=1e-4)
 
 
+class CapturedLayerHost(HiddenStateHost):
+    """Lyanna, whose layer runs in graphs on the fake GPU."""
+
+    captured = (16, 8, 4, 1)
+
+    def check_cache(self, name: str, text: list[int], first_block: int) -> None:
+        """Graphs are replayed wherever one is large enough."""
+        super().check_cache(name, text, first_block)
+        check_layer_graphs(self)
+
+
 HOSTS: dict[str, type[HostRunner]] = {
     "token-recycling": HostRunner,
     "rsd": DraftModelHost,
     "rsd in graphs": CapturedHost,
     "lyanna": HiddenStateHost,
+    "lyanna in graphs": CapturedLayerHost,
 }
 """The runner of each method."""

@@ -74,7 +74,9 @@ class Weights:
 
 
 class Model(torch.nn.Module):
-    """The target, which the engine calls as a module."""
+    """The target, which the engine calls as a module, and compiles."""
+
+    do_not_compile = False
 
     def __init__(self, runner: Stock) -> None:
         super().__init__()
@@ -123,10 +125,14 @@ class Stock(GPUModelRunner):
         caches: The KV caches of all layers, by name.
         drafting_layer: Name of the layer that drafts; None for none.
         reads: Rows of each forward of the draft model, and whether graphs were replayed.
+        attended: Rows of each forward of the layer that replayed no graph.
+        graphs: Number of graphs of the layer that were captured.
     """
 
     drafting_layer: str | None = None
     reads: list[tuple[int, bool]]
+    attended: list[int]
+    graphs: int
 
     def __init__(self, weights: Weights, device: torch.device, num_draft_tokens: int) -> None:
         self.device, self.vocab_size = device, VOCAB
@@ -149,7 +155,12 @@ class Stock(GPUModelRunner):
             model="none",
             rswa_window=None,
         )
-        self.vllm_config = SimpleNamespace(cache_config=None, model_config=self.model_config)
+        self.vllm_config = SimpleNamespace(
+            cache_config=None,
+            model_config=self.model_config,
+            compilation_config=SimpleNamespace(max_cudagraph_capture_size=BUDGET),
+            use_cumem_cudagraph_pool=False,
+        )
         self.parallel_config = self.load_config = None
         self.model_memory_usage = 0
         for absent in (
