@@ -148,7 +148,7 @@ class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
 class CapturedLayerHost(HiddenStateHost):
     """Lyanna, whose layer runs in graphs on the fake GPU."""
 
-    captured = (16, 8, 4, 1)
+    captured = (24, 8, 4, 1)
 
     def check_cache(self, name: str, text: list[int], first_block: int) -> None:
         """Graphs are replayed wherever one is large enough."""
