@@ -179,7 +179,16 @@ class Texts:
 @pytest.mark.parametrize(
     "contexts",
     # Before and after borders of what the kernels read at a time, and of pages.
-    [[21], [59], [124], [760], [250, 31, 500], [90, 400, 123, 11, 700, 256, 60, 300]],
+    # With several requests some have no share of their own, after one that takes a thread's time.
+    [
+        [21],
+        [59],
+        [124],
+        [760],
+        [250, 31, 500],
+        [29, 230, 21, 160],
+        [90, 400, 123, 11, 700, 256, 60, 300],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
