@@ -125,15 +125,6 @@ def test_nodes_auto_has_a_shape_for_each_step_of_the_layer() -> None:
         assert sizes[-1] == NODES
 
 
-@pytest.mark.parametrize(("most", "declared"), [(None, 80), (40, 40), (5, NODES)])
-def test_nodes_auto_has_room_for_trees_of_tables_alone(most: int | None, declared: int) -> None:
-    tables = True if most is None else {"max_nodes": most}
-    given = METHOD.parse({"model": "any", "tables": tables, "nodes": "auto"})
-    assert given.num_draft_tokens == declared
-    assert given.of_tables is not None
-    assert given.of_tables.num_draft_tokens == (most or 80)
-
-
 def test_nodes_auto_is_refused_with_tables_on_a_gpu(parts: tuple[Target, Path]) -> None:
     target, folder = parts
     given = METHOD.parse({"model": str(folder), "tables": True, "nodes": "auto"})

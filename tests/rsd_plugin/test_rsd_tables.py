@@ -385,15 +385,6 @@ def test_tree_auto_has_up_to_as_many_nodes_of_tables_as_of_the_draft_model() -> 
     assert METHOD.parse({"model": "any", "tree": "auto", "tables": False}) == alone
 
 
-@pytest.mark.parametrize(("most", "declared"), [(None, 80), (40, 40), (5, 23)])
-def test_tree_auto_has_room_for_trees_of_tables_alone(most: int | None, declared: int) -> None:
-    tables = True if most is None else {"max_nodes": most}
-    given = METHOD.parse({"model": "any", "tables": tables, "tree": "auto"})
-    assert given.num_draft_tokens == declared
-    assert given.of_tables is not None
-    assert given.of_tables.num_draft_tokens == (most or 80)
-
-
 def test_tree_auto_is_refused_with_tables_on_a_gpu() -> None:
     given = METHOD.parse({"model": "any", "tables": True, "tree": "auto"})
     with pytest.raises(ValueError, match=r"tree=auto with tables .*give tree another value"):

@@ -245,7 +245,7 @@ class LayerGraphs(TargetGraphs):
             kv_slots[ahead],
             buffers.blocks[:size],
             torch.arange(size + 1, dtype=torch.int32, device=slots.device),
-            # Nobody's row attends to nothing.
+            # Padded chains have no keys.
             (roots + sizes.clamp(max=ahead + 1)).clamp(min=0),
             1,
         ):

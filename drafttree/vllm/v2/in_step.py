@@ -155,7 +155,10 @@ class InStepRunnerV2(TreeRunnerV2):
     # What drafting needs.
 
     def _parts(self, requests: int, prefix: str) -> StepParts:
-        """The parts of this step of so many requests, for the layers whose names begin so."""
+        """The parts of the step's first `requests` requests, for one drafter's layers.
+
+        The names of these layers begin with `prefix`.
+        """
         tables = self.block_tables
         blocks = (each[:requests] for each in tables.input_block_tables)
         caches = zip(blocks, tables.slot_mappings, tables.block_sizes, strict=True)
