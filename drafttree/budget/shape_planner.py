@@ -51,8 +51,13 @@ _CAPACITY = 64.0
 _AT_START = 4.0
 """What is there at first, and the most that a depth's first drafts are charged, in tokens of a
 request."""
+_TO_READ = 16.0
+"""What there is for reading alone until something is known, in tokens of a request: without it,
+where texts are long and reading is dear, drafting would not be tried for some thousand steps."""
 _EVIDENCE = 8.0
-"""Outcomes without which nobody knows whether drafting pays."""
+"""Outcomes with which it is known whether drafting pays."""
+_LEAST_EVIDENCE = 2.0
+"""Outcomes with which it may be known, where they leave no doubt."""
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
@@ -110,6 +115,7 @@ class ShapePlanner:
         self._report = StepReport() if base is None else base.report
         self._states: dict[int, BucketState] = {}
         self._saved = _AT_START
+        self._to_read = _TO_READ
         self._rests = 0
 
     def choose(
@@ -140,7 +146,7 @@ class ShapePlanner:
             state.is_tried = True
             return self._planned(0, StepPlan(TreeChoice(0), is_trial=True), seconds=seconds)
         state.is_tried = False
-        if not state.index and self._saved <= 0 and self.acceptance.evidence < _EVIDENCE:
+        if not state.index and self._saved <= 0 and self.acceptance.evidence < _LEAST_EVIDENCE:
             return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
         gains = self._calibrated(batch_size, expected)
@@ -151,7 +157,7 @@ class ShapePlanner:
         least = 1.0 if state.index else self.constants.margin
         if rates[best] <= least * rates[0]:
             best = 0
-        if best and not state.index and self.acceptance.evidence < _EVIDENCE:
+        if best and not state.index and not self._is_known(batch_size, best, seconds):
             best = 0
         index, is_trial, at_stake = best, False, None
         if not best:
@@ -170,6 +176,17 @@ class ShapePlanner:
         choice = TreeChoice(self.shapes[index].nodes)
         step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
         return self._planned(index, step, at_stake, gains, seconds)
+
+    def _is_known(self, batch_size: int, index: int, seconds: FloatArray) -> bool:
+        """Whether it is known that a shape pays, as it seems to."""
+        evidence, constants = self.acceptance.evidence, self.constants
+        if not _LEAST_EVIDENCE <= evidence < _EVIDENCE:
+            return evidence >= _EVIDENCE
+        least = self._calibrated(
+            batch_size, self.acceptance.expected_tokens(self.shapes, -constants.optimism)
+        )
+        rates = least / seconds
+        return bool(rates[index] > constants.margin * rates[0])
 
     def _explored(
         self,
@@ -196,8 +213,16 @@ class ShapePlanner:
             return None
         if self._saved < _HOPELESS and rates[index] <= constants.margin * rates[0]:
             return None
-        loss = (float(seconds[index]) + catch_up_seconds()) * float(rates[0]) - 1
-        return (index, loss) if self._saved >= min(loss, _CAPACITY) else None
+        if self.acceptance.evidence >= _EVIDENCE:
+            self._to_read = 0.0
+        reading = catch_up_seconds() * float(rates[0])
+        loss = float(seconds[index]) * float(rates[0]) + reading - 1
+        given = min(reading, self._to_read)
+        if self._saved + given < min(loss, _CAPACITY):
+            return None
+        self._saved += given
+        self._to_read -= given
+        return index, loss
 
     def record_step(
         self,

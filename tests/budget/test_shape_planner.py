@@ -14,6 +14,8 @@ from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.tree_shape import TreeShape
 
 STEPS = 2500
+SLOW_READER = {"fixed": 0.145, "by_row": 0.002, "draft_fixed": 0.045, "draft_by_row": 0.003}
+"""A quarter of the target's size, on a CPU where ten tokens take as long to read as a level."""
 CHAINS = {shape for shape in BEAMS if shape.width == 1}
 full = partial(pytest.param, marks=pytest.mark.full)
 
@@ -32,6 +34,7 @@ def over_plain(scenario: Scenario, first: int = 0, steps: int = STEPS) -> float:
         full(Scenario(draft_fixed=0.03, reads=False), id="dear drafts, nothing to read"),
         full(Scenario(first=lambda step: 0.1, stalls=0.02), id="stalls"),
         full(Scenario(by_row=0.02, first=lambda step: 0.3), id="dear rows"),
+        full(Scenario(**SLOW_READER, first=lambda step: 0.3, answer=400), id="dear texts"),
     ],
 )
 def test_not_slower_than_plain(scenario: Scenario, batch: int) -> None:
@@ -54,6 +57,12 @@ def test_close_to_the_best_fixed_shape(scenario: Scenario, least: float) -> None
     fixed = {shape: run(scenario, Fixed(shape), STEPS).speed(500) for shape in BEAMS}
     assert planned.speed(500) >= least * max(fixed.values())
     assert max(fixed.values()) > 1.1 * run(scenario, Fixed(), STEPS).speed(500)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_although_texts_are_dear_to_read(seed: int) -> None:
+    scenario = Scenario(**SLOW_READER, first=lambda step: 0.8, further=0.3, answer=400)
+    assert run(scenario, Planned(scenario), 600, seed).drafted(200) > 0.95
 
 
 @pytest.mark.full
