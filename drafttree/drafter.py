@@ -490,6 +490,15 @@ class HiddenStateDrafter(ModelDrafter):
         """Steps of the layer, L. Trees are as deep, unless other candidates share them."""
         return self.max_depth
 
+    @property
+    def proposes_in_graphs(self) -> bool:
+        """Whether hosts may capture `propose` too.
+
+        Then the same holds for it, but for tensors that it reads and writes in place. A batch may
+        be padded with requests of the slot -1, or 0 if that is no request's, which have no steps.
+        """
+        return False
+
     def plan(self, slots: torch.Tensor) -> TreeShape:
         """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
 

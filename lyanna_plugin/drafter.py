@@ -64,18 +64,25 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         """Allocate, for each slot, the logits that are kept for a second tree."""
         super().allocate(max_requests, max_model_len)
         device = self._info.row_of.device
-        shape = max_requests, self._options.steps, len(self._info.row_of)
+        # The last one is for the padding of graphs, with the slot -1.
+        slots = max_requests + 1
+        shape = slots, self._options.steps, len(self._info.row_of)
         self._logits = torch.zeros(
-            shape if self._resamples else (max_requests, 0, 0), dtype=self._dtype, device=device
+            shape if self._resamples else (slots, 0, 0), dtype=self._dtype, device=device
         )
         # The number of valid steps in them, and of the draft tokens accepted from their tree.
-        self._steps = torch.zeros(max_requests, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(slots, dtype=torch.int64, device=device)
         self._accepted = torch.zeros_like(self._steps)
 
     @property
     def steps(self) -> int:
         """Steps of the layer: the depth of the tree, if it is of its nodes alone."""
         return self._shape.depth
+
+    @property
+    def proposes_in_graphs(self) -> bool:
+        """True without tables, which keep an account of a step on the host, and without plans."""
+        return self._shared is None and not self.plans
 
     def plan(self, slots: Tensor) -> TreeShape:
         """Choose the shape of the next trees, with `nodes=auto`."""

@@ -111,7 +111,7 @@ def test_ranks_share_the_heads_of_a_layer(kv_heads: int) -> None:
     config = SimpleNamespace(cache_config=None, model_config=model)
 
     def attended(group: Any) -> torch.Tensor:
-        layer = DraftLayer(drafter, config, 1, torch.device("cpu"), group)
+        layer = DraftLayer(drafter, config, 1, torch.device("cpu"), group, torch.zeros_like)
         assert layer._attention.kv_heads == max(kv_heads // group.world_size, 1)
         return layer.attend(*given)
 

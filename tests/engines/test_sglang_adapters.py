@@ -219,6 +219,7 @@ def test_drafts_are_of_the_head_without_adapters() -> None:
     from sglang.srt.lora.layers import BaseLayerWithLoRA
 
     from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
+    from drafttree.tree import DraftTree
 
     head = torch.nn.Linear(4, 6)
     adapted = BaseLayerWithLoRA(head, TorchNativeLoRABackend(1, torch.device("cpu")))
@@ -240,11 +241,13 @@ def test_drafts_are_of_the_head_without_adapters() -> None:
         )
     )
     worker._states = SimpleNamespace(drafting=torch.ones(2), roots=torch.zeros(2))
-    worker._continue = lambda batch: torch.ones(1, 3, 4)
+    worker._drafts = lambda slots, lengths: (torch.ones(1, 3, 4),)
     worker.drafter = SimpleNamespace(
-        propose=lambda slots, roots, logits, steps: logits, drafted=lambda *args, **kwargs: None
+        propose=lambda slots, roots, *given: DraftTree.of_roots(roots),
+        proposes_in_graphs=False,
+        drafted=lambda *args, **kwargs: None,
     )
-    worker._propose(SimpleNamespace(req_pool_indices=slots))
+    worker._propose(SimpleNamespace(req_pool_indices=slots, seq_lens=torch.tensor([5])))
     assert used == [head]
 
 

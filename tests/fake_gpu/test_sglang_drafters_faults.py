@@ -16,6 +16,7 @@ from fake_gpu.sglang_hosts import DRAFT_MODEL, HIDDEN_STATES
 from fake_gpu.sglang_steps import Asked, Decoded, decode
 
 from drafttree.sglang.drafters import draft_model, hidden_state
+from drafttree.sglang.drafters.draft_layer import DraftLayer
 from drafttree.sglang.drafters.draft_model import DraftModelWorker
 from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
@@ -52,8 +53,10 @@ def one_by_one(
     return self._attend_one_by_one(q, rows, lengths, table)
 
 
-def outputs_on_the_host(self: Any, batch: Any) -> torch.Tensor:
-    return torch.zeros(len(batch.reqs), 3, 64)
+def outputs_on_the_host(
+    self: Any, rows: LayerRows, slots: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor]:
+    return (torch.zeros(len(slots), 3, 64),)
 
 
 def read_on_the_host(batch: Any, sampled: torch.Tensor) -> torch.Tensor:
@@ -72,7 +75,7 @@ REFUSED = {
     ),
     "lyanna: attention by request": Fault(LYANNA, LayerCache, "attend", one_by_one, HostWaitError),
     "lyanna: states on the host": Fault(
-        LYANNA, HiddenStateWorker, "_continue", outputs_on_the_host, DeviceMismatchError
+        LYANNA, DraftLayer, "unroll", outputs_on_the_host, DeviceMismatchError
     ),
     "lyanna: tokens after prompts read": Fault(
         LYANNA, hidden_state, "_after_prompts", read_on_the_host, HostWaitError

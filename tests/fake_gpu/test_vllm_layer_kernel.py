@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from drafttree.drafter import Attend
 from drafttree.vllm.attention.triton import TritonTreeImpl, TritonTreeMetadataBuilder
 from drafttree.vllm.drafters import draft_layer
+from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.step_parts import StepCache, StepParts
 
@@ -37,6 +38,7 @@ class Drafter:
 
     heads = HEADS, KV_HEADS, SIZE
     steps = STEPS
+    proposes_in_graphs = False
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -135,7 +137,7 @@ class Engine:
         ranks: Any = SimpleNamespace(world_size=1, rank_in_group=0)
         drafter: Any = Drafter()
         with layers():
-            self.layer = DraftLayer(drafter, config, REQUESTS, self.device, ranks)
+            self.layer = DraftLayer(drafter, config, REQUESTS, self.device, ranks, torch.zeros_like)
         self.layer.states.copy_(torch.randn(REQUESTS, WIDTH))
         self._tables = torch.randperm(REQUESTS * PAGES).int().view(REQUESTS, PAGES)
         self._target = Target()
@@ -182,7 +184,8 @@ class Engine:
         )
         found = []
         with context(CUDAGraphMode.NONE, 64), self._gpu.no_waiting():
-            found.append(self.layer.unroll(slots, before, rows, counts, parts).clone())
+            chains = DraftChains(slots, slots, before, rows, counts, counts)
+            found.append(self.layer.unroll(chains, parts).clone())
             every = torch.arange(len(tokens), device="cuda")
             with parts.reading(every, starts, before + counts, max(sizes)):
                 found.append(self.layer.read_rows(hidden, tokens, positions).clone())

@@ -93,9 +93,9 @@ BUDGETS = {
     # Each of four forwards replays two graphs, and copies tokens and positions.
     "rsd, in graphs": (22 + 4 * 2, 159 + 4 * 2, 2, 0),
     "lyanna": (17, 282, 2, 1),
-    # Two steps along chains, and a forward over the tokens of a step if they are not too many,
-    # replay a graph each.
-    "lyanna, in graphs": (16 + 3, 258, 2, 1),
+    # Two steps along chains, the trees, and a forward over the tokens of a step if they are not
+    # too many, replay a graph each.
+    "lyanna, in graphs": (14, 113, 2, 1),
 }
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 

@@ -11,6 +11,7 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -25,13 +26,15 @@ from sglang.srt.runtime_context import get_context
 
 from drafttree.deferred_rows import DeferredRows
 from drafttree.drafter import HiddenStateDrafter
+from drafttree.sglang.drafters.draft_layer import DraftLayer
 from drafttree.sglang.drafters.with_model import ModelDraftingWorker
-from drafttree.sglang.layer_cache import LayerCache, LayerRows
+from drafttree.sglang.graphs.requests import RequestGraphs, whole_steps_are_captured
+from drafttree.sglang.layer_cache import LayerRows
 from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
 from drafttree.sglang.state import Proposal, Step, are_parts
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
-from drafttree.tree import NO_TOKEN, Verified
+from drafttree.tree import NO_TOKEN, DraftTree, Verified
 
 
 class HiddenStateWorker(ModelDraftingWorker):
@@ -56,22 +59,44 @@ class HiddenStateWorker(ModelDraftingWorker):
             get_context().override(__name__, enable_return_hidden_states=True)
 
     def init_cuda_graphs(self) -> None:
-        """SGLang's last call before it serves: hidden states are for the layer, not for users."""
+        """SGLang's last call before it serves: capture graphs of the layer beside the target's."""
         if self._device.type != "cpu":
+            # Hidden states are for the layer, not for users.
             get_context().override(__name__, enable_return_hidden_states=False)
         super().init_cuda_graphs()
+        if whole_steps_are_captured(self._device):
+            self._capture(self._runner.decode_cuda_graph_runner.capture_bs)
+
+    def _capture(self, requests: Sequence[int]) -> None:
+        most, columns = requests[-1], self.drafter.max_depth + 1
+        longs = partial(torch.zeros, dtype=torch.int64, device=self._device)
+        states = torch.zeros(
+            *(most, columns, self._runner.model_config.hidden_size),
+            dtype=self._runner.dtype,
+            device=self._device,
+        )
+        self._drafts.capture([longs(most), longs(most)], requests)
+        counts = longs(most), longs(most), longs(most)
+        self._paths.capture([*counts, states, longs(most, columns)], requests)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the layer a KV cache in the same slots."""
         super().alloc_memory_pool(**pools)
-        keys = self.token_to_kv_pool_allocator.get_kvcache().k_buffer[0]
-        _, heads, size = self.drafter.heads
-        dtype = self._runner.dtype
-        self._cache = LayerCache(len(keys), heads, size, dtype, self._device)
-        width = self._runner.model_config.hidden_size
-        slots = self.req_to_token_pool.req_to_token.shape[0]
-        # The layer's output at each request's last known token.
-        self._outputs = torch.zeros(slots, width, dtype=dtype, device=self._device)
+        self._layer = DraftLayer(
+            self.drafter,
+            self.req_to_token_pool.req_to_token,
+            len(self.token_to_kv_pool_allocator.get_kvcache().k_buffer[0]),
+            self._runner.model_config.hidden_size,
+            self._runner.dtype,
+        )
+        self._drafts = RequestGraphs(
+            self._trees_of_layer if self.drafter.proposes_in_graphs else self._layer.unroll,
+            lambda slots, _: LayerRows.of([1] * len(slots), self._device),
+        )
+        self._paths = RequestGraphs(
+            self._layer.read_paths,
+            lambda *given: LayerRows.of([given[-1].shape[1]] * len(given[-1]), self._device),
+        )
         self._deferred: DeferredRows[int] | None = DeferredRows() if self._plans else None
         # Whether the layer drafts in this step.
         self._layer_drafts = True
@@ -83,43 +108,10 @@ class HiddenStateWorker(ModelDraftingWorker):
         rows = LayerRows.of([*batch.extend_lens], self._device)
         following = batch.input_ids.roll(-1)
         following[rows.ends] = _after_prompts(batch, result.next_token_ids).to(following.dtype)
-        x = self.drafter.fuse(result.logits_output.hidden_states, following)
-        table = self._table(batch.req_pool_indices, batch.seq_lens)
-        outputs = self._run_layer(x, rows, batch.seq_lens, table)
-        self._outputs[batch.req_pool_indices] = outputs[rows.ends]
+        hidden = result.logits_output.hidden_states
+        self._layer.read(rows, batch.req_pool_indices, batch.seq_lens, hidden, following)
         self._prompts_verified(batch, result.next_token_ids)
         return result
-
-    def _table(self, slots: torch.Tensor, lengths: torch.Tensor, reserved: int = 0) -> torch.Tensor:
-        """The KV slot of each position of requests, `int32 [B, P]`.
-
-        Args:
-            slots: The requests' slots, `int64 [B]`.
-            lengths: Number of positions that are needed, `int64 [B]`.
-            reserved: How many more are needed.
-        """
-        table = self.req_to_token_pool.req_to_token
-        if self._device.type == "cpu":
-            # A GPU would have to wait for the lengths, and copies faster.
-            table = table[:, : int(lengths.max()) + reserved]
-        return table[slots]
-
-    def _run_layer(
-        self, x: torch.Tensor, rows: LayerRows, lengths: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        """The layer's output `[N, d]` for its input `x [N, d]`, whose KV it writes.
-
-        Args:
-            x: The input.
-            rows: Whose last rows these are.
-            lengths: Length of each request, these rows included, `int64 [B]`.
-            table: What `_table` returns.
-        """
-        positions = rows.positions(lengths)
-        attend = partial(
-            self._cache.attend, rows=rows, positions=positions, lengths=lengths, table=table
-        )
-        return self.drafter.layer(x, positions, attend)
 
     def _start_request(self, request: Any, slot: int) -> None:
         super()._start_request(request, slot)
@@ -139,7 +131,22 @@ class HiddenStateWorker(ModelDraftingWorker):
             self.drafter.follow_plan(shape)
         self._read_deferred(indices)
         ready = perf_counter()
-        outputs = self._continue(batch)
+        drafts = self._drafts(indices, batch.seq_lens)
+        if not self.drafter.proposes_in_graphs:
+            drafts = self._trees(indices, *drafts)
+        ended = perf_counter()
+        self.draft_seconds += ended - started
+        self.drafter.drafted(ended - ready, read_seconds=ready - started)
+        return Proposal(DraftTree(*drafts))
+
+    def _trees_of_layer(
+        self, rows: LayerRows, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of the trees of requests in `slots [B]`, with texts of `lengths [B]`."""
+        return self._trees(slots, *self._layer.unroll(rows, slots, lengths))
+
+    def _trees(self, slots: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors of the trees from the layer's outputs `[B, L, d]`."""
         # SGLang's own product, as it keeps the head packed on some CPUs. A head with LoRA adapters
         # would take these rows for those of the last batch.
         model = self._runner.model
@@ -148,26 +155,9 @@ class HiddenStateWorker(ModelDraftingWorker):
         if not drafts_alone(self._group):
             logits = tensor_model_parallel_all_gather(logits)
         logits = logits[:, : self._vocab_size].unflatten(0, outputs.shape[:2])
-        steps = self._states.drafting[indices].long() * outputs.shape[1]
-        trees = self.drafter.propose(indices, self._states.roots[indices], logits, steps)
-        ended = perf_counter()
-        self.draft_seconds += ended - started
-        self.drafter.drafted(ended - ready, read_seconds=ready - started)
-        return Proposal(trees)
-
-    def _continue(self, batch: Any) -> torch.Tensor:
-        """The layer's outputs of each step of the draft, `[B, L, d]`."""
-        steps = self.drafter.steps
-        output = self._outputs[batch.req_pool_indices]
-        outputs = [output]
-        if steps > 1:
-            rows = LayerRows.of([1] * len(output), self._device)
-            table = self._table(batch.req_pool_indices, batch.seq_lens, steps - 1)
-        for ahead in range(1, steps):
-            x = self.drafter.between(output)
-            output = self._run_layer(x, rows, batch.seq_lens + ahead, table)
-            outputs.append(output)
-        return torch.stack(outputs, 1)
+        steps = self._states.drafting[slots].long() * outputs.shape[1]
+        trees = self.drafter.propose(slots, self._states.roots[slots], logits, steps)
+        return trees.tokens, trees.parents, trees.tree_size
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
         return self._target_worker.forward_batch_generation(
@@ -212,9 +202,7 @@ class HiddenStateWorker(ModelDraftingWorker):
             return
         slots, lengths = slots[torch.from_numpy(text.places)], text.positions[text.last] + 1
         rows = LayerRows.of(text.counts.tolist(), self._device)
-        x = self.drafter.fuse(text.hidden, text.tokens)
-        outputs = self._run_layer(x, rows, lengths, self._table(slots, lengths))
-        self._outputs[slots] = outputs[rows.ends]
+        self._layer.read(rows, slots, lengths, text.hidden, text.tokens)
 
     def _read_accepted(self, step: Step, hidden: torch.Tensor, verified: Verified) -> None:
         """Run the layer over accepted tokens, and keep its output at each request's last one.
@@ -225,25 +213,15 @@ class HiddenStateWorker(ModelDraftingWorker):
             verified: What was accepted.
         """
         batch, path, counts = step.batch, verified.path, verified.num_emitted
+        slots, lengths = batch.req_pool_indices, batch.seq_lens
         requests = torch.arange(len(path), device=self._device)[:, None]
-        states = hidden[requests, path.clamp(min=0).long()].flatten(0, 1)
-        following = verified.emitted.clamp(min=0).flatten().long()
+        states = hidden[requests, path.clamp(min=0).long()]
+        following = verified.emitted.clamp(min=0).long()
         if self._device.type == "cpu":
-            needed = (path >= 0).flatten()
-            states, following = states[needed], following[needed]
-            rows, lengths = LayerRows.of(counts.tolist(), self._device), batch.seq_lens + counts
-            last = rows.ends
+            needed, rows = path >= 0, LayerRows.of(counts.tolist(), self._device)
+            self._layer.read(rows, slots, lengths + counts, states[needed], following[needed])
         else:
-            # A GPU would have to wait until the host knows how many were accepted. The KV of the
-            # rows behind them is written again before it is read.
-            width = path.shape[1]
-            rows = LayerRows.of([width] * len(path), self._device)
-            lengths = batch.seq_lens + width
-            last = rows.starts[:-1].long() + counts - 1
-        x = self.drafter.fuse(states, following)
-        table = self._table(batch.req_pool_indices, batch.seq_lens, path.shape[1])
-        outputs = self._run_layer(x, rows, lengths, table)
-        self._outputs[batch.req_pool_indices] = outputs[last]
+            self._paths(slots, lengths, counts, states, following)
 
 
 def _after_prompts(batch: Any, sampled: torch.Tensor) -> torch.Tensor:

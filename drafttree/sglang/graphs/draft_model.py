@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.model_executor.cuda_graph_config import Backend
+import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from drafttree.patches import check_parameters
+from drafttree.sglang.graphs.requests import whole_steps_are_captured
 from drafttree.sglang.patches import exchange_graphs
 from drafttree.sglang.versions import unknown
 
@@ -51,10 +51,7 @@ class DraftModelGraphs:
     @classmethod
     def of(cls, runner: Any) -> DraftModelGraphs | None:
         """Capture them where SGLang captures whole graphs of the target; None elsewhere."""
-        config = get_exec().graph.cuda_graph_config
-        if runner.device == "cpu" or config is None or config.decode.backend != Backend.FULL:
-            return None
-        return cls(runner)
+        return cls(runner) if whole_steps_are_captured(torch.device(runner.device)) else None
 
     @contextmanager
     def used(self) -> Iterator[None]:

@@ -20,6 +20,8 @@ from drafttree.deferred_rows import TakenRows
 from drafttree.drafter import HiddenStateDrafter
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
+from drafttree.tree import DraftTree
+from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.layer_graphs import LayerGraphs
 from drafttree.vllm.drafters.step_parts import StepParts
 from drafttree.vllm.drafters.target_graphs import is_compiled
@@ -37,6 +39,7 @@ class DraftLayer:
         requests: Number of slots.
         device: Where the states are.
         group: The engine's tensor-parallel ranks.
+        compute_logits: The target's logits `[N, V]` of states `[N, d]`.
 
     Attributes:
         states: `[requests, d]`, the layer's output after each request's last token, by slot.
@@ -49,8 +52,10 @@ class DraftLayer:
         requests: int,
         device: torch.device,
         group: GroupCoordinator,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._drafter = drafter
+        self._compute_logits = compute_logits
         self._config = config
         self._group = group
         self._graphs: LayerGraphs | None = None
@@ -84,7 +89,9 @@ class DraftLayer:
             parts: The parts of a step for the layer, when the engine's KV caches exist.
         """
         if self.states.device.type == "cuda" and is_compiled(target):
-            self._graphs = LayerGraphs(self._drafter, self.attend, self.states, self._config, parts)
+            self._graphs = LayerGraphs(
+                *(self._drafter, self.attend, self.states, self._config, parts), self._trees
+            )
             self._graphs.capture_with(target, serves)
 
     def forget_graphs(self) -> None:
@@ -92,42 +99,54 @@ class DraftLayer:
         if self._graphs is not None:
             self._graphs.forget()
 
-    def unroll(
-        self,
-        slots: torch.Tensor,
-        root_positions: torch.Tensor,
-        rows: torch.Tensor,
-        sizes: torch.Tensor,
-        parts: StepParts,
-    ) -> torch.Tensor:
+    def draft(self, chains: DraftChains, parts: StepParts) -> DraftTree:
+        """Run the layer on its own outputs, and build trees from the logits of all its states.
+
+        Args:
+            chains: The chains.
+            parts: The parts of the step, for the layer.
+
+        Returns:
+            The trees, until the next call.
+        """
+        trees = None if self._graphs is None else self._graphs.draft(chains, parts)
+        if trees is None:
+            states = self.unroll(chains, parts)
+            trees = self._trees(chains.slots, chains.roots, states, chains.steps)
+        return trees
+
+    def _trees(
+        self, slots: torch.Tensor, roots: torch.Tensor, states: torch.Tensor, steps: torch.Tensor
+    ) -> DraftTree:
+        """The trees from the states of chains, `[B, L, d]`."""
+        logits = self._compute_logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
+        return self._drafter.propose(slots, roots, logits, steps)
+
+    def unroll(self, chains: DraftChains, parts: StepParts) -> torch.Tensor:
         """Run the layer on its own outputs, along a chain: each step reads one row of a request.
 
         Args:
-            slots: The requests' slots, `int64 [B]`.
-            root_positions: Positions of the roots, `int64 [B]`.
-            rows: Places of each request's columns among the step's tokens, `int64 [B, N]`; padding
-                repeats a request's last, whose KV is written again before it is read.
-            sizes: Number of columns of each request, `int [B]`.
+            chains: The chains.
             parts: The parts of the step, for the layer.
 
         Returns:
             `[B, L, d]`, the states of all steps, until the next call; beyond N + 1 they repeat the
             last.
         """
-        num_steps = self._drafter.steps
-        rows = rows[:, : num_steps - 1]
         if self._graphs is not None:
-            unrolled = self._graphs.unroll(slots, root_positions, rows, sizes, parts)
+            unrolled = self._graphs.unroll(chains, parts)
             if unrolled is not None:
                 return unrolled
-        state = self.states[slots]
+        num_steps = self._drafter.steps
+        rows, positions = chains.rows[:, : num_steps - 1], chains.root_positions
+        state = self.states[chains.slots]
         states = [state]
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         for ahead in range(rows.shape[1]):
-            lengths = root_positions + sizes.clamp(max=ahead + 1)
+            lengths = positions + chains.sizes.clamp(max=ahead + 1)
             with parts.reading(rows[:, ahead], starts, lengths, 1):
                 state = self._drafter.layer(
-                    self._drafter.between(state), root_positions + ahead, self.attend
+                    self._drafter.between(state), positions + ahead, self.attend
                 )
             states.append(state)
         states += states[-1:] * (num_steps - len(states))

@@ -30,6 +30,7 @@ from drafttree.tensor_parallel import broadcast_tensor, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
+from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.drafters.in_step import InStepRunner, InStepState
 from drafttree.vllm.step import StepTrees
@@ -64,7 +65,8 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._drafter = self._method.drafter(self._options, target)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self._layer = DraftLayer(
-            *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
+            *(self._drafter, self.vllm_config, self.max_num_reqs, self.device),
+            *(get_tp_group(), self._unadapted.compute_logits),
         )
         self._layer.capture_with(
             self.get_model(), lambda: self._step is not None, lambda: self.step_parts(LAYER)
@@ -117,17 +119,13 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     def _draft_with_layer(self, step: HiddenStateStep, roots: torch.Tensor) -> DraftTree:
         """Run the layer on its own outputs, and build the trees from the logits."""
         step.model_drafts = True
-        slots, sizes = self._batch_slots(), step.trees.tensors.tree_size.long()
+        sizes = step.trees.tensors.tree_size.long()
         self._read_deferred(step)
-        parts = self.step_parts(LAYER)
-        states = self._layer.unroll(slots, step.root_positions, step.rows, sizes, parts)
-        logits = self._unadapted.compute_logits(states.flatten(0, 1))
-        return self._drafter.propose(
-            slots,
-            roots,
-            logits.view(*states.shape[:2], -1),
+        chains = DraftChains(
+            *(self._batch_slots(), roots, step.root_positions, step.rows, sizes),
             self._layer.valid_steps(sizes),
         )
+        return self._layer.draft(chains, self.step_parts(LAYER))
 
     def _step_verified(self, step: HiddenStateStep, verified: Verified) -> None:
         started = perf_counter()

@@ -1,9 +1,9 @@
 """A drafter's layer in CUDA graphs of its own, where the target has piecewise ones.
 
 vLLM does not compile the layer. The engine's own wrapper captures it eagerly: each step along the
-chains of some number of requests, and a forward over some number of known tokens. Attention is part
-of these graphs. Its launches depend on shapes alone, and it reads lengths, blocks and slots from
-buffers. Chains and tokens are padded to what was captured.
+chains of some number of requests, the trees that are built from these, and a forward over some
+number of known tokens. Attention is part of these graphs. Its launches depend on shapes alone, and
+it reads lengths, blocks and slots from buffers. Chains and tokens are padded to what was captured.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
 from drafttree.drafter import Attend, HiddenStateDrafter
+from drafttree.tree import DraftTree
+from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.step_parts import StepParts, other_model
 from drafttree.vllm.drafters.target_graphs import TargetGraphs
 
@@ -45,9 +47,11 @@ class LayerBuffers:
         slots: Their KV slots, `int64 [rows]`.
         starts: First row of each request, and the number of rows, `int32 [R + 1]`.
         lengths: Number of tokens of each request up to the last of its rows, `int32 [R]`.
-        chains: For each request of a step its slot, its root's position, its number of columns, and
-            the KV slot of its row in each step along the chain, `int64 [3 + L - 1, R]`.
+        chains: For each request of a step its slot, its root, the root's position, its number of
+            columns and of states, and the KV slot of its row in each step along the chain,
+            `int64 [5 + L - 1, R]`.
         outputs: The states of the chains, `[R, L, d]`.
+        trees: The tensors of the trees, of R requests; empty before the first ones.
         blocks: Blocks of the requests, `int32 [R, P]`.
     """
 
@@ -60,8 +64,9 @@ class LayerBuffers:
         self.hidden = states.new_zeros(rows, width)
         self.tokens, self.positions, self.slots = longs(rows), longs(rows), longs(rows)
         self.starts, self.lengths = ints(requests + 1), ints(requests)
-        self.chains = longs(3 + steps - 1, requests)
+        self.chains = longs(5 + steps - 1, requests)
         self.outputs = states.new_zeros(requests, steps, width)
+        self.trees: list[torch.Tensor] = []
         self.blocks = ints(requests, pages)
         # While graphs are captured there are neither rows nor requests.
         self.slots.fill_(ABSENT)
@@ -77,6 +82,7 @@ class LayerGraphs(TargetGraphs):
         states: The layer's output after each request's last token, by slot, `[slots, d]`.
         config: The engine's configuration.
         parts: The parts of a step for the layer, when the engine's KV caches exist.
+        build: Builds trees of slots, roots, the states of chains, and their numbers of states.
     """
 
     def __init__(
@@ -86,9 +92,10 @@ class LayerGraphs(TargetGraphs):
         states: torch.Tensor,
         config: Any,
         parts: Callable[[], StepParts],
+        build: Callable[..., DraftTree],
     ) -> None:
         super().__init__()
-        self._drafter, self._attend, self._states = drafter, attend, states
+        self._drafter, self._attend, self._states, self._build = drafter, attend, states, build
         self._parts = parts
         self._max_rows: int = config.compilation_config.max_cudagraph_capture_size
         self._steps = drafter.steps
@@ -96,6 +103,7 @@ class LayerGraphs(TargetGraphs):
             CUDAGraphWrapper(partial(self._step, ahead), config, CUDAGraphMode.PIECEWISE)
             for ahead in range(self._steps - 1)
         ]
+        self._trees = CUDAGraphWrapper(self._build_trees, config, CUDAGraphMode.PIECEWISE)
         self._forward = CUDAGraphWrapper(self._read, config, CUDAGraphMode.PIECEWISE)
         # After a forward over a step's tokens the engine may read the target's states again, for
         # logprobs of prompts. They are in the memory that its graphs share, so these have memory of
@@ -122,8 +130,9 @@ class LayerGraphs(TargetGraphs):
             self._run([self._forward], size)
         size = min(size, requests)
         if size not in self._chains_captured:
-            self._run(self._chain, size, captured=False)
-            self._run(self._chain, size)
+            drafts = [*self._chain, *[self._trees] * self._drafter.proposes_in_graphs]
+            self._run(drafts, size, captured=False)
+            self._run(drafts, size)
             self._chains_captured.add(size)
 
     @staticmethod
@@ -193,51 +202,77 @@ class LayerGraphs(TargetGraphs):
             x = drafter.fuse(buffers.hidden[:size], buffers.tokens[:size])
             return drafter.layer(x, buffers.positions[:size], self._attend)
 
-    def unroll(
-        self,
-        slots: torch.Tensor,
-        root_positions: torch.Tensor,
-        rows: torch.Tensor,
-        sizes: torch.Tensor,
-        parts: StepParts,
-    ) -> torch.Tensor | None:
+    def unroll(self, chains: DraftChains, parts: StepParts) -> torch.Tensor | None:
         """Run the layer on its own outputs, see `DraftLayer.unroll`.
 
         Args:
-            slots: The requests' slots, `int64 [B]`.
-            root_positions: Positions of the roots, `int64 [B]`.
-            rows: Places of the rows that the layer reads, one in each step, `int64 [B, n]`.
-            sizes: Number of columns of each request, `int [B]`.
+            chains: The chains; the layer reads one of their rows in each step.
             parts: The parts of the step, for the layer.
 
         Returns:
             `[B, L, d]` as the drafter has planned L, until the next call; None if there are no
             graphs of so many requests.
         """
+        rows = chains.rows[:, : self._drafter.steps - 1]
         requests, ahead = rows.shape
         graphs, buffers = self._graphs_for(requests), self._buffers
         if graphs is None or not ahead:
             return None
         assert buffers is not None
         size, cache = min(graphs.num_tokens, len(self._states)), parts.cache
-        chains = buffers.chains[:, :requests]
+        given = buffers.chains[:, :requests]
         buffers.chains[:, :size].fill_(ABSENT)
-        for row, values in enumerate((slots, root_positions, sizes)):
-            chains[row].copy_(values)
-        chains[3 : 3 + ahead].copy_(cache.slots[rows.T])
+        slots, roots, positions, _, sizes, steps = chains
+        for row, values in enumerate((slots, roots, positions, sizes, steps)):
+            given[row].copy_(values)
+        given[5 : 5 + ahead].copy_(cache.slots[rows.T])
         buffers.blocks[:requests].copy_(cache.blocks)
         self._run(self._chain[:ahead], size)
-        steps = self._drafter.steps
-        outputs = buffers.outputs[:requests, :steps]
-        if ahead + 1 < steps:
+        num_steps = self._drafter.steps
+        outputs = buffers.outputs[:requests, :num_steps]
+        if ahead + 1 < num_steps:
             outputs[:, ahead + 1 :].copy_(outputs[:, ahead : ahead + 1])
         return outputs
+
+    def draft(self, chains: DraftChains, parts: StepParts) -> DraftTree | None:
+        """Run the layer on its own outputs, and build the trees, see `DraftLayer.draft`.
+
+        Args:
+            chains: The chains.
+            parts: The parts of the step, for the layer.
+
+        Returns:
+            The trees, until the next call; None if there are no graphs of so many requests, or none
+            that build trees.
+        """
+        if not self._drafter.proposes_in_graphs or self.unroll(chains, parts) is None:
+            return None
+        requests = len(chains.slots)
+        graphs, buffers = self._graphs_for(requests), self._buffers
+        assert graphs is not None
+        assert buffers is not None
+        self._run([self._trees], min(graphs.num_tokens, len(self._states)))
+        return DraftTree(*(each[:requests] for each in buffers.trees))
+
+    def _build_trees(self, size: int) -> torch.Tensor:
+        """The trees of the first `size` chains of the buffers."""
+        buffers = self._buffers
+        assert buffers is not None
+        slots, roots, _, _, steps = buffers.chains[:5, :size]
+        trees = self._build(slots, roots.int(), buffers.outputs[:size], steps)
+        tensors = trees.tokens, trees.parents, trees.tree_size
+        if not buffers.trees:
+            most = len(buffers.outputs)
+            buffers.trees = [each.new_zeros(most, *each.shape[1:]) for each in tensors]
+        for buffer, values in zip(buffers.trees, tensors, strict=True):
+            buffer[:size].copy_(values)
+        return buffers.trees[0]
 
     def _step(self, ahead: int, size: int) -> torch.Tensor:
         """The step of the first `size` chains from column `ahead` on."""
         buffers, drafter = self._buffers, self._drafter
         assert buffers is not None
-        slots, roots, sizes, *kv_slots = buffers.chains[:, :size]
+        slots, _, positions, sizes, _, *kv_slots = buffers.chains[:, :size]
         outputs = buffers.outputs[:size]
         if ahead == 0:
             outputs[:, 0].copy_(self._states[slots.clamp(min=0)])
@@ -246,10 +281,10 @@ class LayerGraphs(TargetGraphs):
             buffers.blocks[:size],
             torch.arange(size + 1, dtype=torch.int32, device=slots.device),
             # Padded chains have no keys.
-            (roots + sizes.clamp(max=ahead + 1)).clamp(min=0),
+            (positions + sizes.clamp(max=ahead + 1)).clamp(min=0),
             1,
         ):
-            positions = (roots + ahead).clamp(min=0)
-            state = drafter.layer(drafter.between(outputs[:, ahead]), positions, self._attend)
+            x, here = drafter.between(outputs[:, ahead]), (positions + ahead).clamp(min=0)
+            state = drafter.layer(x, here, self._attend)
         outputs[:, ahead + 1].copy_(state)
         return outputs

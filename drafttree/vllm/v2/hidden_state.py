@@ -21,6 +21,7 @@ from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
+from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
 from drafttree.vllm.v2.hooks import check_next_tokens
 from drafttree.vllm.v2.in_step import InStepRunnerV2
@@ -42,7 +43,8 @@ class HiddenStateRunnerV2(InStepRunnerV2):
         self._unadapted = unadapted_target(self)
         self._drafter = method.drafter(options, self._target(self._unadapted.embed_input_ids))
         self._layer = DraftLayer(
-            *(self._drafter, self.vllm_config, self.max_num_reqs, self.device), get_tp_group()
+            *(self._drafter, self.vllm_config, self.max_num_reqs, self.device),
+            *(get_tp_group(), self._unadapted.compute_logits),
         )
         self._layer.capture_with(
             self.get_model(), lambda: self._step is not None, lambda: self._parts(0, LAYER)
@@ -67,16 +69,12 @@ class HiddenStateRunnerV2(InStepRunnerV2):
             self._drafter.follow_plan(self._shape_of(step))
             with self._clock.reading():
                 self._clock.read_tokens = self._read_deferred(batch)
-        slots = batch.idx_mapping
-        roots, root_positions = self._roots(batch, step)
-        states = self._layer.unroll(
-            *(slots, root_positions, step.place_of_node, step.sizes),
-            self._parts(batch.num_reqs, LAYER),
+        sizes = step.sizes.long()
+        steps = self._layer.valid_steps(sizes).masked_fill(self._undrafted(batch, step), 0)
+        chains = DraftChains(
+            *(batch.idx_mapping, *self._roots(batch, step), step.place_of_node, sizes), steps
         )
-        logits = self._unadapted.compute_logits(states.flatten(0, 1))
-        steps = self._layer.valid_steps(step.sizes.long())
-        steps = steps.masked_fill(self._undrafted(batch, step), 0)
-        trees = self._drafter.propose(slots, roots, logits.view(*states.shape[:2], -1), steps)
+        trees = self._layer.draft(chains, self._parts(batch.num_reqs, LAYER))
         trees, _ = self._cut(batch, self._scheduled(step, trees))
         self._write_tokens(batch, step, trees)
         depth = depths(trees.parents, step.sizes)

@@ -50,6 +50,7 @@ def both(
     options: dict[str, Any],
     requests: dict[str, Asked],
     gpu: Gpu,
+    /,
     *,
     host: Host = TOKEN_RECYCLING,
     waits: bool = False,

@@ -31,6 +31,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCuda
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from drafttree.sglang.graphs import requests as request_graphs
 from fake_gpu.graphs import cuda_graphs
 from fake_gpu.sglang_engine import MAX_LEN
 from fake_gpu.sglang_target import DraftWorker, Model, TargetWorker, Weights
@@ -318,6 +319,7 @@ def graphs_for(gpu: Gpu, requests: list[int]) -> Iterator[dict[str, Any]]:
         stack.enter_context(mock.patch.dict(input_buffers._forward_input_buffer_pool, clear=True))
         for owner, name, value in (
             (decode_cuda_graph_runner, "graph_capture", on_one_stream),
+            (request_graphs, "graph_capture", on_one_stream),
             (decode_cuda_graph_runner, "get_or_create_global_graph_capture_stream", lambda: None),
             (GraphSharedOutput, "_process_shared", None),
         ):
