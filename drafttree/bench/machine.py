@@ -1,9 +1,11 @@
-"""The names under which a run's processor and model are reported."""
+"""The names under which a run's processor, models and options are reported."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tree_kernels import machine
 
@@ -35,3 +37,10 @@ def model_name(folder: Path) -> str:
     except (OSError, ValueError):
         small = None
     return folder.name if small is None else f"{folder.name}: {small['model']}, widened"
+
+
+def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's options for a report, in which a drafter's folder is given by its name."""
+    if "model" not in options:
+        return dict(options)
+    return {**options, "model": model_name(Path(options["model"]))}

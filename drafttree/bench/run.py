@@ -13,7 +13,7 @@ from drafttree.bench.cost import mean_context, verification_cost
 from drafttree.bench.draft_figures import draft_figures
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
-from drafttree.bench.machine import model_name, processor_name
+from drafttree.bench.machine import model_name, processor_name, shown_options
 from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
@@ -189,7 +189,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         "eager": settings.eager,
         "batch_size": settings.batch_size,
         "temperature": settings.temperature,
-        "options": settings.method.options,
+        "options": shown_options(settings.method.options),
         "max_new_tokens": settings.max_new_tokens,
         "repeat": settings.repeat,
         "cut_prompts": len(pair.cut),

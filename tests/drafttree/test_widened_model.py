@@ -13,7 +13,7 @@ from click.testing import Result
 from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
-from drafttree.bench.machine import model_name
+from drafttree.bench.machine import model_name, shown_options
 
 ALL = ("--hidden", "512", "--intermediate", "640", "--heads", "8", "--layers", "4")
 
@@ -141,3 +141,9 @@ def test_models_of_another_kind_are_refused(tiny: Path, tmp_path: Path) -> None:
     assert "cannot widen a model of type 'qwen3'" in result.output
     result = widen(tiny, tiny)
     assert "exists already" in result.output
+
+
+def test_reports_give_no_folder_of_a_drafter(tmp_path: Path) -> None:
+    shown = shown_options({"model": str(tmp_path / "drafter"), "tree": "auto"})
+    assert shown == {"model": "drafter", "tree": "auto"}
+    assert shown_options({"nodes": 7}) == {"nodes": 7}
