@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tree_kernels.beam import best_children
 from tree_kernels.gumbel_top import Perturbed
 
 
@@ -70,49 +71,13 @@ def branch(level: Level, children: Perturbed) -> Level:
 def beam(level: Level, children: Perturbed, width: int, sampled: Tensor) -> Level:
     """Keep the `width` best children of all nodes (RSD-S, stochastic beam search; algorithm 9).
 
-    A child's score is its perturbed path log-probability, conditioned on the best of its siblings
-    having its parent's score. The `width` best of all scores are then paths sampled without
-    replacement (Kool et al., arXiv 1903.06059, section 4).
-
     Args:
         level: The level above.
         children: The best tokens after each node, `width` or all, with their perturbed
             log-probabilities; these are plain ones to take the most likely paths.
-        width: Number of nodes to keep, in the order in which they are sampled.
+        width: Number of nodes to keep, in the order in which they are sampled, so that a level
+            without its last nodes is a beam too.
         sampled: `bool [B]`, whether each request is sampled; the scores of the others are plain
             log-probabilities.
     """
-    tokens, above = children.tokens, level.log_probs[:, :, None]
-    width = min(width, tokens.shape[1] * tokens.shape[2])
-    log_probs = above + children.log_probs
-    noisy = above + children.values
-    scores = torch.where(sampled[:, None, None], _condition(level.scores, noisy), log_probs)
-    # Best first, so that a level without its last nodes is a beam too.
-    best, at = scores.flatten(1).topk(width, dim=1)
-    return Level(
-        tokens=tokens.flatten(1).gather(1, at).masked_fill(best == -torch.inf, -1).int(),
-        parents=at // tokens.shape[2],
-        log_probs=log_probs.flatten(1).gather(1, at),
-        scores=best,
-    )
-
-
-def _condition(parent: Tensor, noisy: Tensor) -> Tensor:
-    """Shift the noisy scores of each node's children so that the best has the node's score.
-
-    `-log(exp(-parent) - exp(-best) + exp(-noisy))` in the form of Kool et al., appendix B.3, which
-    is stable in float64: it never subtracts exponentials that are nearly equal.
-
-    Args:
-        parent: `float64 [B, W]`, the nodes' scores.
-        noisy: `float64 [B, W, K]`, best first; -inf where there is no child.
-
-    Returns:
-        `float64 [B, W, K]`; -inf where there is no child.
-    """
-    parent = parent[:, :, None]
-    # For the best child this is log1p(-1); its score is then its parent's.
-    gap = parent - noisy + torch.log1p(-torch.exp(noisy - noisy[:, :, :1]))
-    # Beyond 40, the logarithm of 1 + exp(gap) is the gap.
-    scores = parent - torch.nn.functional.softplus(gap, threshold=40.0)
-    return torch.nan_to_num(scores, nan=-torch.inf, neginf=-torch.inf)
+    return Level(*best_children(level.scores, level.log_probs, sampled, children, width))

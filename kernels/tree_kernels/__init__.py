@@ -11,6 +11,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `accept.accept_step` | all methods, sampled requests | yes | yes | Token Recycling, 3.3 |
 | `adjacency.recycle` | Token Recycling | yes | yes | Token Recycling, 3.2 |
 | `adjacency.top_candidates` | all methods | yes | yes | Token Recycling, 3.2 |
+| `beam.best_children` | RSD | yes | - | RSD, algorithm 9 |
 | `bigrams.update_bigrams` | Token Recycling | yes | yes | this project |
 | `cpu_attention.TreeAttention` | all methods on CPUs | - | yes | Token Recycling, 3.3 |
 | `draw.draw_tokens` | all methods, sampled requests | yes | - | Gumbel-max; Philox (SC 2011) |

@@ -16,6 +16,7 @@ from torch import Tensor
 from tree_kernels import (
     accept,
     adjacency,
+    beam,
     bigrams,
     draw,
     expansion,
@@ -166,6 +167,27 @@ def _gumbel_top(requests: int, width: int, vocab: int) -> Work:
         probs.nbytes,
         {"exponential + topk": plain},
     )
+
+
+def _best_children(requests: int, nodes: int, count: int) -> Work:
+    given = _beam_level(requests, nodes, count)
+    return Work(
+        lambda: beam.best_children(*given, nodes),
+        lambda: beam._reference(*given, nodes),
+        16 * requests * nodes * count,
+        {"topk": lambda: given[3].values.flatten(1).topk(nodes, dim=1)},
+    )
+
+
+def _beam_level(
+    requests: int, nodes: int, count: int
+) -> tuple[Tensor, Tensor, Tensor, gumbel_top.Perturbed]:
+    """A level of beams, and the best tokens after each of its nodes."""
+    paths = torch.randn(requests, nodes, dtype=torch.float64)
+    values = torch.randn(requests, nodes, count).sort(2, descending=True).values
+    tokens = torch.randint(VOCAB, values.shape)
+    children = gumbel_top.Perturbed(values, tokens, values - 1)
+    return paths + 1, paths, torch.ones(requests, dtype=torch.bool), children
 
 
 def _writing(
@@ -435,6 +457,13 @@ CASES: dict[str, Case] = {
         grid(requests=_BATCHES, width=(3,), vocab=(VOCAB,)),
         {"requests": 2, "width": 3, "vocab": 5000},
         tolerance=2e-5,
+        devices=("cuda",),
+    ),
+    "best_children": Case(
+        _best_children,
+        grid(requests=_BATCHES, nodes=(5,), count=(5,)),
+        {"requests": 2, "nodes": 3, "count": 3},
+        tolerance=1e-9,
         devices=("cuda",),
     ),
     "gather": Case(_gather, _TREES, _TREES_QUICK),
