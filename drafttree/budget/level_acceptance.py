@@ -107,12 +107,12 @@ class LevelAcceptance:
         Args:
             shapes: The shapes.
             optimism: By how many standard deviations of their estimates the probabilities that a
-                path goes on may be higher; below 0, lower.
+                path goes on may be higher.
         """
         sums = np.minimum(self.chances().cumsum(1), _MOST)
         if optimism:
             known = self._kept() * self._tried + _PRIOR_WEIGHT
-            sums = (sums + optimism * np.sqrt(sums * (1 - sums) / known)).clip(0, _MOST)
+            sums = np.minimum(sums + optimism * np.sqrt(sums * (1 - sums) / known), _MOST)
         # Column 0 and row 0 are those of the shape without drafts.
         expected = np.zeros((1 + sums.shape[0], 1 + sums.shape[1]))
         expected[1:, 1:] = sums.cumprod(0).cumsum(0)

@@ -55,9 +55,7 @@ _TO_READ = 16.0
 """What there is for reading alone until something is known, in tokens of a request: without it,
 where texts are long and reading is dear, drafting would not be tried for some thousand steps."""
 _EVIDENCE = 8.0
-"""Outcomes with which it is known whether drafting pays."""
-_LEAST_EVIDENCE = 2.0
-"""Outcomes with which it may be known, where they leave no doubt."""
+"""Outcomes without which nobody knows whether drafting pays."""
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
@@ -146,7 +144,7 @@ class ShapePlanner:
             state.is_tried = True
             return self._planned(0, StepPlan(TreeChoice(0), is_trial=True), seconds=seconds)
         state.is_tried = False
-        if not state.index and self._saved <= 0 and self.acceptance.evidence < _LEAST_EVIDENCE:
+        if not state.index and self._saved <= 0 and self.acceptance.evidence < _EVIDENCE:
             return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
         gains = self._calibrated(batch_size, expected)
@@ -157,7 +155,7 @@ class ShapePlanner:
         least = 1.0 if state.index else self.constants.margin
         if rates[best] <= least * rates[0]:
             best = 0
-        if best and not state.index and not self._is_known(batch_size, best, seconds):
+        if best and not state.index and self.acceptance.evidence < _EVIDENCE:
             best = 0
         index, is_trial, at_stake = best, False, None
         if not best:
@@ -176,17 +174,6 @@ class ShapePlanner:
         choice = TreeChoice(self.shapes[index].nodes)
         step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
         return self._planned(index, step, at_stake, gains, seconds)
-
-    def _is_known(self, batch_size: int, index: int, seconds: FloatArray) -> bool:
-        """Whether it is known that a shape pays, as it seems to."""
-        evidence, constants = self.acceptance.evidence, self.constants
-        if not _LEAST_EVIDENCE <= evidence < _EVIDENCE:
-            return evidence >= _EVIDENCE
-        least = self._calibrated(
-            batch_size, self.acceptance.expected_tokens(self.shapes, -constants.optimism)
-        )
-        rates = least / seconds
-        return bool(rates[index] > constants.margin * rates[0])
 
     def _explored(
         self,

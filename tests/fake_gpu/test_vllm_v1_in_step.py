@@ -95,7 +95,7 @@ BUDGETS = {
     "lyanna": (17, 282, 2, 1),
     # Two steps along chains, the trees, and a forward over the tokens of a step if they are not
     # too many, replay a graph each.
-    "lyanna, in graphs": (14, 113, 2, 1),
+    "lyanna, in graphs": (14, 115, 2, 1),
 }
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 

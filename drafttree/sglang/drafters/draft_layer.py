@@ -102,18 +102,18 @@ class DraftLayer:
             `[B, L, d]`, the outputs of all steps.
         """
         steps, outputs = self._drafter.steps, [self._states[slots]]
-        table = self._slots(slots, lengths + steps - 1)
+        table = self._slots(slots, lengths, steps - 1)
         for ahead in range(1, steps):
             x = self._drafter.between(outputs[-1])
             outputs.append(self._run(x, rows, lengths + ahead, table))
         return (torch.stack(outputs, 1),)
 
-    def _slots(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The KV slots of requests up to some lengths, `int32 [B, P]`."""
+    def _slots(self, slots: torch.Tensor, lengths: torch.Tensor, more: int = 0) -> torch.Tensor:
+        """The KV slots of requests up to some lengths, and of a few more tokens, `int32 [B, P]`."""
         table = self._table
         if table.device.type == "cpu":
             # A GPU would have to wait for the lengths, and copies faster.
-            table = table[:, : int(lengths.max())]
+            table = table[:, : int(lengths.max()) + more]
         return table[slots]
 
     def _run(

@@ -68,16 +68,14 @@ class HiddenStateWorker(ModelDraftingWorker):
             self._capture(self._runner.decode_cuda_graph_runner.capture_bs)
 
     def _capture(self, requests: Sequence[int]) -> None:
+        """Capture graphs for these numbers of requests, ascending."""
         most, columns = requests[-1], self.drafter.max_depth + 1
         longs = partial(torch.zeros, dtype=torch.int64, device=self._device)
-        states = torch.zeros(
-            *(most, columns, self._runner.model_config.hidden_size),
-            dtype=self._runner.dtype,
-            device=self._device,
-        )
-        self._drafts.capture([longs(most), longs(most)], requests)
-        counts = longs(most), longs(most), longs(most)
-        self._paths.capture([*counts, states, longs(most, columns)], requests)
+        slots, lengths, counts = longs(most), longs(most), longs(most)
+        width, dtype = self._runner.model_config.hidden_size, self._runner.dtype
+        hidden = torch.zeros(most, columns, width, dtype=dtype, device=self._device)
+        self._drafts.capture([slots, lengths], requests)
+        self._paths.capture([slots, lengths, counts, hidden, longs(most, columns)], requests)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the layer a KV cache in the same slots."""

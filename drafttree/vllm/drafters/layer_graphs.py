@@ -263,7 +263,7 @@ class LayerGraphs(TargetGraphs):
         tensors = trees.tokens, trees.parents, trees.tree_size
         if not buffers.trees:
             most = len(buffers.outputs)
-            buffers.trees = [each.new_zeros(most, *each.shape[1:]) for each in tensors]
+            buffers.trees.extend(each.new_zeros(most, *each.shape[1:]) for each in tensors)
         for buffer, values in zip(buffers.trees, tensors, strict=True):
             buffer[:size].copy_(values)
         return buffers.trees[0]
