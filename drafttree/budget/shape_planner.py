@@ -51,9 +51,10 @@ _CAPACITY = 64.0
 _AT_START = 4.0
 """What is there at first, and the most that a depth's first drafts are charged, in tokens of a
 request."""
-_TO_READ = 16.0
-"""What there is for reading alone until something is known, in tokens of a request: without it,
-where texts are long and reading is dear, drafting would not be tried for some thousand steps."""
+_READING_CREDIT = 16.0
+"""Credit for reading texts until it is known whether drafting pays, in tokens of a request. Without
+it, where texts are long and reading them is slow, drafting would not be tried for some thousand
+steps."""
 _EVIDENCE = 8.0
 """Outcomes without which nobody knows whether drafting pays."""
 _RESTS = 8
@@ -113,7 +114,7 @@ class ShapePlanner:
         self._report = StepReport() if base is None else base.report
         self._states: dict[int, BucketState] = {}
         self._saved = _AT_START
-        self._to_read = _TO_READ
+        self._reading_credit = _READING_CREDIT
         self._rests = 0
 
     def choose(
@@ -201,14 +202,14 @@ class ShapePlanner:
         if self._saved < _HOPELESS and rates[index] <= constants.margin * rates[0]:
             return None
         if self.acceptance.evidence >= _EVIDENCE:
-            self._to_read = 0.0
+            self._reading_credit = 0.0
         reading = catch_up_seconds() * float(rates[0])
         loss = float(seconds[index]) * float(rates[0]) + reading - 1
-        given = min(reading, self._to_read)
-        if self._saved + given < min(loss, _CAPACITY):
+        credit = min(reading, self._reading_credit)
+        if self._saved + credit < min(loss, _CAPACITY):
             return None
-        self._saved += given
-        self._to_read -= given
+        self._saved += credit
+        self._reading_credit -= credit
         return index, loss
 
     def record_step(

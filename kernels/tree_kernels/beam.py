@@ -91,7 +91,7 @@ def _beam_kernel(
         token = tl.load(tokens + family + taken).to(tl.int32)
         tl.store(out_tokens + out, tl.where(top > none, token, -1))
         tl.store(out_parents + out, (taken // count).to(tl.int64))
-        tl.store(out_log_probs + out, tl.max(tl.max(tl.where(here & is_child, path, none), 1), 0))
+        tl.store(out_log_probs + out, tl.max(tl.max(tl.where(here, path, none), 1), 0))
         tl.store(out_scores + out, top)
 
 

@@ -34,7 +34,7 @@ def over_plain(scenario: Scenario, first: int = 0, steps: int = STEPS) -> float:
         full(Scenario(draft_fixed=0.03, reads=False), id="dear drafts, nothing to read"),
         full(Scenario(first=lambda step: 0.1, stalls=0.02), id="stalls"),
         full(Scenario(by_row=0.02, first=lambda step: 0.3), id="dear rows"),
-        full(Scenario(**SLOW_READER, first=lambda step: 0.3, answer=400), id="dear texts"),
+        full(Scenario(**SLOW_READER, first=lambda step: 0.3, answer=400), id="slow to read"),
     ],
 )
 def test_not_slower_than_plain(scenario: Scenario, batch: int) -> None:
@@ -60,7 +60,7 @@ def test_close_to_the_best_fixed_shape(scenario: Scenario, least: float) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_although_texts_are_dear_to_read(seed: int) -> None:
+def test_drafts_although_texts_are_slow_to_read(seed: int) -> None:
     scenario = Scenario(**SLOW_READER, first=lambda step: 0.8, further=0.3, answer=400)
     assert run(scenario, Planned(scenario), 600, seed).drafted(200) > 0.95
 

@@ -130,7 +130,9 @@ class LayerGraphs(TargetGraphs):
             self._run([self._forward], size)
         size = min(size, requests)
         if size not in self._chains_captured:
-            drafts = [*self._chain, *[self._trees] * self._drafter.proposes_in_graphs]
+            drafts = [*self._chain]
+            if self._drafter.proposes_in_graphs:
+                drafts.append(self._trees)
             self._run(drafts, size, captured=False)
             self._run(drafts, size)
             self._chains_captured.add(size)
@@ -215,11 +217,10 @@ class LayerGraphs(TargetGraphs):
         """
         rows = chains.rows[:, : self._drafter.steps - 1]
         requests, ahead = rows.shape
-        graphs, buffers = self._graphs_for(requests), self._buffers
-        if graphs is None or not ahead:
+        size, buffers, cache = self._chains_for(requests), self._buffers, parts.cache
+        if size is None or not ahead:
             return None
         assert buffers is not None
-        size, cache = min(graphs.num_tokens, len(self._states)), parts.cache
         given = buffers.chains[:, :requests]
         buffers.chains[:, :size].fill_(ABSENT)
         slots, roots, positions, _, sizes, steps = chains
@@ -248,11 +249,16 @@ class LayerGraphs(TargetGraphs):
         if not self._drafter.proposes_in_graphs or self.unroll(chains, parts) is None:
             return None
         requests = len(chains.slots)
-        graphs, buffers = self._graphs_for(requests), self._buffers
-        assert graphs is not None
+        size, buffers = self._chains_for(requests), self._buffers
+        assert size is not None
         assert buffers is not None
-        self._run([self._trees], min(graphs.num_tokens, len(self._states)))
+        self._run([self._trees], size)
         return DraftTree(*(each[:requests] for each in buffers.trees))
+
+    def _chains_for(self, requests: int) -> int | None:
+        """Number of chains of the smallest graphs that have so many; None if all have fewer."""
+        graphs = self._graphs_for(requests)
+        return None if graphs is None else min(graphs.num_tokens, len(self._states))
 
     def _build_trees(self, size: int) -> torch.Tensor:
         """The trees of the first `size` chains of the buffers."""
