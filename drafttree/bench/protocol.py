@@ -25,6 +25,7 @@ class EngineSpec:
         tokenizer: Whether the engine loads the tokenizer. Without it answers have no schema, and in
             vLLM they do not end at the EOS.
         runner: vLLM's model runner, `v1` or `v2`; None for the one that it takes by itself.
+        kv_cache_bytes: Size of vLLM's KV cache on a GPU; None for what fits beside one engine more.
     """
 
     model: str
@@ -35,6 +36,7 @@ class EngineSpec:
     speculative_config: dict[str, Any] | None = None
     tokenizer: bool = True
     runner: str | None = None
+    kv_cache_bytes: int | None = None
 
     @property
     def max_num_batched_tokens(self) -> int:

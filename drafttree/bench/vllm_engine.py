@@ -30,7 +30,15 @@ class VllmEngine:
         from vllm.platforms import current_platform
 
         device = str(current_platform.device_type)
-        shared: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": 0.42}
+        shared: dict[str, Any] = {}
+        if device != "cpu" and spec.kv_cache_bytes is None:
+            shared["gpu_memory_utilization"] = 0.42
+        elif device != "cpu":
+            # The engine checks that this share is free, and takes the given size.
+            shared |= {
+                "gpu_memory_utilization": 0.05,
+                "kv_cache_memory_bytes": spec.kv_cache_bytes,
+            }
         if spec.speculative_config is not None:
             shared["speculative_config"] = spec.speculative_config
         self._llm: Any = vllm.LLM(

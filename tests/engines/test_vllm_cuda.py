@@ -12,6 +12,7 @@ import forbid_device_sync
 import pytest
 import torch
 from lyanna_parts import drafter_for, predict_embeddings
+from tiny_models import make_first_layers
 from vllm_runs import Answer, Case, run_vllm
 
 from drafttree.bench.engine_process import EngineProcess
@@ -23,12 +24,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+# The engine's own Triton kernels would multiply float32 in TF32.
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
 RUNNERS = {
-    "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-    "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0", **EXACT},
+    "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1", **EXACT},
 }
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
-ENGINE = {"gpu_memory_utilization": 0.3, "attention_backend": "TRITON_ATTN"}
+# Little memory, so that several tests can run side by side.
+ENGINE = {
+    "gpu_memory_utilization": 0.05,
+    "kv_cache_memory_bytes": 1 << 30,
+    "attention_backend": "TRITON_ATTN",
+}
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])
@@ -67,7 +75,7 @@ def test_lyannas_layer_drafts_in_graphs_what_it_drafts_without(
     plain, _ = run_vllm(tiny_llama, cases, environment=RUNNERS[runner], **ENGINE)
     eager, log = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=True, **settings)
     assert any(forwards for *_, forwards in draft_rows.counted(log))
-    replayed, log = run_vllm(tiny_llama, cases, speculative=method, **settings)
+    replayed, log = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=False, **settings)
     # What runs in a graph is not called again, so the layer's steps are not counted. The first
     # steps may be the engine's own, before it captures.
     assert not any(forwards for *_, forwards in draft_rows.counted(log)[-20:])
@@ -79,6 +87,28 @@ def test_lyannas_layer_drafts_in_graphs_what_it_drafts_without(
         for of_mine, of_theirs in zip(mine[1:], theirs[1:], strict=True):
             assert of_mine == pytest.approx(of_theirs, abs=1e-4)
     proves_drafting(replayed[0])
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_greedy_tokens_with_a_draft_model_equal_plain_decoding(
+    tiny_llama: Path,
+    tmp_path: Path,
+    proves_drafting: Callable[[Answer], None],
+    eager: bool,
+    runner: str,
+) -> None:
+    draw = random.Random(6)
+    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(12)]
+    cases = [Case(prompts, GREEDY), Case(prompts[:1], GREEDY)]
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    method = {"method": "rsd", "model": str(draft), "tree": "beam:3x3"}
+    settings = {"enforce_eager": eager, "environment": RUNNERS[runner], **ENGINE}
+    plain, _ = run_vllm(tiny_llama, cases, **settings)
+    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, **settings)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+    proves_drafting(drafted[0])
 
 
 def test_a_step_of_v1_does_not_synchronise_with_the_device(
