@@ -24,7 +24,7 @@ def shares_of(programs: int, reach: int) -> int:
     return 1 << (max(shares, 1).bit_length() - 1)
 
 
-@jit
+@jit(do_not_specialize=("requests", "tokens", "shares"))
 def _merge_kernel(
     parts: tl.tensor,
     log_sums: tl.tensor,
@@ -32,10 +32,11 @@ def _merge_kernel(
     out: tl.tensor,
     requests: tl.tensor,
     tokens: tl.tensor,
+    shares: tl.tensor,
     heads: tl.tensor,
     out_stride: tl.tensor,
     out_head_stride: tl.tensor,
-    SHARES: tl.constexpr,
+    MAX_SHARES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
 ) -> None:
@@ -46,13 +47,16 @@ def _merge_kernel(
         return
     dims = tl.arange(0, HEAD_PAD)
     valid = dims < HEAD_SIZE
-    cells = (tl.arange(0, SHARES) * tokens + row) * heads + head
-    log_sum = tl.load(log_sums + cells)
+    each = tl.arange(0, MAX_SHARES)
+    cells = (each * tokens + row) * heads + head
+    log_sum = tl.load(log_sums + cells, mask=each < shares, other=float("-inf"))
     highest = tl.max(log_sum, 0)
     weights = tl.exp2(log_sum - tl.where(highest == float("-inf"), 0.0, highest))
     total = tl.sum(weights, 0)
     part = tl.load(
-        parts + (cells * HEAD_SIZE)[:, None] + dims[None, :], mask=valid[None, :], other=0.0
+        parts + (cells * HEAD_SIZE)[:, None] + dims[None, :],
+        mask=(each < shares)[:, None] & valid[None, :],
+        other=0.0,
     )
     attended = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     place = out + row * out_stride + head * out_head_stride
@@ -72,9 +76,9 @@ def merge_shares(parts: Tensor, log_sums: Tensor, query_starts: Tensor, out: Ten
     """
     shares, tokens, heads, head_size = parts.shape
     _merge_kernel[(tokens, heads)](
-        *(parts, log_sums, query_starts, out, len(query_starts) - 1, tokens, heads),
+        *(parts, log_sums, query_starts, out, len(query_starts) - 1, tokens, shares, heads),
         *out.stride()[:2],
-        SHARES=shares,
+        MAX_SHARES=_MAX_SHARES,
         HEAD_SIZE=head_size,
         HEAD_PAD=next_power_of_2(head_size),
     )

@@ -32,7 +32,7 @@ _TILE_BYTES = 16384  # shared memory for the keys of a tile
 
 @jit(
     do_not_specialize=(
-        *("requests", "request_blocks"),
+        *("requests", "request_blocks", "words", "mask_stride"),
         *("log_sums_share_stride", "prefix_log_sums_stride"),
     )
 )
@@ -80,7 +80,7 @@ def _attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
-    SHARES: tl.constexpr,
+    SPLIT: tl.constexpr,
     SEARCH: tl.constexpr,
     PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -141,7 +141,7 @@ def _attend_kernel(
         hidden_to = tl.where(in_tree, root + depth, position) - WINDOW
     clear = tl.minimum(context + block * BLOCK_ROWS + 1, root) - oldest
     clear = oldest + tl.maximum(clear, 0) // TILE * TILE
-    size = tl.cdiv(tl.cdiv(end - oldest, TILE), SHARES) * TILE
+    size = tl.cdiv(tl.cdiv(end - oldest, TILE), tl.num_programs(2)) * TILE
     begin = oldest + share * size
     end = tl.minimum(begin + size, end)
     clear = tl.minimum(tl.maximum(clear, begin), end)
@@ -236,7 +236,7 @@ def _attend_kernel(
         attended *= tl.load(value_scale)
     to = out + share.to(tl.int64) * out_share_stride + line * out_stride + head * out_head_stride
     tl.store(to[:, None] + dims[None, :], attended.to(out.dtype.element_ty), mask=cells)
-    if SHARES > 1:
+    if SPLIT:
         log_sum = highest + tl.log2(tl.where(total == 0.0, 1.0, total))
         to = share.to(tl.int64) * log_sums_share_stride + line * log_sums_stride + head
         tl.store(log_sums + to, log_sum, mask=there)
@@ -309,7 +309,7 @@ def _tree_attention_triton(
         BLOCK_ROWS=block_rows,
         LANES=lanes,
         TILE=max(_MIN_LANES, min(_MAX_LANES, _TILE_BYTES // line_bytes)),
-        SHARES=shares,
+        SPLIT=shares > 1,
         SEARCH=search,
         PREFIX=prefix is not None,
         WINDOW=variant.window,

@@ -102,3 +102,21 @@ def test_attention_over_pages_of_one_token_compiles(rows: int, capability: int) 
     with compile_only(capability) as compiled, torch.inference_mode():
         tree_attention.tree_attention(query, *paged, 0.1, rows)
     check_fits(compiled, capability)
+
+
+def test_few_compilations_of_attention_serve_prompts_of_all_lengths() -> None:
+    """Short prompts share their KV among programs, long ones do not, whatever their lengths."""
+    page, pages = 16, 512
+    cache = torch.zeros(pages, page, 12, 64, dtype=torch.bfloat16)
+    table = torch.zeros(1, pages, dtype=torch.int32)
+    with compile_only() as compiled, torch.inference_mode():
+        for rows in (33, 70, 96, 100, 200, 400, 700, 1500, 3000):
+            query = torch.zeros(rows, 36, 64, dtype=torch.bfloat16)
+            starts, lengths = (
+                torch.tensor(each, dtype=torch.int32) for each in ([0, rows], [rows])
+            )
+            for words in (1, 2, 3):
+                masks = torch.zeros(rows, words, dtype=torch.int32)
+                paged = cache, cache, table, starts, lengths, lengths, masks
+                tree_attention.tree_attention(query, *paged, 0.1, rows)
+    assert compiled.programs() == 3
