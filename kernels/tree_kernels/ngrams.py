@@ -28,7 +28,7 @@ assert GRAMS == LONGEST + 2  # one lane is left, for the n-grams of `AT_ROOT` to
 
 _EXTEND = CppFunction("ngrams.cpp", "extend", "pippipipi")
 _PREVIOUS = CppFunction("ngrams.cpp", "previous_tokens", "pippip")
-_BLOCK = 512
+_PATH, _BLOCK = 16, 512
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def gram_lengths(LONGEST: tl.constexpr, AT_ROOT: tl.constexpr, GRAMS: tl.constex
     return tl.where(lane > LONGEST, AT_ROOT, lane)
 
 
-@jit
+@jit(do_not_specialize=("columns", "write", "to_index"))
 def _extend_kernel(
     history: tl.tensor,
     lengths: tl.tensor,
@@ -119,16 +119,17 @@ def _extend_kernel(
     length: tl.tensor,
     cells: tl.tensor,
     columns: tl.tensor,
+    write: tl.tensor,
+    to_index: tl.tensor,
     LONGEST: tl.constexpr,
     AT_ROOT: tl.constexpr,
     GRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WRITE: tl.constexpr,
-    INDEX: tl.constexpr,
 ) -> None:
     """Write and index a block of new tokens; one program per request and block.
 
-    With both WRITE and INDEX there is one block per request, and the program also sets the length.
+    With both `write` and `to_index` there is one block per request, and the program also sets the
+    length.
     """
     slot = tl.load(slots + tl.program_id(0))
     line = tokens + tl.program_id(0).to(tl.int64) * columns
@@ -142,13 +143,13 @@ def _extend_kernel(
     added = (token >= 0).to(tl.int32)
     place = end + tl.cumsum(added, 0) - 1
     fits = (token >= 0) & (place < length)
-    if WRITE:
+    if write != 0:
         tl.store(text + place, token, mask=fits)
-    if WRITE and INDEX:
+    if write + to_index == 2:
         # The loads below read what other threads of the program have stored.
         tl.debug_barrier()
         tl.store(lengths + slot, tl.minimum(end + tl.sum(added, 0), length))
-    if INDEX:
+    if to_index != 0:
         n = gram_lengths(LONGEST, AT_ROOT, GRAMS)[None, :]
         hashed = n.to(tl.uint32)
         for i in tl.static_range(AT_ROOT):
@@ -204,7 +205,8 @@ def _extend_triton(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
     if tokens.numel() == 0:
         return
     slots, tokens = slots.long().contiguous(), tokens.int().contiguous()
-    block = min(_BLOCK, max(16, next_power_of_2(columns)))
+    # Two sizes, for a path and for a prompt, each of which is compiled once.
+    block = _PATH if columns <= _PATH else _BLOCK
     blocks = -(-columns // block)
     # N-grams reach back into earlier blocks, so all blocks are written before any is indexed.
     launches = [(True, True)] if blocks == 1 else [(True, False), (False, True)]
@@ -218,12 +220,12 @@ def _extend_triton(ngrams: NgramIndex, slots: Tensor, tokens: Tensor) -> None:
             history.shape[1],
             index.shape[1],
             columns,
+            int(write),
+            int(to_index),
             LONGEST=LONGEST,
             AT_ROOT=AT_ROOT,
             GRAMS=GRAMS,
             BLOCK=block,
-            WRITE=write,
-            INDEX=to_index,
         )
     if blocks > 1:
         ends = lengths[slots] + (tokens >= 0).sum(1)

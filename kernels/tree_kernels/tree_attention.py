@@ -32,7 +32,7 @@ _TILE_BYTES = 16384  # shared memory for the keys of a tile
 
 @jit(
     do_not_specialize=(
-        *("requests", "request_blocks", "words", "mask_stride"),
+        *("requests", "request_blocks", "search", "words", "mask_stride"),
         *("log_sums_share_stride", "prefix_log_sums_stride"),
     )
 )
@@ -54,6 +54,7 @@ def _attend_kernel(
     log_sums: tl.tensor,
     requests: tl.tensor,
     request_blocks: tl.tensor,
+    search: tl.tensor,
     words: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
@@ -81,7 +82,6 @@ def _attend_kernel(
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    SEARCH: tl.constexpr,
     PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -95,7 +95,7 @@ def _attend_kernel(
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     share = tl.program_id(2)
-    if SEARCH:
+    if search != 0:
         request = request_of(query_starts, requests, block, BLOCK_ROWS)
         block -= tl.load(query_starts + request) // BLOCK_ROWS + request
     else:
@@ -296,7 +296,8 @@ def _tree_attention_triton(
     before = (lengths, out) if prefix is None else (prefix.lengths, prefix.log_sums)
     _attend_kernel[(blocks, kv_heads, shares)](
         *(query, key_cache, value_cache, block_table, query_starts, lengths, tree_starts, masks),
-        *(sinks, *scales, *before, parts, log_sums, requests, request_blocks, masks.shape[1]),
+        *(sinks, *scales, *before, parts, log_sums, requests, request_blocks, int(search)),
+        masks.shape[1],
         # The tangent's argument is the score relative to the cap.
         *(scale / cap if cap else scale * in_octaves, cap * in_octaves),
         *(*query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]),
@@ -310,7 +311,6 @@ def _tree_attention_triton(
         LANES=lanes,
         TILE=max(_MIN_LANES, min(_MAX_LANES, _TILE_BYTES // line_bytes)),
         SPLIT=shares > 1,
-        SEARCH=search,
         PREFIX=prefix is not None,
         WINDOW=variant.window,
         SOFT_CAP=cap > 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import adapters_on_cpu
+import compiled_at_start
 import device_operations
 import draft_rows
 import drafter_calls
@@ -63,6 +64,8 @@ def install() -> None:
         qwen_images.enable(engine)
     if os.environ.get(triton_on_cpu.VARIABLE):
         triton_on_cpu.enable()
+    if os.environ.get(compiled_at_start.VARIABLE):
+        compiled_at_start.enable()
     if os.environ.get(flash_stand_in.VARIABLE):
         flash_stand_in.enable()
     if os.environ.get(adapters_on_cpu.VARIABLE):

@@ -129,6 +129,12 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         )
 
     @property
+    def draft_sizes(self) -> list[int]:
+        """The numbers of draft tokens that a request may have in a step, the greatest first."""
+        sizes = {size for *_, size in self._tiers} | {*self._reports.sizes}
+        return sorted(sizes - {0}, reverse=True)
+
+    @property
     def _max_step_rows(self) -> int:
         """Greatest number of rows of a step that have logits."""
         return max_rows(

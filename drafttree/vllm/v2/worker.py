@@ -8,6 +8,7 @@ from drafttree.method import load
 from drafttree.vllm import patches
 from drafttree.vllm.drafting_worker import DraftingWorker
 from drafttree.vllm.v2.runner import TreeRunnerV2
+from drafttree.vllm.v2.warm_up import serve_made_up_requests
 
 
 class TreeWorkerV2(DraftingWorker):
@@ -23,3 +24,23 @@ class TreeWorkerV2(DraftingWorker):
         assert path is not None
         ours: type[TreeRunnerV2] = load(path)
         patches.adopt(self.model_runner, self.stock_runner, ours).set_up(method, options)
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Compile what serves trees, before the engine warns of compilations while serving."""
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            self.compile_drafting()
+        stock: Any = super()
+        stock._maybe_activate_jit_monitor()
+
+    def compile_drafting(self) -> bool:
+        """Serve made-up requests with trees, and forget what the drafter learned from them.
+
+        Returns:
+            Whether requests were served.
+        """
+        runner = self.model_runner
+        runner.warmed_up()
+        try:
+            return serve_made_up_requests(self, runner.draft_sizes)
+        finally:
+            runner.reset_drafting()
