@@ -29,10 +29,11 @@ step() {
     return "$status"
 }
 
+# The tests compare answers in float32, which Triton would multiply in TF32.
 pytest() {
     name=$1
     shift
-    step "$name" "$python" -m pytest -m cuda -p no:cacheprovider -v "$@"
+    step "$name" env TRITON_F32_DEFAULT=ieee "$python" -m pytest -m cuda -p no:cacheprovider -v "$@"
 }
 
 drafttree() {
@@ -45,6 +46,9 @@ has() {
     "$python" -c "import $1" 2> /dev/null
 }
 
+several=
+has xdist && several="-n 6 --dist worksteal"
+
 bench() {
     name=$1
     method=$2
@@ -52,9 +56,16 @@ bench() {
     drafttree "$name" bench --method "$method" --model "$model" --output "$out/$name.json" "$@"
 }
 
+same() {
+    (
+        export TRITON_F32_DEFAULT=ieee
+        bench "$@" --dtype float32
+    )
+}
+
 step versions sh -c "nvidia-smi; uname -a; git rev-parse HEAD; '$python' -VV; '$python' -m pip list"
 drafttree doctor doctor
-pytest kernels tests/kernels
+pytest kernels $several tests/kernels
 step kernel-times "$python" scripts/benchmarks/bench_kernels.py --output "$out/kernels.csv"
 if command -v compute-sanitizer > /dev/null; then
     for tool in memcheck racecheck; do
@@ -68,13 +79,14 @@ model=$(tail -n 1 "$out/model.log")
 if has vllm; then
     step attention-routes "$python" scripts/benchmarks/bench_attention_routes.py \
         --output "$out/attention_routes.toml"
-    pytest vllm-eager tests/engines/test_vllm_cuda.py -k "greedy and True"
-    pytest vllm-graphs tests/engines/test_vllm_cuda.py -k "greedy and False"
-    pytest vllm-others tests/engines/test_vllm_cuda.py -k "not greedy"
+    has flashinfer || export VLLM_USE_FLASHINFER_SAMPLER=0
+    pytest vllm-eager $several tests/engines/test_vllm_cuda.py -k "greedy and True"
+    pytest vllm-graphs $several tests/engines/test_vllm_cuda.py -k "greedy and False"
+    pytest vllm-others $several tests/engines/test_vllm_cuda.py -k "not greedy and not timed"
+    pytest vllm-times tests/engines/test_vllm_cuda.py -k timed
     for runner in v1 v2; do
         for nodes in 15 80; do
-            bench "vllm-$runner-same-$nodes" token-recycling --dtype float32 --runner "$runner" \
-                --option nodes=$nodes
+            same "vllm-$runner-same-$nodes" token-recycling --runner "$runner" --option nodes=$nodes
         done
         bench "vllm-$runner-speed" token-recycling --dtype bfloat16 --runner "$runner" --repeat 3
     done
@@ -88,8 +100,7 @@ if has sglang; then
     pytest sglang-graphs tests/engines/test_sglang_cuda.py -k "True-triton or True-flashinfer"
     pytest sglang-models tests/engines/test_sglang_cuda.py -k "rsd or lyanna"
     for nodes in 15 80; do
-        bench "sglang-same-$nodes" token-recycling --engine sglang --dtype float32 \
-            --option nodes=$nodes
+        same "sglang-same-$nodes" token-recycling --engine sglang --option nodes=$nodes
     done
     bench sglang-speed token-recycling --engine sglang --dtype bfloat16 --repeat 3
 fi

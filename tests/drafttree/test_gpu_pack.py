@@ -92,12 +92,12 @@ def test_stubs_of_packages_that_are_left_out_can_be_imported(tmp_path: Path) -> 
     for file in recipe["copies"]:
         shutil.copy(pack.ROOT / file, tmp_path)
     program = """
-import flashinfer
-from flashinfer.comm.any import Anything
+import soundfile
+from soundfile.any.module import Anything
 from IPython.display import HTML
-class Mine(flashinfer.Base, Anything): pass
+class Mine(soundfile.Base, Anything): pass
 try:
-    flashinfer.run()
+    soundfile.run()
 except RuntimeError as error:
     print(error)
 """
