@@ -94,6 +94,18 @@ def batches(settings: BenchSettings) -> list[list[Prompt]]:
     return wave * settings.waves
 
 
+def usable_context(model: Path, max_new_tokens: int) -> int:
+    """The model's context in tokens, in which there is room for a prompt before the answer.
+
+    Raises:
+        InputError: There is none.
+    """
+    context = model_context(model)
+    if max_new_tokens >= context:
+        raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
+    return context
+
+
 def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
     """Measure the method against plain decoding and return a report, ready for JSON.
 
@@ -101,9 +113,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         InputError: The settings do not fit the model.
         EngineError: An engine failed, or its outputs disagree with the method's counters.
     """
-    context = model_context(settings.model)
-    if settings.max_new_tokens >= context:
-        raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
+    context = usable_context(settings.model, settings.max_new_tokens)
     plain_spec = EngineSpec(
         model=str(settings.model),
         dtype=settings.dtype,
@@ -113,8 +123,6 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         runner=settings.runner,
     )
     method_spec = replace(plain_spec, speculative_config=settings.method.speculative_config)
-    drafts_trees = settings.method.drafts_trees
-    prompts = settings.prompts * settings.waves
     chat = Chat(settings.model)
     with ExitStack() as stack:
         observer.status("starting the engines")
@@ -124,85 +132,26 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
             processes.append(stack.enter_context(process))
             if not settings.eager:  # the second engine then reuses the first one's compile cache
                 process.wait_until_ready()
-        info, _ = [process.wait_until_ready() for process in processes]
-        pair = _Run(settings, observer, chat, context, processes[0], processes[1])
+        for process in processes:
+            process.wait_until_ready()
         if settings.prime and settings.method.primes:
             observer.status("priming")
             for _ in processes[1].priming():
                 pass
-        observer.status("warming up")
-        pair.warm_up()
-        repetitions: list[Repetition] = []
-        counters: list[dict[str, int]] = []
-        acceptance: dict[str, Any] = {}
-        drafting: dict[str, float] = {}
-        for number in range(settings.repeat):
-            which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
-            observer.status(f"answering{which}")
-            before = pair.draft_seconds()
-            repetitions.append(pair.repetition(number))
-            if number == 0 and drafts_trees:
-                counters = pair.counters
-                check_counters(repetitions[0], counters[-1])
-                acceptance = pair.method.acceptance()
-                drafting = draft_figures(
-                    repetitions[0], settings.method, settings.model, pair.draft_seconds() - before
-                )
-        observer.status("comparing")
-        verdicts = [
-            pair.verdict(prompt, plain, method)
-            for prompt, plain, method in zip(
-                prompts, repetitions[0].plain, repetitions[0].method, strict=True
-            )
-        ]
-        costs: dict[str, float | int] = {}
-        explained: list[dict[str, Any]] = []
-        choices: list[dict[str, Any]] = []
-        if drafts_trees:
-            explained, choices = pair.method.explain(), pair.method.choices()
-        if drafts_trees and info.timed and info.runner != "v2":
-            observer.status("timing forwards")
-            drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
-            costs = verification_cost(
-                processes[0],
-                processes[1],
-                requests=settings.batch_size,
-                tokens=1 + max(round(drafted), 1),
-                context=mean_context(repetitions[0].plain),
-            )
-    figures = {
-        **drafting,
-        "waves": wave_figures(
-            repetitions, verdicts, [prompt.category for prompt in settings.prompts], counters
-        ),
-        **report(prompts, repetitions, verdicts, costs),
-    }
-    return {
-        "engine": settings.engine,
-        "engine_version": info.version,
-        **({} if info.runner is None else {"runner": info.runner}),
-        "method": settings.method.name,
-        "model": model_name(settings.model),
-        "dtype": settings.dtype,
-        "device": info.device,
-        "cpu": processor_name(),
-        "eager": settings.eager,
-        "batch_size": settings.batch_size,
-        "temperature": settings.temperature,
-        "options": shown_options(settings.method.options),
-        "max_new_tokens": settings.max_new_tokens,
-        "repeat": settings.repeat,
-        "cut_prompts": len(pair.cut),
-        "counters": counters[-1] if counters else {},
-        "explained": explained,
-        "choices": choices,
-        "acceptance": acceptance,
-        **(figures if info.timed else without_times(figures)),
-    }
+        return Pair(settings, observer, chat, context, processes[0], processes[1]).measure()
 
 
-class _Run:
-    """The two running engines and the requests to them."""
+class Pair:
+    """The two running engines and the requests to them.
+
+    Args:
+        settings: Settings of the run; the engines may have a greater batch size.
+        observer: Receives the progress.
+        chat: The chat format of the model.
+        context: The engines' context in tokens.
+        plain: The engine that decodes plainly.
+        method: The engine with the method.
+    """
 
     def __init__(
         self,
@@ -221,6 +170,86 @@ class _Run:
         self.method = method
         self.cut: set[int | str] = set()
         self.counters: list[dict[str, int]] = []
+
+    def measure(self) -> dict[str, Any]:
+        """Answer all prompts on both sides and return a report, ready for JSON.
+
+        Raises:
+            EngineError: An engine failed, or its outputs disagree with the method's counters.
+        """
+        settings, observer = self.settings, self.observer
+        info = self.plain.wait_until_ready()
+        drafts_trees = settings.method.drafts_trees
+        prompts = settings.prompts * settings.waves
+        observer.status("warming up")
+        self.warm_up()
+        repetitions: list[Repetition] = []
+        counters: list[dict[str, int]] = []
+        acceptance: dict[str, Any] = {}
+        drafting: dict[str, float] = {}
+        for number in range(settings.repeat):
+            which = f" {number + 1} of {settings.repeat}" if settings.repeat > 1 else ""
+            observer.status(f"answering{which}")
+            before = self.draft_seconds()
+            repetitions.append(self.repetition(number))
+            if number == 0 and drafts_trees:
+                counters = self.counters
+                check_counters(repetitions[0], counters[-1])
+                acceptance = self.method.acceptance()
+                drafting = draft_figures(
+                    repetitions[0], settings.method, settings.model, self.draft_seconds() - before
+                )
+        observer.status("comparing")
+        verdicts = [
+            self.verdict(prompt, plain, method)
+            for prompt, plain, method in zip(
+                prompts, repetitions[0].plain, repetitions[0].method, strict=True
+            )
+        ]
+        costs: dict[str, float | int] = {}
+        explained: list[dict[str, Any]] = []
+        choices: list[dict[str, Any]] = []
+        if drafts_trees:
+            explained, choices = self.method.explain(), self.method.choices()
+        if drafts_trees and info.timed and info.runner != "v2":
+            observer.status("timing forwards")
+            drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
+            costs = verification_cost(
+                self.plain,
+                self.method,
+                requests=settings.batch_size,
+                tokens=1 + max(round(drafted), 1),
+                context=mean_context(repetitions[0].plain),
+            )
+        figures = {
+            **drafting,
+            "waves": wave_figures(
+                repetitions, verdicts, [prompt.category for prompt in settings.prompts], counters
+            ),
+            **report(prompts, repetitions, verdicts, costs),
+        }
+        return {
+            "engine": settings.engine,
+            "engine_version": info.version,
+            **({} if info.runner is None else {"runner": info.runner}),
+            "method": settings.method.name,
+            "model": model_name(settings.model),
+            "dtype": settings.dtype,
+            "device": info.device,
+            "cpu": processor_name(),
+            "eager": settings.eager,
+            "batch_size": settings.batch_size,
+            "temperature": settings.temperature,
+            "options": shown_options(settings.method.options),
+            "max_new_tokens": settings.max_new_tokens,
+            "repeat": settings.repeat,
+            "cut_prompts": len(self.cut),
+            "counters": counters[-1] if counters else {},
+            "explained": explained,
+            "choices": choices,
+            "acceptance": acceptance,
+            **(figures if info.timed else without_times(figures)),
+        }
 
     def draft_seconds(self) -> float:
         """Seconds spent drafting so far; 0 if the engine does not report them."""

@@ -14,7 +14,7 @@ from drafttree.bench.methods import resolve_method
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import Generation, Request
 from drafttree.bench.report import Repetition, Verdict
-from drafttree.bench.run import BenchSettings, _Run
+from drafttree.bench.run import BenchSettings, Pair
 from drafttree.bench.table import waves_table
 from drafttree.bench.waves import wave_figures
 
@@ -110,7 +110,7 @@ def test_memory_is_emptied_before_a_repetition_and_kept_between_waves(
     )
     plain, side = RecordedEngine(), RecordedEngine()
     engines: Any = (WordChat(), 128, plain, side)
-    pair = _Run(settings, NullObserver(), *engines)
+    pair = Pair(settings, NullObserver(), *engines)
     for number in range(2):
         repetition = pair.repetition(number)
         assert len(repetition.plain) == len(repetition.method) == 6

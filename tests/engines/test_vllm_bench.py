@@ -19,7 +19,7 @@ from drafttree.bench.methods import resolve_method
 from drafttree.bench.models import ensure
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineSpec, Generation, Request
-from drafttree.bench.run import BenchSettings, _Run
+from drafttree.bench.run import BenchSettings, Pair
 from drafttree.bench.tree_fit import MeasuredTree
 from drafttree.cli import app
 from drafttree.tree import StaticTree
@@ -189,7 +189,7 @@ def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
     spec = EngineSpec(str(folder), max_model_len=256, eager=True)
     with EngineProcess("vllm", "plain", spec) as engine:
         engine.wait_until_ready()
-        side_by_side = _Run(settings, NullObserver(), FixedChat(), 256, engine, engine)
+        side_by_side = Pair(settings, NullObserver(), FixedChat(), 256, engine, engine)
         plain = engine.generate([Request([5, 6, 7], 16)])
         assert side_by_side.verdict(prompt, plain, plain) == "identical"
         for offset, verdict in ((256, "tie"), (1, "different")):
