@@ -228,7 +228,10 @@ def test_cuda_agrees_with_the_definition(head_size, shares, dtype):
         batch = make_batch(requests, (8, 2), head_size, dtype)
         expected = defined(batch)
         on_device = replace(batch, arguments=tuple(each.cuda() for each in batch.arguments))
-        assert_near(by_kernel(on_device, shares).cpu(), expected)
+        # A GPU adds the products of a score in another order: an H200 is off by up to 3e-5 in
+        # float32 where a score has 256 of them.
+        times = max(1.0, (head_size / 64) ** 0.5)
+        assert_near(by_kernel(on_device, shares).cpu(), expected, times)
 
 
 @pytest.mark.cuda

@@ -159,9 +159,9 @@ def defined(batch: Batch) -> torch.Tensor:
     return out
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare with the tolerance of the type."""
-    tolerance = TOLERANCE[expected.dtype]
+def assert_near(found: torch.Tensor, expected: torch.Tensor, times: float = 1.0) -> None:
+    """Compare with the tolerance of the type, or some times it."""
+    tolerance = times * TOLERANCE[expected.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
