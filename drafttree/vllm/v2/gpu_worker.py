@@ -17,3 +17,9 @@ class TreeGPUWorkerV2(TreeWorkerV2, Worker):
     # `plugin` selects it when it makes the configuration.
     stock_backend = AttentionBackendEnum.TRITON_ATTN
     tree_backend = TritonTreeBackend
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Compile what serves trees, before the engine warns of compilations while serving."""
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            self.compile_drafting()
+        super()._maybe_activate_jit_monitor()

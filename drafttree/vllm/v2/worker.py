@@ -25,13 +25,6 @@ class TreeWorkerV2(DraftingWorker):
         ours: type[TreeRunnerV2] = load(path)
         patches.adopt(self.model_runner, self.stock_runner, ours).set_up(method, options)
 
-    def _maybe_activate_jit_monitor(self) -> None:
-        """Compile what serves trees, before the engine warns of compilations while serving."""
-        if self.vllm_config.kernel_config.enable_jit_warmup:
-            self.compile_drafting()
-        stock: Any = super()
-        stock._maybe_activate_jit_monitor()
-
     def compile_drafting(self) -> bool:
         """Serve made-up requests with trees, and forget what the drafter learned from them.
 
