@@ -211,7 +211,8 @@ def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
         )
     if device == "cuda":
         logger.warning(
-            "Draft trees on CUDA were tested without a GPU only: compare the output first"
+            "Draft trees were tested on one kind of GPU only, with small models: compare the "
+            "output first"
         )
     return device
 

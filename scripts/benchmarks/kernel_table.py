@@ -56,9 +56,9 @@ INTRODUCTION = """# Kernels
 The Triton kernels of `tree_kernels`, each at the first size that
 `scripts/benchmarks/bench_kernels.py` times. Nothing in this table was measured. On an H200 all of
 these kernels gave what their references give, and their times at small sizes are in
-`results/h200/kernels.csv`. Registers and shared memory are what Triton {triton}'s compiler says; none
-spills.
-Occupancy is computed from them: how many of a multiprocessor's {warps} warps can be resident.
+`results/h200/kernels.csv`. Registers and shared memory are what Triton {triton}'s compiler
+says; none spills. Occupancy is computed from them: how many of a multiprocessor's {warps} warps
+can be resident.
 The floor is the whole operation's: what it must read and write, each once, at the data sheet's
 bandwidth of the 80 GB SXM modules ({bandwidths} TB/s). A launch takes some microseconds more, and
 most floors are below that. `scripts/benchmarks/kernel_table.py` writes the table.
