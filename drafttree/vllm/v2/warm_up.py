@@ -7,6 +7,7 @@ requests wait. vLLM serves made-up requests for its own kernels, in which drafte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,9 +98,8 @@ class _Requests:
             self._step(computed, self._size, starting)
         self._step(computed, self._size)
         self._step(computed, 0)
-        ended = SchedulerOutput.make_empty()
-        ended.finished_req_ids = {*self._sampling}
-        self._worker.execute_model(ended)
+        ended = {*self._sampling}
+        self._worker.execute_model(replace(SchedulerOutput.make_empty(), finished_req_ids=ended))
         return True
 
     def _step(self, computed: dict[str, int], drafts: int, starting: str | None = None) -> None:
@@ -110,22 +110,27 @@ class _Requests:
             drafts: Draft tokens of each running request. They are on the device already.
             starting: A request that starts.
         """
-        output = SchedulerOutput.make_empty()
-        output.num_spec_tokens_to_schedule = self._size
         rows = dict.fromkeys(computed, 1 + drafts)
-        running = CachedRequestData.make_empty()
-        running.req_ids = [*computed]
-        running.num_computed_tokens = [*computed.values()]
-        running.num_output_tokens = [1] * len(computed)
-        running.new_block_ids = [None] * len(computed)
-        output.scheduled_cached_reqs = running
-        if drafts:
-            output.scheduled_spec_decode_tokens = {name: [0] * drafts for name in computed}
         if starting is not None:
-            output.scheduled_new_reqs = [self._new(starting)]
             rows[starting] = len(self._prompt)
-        output.num_scheduled_tokens = rows
-        output.total_num_scheduled_tokens = sum(rows.values())
+        running = replace(
+            CachedRequestData.make_empty(),
+            req_ids=[*computed],
+            num_computed_tokens=[*computed.values()],
+            num_output_tokens=[1] * len(computed),
+            new_block_ids=[None] * len(computed),
+        )
+        output = replace(
+            SchedulerOutput.make_empty(),
+            num_spec_tokens_to_schedule=self._size,
+            scheduled_cached_reqs=running,
+            scheduled_new_reqs=[] if starting is None else [self._new(starting)],
+            scheduled_spec_decode_tokens=(
+                {name: [0] * drafts for name in computed} if drafts else {}
+            ),
+            num_scheduled_tokens=rows,
+            total_num_scheduled_tokens=sum(rows.values()),
+        )
         self._worker.execute_model(output)
         self._worker.sample_tokens(None)
         for name, count in rows.items():
