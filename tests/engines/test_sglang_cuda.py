@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+# SGLang's own Triton kernels would multiply float32 in TF32.
+ON_GPU = {"SGLANG_USE_CPU_ENGINE": "0", "TRITON_F32_DEFAULT": "ieee"}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}
 
 
@@ -41,7 +43,7 @@ def test_greedy_tokens_equal_plain_decoding(
         "sampling_backend": "pytorch",
         "disable_cuda_graph": not graphs,
         "disable_overlap_schedule": not overlap,
-        "variables": {"SGLANG_USE_CPU_ENGINE": "0"},
+        "variables": ON_GPU,
     }
     plain, _ = run_sglang(tiny_llama, cases, drafted=False, **settings)
     drafted, _ = run_sglang(tiny_llama, cases, **settings)
@@ -64,7 +66,7 @@ def test_greedy_tokens_of_methods_with_a_model_equal_plain_decoding(
         "device": "cuda",
         "attention_backend": backend,
         "sampling_backend": "pytorch",
-        "variables": {"SGLANG_USE_CPU_ENGINE": "0"},
+        "variables": ON_GPU,
     }
     draft_model = tiny_llama
     if method == "lyanna":
