@@ -130,6 +130,25 @@ def test_a_step_of_v1_does_not_synchronise_with_the_device(
     assert log.count(draw_ahead_on_cpu.DRAWN) >= answers[1].counters["steps"] / len(prompts)
 
 
+def test_a_step_of_v2_does_not_synchronise_with_the_device(
+    tiny_llama: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """vLLM's own check covers whole steps, and what it allows itself is no wait."""
+    draw = random.Random(4)
+    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(8)]
+    free = {**GREEDY, "temperature": 0.8}
+    answers, _ = run_vllm(
+        tiny_llama,
+        [Case(prompts, settings) for settings in (GREEDY, free, {**free, "top_p": 0.9})],
+        speculative={"method": "token_recycling"},
+        enforce_eager=False,
+        environment=RUNNERS["V2"] | {"VLLM_GPU_SYNC_CHECK": "error"},
+        **ENGINE,
+    )
+    for answer in answers:
+        proves_drafting(answer)
+
+
 def test_forwards_over_trees_and_chains_are_timed(smollm2: Path) -> None:
     config = {"method": "token_recycling", "prime": False}
     spec = EngineSpec(
