@@ -13,6 +13,7 @@ model, PACK receives the wheels that contain it.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typing import Annotated, Any
 
 import typer
 from fatbin import keep_architecture
+from packaging.utils import canonicalize_name
 from rich import print as show
 from tree_kernels.cache import cache_root
 
@@ -74,6 +76,21 @@ def unzip(wheel: Path, take: list[str], leave: list[str], site: Path, architectu
             target.write_bytes(content)
 
 
+def not_installed(requirements: list[str], installed: str) -> list[str]:
+    """The requirements that are not in a list of packages, whatever their versions.
+
+    Args:
+        requirements: Each as `NAME==VERSION`.
+        installed: What `pip freeze` prints, or names, one a line.
+    """
+    names = {
+        canonicalize_name(re.split(r"[=@ ]", line.strip())[0])
+        for line in installed.splitlines()
+        if line.strip()
+    }
+    return [each for each in requirements if canonicalize_name(each.split("==")[0]) not in names]
+
+
 def split(archive: Path, size: int) -> list[Path]:
     """Split a file into numbered pieces of at most `size` bytes, and remove it."""
     pieces = []
@@ -86,7 +103,9 @@ def split(archive: Path, size: int) -> list[Path]:
     return pieces
 
 
-def pack_engine(engine: str, pack: Path, python: str, architecture: int, piece: int) -> list[Path]:
+def pack_engine(
+    engine: str, pack: Path, python: str, architecture: int, piece: int, installed: str
+) -> list[Path]:
     """Write an engine's pieces."""
     recipe: dict[str, Any] = tomllib.loads(Path(__file__).with_name(f"{engine}.toml").read_text())
     site = pack / "site"
@@ -95,7 +114,8 @@ def pack_engine(engine: str, pack: Path, python: str, architecture: int, piece: 
         file = download(wheel["wheel"], python)
         unzip(file, wheel["take"], wheel["leave"], site, architecture)
     target = ["--no-compile", "--target", str(site)]
-    subprocess.run([*pip("install", python), *target, *recipe["requirements"]], check=True)
+    needed = not_installed(recipe["requirements"], installed)
+    subprocess.run([*pip("install", python), *target, *needed], check=True)
     for name, text in recipe["stubs"].items():
         stub = site / name
         stub.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +146,10 @@ def main(
     python: Annotated[str, typer.Option(help="The machine's Python.")] = "3.12",
     architecture: Annotated[int, typer.Option(help="The GPU's architecture; 90 is Hopper.")] = 90,
     piece: Annotated[int, typer.Option(help="Greatest size of a piece in MiB.")] = 40,
+    installed: Annotated[
+        Path | None,
+        typer.Option(help="What `pip freeze` prints on the machine; those packages are left out."),
+    ] = None,
 ) -> None:
     """Pack an engine, or a model, for a GPU machine that cannot reach a package index."""
     engines = sorted(file.stem for file in Path(__file__).parent.glob("*.toml"))
@@ -133,7 +157,14 @@ def main(
         raise typer.BadParameter(f"{what!r}: use one of {', '.join([*engines, *RECIPES])}")
     shutil.rmtree(pack, ignore_errors=True)
     if what in engines:
-        pieces = pack_engine(what, pack, python, architecture, piece * MIB)
+        pieces = pack_engine(
+            what,
+            pack,
+            python,
+            architecture,
+            piece * MIB,
+            "" if installed is None else installed.read_text(),
+        )
     else:
         pieces = pack_model(what, pack, piece * MIB)
     for part in pieces:

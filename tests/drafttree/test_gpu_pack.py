@@ -53,6 +53,13 @@ def test_matching_files_of_a_wheel_are_unpacked(tmp_path: Path) -> None:
     assert found == ["engine/a.py", "engine/c.so"]
 
 
+def test_what_the_machine_has_is_left_out() -> None:
+    needed = ["py-cpuinfo==9.0.0", "PyYAML==6.0", "openai==3.54.0"]
+    installed = "py_cpuinfo==8.0.0\npyyaml @ file:///wheels/pyyaml.whl\n\nopenai-harmony\n"
+    assert pack.not_installed(needed, installed) == ["openai==3.54.0"]
+    assert pack.not_installed(needed, "") == needed
+
+
 def test_pieces_are_joined_again(tmp_path: Path) -> None:
     whole = tmp_path / "model.whl"
     content = bytes(range(256)) * 9
