@@ -167,6 +167,22 @@ def test_a_pause_is_no_step() -> None:
     assert max(row["observed_ms"] for row in engine.explanation.rows()) < 11
 
 
+def test_what_arrives_after_a_pause_has_no_time() -> None:
+    """An engine that is called for each answer leaves its last step under way until the next."""
+    engine = Engine(1)
+    for _ in range(10):
+        for _ in range(20):
+            engine.step()
+        running, engine.running = engine.running, []
+        engine.now += 1000
+        # The engine begins to schedule before the next request runs.
+        engine.steps.before_schedule()
+        engine.running = running
+    rows = engine.explanation.rows()
+    assert sum(row["steps"] for row in rows) > 150
+    assert max(row["observed_ms"] for row in rows) < 11
+
+
 def test_the_table_of_the_engine_is_an_upper_bound() -> None:
     engine = Engine(1, [0, 7, 7, 3, 0])
     engine.running = ["a", "b", "c"]

@@ -48,6 +48,7 @@ class TierSteps:
         self._chosen = TierPlan(0)
         self._coming = TierPlan(0)
         self._sent: deque[TierPlan] = deque()
+        self._untimed = 0
         self._began = clock()
 
     def __getitem__(self, num_requests: int) -> int:
@@ -68,8 +69,13 @@ class TierSteps:
         return self._coming.looks_up
 
     def before_schedule(self) -> None:
-        """Start the clock anew if the engine had nothing to do until now."""
-        if not self._sent and not self._running():
+        """Start the clock anew if the engine had nothing to do until now.
+
+        Steps that are still under way then were scheduled before their requests' ends were known.
+        Their outputs wait until the engine is called again, so their times mean nothing.
+        """
+        if not self._running():
+            self._untimed = len(self._sent)
             self._began = self._clock()
 
     def scheduled(self, output: SchedulerOutput) -> None:
@@ -81,6 +87,8 @@ class TierSteps:
     def arrived(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Tell the controller what came of a step whose output has arrived."""
         plan = self._sent.popleft()
+        is_timed = not self._untimed
+        self._untimed = max(self._untimed - 1, 0)
         if not scheduled.total_num_scheduled_tokens:
             return
         began, self._began = self._began, self._clock()
@@ -89,7 +97,8 @@ class TierSteps:
             if report is not None:
                 self._controller = report.make_controller()
             return
-        self._controller.record(_outcome(plan, scheduled, output, report, self._began - began))
+        seconds = self._began - began if is_timed else 0.0
+        self._controller.record(_outcome(plan, scheduled, output, report, seconds))
 
     def take_update(self) -> TierUpdate | None:
         """What there is to explain since the last call; None before the first choice."""
