@@ -94,6 +94,9 @@ if has vllm; then
     has arctic_inference && bench vllm-suffix suffix --dtype bfloat16 --repeat 3
     step vllm-step-times "$python" scripts/benchmarks/bench_step.py "$model" --dtype bfloat16 \
         --nodes 80 --output "$out/step.json"
+    for method in none ngram token-recycling; do
+        step "vllm-profile-$method" "$python" scripts/gpu/profile_steps.py "$model" "$method"
+    done
 fi
 if has sglang; then
     pytest sglang-eager tests/engines/test_sglang_cuda.py -k "False-triton or False-flashinfer"
