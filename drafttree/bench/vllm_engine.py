@@ -31,14 +31,11 @@ class VllmEngine:
 
         device = str(current_platform.device_type)
         shared: dict[str, Any] = {}
-        if device != "cpu" and spec.kv_cache_bytes is None:
-            shared["gpu_memory_utilization"] = 0.42
-        elif device != "cpu":
-            # The engine checks that this share is free, and takes the given size.
-            shared |= {
-                "gpu_memory_utilization": 0.05,
-                "kv_cache_memory_bytes": spec.kv_cache_bytes,
-            }
+        if device != "cpu":
+            # With a size for the KV cache the engine only checks that this share is free.
+            size = spec.kv_cache_bytes
+            share = 0.42 if size is None else 0.05
+            shared = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": size}
         if spec.speculative_config is not None:
             shared["speculative_config"] = spec.speculative_config
         self._llm: Any = vllm.LLM(

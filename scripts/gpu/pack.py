@@ -157,14 +157,8 @@ def main(
         raise typer.BadParameter(f"{what!r}: use one of {', '.join([*engines, *RECIPES])}")
     shutil.rmtree(pack, ignore_errors=True)
     if what in engines:
-        pieces = pack_engine(
-            what,
-            pack,
-            python,
-            architecture,
-            piece * MIB,
-            "" if installed is None else installed.read_text(),
-        )
+        there = "" if installed is None else installed.read_text()
+        pieces = pack_engine(what, pack, python, architecture, piece * MIB, there)
     else:
         pieces = pack_model(what, pack, piece * MIB)
     for part in pieces:

@@ -16,7 +16,7 @@ def test_time_is_counted_once_where_kernels_overlap() -> None:
     assert busy([]) == 0.0
 
 
-def test_the_dearest_names_come_first() -> None:
+def test_what_takes_longest_comes_first() -> None:
     events = [("copy", (0.0, 1.0)), ("gemm", (1.0, 9.0)), ("copy", (9.0, 12.0))]
     assert list(by_name(events).items()) == [("gemm", Spent(1, 8.0)), ("copy", Spent(2, 4.0))]
 

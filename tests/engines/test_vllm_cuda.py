@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import draft_rows
 import draw_ahead_on_cpu
@@ -39,6 +40,24 @@ ENGINE = {
 }
 
 
+def random_prompts(seed: int, count: int) -> list[list[int]]:
+    """Prompts of 4 to 199 tokens."""
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(count)]
+
+
+def drafted_as_plain(
+    model: Path, cases: list[Case], method: dict[str, Any], eager: bool, runner: str
+) -> list[Answer]:
+    """The answers with a method, whose tokens must be those without it."""
+    settings = {"enforce_eager": eager, "environment": RUNNERS[runner], **ENGINE}
+    plain, _ = run_vllm(model, cases, **settings)
+    drafted, _ = run_vllm(model, cases, speculative=method, **settings)
+    for without, with_trees in zip(plain, drafted, strict=True):
+        assert with_trees.tokens == without.tokens
+    return drafted
+
+
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("tree", ["dynamic", "static"])
@@ -51,11 +70,7 @@ def test_greedy_tokens_equal_plain_decoding(
     prompts = [[draw.randrange(2, 512) for _ in range(length)] for length in lengths]
     cases = [Case(prompts, GREEDY), *(Case([each], GREEDY) for each in prompts[-4:])]
     method = {"method": "token_recycling", "nodes": 80, "tree": tree}
-    settings = {"enforce_eager": eager, "environment": RUNNERS[runner], **ENGINE}
-    plain, _ = run_vllm(tiny_llama, cases, **settings)
-    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, **settings)
-    for without, with_trees in zip(plain, drafted, strict=True):
-        assert with_trees.tokens == without.tokens
+    drafted = drafted_as_plain(tiny_llama, cases, method, eager, runner)
     proves_drafting(drafted[0])
 
 
@@ -63,10 +78,10 @@ def test_greedy_tokens_equal_plain_decoding(
 def test_lyannas_layer_drafts_in_graphs_what_it_drafts_without(
     tiny_llama: Path, tmp_path: Path, proves_drafting: Callable[[Answer], None], runner: str
 ) -> None:
-    drafter, draw = drafter_for(tiny_llama), random.Random(5)
+    drafter = drafter_for(tiny_llama)
     predict_embeddings(drafter)
     save(drafter, tmp_path / "drafter")
-    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(12)]
+    prompts = random_prompts(5, 12)
     # Logprobs of prompts are read from the target's states after the layer has run.
     scored = {**GREEDY, "prompt_logprobs": 2}
     cases = [Case(prompts, GREEDY), Case(prompts[:1], GREEDY), Case(prompts, scored)]
@@ -98,24 +113,18 @@ def test_greedy_tokens_with_a_draft_model_equal_plain_decoding(
     eager: bool,
     runner: str,
 ) -> None:
-    draw = random.Random(6)
-    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(12)]
+    prompts = random_prompts(6, 12)
     cases = [Case(prompts, GREEDY), Case(prompts[:1], GREEDY)]
     draft = make_first_layers(tiny_llama, tmp_path, 1)
     method = {"method": "rsd", "model": str(draft), "tree": "beam:3x3"}
-    settings = {"enforce_eager": eager, "environment": RUNNERS[runner], **ENGINE}
-    plain, _ = run_vllm(tiny_llama, cases, **settings)
-    drafted, _ = run_vllm(tiny_llama, cases, speculative=method, **settings)
-    for without, with_trees in zip(plain, drafted, strict=True):
-        assert with_trees.tokens == without.tokens
+    drafted = drafted_as_plain(tiny_llama, cases, method, eager, runner)
     proves_drafting(drafted[0])
 
 
 def test_a_step_of_v1_does_not_synchronise_with_the_device(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
-    draw = random.Random(4)
-    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(8)]
+    prompts = random_prompts(4, 8)
     free = {**GREEDY, "temperature": 0.8}
     filtered = {**free, "top_p": 0.9}
     answers, log = run_vllm(
@@ -134,8 +143,7 @@ def test_a_step_of_v2_does_not_synchronise_with_the_device(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """vLLM's own check covers whole steps, and what it allows itself is no wait."""
-    draw = random.Random(4)
-    prompts = [[draw.randrange(2, 512) for _ in range(draw.randrange(4, 200))] for _ in range(8)]
+    prompts = random_prompts(4, 8)
     free = {**GREEDY, "temperature": 0.8}
     answers, _ = run_vllm(
         tiny_llama,

@@ -61,7 +61,7 @@ class DraftLayer:
         self._graphs: LayerGraphs | None = None
         heads, kv_heads, size = drafter.heads
         self._heads, self._kv_heads = (self._own(each) for each in (heads, kv_heads))
-        # The scales of its KV are made where the default device is.
+        # The engine allocates the scales of the layer's KV on the default device.
         with set_current_vllm_config(config), device:
             self._attention = Attention(
                 self._heads.stop - self._heads.start,

@@ -1,7 +1,7 @@
-"""Made-up requests with draft trees, served at the start so that nothing compiles while serving.
+"""Dummy requests with draft trees, served at the start so that nothing compiles while serving.
 
 Triton compiles a kernel at its first launch, which takes a few tenths of a second for which all
-requests wait. vLLM serves made-up requests for its own kernels, in which drafters take no part.
+requests wait. vLLM serves dummy requests for its own kernels, in which drafters take no part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GREEDY: dict[str, Any] = {"temperature": 0.0}
 _SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 1}
 
 
-def serve_made_up_requests(worker: Any, sizes: Sequence[int]) -> bool:
+def serve_dummy_requests(worker: Any, sizes: Sequence[int]) -> bool:
     """Serve requests with trees of each size, greedy alone and beside a sampled one.
 
     Args:
@@ -43,8 +43,7 @@ def serve_made_up_requests(worker: Any, sizes: Sequence[int]) -> bool:
             for size in sizes:
                 for prompt, sampling in (
                     (_SHORT, (_GREEDY,)),
-                    (_LONG, (_GREEDY,)),
-                    (_LONG, (_GREEDY, _SAMPLED)),
+                    (_LONG, (_GREEDY, _SAMPLED)[: runner.max_num_reqs]),
                 ):
                     served |= _Requests(worker, size, prompt, sampling).serve()
     finally:
@@ -72,7 +71,7 @@ class _Requests:
         prompt = min(prompt, budget - (count - 1) * (1 + size), runner.max_model_len - after_prompt)
         self._prompt = [token % runner.vocab_size for token in range(prompt)]
         self._sampling = {
-            f"_made_up_{number}": SamplingParams(max_tokens=after_prompt, **each)
+            f"_dummy_{number}": SamplingParams(max_tokens=after_prompt, **each)
             for number, each in enumerate(sampling)
         }
         sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
@@ -80,7 +79,6 @@ class _Requests:
         self._blocks = iter(range(1, cache.num_blocks))  # the engine keeps block 0
         self._fits = (
             prompt > 0
-            and count <= runner.max_num_reqs
             and count * (1 + size) <= budget
             and count * sum(self._needed) < cache.num_blocks
         )

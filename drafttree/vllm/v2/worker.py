@@ -8,7 +8,7 @@ from drafttree.method import load
 from drafttree.vllm import patches
 from drafttree.vllm.drafting_worker import DraftingWorker
 from drafttree.vllm.v2.runner import TreeRunnerV2
-from drafttree.vllm.v2.warm_up import serve_made_up_requests
+from drafttree.vllm.v2.warm_up import serve_dummy_requests
 
 
 class TreeWorkerV2(DraftingWorker):
@@ -26,7 +26,7 @@ class TreeWorkerV2(DraftingWorker):
         patches.adopt(self.model_runner, self.stock_runner, ours).set_up(method, options)
 
     def compile_drafting(self) -> bool:
-        """Serve made-up requests with trees, and forget what the drafter learned from them.
+        """Serve dummy requests with trees, and forget what the drafter learned from them.
 
         Returns:
             Whether requests were served.
@@ -34,6 +34,6 @@ class TreeWorkerV2(DraftingWorker):
         runner = self.model_runner
         runner.warmed_up()
         try:
-            return serve_made_up_requests(self, runner.draft_sizes)
+            return serve_dummy_requests(self, runner.draft_sizes)
         finally:
             runner.reset_drafting()
