@@ -1,4 +1,4 @@
-"""Models that vLLM compiles in pieces by itself capture and replay graphs as `DraftGraphs` asks.
+"""Models that vLLM compiles are compiled at the start, and capture graphs as `DraftGraphs` asks.
 
 What a graph would hold are the operations of a piece, on the CPU.
 """
@@ -21,6 +21,7 @@ from fake_gpu.record import Record
 from fake_gpu.vllm_graphs import capture, context
 from vllm.compilation import cuda_graph, monitor
 from vllm.compilation.backends import set_model_tag
+from vllm.compilation.counter import compilation_counter
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import get_forward_context
@@ -141,7 +142,6 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 def test_compiled_pieces_are_replayed(config: VllmConfig, record: Record) -> None:
     target, draft = compiled("Target", 1, config), compiled("Drafting", 2, config)
     graphs = DraftGraphs(draft, MOST, CPU)
-    graphs._captures = True  # as on CUDA
     graphs.capture_with(target, lambda: False)
     runner = SimpleNamespace(
         get_model=lambda: target,
@@ -160,3 +160,17 @@ def test_compiled_pieces_are_replayed(config: VllmConfig, record: Record) -> Non
             states = graphs.forward(ids.int(), positions)
             assert states.equal(plain(ids, positions))
         assert record.kernels["graph"] == replayed
+
+
+def test_compiled_at_the_start(config: VllmConfig) -> None:
+    """No request waits until a draft model is compiled, where there are no graphs too."""
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    target, draft = compiled("Target", 1, config), compiled("Drafting", 2, config)
+    graphs = DraftGraphs(draft, MOST, CPU)
+    graphs.capture_with(target, lambda: False)
+    ids, positions = torch.arange(MOST).int(), torch.arange(MOST)
+    with context(CUDAGraphMode.NONE, MOST):
+        target(input_ids=ids, positions=positions)
+        seen = compilation_counter.num_graphs_seen
+        graphs.forward(ids[:3], positions[:3])
+    assert compilation_counter.num_graphs_seen == seen > 0

@@ -33,12 +33,16 @@ class DraftGraphs(TargetGraphs):
         # Graphs read these, as the engine's read its own.
         self._input_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self._captures = device.type == "cuda" and is_compiled(model)
+        self._is_compiled = is_compiled(model)
         self._has_run = False
 
     def capture_with(self, target: torch.nn.Module, serves: Callable[[], bool]) -> None:
-        """Capture graphs right before the engine captures those of the target, if there are any."""
-        if self._captures:
+        """Take part in the target's forwards that serve no request, if the model is compiled.
+
+        It is compiled in the first of them, rather than while a request waits, and its graphs are
+        captured right before those of the target.
+        """
+        if self._is_compiled:
             super().capture_with(target, serves)
 
     def _before_dummy(self, inputs: dict[str, Any]) -> None:
