@@ -9,7 +9,8 @@ from drafttree.budget.costs import batch_bucket
 _SMOOTHING = 1 / 8
 _SMOOTHING_DOWN = 1 / 2
 _MOST_RATIO = 4.0
-_READ_SMOOTHING = 1 / 4
+_READ_MEMORY = 512
+"""Tokens that were read after which earlier ones count 1/e."""
 
 
 class DraftTimes:
@@ -57,17 +58,27 @@ class DraftTimes:
 
 
 class ReadTimes:
-    """Usual seconds in which a model reads a token of a text; 0 until something was measured."""
+    """Usual seconds in which a model reads a token of a text; 0 until something was measured.
+
+    A forward over few tokens takes longer for each of them, so a read counts by its tokens.
+    """
 
     def __init__(self) -> None:
-        self._by_token = 0.0
+        self._tokens = self._seconds = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Add what it took to read some tokens; nothing if there were none."""
-        if tokens:
-            weight = _READ_SMOOTHING if self._by_token else 1.0
-            self._by_token += weight * (seconds / tokens - self._by_token)
+        """Add what it took to read some tokens; nothing if there were none.
+
+        If it took far longer than usual, something else is likely to have delayed it.
+        """
+        if not tokens:
+            return
+        if self._tokens:
+            seconds = min(seconds, _MOST_RATIO * self.usual(tokens))
+        kept = math.exp(-tokens / _READ_MEMORY)
+        self._tokens = kept * self._tokens + tokens
+        self._seconds = kept * self._seconds + seconds
 
     def usual(self, tokens: int) -> float:
         """Usual seconds of reading so many tokens."""
-        return self._by_token * tokens
+        return tokens * self._seconds / self._tokens if self._tokens else 0.0
