@@ -1,12 +1,13 @@
 """Measure the figures of record, and write them as tables.
 
-    python -m scripts.benchmarks.figures_of_record results/record
+    python -m scripts.benchmarks.figures_of_record results/record \
+        --limit 40 --max-new-tokens 64 --repeat 1
     python -m scripts.benchmarks.figures_of_record results/record --only-table
 
 Plain decoding, vLLM's n-gram speculation, its suffix decoding and Token Recycling answer the same
 prompts, by kind of task, in a first and a second wave, with 1, 8 and 32 requests at a time, in both
 engines. Each run is one call of `drafttree bench`, whose two sides take turns, and writes one file
-into the folder. Runs that are there already are kept, so an interrupted call can be repeated. A run
+into the folder, whose runs all have the same settings. Runs that are there already are kept, so an interrupted call can be repeated. A run
 that fails, or for which something is not installed, is named with its reason and left out; the exit
 status is then 1.
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The first run on a GPU: what works, what fails and how fast it is, in one folder to send home.
 #     sh scripts/gpu/first_run.sh OUT
-# In the repository's root, with the engines on Python's path: after `pip install drafttree[vllm,test]`, or
+# In the repository's root, with the engines on Python's path: after `pip install '.[vllm,test,bench]'`, or
 # as scripts/gpu/README.md says where there is no package index. Takes an hour or two.
 #
 # A step that fails or takes too long is recorded, and the next one runs. Every step writes its own
