@@ -59,8 +59,8 @@ class RecycleOptions(MethodOptions):
         ge=1,
         le=MAX_DRAFT_TOKENS,
         description="The largest number of draft tokens that `nodes=auto` may choose, and for "
-        "which the engine reserves KV slots. vLLM's `num_speculative_tokens` sets it too, and so does "
-        "SGLang's `--speculative-num-draft-tokens`, which counts the root.",
+        "which the engine reserves KV slots. vLLM's `num_speculative_tokens` sets it too, and so "
+        "does SGLang's `--speculative-num-draft-tokens`, which counts the root.",
     )
     k: int = Field(
         default=CANDIDATES,

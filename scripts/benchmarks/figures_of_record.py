@@ -7,9 +7,9 @@
 Plain decoding, vLLM's n-gram speculation, its suffix decoding and Token Recycling answer the same
 prompts, by kind of task, in a first and a second wave, with 1, 8 and 32 requests at a time, in both
 engines. Each run is one call of `drafttree bench`, whose two sides take turns, and writes one file
-into the folder, whose runs all have the same settings. Runs that are there already are kept, so an interrupted call can be repeated. A run
-that fails, or for which something is not installed, is named with its reason and left out; the exit
-status is then 1.
+into the folder, whose runs all have the same settings. Runs that are there already are kept, so an
+interrupted call can be repeated. A run that fails, or for which something is not installed, is
+named with its reason and left out; the exit status is then 1.
 
 The engines are those of `.venv-vllm` and `.venv-sglang` (`make environments`). Without `--model`
 the target is SmolLM2-135M in its pinned version. The tables go to standard output, and everything
