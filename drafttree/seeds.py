@@ -16,10 +16,14 @@ class Seeds:
     Args:
         device: Where the seeds are needed.
         seed: What the random ones follow from.
+        replica: Index of the engine among those that share the seed, and must not draw alike.
     """
 
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, seed: int = 0, replica: int = 0) -> None:
         self._device = device
+        if replica:
+            mixed = np.random.SeedSequence((seed % (1 << 64), replica))
+            seed = int(mixed.generate_state(1, np.uint64)[0])
         self._generator = torch.Generator().manual_seed(seed)
 
     def of(self, given: Sequence[int | None]) -> torch.Tensor:

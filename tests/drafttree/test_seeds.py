@@ -22,5 +22,12 @@ def test_seeds_of_any_size_are_taken() -> None:
     assert Seeds(CPU).of(large).tolist() == [-(2**63), -1, -(2**63), 3]
 
 
+def test_engines_of_other_seeds_and_replicas_draw_other_numbers() -> None:
+    engines = (0, 0), (0, 1), (0, 2), (5, 0), (-5, 1)
+    drawn = [Seeds(CPU, *each).of([None]).item() for each in engines]
+    assert len({*drawn}) == 5
+    assert Seeds(CPU, 0, 1).of([None]).item() == drawn[1]
+
+
 def test_there_may_be_no_requests() -> None:
     assert Seeds(CPU).of([]).dtype == torch.int64

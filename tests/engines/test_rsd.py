@@ -240,3 +240,29 @@ def test_numbers_of_heads_that_cannot_be_served_together_are_refused(
 @pytest.mark.full
 def test_bench_gives_its_figures(host: Host, smollm2: Path, tmp_path: Path) -> None:
     check_figures(host.name, smollm2, tmp_path)
+
+
+@pytest.mark.full
+def test_engines_with_other_seeds_draw_other_numbers(
+    host: Host, tiny_llama: Path, draft: Path
+) -> None:
+    """And a request's seed gives the same tokens again in vLLM. In SGLang it counts in the
+    deterministic mode alone, so that the samples of one request differ."""
+    sampled = {**GREEDY, "temperature": 1.0}
+    cases = [Case(FIRST[:4], sampled), Case([FIRST[0]] * 3, {**sampled, "seed": 3})]
+    found = [
+        host.run(
+            *(tiny_llama, cases, "rsd", {"tree": "beam:3x4"}, draft),
+            vllm={"seed": seed},
+            sglang={"random_seed": seed},
+        )[0]
+        for seed in (0, 0, 1)
+    ]
+    (first, seeded), (again, seeded_again), (other, _) = [
+        [answer.tokens for answer in answers] for answers in found
+    ]
+    assert first == again
+    assert seeded == seeded_again
+    assert all(one != two for one, two in zip(first, other, strict=True))
+    assert len({*map(tuple, seeded)}) == {"vllm": 1, "sglang": 3}[host.name]
+    assert found[0][0].counters["accepted_tokens"] > 0

@@ -104,7 +104,7 @@ class DraftModelWorker(ModelDraftingWorker):
                 attention_backend_override=attention_backends()[0],
             )
         )
-        self._seeds = Seeds(self._device)
+        self._seeds = Seeds(self._device, target_worker.random_seed)
         install_acceptance_sampler(self._runner)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
@@ -136,7 +136,13 @@ class DraftModelWorker(ModelDraftingWorker):
         return result
 
     def _seeds_of(self, batch: Any) -> torch.Tensor:
-        return self._seeds.of([request.sampling_params.sampling_seed for request in batch.reqs])
+        """Seeds of the requests, `int64 [B]`: their own in SGLang's deterministic mode alone.
+
+        In other modes SGLang uses none, and the samples of one request (`n`), which have the same
+        seed, differ.
+        """
+        seeds: torch.Tensor | None = batch.sampling_info.sampling_seed
+        return self._seeds.of([None] * len(batch.reqs)) if seeds is None else seeds
 
     def _propose(self, batch: Any) -> Proposal:
         if self._unread_texts is None:

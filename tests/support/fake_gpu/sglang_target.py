@@ -65,6 +65,7 @@ class TargetWorker:
     """
 
     tokenizer = None
+    random_seed = 0
 
     def __init__(
         self,

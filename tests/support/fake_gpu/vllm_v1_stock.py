@@ -86,7 +86,9 @@ class Stock(GPUModelRunner):
             get_hidden_size=lambda: VOCAB,
             dtype=torch.float32,
             model="none",
+            seed=0,
         )
+        self.parallel_config = SimpleNamespace(data_parallel_index=0)
         self.vllm_config = SimpleNamespace(
             cache_config=None,
             model_config=self.model_config,
