@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.sampler import Sampler
+from sglang.srt.runtime_context import get_exec
 
 from drafttree.drafter import AcceptanceRule
 
@@ -47,7 +48,11 @@ class AcceptanceSampler(Sampler):
 
 
 def filter_probs(probs: torch.Tensor, info: Any) -> torch.Tensor:
-    """Apply top-k, top-p and min-p by the same comparisons as SGLang's own sampler.
+    """Apply top-k, top-p and min-p as SGLang's own sampler does.
+
+    As a rule top-p counts by the probabilities as they are. Where a request of the batch has min-p,
+    FlashInfer's kernels, with which SGLang samples on a GPU, renormalise after top-k, so that top-p
+    counts by what top-k has left.
 
     Args:
         probs: `float32 [B, V]`, or `[B, n, V]` with n distributions per request.
@@ -63,7 +68,10 @@ def filter_probs(probs: torch.Tensor, info: Any) -> torch.Tensor:
     best, tokens = probs.topk(count)
     before = best.cumsum(-1) - best
     kept = torch.arange(count, device=probs.device) < info.top_ks.view(by_request)
-    kept = kept & (before <= info.top_ps.view(by_request))
+    top_ps = info.top_ps.view(by_request)
+    if info.need_min_p_sampling and get_exec().kernel.sampling_backend == "flashinfer":
+        top_ps = top_ps * (best * kept).sum(-1, keepdim=True)
+    kept = kept & (before <= top_ps)
     if info.need_min_p_sampling:
         kept = kept & (best >= best[..., :1] * info.min_ps.view(by_request))
     left = best * kept
