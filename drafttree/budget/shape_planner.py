@@ -48,6 +48,9 @@ _HOPELESS = 8.0
 """What is saved up before a shape is tried that should not pay, in tokens of a request."""
 _CAPACITY = 64.0
 """Most that is saved up, in tokens of a request."""
+_MOST_OWED = 16.0
+"""Most that is owed after a shape was tried, in tokens of a request: a long stall in the middle of
+a trial says little of drafting, and must not put it off for hours."""
 _AT_START = 4.0
 """What is there at first, and the most that a depth's first drafts are charged, in tokens of a
 request."""
@@ -275,7 +278,7 @@ class ShapePlanner:
                 # What is loaded or compiled once says nothing of the steps that follow.
                 spent = min(spent, _AT_START)
             self._saved += plan.at_stake - (spent - emitted / batch_size)
-        self._saved = min(_CAPACITY, self._saved)
+        self._saved = min(_CAPACITY, max(-_MOST_OWED, self._saved))
         if means is not None:
             state = self._state(batch_size)
             spent = min(seconds, float(means[index])) / float(means[state.index])

@@ -102,6 +102,20 @@ def test_what_a_model_has_to_read_first_delays_drafts() -> None:
     assert planner.choose(1, lambda: 3.0).shape == NO_DRAFTS
 
 
+def test_a_long_stall_while_drafting_is_tried_does_not_put_it_off_for_ever() -> None:
+    """Half an hour, as if the machine had been suspended."""
+    planner, tried = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03}), []
+    for step in range(6000):
+        plan = planner.choose(1)
+        # The first drafts of a depth are not measured.
+        stalls = bool(plan.shape.depth) and len(tried) == 1
+        if plan.shape.depth:
+            tried.append(step)
+        seconds = 1800.0 if stalls else 0.04
+        planner.record_step(plan, 1, 1 + plan.shape.nodes, seconds, 0.01, 1.0)
+    assert tried[2] - tried[1] < 5000
+
+
 def test_shapes_are_a_function_of_what_was_before() -> None:
     """The same outcomes and times give the same shapes."""
     scenario = Scenario(stalls=0.01)
