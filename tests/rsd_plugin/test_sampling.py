@@ -193,3 +193,12 @@ def test_the_tail_keeps_its_order() -> None:
     assert found.scores[0, 0] == 0.0
     assert (found.scores[0, :-1] > found.scores[0, 1:]).all()
     assert torch.isfinite(found.scores).all()
+
+
+def test_children_without_a_probability_are_left_out() -> None:
+    """A draft model that overflows gives NaN, which no token can be sampled from."""
+    log_p = torch.tensor([0.5, 0.5, 0.0]).log().repeat(2, 1, 1)
+    log_p[1] = torch.nan
+    level = branch(roots(2), log_p, torch.zeros(2, 1, VOCAB), 3)
+    assert sorted(level.tokens[0].tolist()) == [-1, 0, 1]
+    assert level.tokens[1].tolist() == [-1, -1, -1]
