@@ -27,7 +27,7 @@ def missed(texts: MissedTexts, row: int) -> int:
 
 
 def test_steps_without_drafts_are_counted() -> None:
-    texts = MissedTexts(2, SIZE)
+    texts = MissedTexts(2, SIZE, 100)
     texts.start(0, [7, 8], 0)
     miss(texts, 0, 6, 0)
     miss(texts, 0, 1, 6)
@@ -37,7 +37,7 @@ def test_steps_without_drafts_are_counted() -> None:
 
 
 def test_cached_blocks_that_were_missed_are_read_from_the_first_of_them() -> None:
-    texts = MissedTexts(3, SIZE)
+    texts = MissedTexts(3, SIZE, 100)
     texts.start(0, [1, 2], 0)
     texts.read(np.array([0]))
     texts.append(0, [3, 4])
@@ -54,7 +54,7 @@ def test_cached_blocks_that_were_missed_are_read_from_the_first_of_them() -> Non
 
 
 def test_blocks_that_are_computed_anew_were_not_missed() -> None:
-    texts = MissedTexts(2, SIZE)
+    texts = MissedTexts(2, SIZE, 100)
     texts.start(0, [1], 0)
     miss(texts, 0, 4, 0)
     texts.stop(0)
@@ -66,7 +66,7 @@ def test_blocks_that_are_computed_anew_were_not_missed() -> None:
 
 def test_blocks_that_are_found_in_the_step_that_computes_them() -> None:
     """Samples of one prompt start in one step, and the first of them ends before the others."""
-    texts = MissedTexts(3, SIZE)
+    texts = MissedTexts(3, SIZE, 100)
     texts.start(0, [1, 2, 3], 0)
     texts.start(1, [1, 2, 4], 8)
     texts.start(2, [1, 2, 5], 8)
@@ -85,7 +85,7 @@ def test_blocks_that_are_found_in_the_step_that_computes_them() -> None:
 
 
 def test_a_block_that_is_found_in_part_counts_as_missed() -> None:
-    texts = MissedTexts(1, SIZE)
+    texts = MissedTexts(1, SIZE, 100)
     texts.start(0, [1, 2, 3], 6)
     assert missed(texts, 0) == 2
 
@@ -99,7 +99,7 @@ class Cache:
         self.lengths = [0, 0, 0]
         self.full: list[list[int]] = []
         self.next = 0
-        self.texts = MissedTexts(3, SIZE)
+        self.texts = MissedTexts(3, SIZE, 100)
 
     def slots(self, row: int, start: int, end: int) -> LongArray:
         places = np.arange(start, end)

@@ -25,15 +25,18 @@ class MissedTexts:
     Args:
         requests: Number of rows.
         block_size: Tokens of a block of the KV cache.
+        num_blocks: Number of blocks.
     """
 
-    def __init__(self, requests: int, block_size: int) -> None:
+    def __init__(self, requests: int, block_size: int, num_blocks: int) -> None:
         self._block_size = block_size
         self._missed = np.zeros(requests, np.int64)
         self._first = np.zeros(requests, np.int64)
         self._blocks: list[list[int]] = [[] for _ in range(requests)]
-        # Blocks of requests that have ended.
-        self._left: set[int] = set()
+        # Whether a block may have tokens that were missed. Of running requests this is noted when
+        # somebody asks, for all of their blocks but so many.
+        self._behind = np.zeros(num_blocks, np.bool_)
+        self._noted = np.zeros(requests, np.int64)
         # Of the requests that start in the coming step, by row: the tokens that were found in the
         # cache, and how many of these were missed before.
         self._started: dict[int, tuple[int, int]] = {}
@@ -56,13 +59,13 @@ class MissedTexts:
     def append(self, row: int, blocks: Sequence[int]) -> None:
         """A request has more blocks, of which nothing has been computed."""
         self._blocks[row] += blocks
-        self._left.difference_update(blocks)
+        self._behind[[*blocks]] = False
 
     def stop(self, row: int) -> None:
         """The request in a row has ended, or is preempted."""
         if self._missed[row]:
-            self._left.update(self._missed_of(row))
-        self._missed[row], self._blocks[row] = 0, []
+            self._note(row)
+        self._missed[row], self._noted[row], self._blocks[row] = 0, 0, []
         self._started.pop(row, None)
 
     def miss(self, rows: LongArray, counts: LongArray, earliest: LongArray) -> None:
@@ -91,8 +94,8 @@ class MissedTexts:
     def read(self, rows: LongArray) -> None:
         """The draft model has read the texts of these requests up to the step, and the step."""
         for row in rows[self._missed[rows] > 0].tolist():
-            self._left.difference_update(self._blocks[row])
-        self._missed[rows] = 0
+            self._behind[self._blocks[row]] = False
+        self._missed[rows] = self._noted[rows] = 0
         self._started.clear()
 
     def _missed_of_found(self, row: int, computed: int) -> int:
@@ -102,14 +105,21 @@ class MissedTexts:
         """
         # A block that is found in part is a copy, of which nothing is known.
         whole = computed // self._block_size
-        others = [each for each in np.flatnonzero(self._missed).tolist() if each != row]
-        missed = self._left.union(*map(self._missed_of, others)) if whole else self._left
-        found = self._blocks[row][:whole]
-        first = next((place for place, each in enumerate(found) if each in missed), whole)
+        if not whole:
+            return computed
+        for other in np.flatnonzero(self._missed).tolist():
+            if other != row:
+                self._note(other)
+        behind = np.flatnonzero(self._behind[self._blocks[row][:whole]])
+        first = int(behind[0]) if len(behind) else whole
         return computed - first * self._block_size
 
-    def _missed_of(self, row: int) -> list[int]:
-        return self._blocks[row][self._first[row] // self._block_size :]
+    def _note(self, row: int) -> None:
+        """Note which blocks of a request may have tokens that were missed."""
+        blocks = self._blocks[row]
+        first = max(self._first[row] // self._block_size, self._noted[row])
+        self._behind[blocks[first:]] = True
+        self._noted[row] = len(blocks)
 
 
 def pieces(missed: LongArray) -> Iterator[tuple[LongArray, LongArray, LongArray]]:
