@@ -201,6 +201,10 @@ class Drafter:
         """
         raise ValueError(f"{type(self).__name__} remembers no texts")
 
+    def step_bytes(self, requests: int) -> int:
+        """Bytes that drafting for so many requests takes in a step, at most, beside the model's."""
+        return 0
+
     def reset(self) -> None:
         """Forget everything learned, for instance because the target's weights changed."""
 

@@ -108,6 +108,18 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         super().drafted(seconds, read_tokens, read_seconds)
         self._read_times.add(read_tokens, read_seconds)
 
+    def step_bytes(self, requests: int) -> int:
+        """Bytes of the distributions from which the largest trees are sampled.
+
+        Those of the inner nodes are kept until the trees are verified, and exist twice while they
+        are put together. Those of one level are made from its logits.
+        """
+        widths, options = self._shape.widths, self._options
+        if options.auto:
+            widths = (options.shapes[-1].width,) * options.shapes[-1].depth
+        inner, widest = 1 + sum(widths[:-1]), max(1, *widths[:-1])
+        return 4 * requests * self._vocab_size * (2 * inner + 2 * widest)
+
     def propose(
         self,
         slots: Tensor,

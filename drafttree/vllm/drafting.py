@@ -40,6 +40,7 @@ class DraftingRunner:
     device: torch.device
     kv_cache_config: Any
     load_config: Any
+    max_num_reqs: int
     model_config: Any
     model_memory_usage: int
     parallel_config: Any
@@ -92,14 +93,11 @@ class DraftingRunner:
         """
         stock: Any = super()
         stock.profile_run(*args, **kwargs)
-        torch.empty(self._logits_bytes, dtype=torch.uint8, device=self.device)
+        size = self._logits_bytes + self._drafting_bytes
+        torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and add the memory of the drafter's state to that of the weights.
-
-        The engine sizes its KV cache by the memory of the weights and of a step. It does not count
-        what was allocated before the weights.
-        """
+        """Load the target."""
         stock: Any = super()
         stock.load_model(*args, **kwargs)
         logger.info(
@@ -108,9 +106,36 @@ class DraftingRunner:
             self._max_step_rows,
             self._logits_bytes / 2**20,
         )
+
+    @property
+    def _drafting_bytes(self) -> int:
+        """Most bytes that drafting takes in a step, on a GPU."""
+        return self._drafter.step_bytes(self._most_drafted) if self.device.type == "cuda" else 0
+
+    @property
+    def _most_drafted(self) -> int:
+        """Greatest number of requests that have the largest trees in a step."""
+        return self.max_num_reqs
+
+    def load_drafter(self) -> None:
+        """Load the drafter after the target, and add its memory to that of the weights.
+
+        The engine sizes its KV cache by the memory of the weights and of a step. It counts neither
+        what was allocated before the weights nor what is loaded after them.
+        """
+        before = allocated(self.device)
+        self._load_drafter()
+        taken = self._state_bytes + allocated(self.device) - before
         if self.device.type == "cuda":
-            self.model_memory_usage += self._state_bytes
-            logger.info("The drafter's state takes %.1f MiB", self._state_bytes / 2**20)
+            self.model_memory_usage += taken
+            logger.info(
+                "The drafter takes %.1f MiB, and a step with max_num_seqs requests up to %.1f MiB",
+                taken / 2**20,
+                self._drafting_bytes / 2**20,
+            )
+
+    def _load_drafter(self) -> None:
+        """Load what drafts, if it needs the target."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, and the movers that compact them after each step."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from drafttree.method import Method, find_method
@@ -59,10 +60,16 @@ class DraftingWorker:
             )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the model with attention layers that can verify the drafts."""
+        """Load the target, with attention layers that can verify the drafts, and then the drafter.
+
+        The engine keeps the target in a pool of memory that `sleep` at level 2 drops, since the
+        weights are loaded again. Nothing would load the drafter again, so it is in other memory.
+        """
         stock: Any = super()
         with self._attention_of_drafts():
             stock.load_model(load_dummy_weights=load_dummy_weights)
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.load_drafter()
 
     def _attention_of_drafts(self) -> AbstractContextManager[None]:
         """While it is open, attention layers are built that apply tree masks."""

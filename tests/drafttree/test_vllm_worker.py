@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
+
+from vllm.config import VllmConfig
 
 from drafttree.vllm.drafting import DraftingRunner
 from drafttree.vllm.drafting_worker import DraftingWorker
@@ -19,6 +22,9 @@ class Runner:
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
 
+    def load_drafter(self) -> None:
+        self._calls.append("drafter")
+
     def forget(self) -> None:
         self._calls.append("forget")
 
@@ -29,6 +35,10 @@ class StockWorker:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.model_runner = Runner(self.calls)
+        self.vllm_config = VllmConfig()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self.calls += ["pool opens", "target", "pool closes"]
 
     def reload_weights(self) -> None:
         self.calls.append("new weights")
@@ -39,6 +49,15 @@ class StockWorker:
 
 class Worker(DraftingWorker, StockWorker):
     """As the workers are made."""
+
+    def _attention_of_drafts(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_the_drafter_is_not_in_the_memory_that_sleep_drops() -> None:
+    worker = Worker()
+    worker.load_model()
+    assert worker.calls == ["pool opens", "target", "pool closes", "drafter"]
 
 
 @pytest.mark.parametrize("name", ["reload_weights", "finish_weight_update"])

@@ -264,3 +264,13 @@ def test_a_host_that_plans_nothing_is_proposed_the_largest_trees() -> None:
     assert len(drafter.columns) == 16
     drafter._budget = ScriptedBudget.of(TreeShape(2, 3, 6), NO_DRAFTS, TreeShape(3, 1, 3))
     assert [planned() for _ in range(3)] == [(-1, 0, 0, 0, 1, 1, 1), (-1,), (-1, 0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "inner", "widest"),
+    [("beam:3x5", 13, 3), ("branch:4-2-1", 13, 8), ("branch:1-1-1-1", 4, 1), ("auto", 13, 3)],
+)
+def test_memory_of_distributions(tree: str, inner: int, widest: int) -> None:
+    """Inner nodes' exist twice for a moment, beside a level's logits and distributions."""
+    drafter = RsdDrafter(RsdOptions(model="any", tree=tree), VOCAB)
+    assert drafter.step_bytes(6) == 6 * 4 * VOCAB * 2 * (inner + widest)

@@ -63,12 +63,11 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._draft_path = str(options["model"])
         self._planned = self._drafter.columns
         self._unread: DraftModelTexts | None = None
-        self._seeds = Seeds(self.device)
+        replica = self.parallel_config.data_parallel_index
+        self._seeds = Seeds(self.device, self.model_config.seed, replica)
         self._rule_sampler = AcceptanceSampler(self.sampler)
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Load the target, and then the draft model."""
-        super().load_model(load_dummy_weights)
+    def _load_drafter(self) -> None:
         self._draft_model = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
         rows = self.scheduler_config.max_num_batched_tokens
         self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)

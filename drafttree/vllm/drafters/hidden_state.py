@@ -57,9 +57,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         self._method = method
         self._options = method.parse(options)
 
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Load the target, and then the drafter with its layer."""
-        super().load_model(load_dummy_weights)
+    def _load_drafter(self) -> None:
         self._unadapted = unadapted_target(self)
         target = self._target(self._unadapted.embed_input_ids)
         self._drafter = self._method.drafter(self._options, target)

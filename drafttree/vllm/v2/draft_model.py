@@ -79,7 +79,8 @@ class DraftModelRunnerV2(InStepRunnerV2):
     def _no_missed_texts(self) -> MissedTexts:
         """What the draft model has missed: nothing yet."""
         self._cache_group = group_of(self, PREFIX)
-        return MissedTexts(self.max_num_reqs, self.block_tables.block_sizes[self._cache_group])
+        size = self.block_tables.block_sizes[self._cache_group]
+        return MissedTexts(self.max_num_reqs, size, self.kv_cache_config.num_blocks)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Add the requests that start, whose first blocks may have KV already."""

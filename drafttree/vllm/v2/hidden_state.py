@@ -33,12 +33,8 @@ class HiddenStateRunnerV2(InStepRunnerV2):
     _drafter: HiddenStateDrafter
     _deferred: DeferredRows[int] | None = None
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target, and then the drafter with its layer."""
-        check_next_tokens(self.req_states, self.max_num_reqs)
-        super().load_model(*args, **kwargs)
-
     def _make_drafter(self, method: Method[Any], options: Any) -> None:
+        check_next_tokens(self.req_states, self.max_num_reqs)
         # The drafter needs the target's embeddings.
         self._unadapted = unadapted_target(self)
         self._drafter = method.drafter(options, self._target(self._unadapted.embed_input_ids))

@@ -84,9 +84,7 @@ class InStepRunnerV2(TreeRunnerV2):
         self._method = method
         self._options = options
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target, and then the drafter with its layers."""
-        super().load_model(*args, **kwargs)
+    def _load_drafter(self) -> None:
         self._make_drafter(self._method, self._options)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self.get_model().register_forward_pre_hook(self._before_forward)

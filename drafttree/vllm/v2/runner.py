@@ -146,6 +146,12 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         )
 
     @property
+    def _most_drafted(self) -> int:
+        # Where the scheduler chooses, more requests have smaller trees: as many nodes at most.
+        most = self._tiers[0][1] if self._reports.sizes else self.max_num_reqs
+        return min(most, self.max_num_reqs)
+
+    @property
     def _logits_bytes(self) -> int:
         return min(self._max_step_rows, self._max_logits_rows) * self._logits_row_bytes
 

@@ -55,6 +55,7 @@ class HostRunner(TreeModelRunner[Any], Stock):
         self.num_spec_tokens = self.method.parse(options).num_draft_tokens
         self.set_up(self.method, options, None)
         self.load_model()
+        self.load_drafter()
         self._movers = [movers_of([*self.caches.values()])]
 
     def trees_of(self, drafts: dict[str, list[int]]) -> dict[str, tuple[list[int], list[int]]]:
@@ -85,10 +86,9 @@ class DraftModelHost(InStepHost, DraftModelRunner):  # type: ignore[misc]
     method = RSD
     drafting_layer = DRAFTED
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Make the stand-in for a draft model."""
+    def _load_drafter(self) -> None:
         with loads_draft_model(self, draft_model):
-            super().load_model()
+            super()._load_drafter()
 
     def forward_step(self, num_scheduled: np.ndarray[Any, Any]) -> torch.Tensor:
         """The draft model reads each row of a step once, and with tables some drafts twice."""
@@ -127,10 +127,9 @@ class HiddenStateHost(InStepHost, HiddenStateRunner):  # type: ignore[misc]
     method = LAYER_METHOD
     drafting_layer = LAYER
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Make the layer."""
+    def _load_drafter(self) -> None:
         with loads_layer(self):
-            super().load_model()
+            super()._load_drafter()
 
     def check_cache(self, name: str) -> None:
         """The layer has read each token of a text beside the one after it."""

@@ -61,6 +61,7 @@ class HostRunner(TreeRunnerV2, Stock):
             self.scheduler_config.scheduler_cls = patches.scheduling._TIER_SCHEDULER
         self.set_up(self.method, options)
         self.load_model()
+        self.load_drafter()
         self.warmed_up()
         self._movers = [movers_of([*self.caches.values()])]
         self._reports.forward_seconds = {1: 0.01}
@@ -82,10 +83,9 @@ class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
     method = RSD
     drafting_layer = DRAFTED
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Make the stand-in for a draft model."""
+    def _load_drafter(self) -> None:
         with loads_draft_model(self, draft_model):
-            super().load_model()
+            super()._load_drafter()
         self._movers_apart = [[movers_of([self.caches[layer]])] for layer in (TARGET, DRAFTED)]
         self._missed = self._no_missed_texts() if self._plans else None
 
@@ -125,10 +125,9 @@ class HiddenStateHost(HiddenStateRunnerV2, HostRunner):  # type: ignore[misc]
     method = LAYER_METHOD
     drafting_layer = LAYER
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Make the layer."""
+    def _load_drafter(self) -> None:
         with loads_layer(self):
-            super().load_model()
+            super()._load_drafter()
 
     def check_cache(self, name: str, text: list[int], first_block: int) -> None:
         """The layer has read each token of a text, but those deferred, beside the one after it."""

@@ -178,6 +178,7 @@ class Stock(GPUModelRunner):
             MAX_REQUESTS, MAX_LEN, BUDGET, num_draft_tokens, VOCAB, device
         )
         self.input_buffers = InputBuffers(MAX_REQUESTS, BUDGET, device)
+        self.kv_cache_config = SimpleNamespace(num_blocks=MAX_REQUESTS * MAX_LEN // BLOCK)
         self.block_tables = BlockTables([BLOCK], MAX_REQUESTS, BUDGET, [MAX_LEN // BLOCK], device)
         self.sampler = Sampler(
             SimpleNamespace(reasoning_config=None, model_config=self.model_config),
