@@ -109,7 +109,7 @@ class ShapeBudget:
 
     def reset(self) -> None:
         """Forget what was accepted, for instance because the target's weights changed."""
-        self.planner.acceptance.reset()
+        self.planner.reset()
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""

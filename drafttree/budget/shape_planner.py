@@ -299,6 +299,13 @@ class ShapePlanner:
             self._report.add(measured)
         return measured
 
+    def reset(self) -> None:
+        """Forget what was accepted; drafting may be tried again as at first."""
+        self.acceptance.reset()
+        self._saved = max(self._saved, _AT_START)
+        self._reading_credit = _READING_CREDIT
+        self._rests = 0
+
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`.
 

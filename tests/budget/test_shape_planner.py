@@ -7,10 +7,12 @@ from functools import partial
 from statistics import mean
 
 import pytest
-from simulated_drafting import BEAMS, Fixed, Planned, Scenario, run
+import torch
+from simulated_drafting import BEAMS, Fixed, Planned, Scenario, beams, run
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.shape_planner import ShapePlanner
+from drafttree.tree import Verified
 from drafttree.tree_shape import TreeShape
 
 STEPS = 2500
@@ -114,6 +116,32 @@ def test_a_long_stall_while_drafting_is_tried_does_not_put_it_off_for_ever() -> 
         seconds = 1800.0 if stalls else 0.04
         planner.record_step(plan, 1, 1 + plan.shape.nodes, seconds, 0.01, 1.0)
     assert tried[2] - tried[1] < 5000
+
+
+def test_drafting_is_tried_again_after_a_reset() -> None:
+    """New weights may have other drafts accepted."""
+    planner = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03})
+
+    def drafted(steps: int) -> int:
+        count = 0
+        for _ in range(steps):
+            plan = planner.choose(1, lambda: 0.1)
+            count += plan.shape.depth > 0
+            # Nothing is accepted, and drafting takes as long as a plain step.
+            seconds = 0.06 if plan.shape.depth else 0.03
+            if plan.shape.depth:
+                verified = Verified(
+                    torch.full((1, 6), -1).index_fill(1, torch.tensor([0]), 0),
+                    *2 * [torch.empty(0)],
+                )
+                planner.acceptance.add(plan.shape, beams(plan.shape, 1), verified)
+            planner.record_step(plan, 1, 1 + plan.shape.nodes, seconds, seconds - 0.03, 1.0)
+        return count
+
+    drafted(400)
+    before = drafted(40)
+    planner.reset()
+    assert drafted(40) > before + 1
 
 
 def test_shapes_are_a_function_of_what_was_before() -> None:
