@@ -57,7 +57,7 @@ def branch(level: Level, children: Perturbed) -> Level:
     """
     tokens, above = children.tokens, level.log_probs[:, :, None]
     scores = (above + children.values).flatten(1)
-    gone = ~(scores > -torch.inf)  # NaN too
+    gone = scores == -torch.inf
     # Empty columns go to the end.
     order = gone.to(torch.int8).sort(dim=1, stable=True).indices
     return Level(

@@ -52,6 +52,7 @@ def bind_tree(
     most: int,
     max_depth: int,
     memory: MaskMemory | None = None,
+    chain: bool = False,
 ) -> BoundTree:
     """Select the nodes of a tree that a grammar allows, and add what it makes certain or likely.
 
@@ -65,12 +66,13 @@ def bind_tree(
         most: Greatest number of nodes in all, the root counted.
         max_depth: Greatest depth of a node.
         memory: What was taken where grammars left few tokens; None for no such memory.
+        chain: Whether the tree must be a chain, each node the child of the one before.
 
     Returns:
         The tree; its masks are rows of `masks`.
     """
     bound = BoundTree()
-    binding = _Binding(matcher, tokens, parents, masks, most, max_depth, memory, bound)
+    binding = _Binding(matcher, tokens, parents, masks, most, max_depth, memory, chain, bound)
     with Walk(matcher, bound.parents, bound.tokens) as walk:
         binding.run(walk, most_proposed)
     bound.masks = masks[: len(bound.tokens)]
@@ -87,6 +89,7 @@ class _Binding:
         most: int,
         max_depth: int,
         memory: MaskMemory | None,
+        chain: bool,
         bound: BoundTree,
     ) -> None:
         self._matcher = matcher
@@ -96,6 +99,7 @@ class _Binding:
         self._most = most
         self._max_depth = max_depth
         self._memory = memory
+        self._chain = chain
         self._bound = bound
         self._depths = [0]
         # The node of each column that is taken, and the column of each proposed child.
@@ -170,6 +174,8 @@ class _Binding:
         """Add a node and fill its mask, if there is room and the grammar takes it."""
         bound, node = self._bound, len(self._bound.tokens)
         if node >= self._most or self._depths[parent] >= self._max_depth:
+            return None
+        if self._chain and parent != node - 1:
             return None
         bound.tokens.append(token)
         bound.parents.append(parent)

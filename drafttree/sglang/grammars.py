@@ -172,6 +172,8 @@ def bind_trees(
     num_draft_tokens: int,
     vocab_size: int,
     tokenizer: JumpForwardTokenizer | None,
+    *,
+    chains: bool,
 ) -> BoundTrees:
     """Drop the nodes that grammars forbid, and add the texts that they force.
 
@@ -183,6 +185,7 @@ def bind_trees(
         num_draft_tokens: Greatest number of draft tokens.
         vocab_size: Size of the vocabulary.
         tokenizer: Tokenizes jump-forward strings; None without a tokenizer.
+        chains: Whether the trees must be chains.
     """
     device, (batch, width) = trees.tokens.device, trees.tokens.shape
     size = 1 + num_draft_tokens
@@ -210,6 +213,7 @@ def bind_trees(
             most_proposed=all_proposed[row][0],
             most=size if rooms[row] else 1,
             max_depth=rooms[row],
+            chain=chains,
         )
         sizes[row] = count = len(tree.tokens)
         tokens[row, :count] = all_tokens[row][0], *tree.tokens[1:]

@@ -113,6 +113,7 @@ def bind(
     most: int = 99,
     max_depth: int = 99,
     memory: MaskMemory | None = None,
+    chain: bool = False,
 ) -> BoundTree:
     bound = bind_tree(
         *(language, tokens, parents, room(most)),
@@ -120,6 +121,7 @@ def bind(
         most=most,
         max_depth=max_depth,
         memory=memory,
+        chain=chain,
     )
     assert language.accepted == []
     return bound
@@ -271,6 +273,19 @@ def test_what_was_taken_under_a_mask_is_drafted_again() -> None:
         memory.learn(masks[0], token)
     assert memory.guess(masks[0]) == (3, 6, 3)
     assert bind(language, [7], [-1], memory=memory).tokens[1:] == [3, 31, 32, END]
+
+
+def test_a_chain_stays_one() -> None:
+    """Nothing is drafted beside what is certain or likely."""
+    memory, language = MaskMemory(), FiniteLanguage([[3, 31, 32], [5, 32, 38], [5, 31, 3]])
+    masks = bind(language, [7, 5, 31], [-1, 0, 1]).masks.numpy()
+    for _ in range(3):
+        memory.learn(masks[0], 5)
+    proposal = [7, 3, 31, 32], [-1, 0, 1, 2]
+    assert bind(language, *proposal, memory=memory).parents == [-1, 0, 0, 2, 3, 4]
+    bound = bind(language, *proposal, memory=memory, chain=True)
+    assert (bound.tokens, bound.parents) == ([0, 5], [-1, 0])
+    assert bind(language, *proposal, chain=True).tokens[1:] == [3, 31, 32, END]
 
 
 def test_masks_of_free_text_are_not_remembered() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structured_answers
 from random_prompts import some_prompts
 from tiny_families import WITHOUT_TREES, make_tiny_family
+from tiny_models import add_byte_tokenizer
 from top_tokens import check_primed
 from vllm_runs import Answer, Case, run_vllm
 
@@ -101,6 +103,25 @@ def test_tokens_are_those_of_plain_decoding(without_trees: Callable[[str], Path]
     drafted, log = run_vllm(model, some_cases(), CHAINS)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     check_drafted("deepseek_v2", drafted, log)
+
+
+def test_grammars(tmp_path: Path) -> None:
+    """What a grammar leaves likely takes the place of drafts, and no tree gets a branch."""
+    model = add_byte_tokenizer(make_tiny_family("deepseek_v2", tmp_path, sharpness=3.0))
+    grammars = [*structured_answers.GRAMMARS["vllm"].values()]
+    bound = [{"temperature": 1.0, "max_tokens": 60, "structured": each} for each in grammars]
+    cases = [
+        Case(some_prompts(len(bound), seed, 40), [each | {"seed": seed} for each in bound])
+        for seed in (1, 2, 3, 2)
+    ]
+    engine = {"skip_tokenizer_init": False}
+    plain, _ = run_vllm(model, cases, **engine)
+    drafted, _ = run_vllm(model, cases, CHAINS, **engine)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    for answer in drafted:
+        counters = answer.counters
+        assert counters["accepted_tokens"] > counters["drafted_steps"] / 10 > 0
+        assert counters["non_first_child_accepted"] == counters["kv_rows_moved"] == 0
 
 
 @pytest.mark.full

@@ -79,6 +79,7 @@ class ModelFreeWorker(ObservingWorker):
             most,
             self._vocab_size,
             self._tokenizer,
+            chains=self.in_chains,
         )
 
     def _verify(self, step: Step, output: Any) -> Verified:

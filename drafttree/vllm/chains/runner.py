@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from tree_kernels.kv_move import KvMover
 from vllm.distributed.kv_transfer import has_kv_transfer_group
@@ -27,6 +28,7 @@ from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.forward import step_seconds
 from drafttree.vllm.priming import MAX_TOKENS, prime_without_trees
 from drafttree.vllm.step import StepState, StepTrees
+from drafttree.vllm.structured.shapes import Proposal
 
 ROLLS_BACK = (
     "BailingLinearAttentionMetadataBuilder",
@@ -78,9 +80,16 @@ class ChainRunner(ModelFreeRunner):
 
     def _show_masks(self, step: StepState | None) -> None:
         """There are none: a chain is causal."""
+        if step is not None and step.trees.drafted:
+            parents = step.trees.parents
+            assert ((parents < 0) | (parents == np.arange(parents.shape[1]) - 1)).all()
 
     def _propose(self, roots: IntArray) -> DraftTree:
         return as_chains(super()._propose(roots))
+
+    def _bound_proposal(self, *args: Any) -> Proposal | None:
+        proposal = super()._bound_proposal(*args)
+        return None if proposal is None else proposal._replace(chain=True)
 
     def _timed_forwards(self) -> tuple[Callable[[int], float], int]:
         # The engine's dummy run builds the metadata of any backend.

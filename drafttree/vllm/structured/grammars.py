@@ -124,6 +124,7 @@ class TreeGrammars:
             most=min(proposal.most, self._rows),
             max_depth=proposal.max_depth,
             memory=memory,
+            chain=proposal.chain,
         )
         return tree.tokens[1:]
 

@@ -16,6 +16,7 @@ class Proposal(NamedTuple):
         max_depth: Greatest depth of a node.
         memory_version: Version of the memory of masks, which is emptied when it changes; None if
             nothing of a request's text may serve another.
+        chain: Whether the tree must stay a chain.
     """
 
     parents: Sequence[int]
@@ -23,6 +24,7 @@ class Proposal(NamedTuple):
     most: int
     max_depth: int
     memory_version: int | None = None
+    chain: bool = False
 
 
 class Bound(NamedTuple):
