@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,13 @@ class Drafter:
 
     def reset(self) -> None:
         """Forget everything learned, for instance because the target's weights changed."""
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """While it is open, the engine serves dummy requests, and ends with a `reset`.
+
+        What was there before, such as tables from a file, must be there afterwards.
+        """
+        return nullcontext()
 
     def explain(self) -> list[dict[str, Any]]:
         """Explain how tree sizes were chosen: one row per case, ready for JSON."""

@@ -8,6 +8,7 @@ answers. A candidate is scored by how often candidates of the same source were a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -355,6 +356,10 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         their texts."""
         self._remember([slot for slot in slots if self.tables.is_remembered(slot)])
         self.tables.end(slots)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """While it is open, the tables keep nothing."""
+        return self.tables.rehearsal()
 
     def reset(self) -> None:
         """Forget everything learned."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -167,6 +168,10 @@ class SharingDrafter(ModelDrafter):
             super().remember(tokens)
         else:
             self._shared.tables.remember(tokens)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """While it is open, the tables keep nothing, if there are any."""
+        return nullcontext() if self._shared is None else self._shared.tables.rehearsal()
 
     def reset(self) -> None:
         """Forget what was accepted, and what the tables have learned."""

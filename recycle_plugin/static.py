@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,6 +75,10 @@ class StaticTreeDrafter(ModelFreeDrafter):
     def release(self, slots: Sequence[int]) -> None:
         """Unregister finished requests; the matrix is shared and stays."""
         self.tables.end(slots)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """While it is open, the tables keep nothing."""
+        return self.tables.rehearsal()
 
     def reset(self) -> None:
         """Forget everything learned and all statistics."""

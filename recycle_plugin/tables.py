@@ -10,7 +10,8 @@ another request's rejected drafts overwrote in the shared tables is still there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -148,6 +149,21 @@ class Tables:
                 self.own[slot] = EMPTY
         if self.priming is not None:
             self.priming.stop_saving()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Nothing that is learned or forgotten inside is kept, nor written to files."""
+        stats = self.source_stats
+        tables = [self.matrix, self.bigrams, stats.tried, stats.hit, stats.priors]
+        tables += [self.memory.tokens, self.memory.index, self.memory.end]
+        before = [each.clone() for each in tables]
+        saver, priming, self.saver, self.priming = self.saver, self.priming, None, None
+        try:
+            yield
+        finally:
+            for each, known in zip(tables, before, strict=True):
+                each.copy_(known)
+            self.saver, self.priming = saver, priming
 
     def _clear(self) -> None:
         """Empty all that requests share, except for primed rows."""

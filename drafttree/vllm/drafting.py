@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -200,6 +201,15 @@ class DraftingRunner:
             How much is computed, and how much there is in all.
         """
         return 0, 0
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Nothing that is learned or counted inside is kept."""
+        with self._drafter.rehearsal():
+            try:
+                yield
+            finally:
+                self.reset_drafting()
 
     def reset_drafting(self) -> None:
         """Forget everything learned, and all counts."""

@@ -26,14 +26,12 @@ class TreeWorkerV2(DraftingWorker):
         patches.adopt(self.model_runner, self.stock_runner, ours).set_up(method, options)
 
     def compile_drafting(self) -> bool:
-        """Serve dummy requests with trees, and forget what the drafter learned from them.
+        """Serve dummy requests with trees, from which the drafter learns nothing.
 
         Returns:
             Whether requests were served.
         """
         runner = self.model_runner
         runner.warmed_up()
-        try:
+        with runner.rehearsal():
             return serve_dummy_requests(self, runner.draft_sizes)
-        finally:
-            runner.reset_drafting()
