@@ -128,7 +128,9 @@ class VllmEngine:
         """Let the drafter prime in one short forward, as an engine core does between requests."""
         from drafttree.vllm.priming import prime_once
 
-        return prime_once(self._llm.llm_engine.engine_core.engine_core)
+        progress = prime_once(self._llm.llm_engine.engine_core.engine_core)
+        assert progress is not None
+        return progress
 
     def reset(self, tables: bool) -> None:
         """Drop cached prefixes; with `tables` also what the method learned and its counters."""

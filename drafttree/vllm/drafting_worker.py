@@ -34,6 +34,8 @@ class DraftingWorker:
     model_runner: Any
     vllm_config: Any
 
+    _weights_missing = False
+
     def _requested(self) -> tuple[Method[Any], dict[str, Any]]:
         """The requested method and its options."""
         request = patches.requested(self.vllm_config.speculative_config)
@@ -89,8 +91,14 @@ class DraftingWorker:
         count: int = self.model_runner.priming_blocks()
         return count
 
-    def drafttree_prime(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """Let the drafter prime in one short forward, with KV in these blocks of the cache."""
+    def drafttree_prime(self, blocks: Sequence[int]) -> tuple[int, int] | None:
+        """Let the drafter prime in one short forward, with KV in these blocks of the cache.
+
+        Returns:
+            See `ModelFreeDrafter.prime`; None while the weights are not those that are served.
+        """
+        if self._weights_missing:
+            return None
         progress: tuple[int, int] = self.model_runner.prime(blocks, idle=True)
         return progress
 
@@ -122,14 +130,28 @@ class DraftingWorker:
         """Forget everything learned, and all counts."""
         self.model_runner.reset_drafting()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back; at level 2 the weights must be loaded again."""
+        stock: Any = super()
+        stock.sleep(level)
+        self._weights_missing |= level == 2
+
     def reload_weights(self, *args: object, **kwargs: object) -> None:
         """Reload the weights, and forget what was learned from the old ones."""
         stock: Any = super()
         stock.reload_weights(*args, **kwargs)
+        self._weights_missing = False
         self.model_runner.forget()
+
+    def start_weight_update(self, *args: object, **kwargs: object) -> None:
+        """Begin a transfer of new weights, until whose end there are none."""
+        self._weights_missing = True
+        stock: Any = super()
+        stock.start_weight_update(*args, **kwargs)
 
     def finish_weight_update(self, *args: object, **kwargs: object) -> None:
         """End a transfer of new weights, and forget what was learned from the old ones."""
         stock: Any = super()
         stock.finish_weight_update(*args, **kwargs)
+        self._weights_missing = False
         self.model_runner.forget()

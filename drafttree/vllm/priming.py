@@ -98,16 +98,19 @@ def prime_until_work(core: EngineCoreProc) -> None:
         and core.input_queue.empty()
         and not core.is_sleeping()
     ):
-        done, everything = prime_once(core)
+        progress = prime_once(core)
+        if progress is None:
+            return
+        done, everything = progress
         if done == everything:
             _finished.add(core)
 
 
-def prime_once(core: EngineCore) -> tuple[int, int]:
+def prime_once(core: EngineCore) -> tuple[int, int] | None:
     """Let the workers of an engine core without requests prime in one short forward.
 
     Returns:
-        How much is computed, and how much there is in all.
+        How much is computed, and how much there is in all; None while the weights are missing.
     """
     # Blocks without a cached prefix come first, and go back to the front.
     pool = core.scheduler.kv_cache_manager.block_pool
@@ -115,7 +118,8 @@ def prime_once(core: EngineCore) -> tuple[int, int]:
     blocks = pool.get_new_blocks(min(count, pool.get_num_free_blocks()))
     try:
         numbers = [block.block_id for block in blocks]
-        progress: tuple[int, int] = core.collective_rpc("drafttree_prime", args=(numbers,))[0]
+        progress: tuple[int, int] | None
+        progress = core.collective_rpc("drafttree_prime", args=(numbers,))[0]
     finally:
         pool.free_blocks(blocks)
     return progress

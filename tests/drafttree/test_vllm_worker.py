@@ -28,6 +28,9 @@ class Runner:
     def forget(self) -> None:
         self._calls.append("forget")
 
+    def prime(self, blocks: list[int], *, idle: bool) -> tuple[int, int]:
+        return len(blocks), 9
+
 
 class StockWorker:
     """The calls of vLLM's worker that change the weights."""
@@ -43,8 +46,14 @@ class StockWorker:
     def reload_weights(self) -> None:
         self.calls.append("new weights")
 
+    def start_weight_update(self) -> None:
+        self.calls.append("transfer")
+
     def finish_weight_update(self) -> None:
         self.calls.append("new weights")
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(f"sleep {level}")
 
 
 class Worker(DraftingWorker, StockWorker):
@@ -68,6 +77,22 @@ def test_what_was_learned_from_old_weights_is_forgotten(name: str) -> None:
     worker = Worker()
     getattr(worker, name)()
     assert worker.calls == ["new weights", "forget"]
+
+
+def test_nothing_is_primed_without_the_weights() -> None:
+    """An engine that has no request primes, also in the middle of a transfer of weights."""
+    worker = Worker()
+    assert worker.drafttree_prime([1, 2]) == (2, 9)
+    for loses, restores in (
+        (worker.start_weight_update, worker.finish_weight_update),
+        (lambda: worker.sleep(2), worker.reload_weights),
+    ):
+        loses()
+        assert worker.drafttree_prime([1, 2]) is None
+        restores()
+        assert worker.drafttree_prime([1, 2]) == (2, 9)
+    worker.sleep(1)
+    assert worker.drafttree_prime([1, 2]) == (2, 9)
 
 
 class Cache:

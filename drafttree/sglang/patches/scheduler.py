@@ -62,6 +62,10 @@ def prime_when_idle() -> None:
     def wrap(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         def maybe_sleep_on_idle(self: Any) -> None:
             prime = getattr(self.draft_worker, "drafttree_prime", None)
+            # Older versions keep this in the scheduler itself.
+            weights = getattr(self, "weight_updater", self)
+            if getattr(weights, "offload_tags", ()) or getattr(weights, "_session", None):
+                prime = None  # memory is released, or weights are being replaced
             done, everything = (0, 0) if prime is None else prime(self.tree_cache)
             # Until all is primed the scheduler looks for requests instead of sleeping.
             if done == everything:
