@@ -76,7 +76,8 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             logger=target.logger,
         )
     if isinstance(options.hot_start, Path):
-        tables.saver = open_hot_start(tables, options.hot_start, target.model, target.logger)
+        folder = target.folder or Path(target.model)
+        tables.saver = open_hot_start(tables, options.hot_start, folder, target.logger)
     tables.fill_unknown()
     longest = target.longest_chain
     drafter: DynamicTreeDrafter | StaticTreeDrafter

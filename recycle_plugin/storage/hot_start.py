@@ -93,7 +93,7 @@ def _check_counts(file: Path, loaded: dict[str, torch.Tensor]) -> None:
 
 
 def open_hot_start(
-    tables: Tables, file: Path, target: str, logger: logging.Logger
+    tables: Tables, file: Path, target: Path, logger: logging.Logger
 ) -> TableSaver | None:
     """Load the tables from a file, if it exists, and save them to it from now on.
 
@@ -106,7 +106,7 @@ def open_hot_start(
         target: The target's folder, whose tokenizer is part of the file's identity.
         logger: Logger for the warning.
     """
-    learned = _Learned(tables, Path(target))
+    learned = _Learned(tables, target)
     try:
         if file.exists():
             learned.load(file)

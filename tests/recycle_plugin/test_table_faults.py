@@ -221,7 +221,7 @@ def empty_tables() -> Tables:
 def learn_and_save(pipe: Connection, file: Path) -> None:
     learned = empty_tables()
     learned.matrix.fill_(7)
-    saver = open_hot_start(learned, file, str(file.parent), logger_of([]))
+    saver = open_hot_start(learned, file, file.parent, logger_of([]))
     assert saver is not None
     pipe.send(saver.save())
     pipe.recv()
@@ -237,13 +237,13 @@ def test_two_engines_share_one_hot_start_file(tmp_path: Path) -> None:
     with forked(learn_and_save, file) as (_, pipe):
         assert said(pipe) is True
         second = empty_tables()
-        assert open_hot_start(second, file, str(tmp_path), logger_of(told)) is None
+        assert open_hot_start(second, file, tmp_path, logger_of(told)) is None
         assert "because another engine or replica does" in told[0]
         assert (second.matrix == 7).all()
         pipe.send("end")
         assert said(pipe) == "closed"
     third = empty_tables()
-    saver = open_hot_start(third, file, str(tmp_path), logger_of(told))
+    saver = open_hot_start(third, file, tmp_path, logger_of(told))
     assert saver is not None
     saver.close()
     assert (third.matrix == 9).all()
@@ -279,7 +279,7 @@ def test_files_and_folders_are_for_their_owner_alone(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
         file = tmp_path / "folder" / "tables"
-        saver = open_hot_start(empty_tables(), file, str(tmp_path), logger_of([]))
+        saver = open_hot_start(empty_tables(), file, tmp_path, logger_of([]))
         assert saver is not None
         assert saver.save()
         saver.close()
