@@ -259,6 +259,12 @@ def _check_model(method: Method[Any], model: ModelConfig) -> list[str]:
             f"{model.get_head_size()} is not a multiple of 16: use another model, or leave the "
             "speculative method out"
         )
+    chunk = getattr(model, "attention_chunk_size", None)
+    if chunk is not None and chunk < model.max_model_len:
+        raise ValueError(
+            f"draft trees do not work with model={name!r}, whose attention is in chunks of {chunk} "
+            f"tokens: set max_model_len to {chunk} at most, or leave the speculative method out"
+        )
     if is_refused("vllm", kind, "sliding-windows"):
         check_full_attention(method.title, model)
     return without_trees

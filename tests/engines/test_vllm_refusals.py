@@ -50,6 +50,17 @@ def test_bad_options(tiny_llama: Path, speculative: dict[str, Any], message: str
         configure(tiny_llama, speculative)
 
 
+def test_attention_in_chunks(tmp_path: Path) -> None:
+    """As in Llama 4: the engine attends to parts of a request as to requests of their own."""
+    model = make_tiny_llama(tmp_path)
+    file = model / "config.json"
+    config = json.loads(file.read_text()) | {"attention_chunk_size": 24}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="in chunks of 24 tokens: set max_model_len to 24 at most"):
+        configure(model)
+    configure(model, max_model_len=24)
+
+
 def test_a_window_beside_a_second_model(tmp_path: Path) -> None:
     """Its layers would share the target's cache groups; a context within the window is fine."""
     model = make_tiny_family("mistral", tmp_path)
