@@ -184,7 +184,7 @@ def _triton(
 def _reference(
     probs: Tensor, seeds: Tensor, lengths: Tensor, draws: Tensor, stream: int, count: int
 ) -> Perturbed:
-    log_p = probs.log()
+    log_p = torch.where(probs > 0, probs.log(), -torch.inf)  # of NaN too, as in the kernel
     drawn = uniform_numbers(seeds, lengths, stream, log_p[0].numel() if len(log_p) else 0)
     # The largest noise comes from a number close to 0, where the logarithm is exact.
     noise = drawn.neg_().log1p_().neg_().log_().neg_().view_as(log_p)

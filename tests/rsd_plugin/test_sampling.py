@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
-from tree_kernels.gumbel_top import perturbed_top
+from tree_kernels.gumbel_top import gumbel_top, perturbed_top
 
 from rsd_plugin import sampling
 from rsd_plugin.sampling import Level
@@ -197,8 +197,8 @@ def test_the_tail_keeps_its_order() -> None:
 
 def test_children_without_a_probability_are_left_out() -> None:
     """A draft model that overflows gives NaN, which no token can be sampled from."""
-    log_p = torch.tensor([0.5, 0.5, 0.0]).log().repeat(2, 1, 1)
-    log_p[1] = torch.nan
-    level = branch(roots(2), log_p, torch.zeros(2, 1, VOCAB), 3)
+    probs = torch.tensor([[[0.5, 0.5, 0.0]], [[torch.nan] * 3]])
+    seeds, lengths, draws = torch.tensor([1, 2]), torch.tensor([5, 5]), torch.tensor([True, True])
+    level = sampling.branch(roots(2), gumbel_top(probs, seeds, lengths, draws, 0, 3))
     assert sorted(level.tokens[0].tolist()) == [-1, 0, 1]
     assert level.tokens[1].tolist() == [-1, -1, -1]
