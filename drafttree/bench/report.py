@@ -149,19 +149,32 @@ def without_times(figures: Any) -> Any:
     }
 
 
-def check_counters(repetition: Repetition, counters: dict[str, int]) -> None:
+def check_counters(
+    repetition: Repetition, counters: dict[str, int], *, ahead: bool = False
+) -> None:
     """Check the method's counters against the engine's outputs.
 
     The counters may have more emitted tokens than the engine returned, because an accepted path can
     go beyond an end-of-text token or the token limit. They never have fewer, and the surplus never
     exceeds the accepted tokens.
 
+    Args:
+        repetition: The outputs.
+        counters: The counters.
+        ahead: Whether the engine schedules a step before the outcome of the one before is known.
+            After the end of each answer one more may run then, of which nothing is returned.
+
     Raises:
         EngineError: The counters and the outputs disagree.
     """
     sums = totals(repetition.method)
+    answers = sum(len(turns) for turns in repetition.method)
+    further = counters["steps"] - sums.steps
     surplus = counters["emitted"] - sums.step_tokens
-    if counters["steps"] != sums.steps or not 0 <= surplus <= counters["accepted_tokens"]:
+    if (
+        not 0 <= further <= (answers if ahead else 0)
+        or not 0 <= surplus <= counters["accepted_tokens"] + further
+    ):
         raise EngineError(
             "the method's own counters disagree with the engine's outputs: "
             f"steps {counters['steps']} against {sums.steps}, "

@@ -194,7 +194,11 @@ class Pair:
             repetitions.append(self.repetition(number))
             if number == 0 and drafts_trees:
                 counters = self.counters
-                check_counters(repetitions[0], counters[-1])
+                check_counters(
+                    repetitions[0],
+                    counters[-1],
+                    ahead=self.method.wait_until_ready().runner == "v2",
+                )
                 acceptance = self.method.acceptance()
                 drafting = draft_figures(
                     repetitions[0], settings.method, settings.model, self.draft_seconds() - before

@@ -86,7 +86,7 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
         counters = report["counters"]
         steps = counters.get("drafted_steps", 0)
         table.add_row(
-            *(str(report["options"].get(key, "")) for key in varied),
+            *(Text(str(report["options"].get(key, ""))) for key in varied),
             format(counters["draft_tokens"] / steps, ".1f") if steps else "",
             *(_cell(report, key, ".2f") for _, key in columns),
             f"{report['identical']}/{report['prompts']}",
@@ -102,7 +102,7 @@ def category_table(report: dict[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     for category, figures in report["per_category"].items():
         table.add_row(
-            category,
+            Text(category),
             _cell(figures, "prompts", ",d"),
             _cell(figures, "identical", ",d"),
             _cell(figures, "new_tokens", ",d"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -120,6 +121,11 @@ def bench(
             raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
         if not output.resolve().parent.is_dir():
             raise InputError(f"the folder of {output} does not exist")
+        if output.is_dir():
+            raise InputError(f"{output} is a folder: name a file for --output")
+        place = output if output.exists() else output.resolve().parent
+        if not os.access(place, os.W_OK):
+            raise InputError(f"{output} cannot be written: name another file for --output")
         if runner is not None and engine != "vllm":
             raise InputError(f"--runner {runner.value} is vLLM's own: use --engine vllm")
         variants = resolve_variants(method, option or [], vary or [])

@@ -75,6 +75,8 @@ def prepare(
             speculative_config={"method": found.name},
             tokenizer=False,
         )
+        if engine is not None and engine not in ENGINES:
+            raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
         with (
             EngineProcess(engine or _installed_engine(), found.title, spec) as process,
             _progress_shown(console, f"Priming {found.title}") as show,

@@ -332,6 +332,12 @@ def test_counters_must_agree() -> None:
     for wrong in ({"steps": 3}, {"emitted": 2}, {"emitted": 5}):
         with pytest.raises(EngineError, match="disagree"):
             check_counters(repetition, {**good, **wrong})
+    # A step that was scheduled before the answer's end was known may have emitted more.
+    later = {"steps": 3, "emitted": 5, "accepted_tokens": 1}
+    check_counters(repetition, later, ahead=True)
+    for wrong in ({"steps": 4}, {"steps": 1}, {"emitted": 6}):
+        with pytest.raises(EngineError, match="disagree"):
+            check_counters(repetition, {**later, **wrong}, ahead=True)
 
 
 def test_the_last_choices_of_a_scheduler_are_a_table() -> None:
