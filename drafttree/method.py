@@ -48,6 +48,12 @@ class MethodOptions(BaseModel):
         raise NotImplementedError
 
     @property
+    def draft_forwards(self) -> int | None:
+        """Forwards of a draft model for a tree, before its nodes are verified; None if that is not
+        known or there is no draft model."""
+        return None
+
+    @property
     def is_adaptive(self) -> bool:
         """Whether the number of draft tokens may change from step to step."""
         return False

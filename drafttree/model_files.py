@@ -49,8 +49,10 @@ def local_folder(
     """
     if Path(model).is_dir():
         return Path(model)
-    from huggingface_hub import snapshot_download
-
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:  # no engine is installed
+        return None
     try:
         found = snapshot_download(
             model, revision=revision, cache_dir=download_dir, local_files_only=True

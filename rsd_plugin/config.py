@@ -158,6 +158,11 @@ class RsdOptions(SharingOptions):
         return sampled
 
     @property
+    def draft_forwards(self) -> int | None:
+        """One for each level that the draft model drafts; not known where trees are planned."""
+        return None if self.auto else len(self.shape.widths)
+
+    @property
     def depth(self) -> int:
         """Maximum depth of a draft token."""
         of_tables, sampled = self.of_tables, len(self.shape.widths)

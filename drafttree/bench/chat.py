@@ -29,8 +29,10 @@ class Chat:
     """The chat format of a model."""
 
     def __init__(self, model: Path) -> None:
-        from transformers import AutoTokenizer
-
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise InputError("no engine is installed: `drafttree doctor` says how") from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         except Exception as error:

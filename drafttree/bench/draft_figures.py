@@ -10,7 +10,7 @@ from drafttree.model_files import weights_size
 
 
 def draft_figures(
-    repetition: Repetition, method: BenchMethod, target: Path, draft_seconds: float
+    repetition: Repetition, method: BenchMethod, target: Path, draft_seconds: float | None
 ) -> dict[str, float]:
     """Figures of one repetition; empty for a method without a model.
 
@@ -18,7 +18,7 @@ def draft_figures(
         repetition: Answers of both sides.
         method: The method measured.
         target: Folder of the target.
-        draft_seconds: Time spent drafting in this repetition.
+        draft_seconds: Time spent drafting in this repetition; None if it was not measured.
 
     Returns:
         `block_efficiency`, tokens per step with the bonus token; `mbsu`, the memory-bound speedup,
@@ -26,19 +26,21 @@ def draft_figures(
         proportion to the size of the weights (RSD, arXiv 2402.14160, appendix D.2);
         `draft_size_ratio`, the size of the draft model's weights over the target's; and
         `draft_time_share`, the share of the method's time spent drafting. A drafter that continues
-        the target's hidden states has only the last one.
+        the target's hidden states has only the last one. There is no `mbsu` where the number of
+        forwards differs from step to step.
     """
     if not method.timed:
         return {}
     sums = totals(repetition.method)
-    timed = {"draft_time_share": draft_seconds / sums.seconds}
-    if method.draft_model is None or method.tree_depth is None:
+    timed = {} if draft_seconds is None else {"draft_time_share": draft_seconds / sums.seconds}
+    if method.draft_model is None:
         return timed
     ratio = weights_size(Path(method.draft_model)) / max(weights_size(target), 1)
     efficiency = sums.step_tokens / max(sums.steps, 1)
+    forwards = method.draft_forwards
     return {
         "block_efficiency": efficiency,
-        "mbsu": efficiency / (method.tree_depth * ratio + 1),
+        **({} if forwards is None else {"mbsu": efficiency / (forwards * ratio + 1)}),
         "draft_size_ratio": ratio,
         **timed,
     }

@@ -54,7 +54,7 @@ class BenchMethod:
         speculative_config: The engine's speculative configuration; None for plain decoding.
         max_draft_tokens: Greatest number of draft tokens of a tree, the root not counted; None for
             a method that drafts no trees.
-        tree_depth: Greatest depth of a draft token; None for a method that drafts no trees.
+        draft_forwards: Forwards of the draft model for a tree; None if that is not known.
         draft_model: Folder of the draft model, for a method that has one.
         timed: Whether the engine reports the time spent drafting.
         primes: Whether its drafter computes something beforehand; see `Method.primes`.
@@ -64,7 +64,7 @@ class BenchMethod:
     options: dict[str, Any]
     speculative_config: dict[str, Any] | None
     max_draft_tokens: int | None = None
-    tree_depth: int | None = None
+    draft_forwards: int | None = None
     draft_model: str | None = None
     timed: bool = False
     primes: bool = False
@@ -121,7 +121,7 @@ def resolve_method(name: str, options: dict[str, Any]) -> BenchMethod:
         options,
         {"method": tree_method.name, **options},
         parsed.num_draft_tokens,
-        parsed.depth,
+        parsed.draft_forwards,
         str(options["model"]) if tree_method.kind.needs_vocabulary_of_target else None,
         tree_method.kind.needs_model,
         tree_method.primes,

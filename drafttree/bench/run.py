@@ -179,6 +179,7 @@ class Pair:
         """
         settings, observer = self.settings, self.observer
         info = self.plain.wait_until_ready()
+        runner = self.method.wait_until_ready().runner
         drafts_trees = settings.method.drafts_trees
         prompts = settings.prompts * settings.waves
         observer.status("warming up")
@@ -194,14 +195,13 @@ class Pair:
             repetitions.append(self.repetition(number))
             if number == 0 and drafts_trees:
                 counters = self.counters
-                check_counters(
-                    repetitions[0],
-                    counters[-1],
-                    ahead=self.method.wait_until_ready().runner == "v2",
-                )
+                check_counters(repetitions[0], counters[-1], ahead=runner == "v2")
                 acceptance = self.method.acceptance()
+                seconds = self.draft_seconds() - before
                 drafting = draft_figures(
-                    repetitions[0], settings.method, settings.model, self.draft_seconds() - before
+                    *(repetitions[0], settings.method, settings.model),
+                    # Drafting and other work overlap on the device.
+                    None if runner == "v2" else seconds,
                 )
         observer.status("comparing")
         verdicts = [
@@ -215,15 +215,16 @@ class Pair:
         choices: list[dict[str, Any]] = []
         if drafts_trees:
             explained, choices = self.method.explain(), self.method.choices()
-        if drafts_trees and info.timed and info.runner != "v2":
+        if drafts_trees and info.timed and runner != "v2":
             observer.status("timing forwards")
             drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
+            tokens = 1 + max(round(drafted), 1)
             costs = verification_cost(
                 self.plain,
                 self.method,
-                requests=settings.batch_size,
-                tokens=1 + max(round(drafted), 1),
-                context=mean_context(repetitions[0].plain),
+                requests=min(settings.batch_size, len(prompts)),
+                tokens=tokens,
+                context=min(mean_context(repetitions[0].plain), self.context - tokens),
             )
         figures = {
             **drafting,

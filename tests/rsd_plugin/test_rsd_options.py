@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -48,3 +50,17 @@ def test_tree_notations_are_parsed(
 def test_wrong_notation_is_refused(tree: str, complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         options(tree)
+
+
+@pytest.mark.parametrize(
+    ("options", "forwards"),
+    [
+        ({"tree": "beam:3x5"}, 5),
+        ({"tree": "branch:2-1"}, 2),
+        ({"tree": "beam:3x5", "tables": True}, 5),
+        ({"tree": "auto"}, None),
+    ],
+)
+def test_forwards_of_the_draft_model(options: dict[str, Any], forwards: int | None) -> None:
+    """Draft tokens of tables need none, however deep they are."""
+    assert RsdOptions.model_validate({"model": "any", **options}).draft_forwards == forwards
