@@ -18,18 +18,15 @@ from drafttree.transfer import on_device
 MAX_BYTES = 1 << 27
 """Most bytes of all texts and their indices."""
 
-MAX_CELLS = 1 << 16
-"""Most cells of a text's index."""
-
 ITEM = 4
 """Bytes of a token and of a cell."""
 
 
 def cells_of(slots: int, max_model_len: int) -> int:
-    """Number of cells of each text's index."""
+    """Number of cells of each text's index: one for each of its n-grams, if there is room."""
     share = MAX_BYTES // (ITEM * slots)
     half = 1 << max((share // 2).bit_length() - 1, 0)
-    return min(MAX_CELLS, half, 1 << ((LONGEST + 1) * max_model_len - 1).bit_length())
+    return min(half, 1 << ((LONGEST + 1) * max_model_len - 1).bit_length())
 
 
 class Texts:

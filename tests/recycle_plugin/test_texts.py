@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from tree_kernels.ngrams import NgramIndex, extend_ngrams, previous_tokens
+from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, find_matches, previous_tokens
 
 from recycle_plugin import texts as module
 from recycle_plugin.tables import OWN_BYTES, Tables
@@ -37,6 +37,19 @@ def test_what_common_engines_keep_of_a_text() -> None:
     assert Texts(256, 40960, CPU).room == 40960
     assert Texts(1024, 131072, CPU).room == 16384
     assert Texts(128, 131072, CPU).room == 131072
+
+
+def test_the_beginning_of_a_long_text_is_found() -> None:
+    texts = Texts(4, 100_000, CPU)
+    draw = torch.Generator().manual_seed(0)
+    text = torch.randint(50_000, (100_000,), generator=draw)
+    texts.start(0, text.tolist())
+    ends = torch.randint(LONGEST, 10_000, (500,), generator=draw)
+    suffixes = text[ends[:, None] + torch.arange(-LONGEST, 0)][None]
+    _, found = find_matches(texts.ngrams, torch.tensor([0]), suffixes)
+    # Two n-grams may share a cell.
+    assert float(found[0, :, LONGEST - 1].float().mean()) > 0.4
+    assert float(found.any(-1).float().mean()) > 0.9
 
 
 @pytest.mark.parametrize("seed", range(4))
