@@ -185,6 +185,54 @@ def test_each_node_finds_the_end_of_thoughts_above_it(tokenizer: Any) -> None:
     assert structured.grammar.validate_tokens([a, c]) == [a, c]
 
 
+class Counted(list[int]):
+    """A text that counts how often it is copied."""
+
+    copies = 0
+
+    def copy(self) -> list[int]:
+        self.copies += 1
+        return [*self]
+
+
+class Reasoner:
+    """A parser that looks at the whole text."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def is_reasoning_end(self, text: list[int]) -> bool:
+        return False
+
+    def is_reasoning_end_streaming(self, text: list[int], added: list[int]) -> bool:
+        self.seen.append([*text])
+        assert text[-len(added) :] == added
+        return END_OF_THINKING in added
+
+
+def test_long_thoughts_are_not_copied_for_each_node(tokenizer: Any) -> None:
+    from drafttree.grammar import fill_masks
+    from drafttree.vllm.structured.request_matcher import RequestMatcher
+
+    request, manager = make_request(tokenizer, "xgrammar", "REGEX", "ab|ac")
+    reasoner = Reasoner()
+    manager = manager_of(manager.backend, reasoner)
+    text = request.prompt_token_ids = request.all_token_ids = Counted([5, THINK, 7])
+    structured = request.structured_output_request
+    structured.reasoning_ended, structured.reasoner = None, reasoner
+    a, b, c = tokenizer("abc")["input_ids"]
+    tokens, parents = [0, b, END_OF_THINKING, c, b, END_OF_THINKING], [-1, 0, 1, 0, 3, 4]
+    masks = manager.backend.allocate_token_bitmask(16)
+    assert fill_masks(RequestMatcher(manager, request), tokens, parents, masks) == 5
+    free = {*range(VOCAB)}
+    expected = [free, free, {a}, free, free, {a}]
+    assert [tokens_of(each, VOCAB) for each in masks[:6]] == expected
+    for path in ([b], [b, END_OF_THINKING], [c], [c, b], [c, b, END_OF_THINKING]):
+        assert [*text, *path] in reasoner.seen
+    assert text.copies == 0
+    assert text == [5, THINK, 7]
+
+
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 def test_jump_forward_strings_have_the_tokens_of_the_tokenizer(
     backend: str, tmp_path: Path

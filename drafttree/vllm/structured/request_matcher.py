@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,33 @@ class _State:
     fed: int
 
 
+class _Text(list[int]):
+    """A text that is its own copy.
+
+    For each token that may end the thoughts the engine copies the text, appends the token's path,
+    looks at it, and drops it. So a step would copy long thoughts once for each node of its tree.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self._length = len(self)
+
+    def copy(self) -> _Text:
+        del self[self._length :]
+        return self
+
+
+class _Thinking:
+    """A request whose thoughts are looked at."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.all_token_ids = _Text(request.all_token_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
 class RequestMatcher:
     """Follows a request's grammar, which a reasoning model's thoughts do not follow.
 
@@ -43,6 +71,7 @@ class RequestMatcher:
         self._path: list[int] = []
         begins = manager._get_constraint_bounds(request, []).constraint_start == 0
         self._states = [_State(begins, 0)]
+        self._thinking = None if begins else _Thinking(request)
 
     def accept(self, token: int) -> bool:
         """Go on to the state after one more token; False if the grammar does not allow it."""
@@ -50,7 +79,7 @@ class RequestMatcher:
         if not self._states[-1].is_bound:
             path = [*self._path, token]
             # Where the thoughts end, and whether the token that ends them is of the answer.
-            bounds = self._manager._get_constraint_bounds(self._request, path)
+            bounds = self._manager._get_constraint_bounds(self._thinking, path)
             is_bound = bounds.constraint_start <= len(path)
             tokens = path[bounds.grammar_start :]
         fed = 0
