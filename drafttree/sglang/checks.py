@@ -182,11 +182,20 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
 
 
 def _check_windows(method: Method[Any], server_args: Any) -> None:
-    """Refuse pools for the KV of sliding windows alone, where they cannot be used."""
+    """Refuse attention in chunks, and pools for the KV of sliding windows alone where they cannot
+    be used."""
+    config = target_config(server_args)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < config.context_len:
+        raise ValueError(
+            f"draft trees do not work with --model-path={server_args.model_path}, whose attention "
+            f"is in chunks of {chunk} tokens: set --context-length to {chunk} at most, or leave "
+            "--speculative-algorithm out"
+        )
     # SGLang's attention for CPUs looks for windows in the slots of the other layers, and a model of
     # the drafter's has its KV in those.
     unusable = server_args.device == "cpu" or method.kind.needs_model
-    if unusable and target_config(server_args).is_hybrid_swa:
+    if unusable and config.is_hybrid_swa:
         raise ValueError(
             f"{method.title} does not work with --model-path={server_args.model_path} and a pool "
             "for the KV of sliding windows alone: add --disable-hybrid-swa-memory"

@@ -121,6 +121,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},
     "add --disable-hybrid-swa-memory": {"model": WINDOWED},
+    "in chunks of 64 tokens: set --context-length to 64 at most": {
+        "model": {"architectures": ["LlamaForCausalLM"], "attention_chunk_size": 64}
+    },
     "recurrent layers instead of attention": {
         "model": {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16}
     },
@@ -157,6 +160,10 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 SERVED: dict[str, dict[str, Any]] = {
+    "attention in chunks as long as the context": {
+        "model": {"architectures": ["LlamaForCausalLM"], "attention_chunk_size": 64},
+        "context_length": 64,
+    },
     "a window": {"model": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}},
     "a window without a KV pool of its own": {"model": WINDOWED, "disable_hybrid_swa_memory": True},
     "soft caps": {"model": {"architectures": ["LlamaForCausalLM"], "attn_logit_softcapping": 30.0}},
@@ -291,8 +298,7 @@ def test_settings_on_a_gpu(tiny_llama: Path, tmp_path: Path) -> None:
         machine="hopper",
     )
     assert "has 4 attention heads, which --tp-size=3 ranks cannot share equally" in three_ranks
-    # SGLang's graphs leave out the hidden states that Lyanna reads.
-    assert rsd["graphs"] == plain["graphs"] != ["disabled", "disabled"] == lyanna["graphs"]
+    assert plain["graphs"] == rsd["graphs"] == lyanna["graphs"] == ["full", "disabled"]
     assert (rsd["disable_overlap_schedule"], lyanna["disable_overlap_schedule"]) == (True, False)
     assert (rsd["attention_backend"], lyanna["attention_backend"]) == ("fa3", "fa3")
     # SGLang captures graphs for trees of one size and up to as many requests as may run at once.
