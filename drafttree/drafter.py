@@ -210,9 +210,9 @@ class Drafter:
         """Forget everything learned, for instance because the target's weights changed."""
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """While it is open, the engine serves dummy requests, and ends with a `reset`.
+        """A context in which the engine serves dummy requests and then calls `reset`.
 
-        What was there before, such as tables from a file, must be there afterwards.
+        What was known before, such as tables from a file, must be known afterwards.
         """
         return nullcontext()
 

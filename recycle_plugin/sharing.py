@@ -170,7 +170,7 @@ class SharingDrafter(ModelDrafter):
             self._shared.tables.remember(tokens)
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """While it is open, the tables keep nothing, if there are any."""
+        """A context after which the tables are as before, if there are any."""
         return nullcontext() if self._shared is None else self._shared.tables.rehearsal()
 
     def reset(self) -> None:

@@ -77,7 +77,7 @@ class StaticTreeDrafter(ModelFreeDrafter):
         self.tables.end(slots)
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """While it is open, the tables keep nothing."""
+        """A context after which the tables are as before."""
         return self.tables.rehearsal()
 
     def reset(self) -> None:

@@ -152,7 +152,7 @@ class Tables:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Nothing that is learned or forgotten inside is kept, nor written to files."""
+        """A context after which the tables and their files are as before; see `Drafter`."""
         stats = self.source_stats
         tables = [self.matrix, self.bigrams, stats.tried, stats.hit, stats.priors]
         tables += [self.memory.tokens, self.memory.index, self.memory.end]

@@ -117,7 +117,8 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         widths, options = self._shape.widths, self._options
         if options.auto:
             widths = (options.shapes[-1].width,) * options.shapes[-1].depth
-        inner, widest = 1 + sum(widths[:-1]), max(1, *widths[:-1])
+        levels = (1, *widths[:-1])
+        inner, widest = sum(levels), max(levels)
         return 4 * requests * self._vocab_size * (2 * inner + 2 * widest)
 
     def propose(

@@ -32,7 +32,9 @@ class Chat:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise InputError("no engine is installed: `drafttree doctor` says how") from error
+            raise InputError(
+                "no engine is installed; `drafttree doctor` tells how to do it"
+            ) from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         except Exception as error:

@@ -204,7 +204,7 @@ class DraftingRunner:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Nothing that is learned or counted inside is kept."""
+        """A context after which nothing is learned or counted of what was served inside."""
         with self._drafter.rehearsal():
             try:
                 yield

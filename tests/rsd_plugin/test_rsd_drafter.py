@@ -268,7 +268,13 @@ def test_a_host_that_plans_nothing_is_proposed_the_largest_trees() -> None:
 
 @pytest.mark.parametrize(
     ("tree", "inner", "widest"),
-    [("beam:3x5", 13, 3), ("branch:4-2-1", 13, 8), ("branch:1-1-1-1", 4, 1), ("auto", 13, 3)],
+    [
+        ("beam:3x5", 13, 3),
+        ("branch:4-2-1", 13, 8),
+        ("branch:1-1-1-1", 4, 1),
+        ("branch:4", 1, 1),
+        ("auto", 13, 3),
+    ],
 )
 def test_memory_of_distributions(tree: str, inner: int, widest: int) -> None:
     """Inner nodes' exist twice for a moment, beside a level's logits and distributions."""
