@@ -32,9 +32,7 @@ class Chat:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise InputError(
-                "no engine is installed; `drafttree doctor` tells how to do it"
-            ) from error
+            raise InputError("no engine is installed: see `drafttree doctor`") from error
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         except Exception as error:
