@@ -209,7 +209,7 @@ class Drafter:
     def reset(self) -> None:
         """Forget everything learned, for instance because the target's weights changed."""
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def preserved(self) -> AbstractContextManager[None]:
         """A context in which the engine serves dummy requests and then calls `reset`.
 
         What was known before, such as tables from a file, must be known afterwards.

@@ -357,9 +357,9 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._remember([slot for slot in slots if self.tables.is_remembered(slot)])
         self.tables.end(slots)
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def preserved(self) -> AbstractContextManager[None]:
         """A context after which the tables are as before."""
-        return self.tables.rehearsal()
+        return self.tables.preserved()
 
     def reset(self) -> None:
         """Forget everything learned."""

@@ -169,9 +169,9 @@ class SharingDrafter(ModelDrafter):
         else:
             self._shared.tables.remember(tokens)
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def preserved(self) -> AbstractContextManager[None]:
         """A context after which the tables are as before, if there are any."""
-        return nullcontext() if self._shared is None else self._shared.tables.rehearsal()
+        return nullcontext() if self._shared is None else self._shared.tables.preserved()
 
     def reset(self) -> None:
         """Forget what was accepted, and what the tables have learned."""

@@ -76,9 +76,9 @@ class StaticTreeDrafter(ModelFreeDrafter):
         """Unregister finished requests; the matrix is shared and stays."""
         self.tables.end(slots)
 
-    def rehearsal(self) -> AbstractContextManager[None]:
+    def preserved(self) -> AbstractContextManager[None]:
         """A context after which the tables are as before."""
-        return self.tables.rehearsal()
+        return self.tables.preserved()
 
     def reset(self) -> None:
         """Forget everything learned and all statistics."""

@@ -151,7 +151,7 @@ class Tables:
             self.priming.stop_saving()
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """A context after which the tables and their files are as before; see `Drafter`."""
         stats = self.source_stats
         tables = [self.matrix, self.bigrams, stats.tried, stats.hit, stats.priors]

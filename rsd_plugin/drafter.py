@@ -114,10 +114,7 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         Those of the inner nodes are kept until the trees are verified, and exist twice while they
         are put together. Those of one level are made from its logits.
         """
-        widths, options = self._shape.widths, self._options
-        if options.auto:
-            widths = (options.shapes[-1].width,) * options.shapes[-1].depth
-        levels = (1, *widths[:-1])
+        levels = (1, *self._options.shape.widths[:-1])
         inner, widest = sum(levels), max(levels)
         return 4 * requests * self._vocab_size * (2 * inner + 2 * widest)
 

@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TextIO, cast
 
-from drafttree.bench.errors import EngineError
+from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.protocol import (
     EngineInfo,
     EngineSpec,
@@ -39,6 +39,16 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _LOG_TAIL_LINES = 40
+
+
+def check_name(engine: str) -> None:
+    """Check the name of an engine.
+
+    Raises:
+        InputError: It is not one of `ENGINES`.
+    """
+    if engine not in ENGINES:
+        raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
 
 
 class EngineProcess:

@@ -200,7 +200,7 @@ class Pair:
                 seconds = self.draft_seconds() - before
                 drafting = draft_figures(
                     *(repetitions[0], settings.method, settings.model),
-                    # Drafting and other work overlap on the device.
+                    # V2 does not measure it.
                     None if runner == "v2" else seconds,
                 )
         observer.status("comparing")

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from drafttree.bench.engine_process import ENGINES
+from drafttree.bench.engine_process import check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import check_engine, resolve_variants
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
@@ -117,8 +117,7 @@ def bench(
     errors = Console(stderr=True)
     reports: list[dict[str, Any]] = []
     try:
-        if engine not in ENGINES:
-            raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
+        check_name(engine)
         if not output.resolve().parent.is_dir():
             raise InputError(f"the folder of {output} does not exist")
         if output.is_dir():

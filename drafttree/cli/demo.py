@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from drafttree.bench.chat import Chat
-from drafttree.bench.engine_process import ENGINES, TITLES
+from drafttree.bench.engine_process import TITLES, check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import resolve_method, shipped_model
 from drafttree.bench.models import ModelError, ensure, fetch
@@ -88,8 +88,7 @@ def demo(
     """See an engine answer a few prompts twice: the same text, fewer steps."""
     console, errors = Console(highlight=False), Console(stderr=True)
     try:
-        if engine not in ENGINES:
-            raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
+        check_name(engine)
         options: dict[str, Any] = {} if nodes is None else {"nodes": nodes}
         if (drafter := shipped_model(method, _MODEL)) is not None:
             options["model"] = str(drafter)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tree_kernels.cache import cache_root
 
-from drafttree.bench.engine_process import ENGINES, EngineProcess
+from drafttree.bench.engine_process import ENGINES, EngineProcess, check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import parse_pairs
 from drafttree.bench.protocol import EngineSpec
@@ -75,8 +75,8 @@ def prepare(
             speculative_config={"method": found.name},
             tokenizer=False,
         )
-        if engine is not None and engine not in ENGINES:
-            raise InputError(f"unknown engine {engine!r}; known here: {', '.join(ENGINES)}")
+        if engine is not None:
+            check_name(engine)
         with (
             EngineProcess(engine or _installed_engine(), found.title, spec) as process,
             _progress_shown(console, f"Priming {found.title}") as show,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.tree import Tree
 
 from drafttree.bench.chat import model_context
-from drafttree.bench.engine_process import ENGINES
+from drafttree.bench.engine_process import check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
@@ -130,8 +130,7 @@ def _prompt(text: str | None, prompts: Path | None, index: int | None) -> Prompt
 
 
 def _check(settings: BenchSettings) -> None:
-    if settings.engine not in ENGINES:
-        raise InputError(f"unknown engine {settings.engine!r}; known here: {', '.join(ENGINES)}")
+    check_name(settings.engine)
     if not settings.method.drafts_trees:
         raise InputError(
             f"--method {settings.method.name} drafts no trees that could be shown: give an "

@@ -203,9 +203,9 @@ class DraftingRunner:
         return 0, 0
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """A context after which nothing is learned or counted of what was served inside."""
-        with self._drafter.rehearsal():
+        with self._drafter.preserved():
             try:
                 yield
             finally:

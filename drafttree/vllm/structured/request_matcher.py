@@ -26,10 +26,10 @@ class _State:
 
 
 class _Text(list[int]):
-    """A text that is its own copy.
+    """A text whose `copy` returns the text itself, without what was appended to it.
 
-    For each token that may end the thoughts the engine copies the text, appends the token's path,
-    looks at it, and drops it. So a step would copy long thoughts once for each node of its tree.
+    To see whether a token ends the reasoning, the engine copies the text, appends the token's path
+    and drops the copy. A step would copy a long text once for each node of its tree.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class _Text(list[int]):
 
 
 class _Thinking:
-    """A request whose thoughts are looked at."""
+    """A request that is still reasoning, with a text that takes no time to copy."""
 
     def __init__(self, request: Any) -> None:
         self._request = request

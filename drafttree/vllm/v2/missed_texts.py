@@ -33,8 +33,8 @@ class MissedTexts:
         self._missed = np.zeros(requests, np.int64)
         self._first = np.zeros(requests, np.int64)
         self._blocks: list[list[int]] = [[] for _ in range(requests)]
-        # Whether a block may have tokens that were missed. Of running requests this is noted when
-        # somebody asks, for all of their blocks but so many.
+        # Whether a block may have tokens that were missed. For running requests it is brought up to
+        # date when another one starts; `_noted` is the number of blocks for which that is done.
         self._behind = np.zeros(num_blocks, np.bool_)
         self._noted = np.zeros(requests, np.int64)
         # Of the requests that start in the coming step, by row: the tokens that were found in the

@@ -33,5 +33,5 @@ class TreeWorkerV2(DraftingWorker):
         """
         runner = self.model_runner
         runner.warmed_up()
-        with runner.rehearsal():
+        with runner.preserved():
             return serve_dummy_requests(self, runner.draft_sizes)

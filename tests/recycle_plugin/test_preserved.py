@@ -47,7 +47,7 @@ def test_tables_and_their_file_stay_as_they_were(tmp_path: Path) -> None:
     before = file.read_bytes()
     tables = tables_of(file)
     known = held(tables)
-    with tables.rehearsal():
+    with tables.preserved():
         learn(tables, 100)
         tables.reset()
         learn(tables, 200)
@@ -57,7 +57,7 @@ def test_tables_and_their_file_stay_as_they_were(tmp_path: Path) -> None:
     assert file.read_bytes() == before
     # What is learned later is saved.
     tables = tables_of(file)
-    with tables.rehearsal():
+    with tables.preserved():
         pass
     learn(tables, 2)
     saved(tables)
@@ -68,7 +68,7 @@ def test_primed_rows_are_still_kept_in_the_cache(tmp_path: Path) -> None:
     """A reset ends that, as it stands for new weights."""
     tables = tables_of(tmp_path / "tables")
     tables.priming = priming = Mock(matrix=tables.matrix.clone())
-    with tables.rehearsal():
+    with tables.preserved():
         tables.reset()
     assert tables.priming is priming
     priming.stop_saving.assert_not_called()
