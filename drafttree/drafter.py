@@ -194,8 +194,11 @@ class Drafter:
     def release(self, slots: Sequence[int]) -> None:
         """Requests finished, or were preempted: their state may be dropped."""
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Learn a text that the target may repeat, such as a document of a corpus.
+    def remember(self, tokens: torch.Tensor) -> None:
+        """Learn texts that the target may repeat, such as the documents of a corpus.
+
+        Args:
+            tokens: Int32 `[n]` on the CPU, one text or several that are separated by -1.
 
         Raises:
             ValueError: The drafter remembers no texts.

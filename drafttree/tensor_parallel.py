@@ -229,5 +229,5 @@ class NonDraftingRank(ModelFreeDrafter):
         """No drafts: the first rank's trees replace these."""
         return DraftTree.of_roots(roots)
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Nothing: the first rank's drafter remembers the text."""
+    def remember(self, tokens: torch.Tensor) -> None:
+        """Nothing: the first rank's drafter remembers the texts."""

@@ -169,8 +169,8 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 self.tables.memory, ngrams.history, ngrams.lengths, which, starts, PROMPT_TOKENS
             )
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Append a text to the memory.
+    def remember(self, tokens: torch.Tensor) -> None:
+        """Append texts to the memory: int32 `[n]` on the CPU, separated by -1.
 
         Raises:
             ValueError: There is no memory.
@@ -180,7 +180,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 "Token Recycling remembers no texts with memory=0 or sharing='request': leave them "
                 "out"
             )
-        remember(self.tables.memory, torch.tensor(tokens, dtype=torch.int32))
+        remember(self.tables.memory, tokens)
 
     def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
         """With `auto`, measure forwards of up to `max_tokens` tokens and set up the node budget."""

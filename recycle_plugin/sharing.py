@@ -158,8 +158,8 @@ class SharingDrafter(ModelDrafter):
         if self._budget is not None and slots:
             self._budget.discard()
 
-    def remember(self, tokens: Sequence[int]) -> None:
-        """Let the tables' memory learn a text.
+    def remember(self, tokens: Tensor) -> None:
+        """Let the tables' memory learn texts: int32 `[n]` on the CPU, separated by -1.
 
         Raises:
             ValueError: There are no tables, or they have no memory.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from drafttree.drafter import Drafter
@@ -21,7 +23,7 @@ class CorpusWorker(BaseSpecWorker):
     def __init__(self) -> None:
         super().__init__()
         self._corpora: dict[str, int] = {}
-        self._loading: list[list[int]] = []
+        self._loading = torch.empty(0, dtype=torch.int32)
 
     def add_external_corpus(self, corpus_id: str, token_chunks: Sequence[Sequence[int]]) -> int:
         """Read a corpus, and return its number of tokens; SGLang calls this in a thread.
@@ -31,14 +33,13 @@ class CorpusWorker(BaseSpecWorker):
         """
         if corpus_id in self._corpora:
             raise ValueError(f"there is a corpus {corpus_id!r} already: give another corpus_id")
-        self._loading = split_documents(token_chunks)
-        return sum(map(len, self._loading))
+        self._loading = joined_documents(token_chunks)
+        return int((self._loading >= 0).sum())
 
     def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         """Let the drafter remember the corpus that was read, between two steps."""
-        for document in self._loading:
-            self.drafter.remember(document)
-        self._loading = []
+        self.drafter.remember(self._loading)
+        self._loading = torch.empty(0, dtype=torch.int32)
         self._corpora[corpus_id] = loaded_token_count
 
     def remove_external_corpus(self, corpus_id: str) -> None:
@@ -60,20 +61,14 @@ class CorpusWorker(BaseSpecWorker):
         self._corpora.clear()
 
 
-def split_documents(token_chunks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The documents of a corpus.
+def joined_documents(token_chunks: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The documents of a corpus in one tensor, so that they are remembered in one call.
 
     Args:
         token_chunks: The corpus in pieces. SGLang puts a negative token between documents.
 
     Returns:
-        The tokens of each document that has any.
+        Int32 `[n]` on the CPU: the documents' tokens, with -1 where SGLang has a negative token.
     """
-    documents: list[list[int]] = [[]]
-    for chunk in token_chunks:
-        for token in chunk:
-            if token < 0:
-                documents.append([])
-            else:
-                documents[-1].append(token)
-    return [document for document in documents if document]
+    chunks = [np.asarray(chunk, np.int32) for chunk in token_chunks]
+    return torch.from_numpy(np.concatenate([*chunks, np.empty(0, np.int32)]).clip(min=-1))

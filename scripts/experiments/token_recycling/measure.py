@@ -91,7 +91,7 @@ class Bench:
             matrix = drafter.tables.matrix
             matrix.copy_(self._matrix[:, : matrix.shape[1]])
         if self.foreign:
-            drafter.remember(self.foreign)
+            drafter.remember(torch.tensor(self.foreign, dtype=torch.int32))
 
     def replay(self, settings: Sequence[Measured], order: Order) -> Iterator[str]:
         """Replay all waves, and report progress from time to time."""
