@@ -1,4 +1,4 @@
-"""Types of NumPy arrays of tokens, columns and rows."""
+"""Types of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+FloatArray = np.ndarray[Any, Any]
 IntArray = np.ndarray[Any, np.dtype[np.int32]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 LongArray = np.ndarray[Any, np.dtype[np.int64]]

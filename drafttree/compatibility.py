@@ -76,7 +76,7 @@ def _cell(text: str) -> Cell:
     state, _, test = text.partition(": ")
     may_name, must_name = state in ("tested", "chains"), state == "tested"
     if state not in get_args(State) or not must_name <= bool(test) <= may_name:
-        raise ValueError(f"compatibility.toml: {text!r} is no state")
+        raise ValueError(f"compatibility.toml: {text!r} is not a state")
     return Cell(state, test)  # type: ignore[arg-type]
 
 

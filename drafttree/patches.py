@@ -15,7 +15,7 @@ _MARK = "_drafttree"
 """Attribute of every function that replaces one of an engine."""
 
 Unknown = Callable[[str], Exception]
-"""Makes the error that says in what way an engine is not known."""
+"""Makes the error for an engine that differs from what is expected in the way that is given."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,26 @@ def check_parameters(name: str, function: Any, expected: list[str], unknown: Unk
     found = list(inspect.signature(function).parameters)
     if found != expected:
         raise unknown(f"{name} takes {found}, expected {expected}")
+
+
+def check_first_parameters(
+    name: str, function: Callable[..., Any] | None, expected: list[str], unknown: Unknown
+) -> None:
+    """Check that a function of an engine begins with some parameters, and needs no others.
+
+    Raises:
+        Exception: It is missing or takes others; the error is the engine's `unknown`.
+    """
+    if function is None:
+        raise unknown(f"there is no {name}")
+    found = inspect.signature(function).parameters
+    further = [*found.values()][len(expected) :]
+    if [*found][: len(expected)] != expected or any(
+        parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        for parameter in further
+    ):
+        raise unknown(f"{name} takes {[*found]}, expected {expected}")
 
 
 def replace_function(

@@ -20,7 +20,7 @@ MAX_DRAFT_TOKENS = 255
 MAX_DEPTH = 64
 
 NO_TOKEN = -1
-"""In place of a token where there is none."""
+"""In place of a token, or of the column of a parent, where there is none."""
 
 RankPath = tuple[int, ...]
 
@@ -208,12 +208,12 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The draft trees of a batch of B requests, nodes in breadth-first order.
+    """The draft trees of a batch of B requests.
 
-    Hosts that choose the number of draft tokens get them from the most to the least probable one,
-    and so do all hosts from a drafter that samples from a draft model and has tables.
-    Every parent comes before its children, so any prefix of the columns is a valid tree too. A
-    column whose token is -1 contains no node; its parent is -1.
+    Every parent comes before its children, so any prefix of the columns is a valid tree too. Nodes
+    are in breadth-first order, or from the most to the least probable one if the host chooses the
+    number of draft tokens (`Target.sizes_trees`), or if the drafter samples from a draft model and
+    has tables. A column whose token is -1 contains no node; its parent is -1.
 
     Attributes:
         tokens: `int32 [B, N]`; column 0 is the root, the last accepted token, or -1 for a request
@@ -285,7 +285,7 @@ class DraftTree:
         )
 
     def previous_tokens(self, of_roots: torch.Tensor) -> torch.Tensor:
-        """The token before each node, `int32 [B, N]`; any where there is no node.
+        """The token before each node, `int32 [B, N]`; arbitrary where there is no node.
 
         Args:
             of_roots: `int32 [B]`, the tokens before the roots.

@@ -21,4 +21,4 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width, self.nodes) < (1 if self.nodes else 0):
-            raise ValueError(f"{self}: a tree with draft tokens has levels, all of one or more")
+            raise ValueError(f"{self}: all must be 1 or more, or nodes must be 0")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from tree_kernels.expansion import ExpandedTrees
 
-from recycle_plugin.priors import MAX_DEPTH
+from drafttree.tree import MAX_DEPTH
 
 
 def best_paths(trees: ExpandedTrees, longest: int) -> ExpandedTrees:

@@ -237,19 +237,20 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self._limit = min(num_draft_tokens, self._num_draft_tokens)
 
     def candidates(self, slots: torch.Tensor, roots: torch.Tensor) -> ExpandedTrees:
-        """All nodes under each root (`int32 [B]`, -1 for none), for who chooses among them.
+        """All nodes under each root (`int32 [B]`, -1 for none), for callers that choose among them.
 
-        They are valid until the next call. `chosen` must tell which were chosen, before they are
-        verified.
+        They are valid until the next call. `chosen` must be called with the nodes that were chosen
+        before these are verified.
         """
         return self._expand(slots, roots)
 
     def chosen(self, slots: torch.Tensor, sources: torch.Tensor) -> None:
-        """The sources of the nodes of each request's tree, `int32 [B, N]`.
+        """Record the sources of the nodes that were chosen for each request's tree.
 
         Args:
             slots: The requests' slots, `int64 [B]`.
-            sources: Those of `candidates`; 0 for roots and for nodes that are not from there.
+            sources: `int32 [B, N]`, those of `candidates`; 0 for roots and for nodes that
+                are not from there.
         """
         self._sources[slots, : sources.shape[1]] = sources
 

@@ -6,11 +6,10 @@ import torch
 from tree_kernels.candidates import BIGRAM_STATES, NUM_SOURCES, ROW_STATES, TOP
 from tree_kernels.copies import BUCKETS, COPY_STATES
 
+from drafttree.tree import MAX_DEPTH
+
 DEPTH = 8
 """Levels of dynamic trees; below them a tree goes on as a chain of copies alone."""
-
-MAX_DEPTH = 64
-"""Greatest depth of a node of a dynamic tree."""
 
 # Measured acceptance rates on Spec-Bench prompts: candidates of the adjacency matrix and of the
 # bigram table by rank, and copies by the length of the match, in the buckets of `copies.LENGTHS`.

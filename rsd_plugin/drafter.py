@@ -3,7 +3,7 @@ replacement, and provides the acceptance rule for it.
 
 With tables, nodes of Token Recycling's stand in the trees too. Those of requests that are sampled
 begin with the whole tree that the draft model gave, as choosing among tokens that were drawn would
-change the law of the output.
+change the distribution of the output.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.decaying_ratio import DecayingRatio
 
 

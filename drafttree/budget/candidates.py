@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from drafttree.budget.cost_factors import FloatArray
+from drafttree.arrays import FloatArray
 
 
 def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

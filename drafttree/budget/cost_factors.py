@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-FloatArray = np.ndarray[Any, Any]
+from drafttree.arrays import FloatArray
 
 
 def value_at(values: FloatArray, size: int, weight: float) -> float:

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import Factors, FloatArray, Recheck, project, value_at
+from drafttree.budget.cost_factors import Factors, Recheck, project, value_at
 from drafttree.budget.decaying_ratio import DecayingRatio
 from drafttree.budget.forward_curve import ForwardCurve
 

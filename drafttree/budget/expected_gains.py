@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 
 
 @dataclass

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from numpy.typing import NDArray
+from drafttree.arrays import IntArray
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class ModelDrafts:
         unread: Tokens of the step's requests that the model has missed when the step ends.
     """
 
-    parents: NDArray[np.int32]
-    path: NDArray[np.int32]
+    parents: IntArray
+    path: IntArray
     seconds: float
     read_tokens: int = 0
     read_seconds: float = 0.0

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from drafttree.budget.cost_factors import FloatArray
+from drafttree.arrays import FloatArray
 from drafttree.budget.planner import Planner
 from drafttree.budget.recording import make_planner
 from drafttree.budget.step_timer import StepTimer

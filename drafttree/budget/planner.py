@@ -23,11 +23,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.allowance import Allowance
 from drafttree.budget.calibration import AcceptanceCalibration
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner_state import BucketState, Outlook, StepPlan
 from drafttree.budget.spine import worthwhile_spine

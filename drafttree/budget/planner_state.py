@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree_shape import TreeShape
 

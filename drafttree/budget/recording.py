@@ -15,8 +15,8 @@ from typing import IO
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from pydantic import ValidationError
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import batch_bucket
 from drafttree.budget.planner import Planner
 from drafttree.budget.recording import RecordedPlanner, RecordedStep

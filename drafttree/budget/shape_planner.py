@@ -23,12 +23,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from drafttree.arrays import BoolArray, FloatArray
 from drafttree.budget.calibration import AcceptanceCalibration
 from drafttree.budget.candidates import checked_sizes
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.draft_times import DraftTimes
 from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance
@@ -45,27 +44,25 @@ _SHARE = 0.005
 """Share of the time without a model's drafts that may be lost by exploring: drafting to see whether
 it pays."""
 _HOPELESS = 8.0
-"""What is saved up before a shape is tried that should not pay, in tokens of a request."""
+"""Allowance needed before a shape is tried that is predicted not to pay, in tokens of a request."""
 _CAPACITY = 64.0
-"""Most that is saved up, in tokens of a request."""
+"""Greatest allowance, in tokens of a request."""
 _MOST_OWED = 16.0
 """Most that is owed after a shape was tried, in tokens of a request: a long stall in the middle of
 a trial says little of drafting, and must not put it off for hours."""
 _AT_START = 4.0
-"""What is there at first, and the most that a depth's first drafts are charged, in tokens of a
+"""The allowance at first, and the most that a depth's first drafts are charged, in tokens of a
 request."""
 _READING_CREDIT = 16.0
 """Credit for reading texts until it is known whether drafting pays, in tokens of a request. Without
 it, where texts are long and reading them is slow, drafting would not be tried for some thousand
 steps."""
 _EVIDENCE = 8.0
-"""Outcomes without which nobody knows whether drafting pays."""
+"""Number of outcomes below which it is unknown whether drafting pays."""
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
 _PLAIN = StepPlan(TreeChoice(0))
-
-BoolArray = NDArray[np.bool_]
 
 
 class ShapePlanner:

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-FloatArray = np.ndarray[Any, Any]
+from drafttree.arrays import FloatArray
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.allowance import Allowance
 from drafttree.budget.calibration import AcceptanceCalibration
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.expected_gains import ExpectedGains
 from drafttree.budget.model_drafts import ModelDrafts

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from drafttree.arrays import FloatArray
 from drafttree.budget.allowance import Allowance
 from drafttree.budget.constants import BudgetConstants
-from drafttree.budget.cost_factors import FloatArray
 from drafttree.budget.costs import CostModel
 
 

@@ -139,8 +139,8 @@ def check_engine(
         )
     if parallel.worker_cls != "auto":
         raise ValueError(
-            f"draft trees do not work with worker_cls={parallel.worker_cls!r}: leave it out: draft "
-            "trees need a worker of their own"
+            f"draft trees do not work with worker_cls={parallel.worker_cls!r}, because they need "
+            "a worker of their own: leave it out"
         )
     budget = engine.max_num_batched_tokens
     if budget is not None and budget < 2:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from drafttree.method import Method, installed_methods
+from drafttree.method import Method, MethodOptions, installed_methods
 from drafttree.vllm import patches
 
 # A child of vLLM's logger: other loggers are not printed.
@@ -62,8 +62,8 @@ def _create(
     given = dict(engine.speculative_config or {})
     given.pop("method", None)
     _take_model(method, given, engine.spec_model)
-    options, num_draft_tokens = _parse(method, given, engine.spec_tokens)
-    parsed = method.parse(options)
+    options, parsed = _parse(method, given, engine.spec_tokens)
+    num_draft_tokens = parsed.num_draft_tokens
     serving = check_engine(method, engine, target_model_config, target_parallel_config, parsed)
     if serving.chains is not None:
         num_draft_tokens = min(num_draft_tokens, serving.chains.longest)
@@ -172,11 +172,11 @@ def _check_model(method: Method[Any], target: str, options: dict[str, Any], rank
 
 def _parse(
     method: Method[Any], given: dict[str, Any], spec_tokens: int | None
-) -> tuple[dict[str, Any], int]:
+) -> tuple[dict[str, Any], MethodOptions]:
     """Validate a method's options together with the engine's own number of draft tokens.
 
     Returns:
-        The options, and the greatest number of draft tokens of a tree.
+        The options, as given and parsed.
     """
     if spec_tokens is not None and "num_speculative_tokens" in given:
         raise ValueError(
@@ -187,10 +187,11 @@ def _parse(
     options = {key.replace("-", "_"): value for key, value in given.items()}
     if asked is not None:
         options = method.options.apply_num_draft_tokens(options, asked)
-    num_draft_tokens = method.parse(options).num_draft_tokens
+    parsed = method.parse(options)
+    num_draft_tokens = parsed.num_draft_tokens
     if asked not in (None, num_draft_tokens):
         raise ValueError(
             f"num_speculative_tokens={asked!r} but the tree of {method.title} has "
             f"{num_draft_tokens} draft tokens: leave num_speculative_tokens out"
         )
-    return options, num_draft_tokens
+    return options, parsed

@@ -23,6 +23,7 @@ from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
 from drafttree.vllm.step import StepState, StepTrees
 from drafttree.vllm.step_logits import GrammarMasks, StepLogits
+from drafttree.vllm.step_share import share_of_step
 from drafttree.vllm.structured.grammar_runner import GrammarRunner
 
 if TYPE_CHECKING:
@@ -301,15 +302,9 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         return taken
 
     def _share_of_step(self) -> int:
-        """Greatest number of nodes of a request's tree in the next step, the root counted.
-
-        Each request gets an equal share at most, so that no running request waits because others
-        draft. While more requests may join, a quarter is left for their prompts.
-        """
-        budget, requests = self._token_budget, max(self.input_batch.num_reqs, 1)
-        if requests < self.max_num_reqs:
-            budget -= budget // 4
-        return max(budget // requests, 1)
+        """Greatest number of nodes of a request's tree in the next step, the root counted."""
+        requests = max(self.input_batch.num_reqs, 1)
+        return max(share_of_step(self._token_budget, requests, self.max_num_reqs), 1)
 
     def _ending_tokens(self, request_id: str) -> set[int]:
         """The tokens below which nothing is drafted, because they end the request."""

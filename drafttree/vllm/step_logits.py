@@ -1,7 +1,7 @@
 """The target's logits after the rows of a step, some rows at a time.
 
-A step may have thousands of rows, whose logits would take gigabytes. Whoever only needs a few
-numbers of each row reads them in chunks, and whoever samples reads the rows that it samples.
+A step may have thousands of rows, whose logits would take gigabytes. What needs only a few numbers
+of each row reads them in chunks; sampling reads only the rows that are sampled.
 """
 
 from __future__ import annotations

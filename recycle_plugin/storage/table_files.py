@@ -3,7 +3,7 @@
 A file's metadata holds the format, its version and the identity of the tables: everything that must
 match for them to be usable, such as the tokenizer's fingerprint and k.
 
-Tables tell what was asked and answered, so new files and folders are for their owner alone.
+Tables reveal the texts of requests, so new files and folders are for their owner alone.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def test_larger_shapes_are_never_expected_to_emit_less(data: st.DataObject) -> N
 
 
 def test_a_shape_with_drafts_has_levels() -> None:
-    with pytest.raises(ValueError, match="all of one or more"):
+    with pytest.raises(ValueError, match="all must be 1 or more"):
         TreeShape(0, 1, 3)
 
 

@@ -73,7 +73,7 @@ def test_kinds_of_other_packages_get_what_every_kind_gets() -> None:
 
 @pytest.mark.parametrize("text", ["tested", "served", "refused: why", "untested: test.py"])
 def test_unknown_states_are_errors(text: str) -> None:
-    with pytest.raises(ValueError, match="is no state"):
+    with pytest.raises(ValueError, match="is not a state"):
         _cell(text)
 
 

@@ -13,10 +13,12 @@ from property_settings import CASES
 from random_parents import random_trees
 
 from drafttree.chains import first_paths
+from drafttree.patches import check_first_parameters
 from drafttree.tree import DraftTree
-from drafttree.vllm.v2.hooks import check, check_forward, check_next_tokens, check_sampler
+from drafttree.vllm.v2.hooks import check_forward, check_next_tokens, check_sampler
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_of, sizes_up_to
+from drafttree.vllm.versions import unknown
 from rsd_plugin.config import RsdOptions
 
 TREES = DraftTree(
@@ -133,12 +135,12 @@ def test_hooks_with_other_parameters_are_refused() -> None:
     def hook(first: int, second: int, third: int = 0) -> None:
         pass
 
-    check("hook", hook, ["first", "second"])
+    check_first_parameters("hook", hook, ["first", "second"], unknown)
     for expected in (["first"], ["second", "first"], ["first", "second", "third", "fourth"]):
         with pytest.raises(RuntimeError, match="hook takes"):
-            check("hook", hook, expected)
+            check_first_parameters("hook", hook, expected, unknown)
     with pytest.raises(RuntimeError, match="there is no hook"):
-        check("hook", None, [])
+        check_first_parameters("hook", None, [], unknown)
 
 
 def test_requests_whose_logits_depend_on_their_text_get_chains() -> None:

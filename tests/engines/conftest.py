@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hosts import HOSTS, Host
+from tiny_families import make_tiny_family
 from tiny_models import make_tiny_adapter, make_tiny_llama, merge_adapter
 
 HERE = Path(__file__).parent
@@ -30,6 +31,19 @@ def host(request: pytest.FixtureRequest) -> Host:
         pytest.skip(f"{request.param.name} is not installed here")
     assert isinstance(request.param, Host)
     return request.param
+
+
+@pytest.fixture(scope="session")
+def without_trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of a family without trees, which is made once."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_tiny_family(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import structured_answers
+from drafted_chains import proves_chains
 from random_prompts import some_prompts
 from tiny_families import WITHOUT_TREES, make_tiny_family
 from tiny_models import add_byte_tokenizer
@@ -42,29 +43,6 @@ ENGINE: dict[str, dict[str, Any]] = {
 LONGEST = {"deepseek_v2": 31, "qwen3_next": 7}
 
 
-@pytest.fixture(scope="session")
-def without_trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model of one of the families, which is made once."""
-    made: dict[str, Path] = {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = make_tiny_family(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return folder
-
-
-def proves_chains(answer: Answer, longest: int) -> None:
-    """Check that chains were verified, of several drafts, and that some drafts were accepted."""
-    counters = answer.counters
-    assert counters["accepted_tokens"] > counters["drafted_steps"] / 10 > 0
-    assert counters["emitted"] == counters["steps"] + counters["accepted_tokens"]
-    assert counters["draft_tokens"] <= longest * counters["drafted_steps"]
-    assert counters["draft_tokens"] > 2 * counters["drafted_steps"]
-    assert counters["non_first_child_accepted"] == counters["kv_rows_moved"] == 0
-
-
 def some_cases() -> list[Case]:
     """Many requests at once, one after another, seeded, and with parameters that follow the text.
 
@@ -90,7 +68,7 @@ def undrafted(case: Case) -> Case:
 
 def check_drafted(family: str, drafted: list[Answer], log: str) -> None:
     for answer in drafted:
-        proves_chains(answer, LONGEST[family])
+        proves_chains(answer.counters, LONGEST[family])
     copied = drafted[3].counters
     assert copied["draft_tokens"] > LONGEST[family] / 2 * copied["drafted_steps"]
     assert copied["accepted_tokens"] > 0.9 * copied["draft_tokens"]
@@ -183,7 +161,7 @@ def test_a_kv_connector(tiny_llama: Path, tmp_path: Path) -> None:
     assert "Inject KV cache" in log
     assert f"{ANNOUNCED} 31 tokens and no trees, because kv_transfer_config is set" in log
     for answer in drafted:
-        proves_chains(answer, 31)
+        proves_chains(answer.counters, 31)
 
 
 @pytest.mark.full
@@ -194,7 +172,7 @@ def test_a_static_tree(without_trees: Callable[[str], Path]) -> None:
     plain, _ = run_vllm(model, cases)
     drafted, _ = run_vllm(model, cases, CHAINS | {"tree": "branch:2-2-1-1"})
     assert drafted[0].tokens == plain[0].tokens
-    proves_chains(drafted[0], 4)
+    proves_chains(drafted[0].counters, 4)
 
 
 @pytest.mark.full
@@ -209,7 +187,7 @@ def test_chunks_of_prompts_beside_chains(without_trees: Callable[[str], Path]) -
     drafted, log = run_vllm(model, cases, CHAINS, environment=own_process, **engine)
     for with_chains, without in zip(drafted, answers, strict=True):
         assert with_chains.tokens == without.tokens
-        proves_chains(with_chains, LONGEST["qwen3_next"])
+        proves_chains(with_chains.counters, LONGEST["qwen3_next"])
     assert log.count(ANNOUNCED) == 1
 
 

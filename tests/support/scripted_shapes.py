@@ -45,7 +45,7 @@ def kinds(log: str) -> Counter[str]:
 
 def enable() -> None:
     """Let the shapes of an engine's process follow the script, and print what they give."""
-    from drafttree.budget.cost_factors import FloatArray
+    from drafttree.arrays import FloatArray
     from drafttree.budget.planner import Planner
     from drafttree.budget.planner_state import ShapePlan, StepPlan
     from drafttree.budget.shape_planner import ShapePlanner

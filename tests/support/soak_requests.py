@@ -210,8 +210,11 @@ def _wrong_sample(
         mine, theirs = getattr(found, name)[sample], getattr(expected, name)[sample]
         if mine != theirs:
             return f"{name}: {mine!r} instead of {theirs!r}"
-    for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
-        if any(abs(a - b) > LOGPROB_ERROR for a, b in zip(mine, theirs, strict=True)):
+    if expected.logprobs:
+        if sample >= len(found.logprobs):
+            return "it has no logprobs"
+        pairs = zip(found.logprobs[sample], expected.logprobs[sample], strict=True)
+        if any(abs(a - b) > LOGPROB_ERROR for a, b in pairs):
             return "its logprobs differ"
     return None
 

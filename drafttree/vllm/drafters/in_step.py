@@ -260,20 +260,6 @@ class InStepRunner(TreeModelRunner[I]):
         known = torch.nn.functional.pad(tokens.clamp(min=PLACEHOLDER), (0, missing))
         step.input_ids[step.trees.rows] = step.trees.by_row(known).to(step.input_ids.dtype)
 
-    def _write_nodes(self, step: I, trees: DraftTree) -> DraftTree:
-        """Replace the step's placeholders by draft tokens, at the positions of their depths.
-
-        Args:
-            step: The step.
-            trees: The trees' first columns, whose depths the scheduler does not know.
-
-        Returns:
-            The trees without nodes beyond the end of a request, which have no position.
-        """
-        kept = self._place_nodes(step, trees)
-        self._write_tokens(step, kept.tokens)
-        return kept
-
     def _place_trees(self, step: I, trees: DraftTree) -> DraftTree:
         """Put trees, as drafted on this rank, in the place of the step's placeholders.
 
@@ -284,12 +270,13 @@ class InStepRunner(TreeModelRunner[I]):
         Returns:
             The trees to verify.
         """
-        placed = self._write_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
+        placed = self._place_nodes(step, of_first_rank(self._as_scheduled(step, trees)))
+        self._write_tokens(step, placed.tokens)
         self._show_trees(step, placed.parents)
         return placed
 
     def _place_nodes(self, step: I, trees: DraftTree) -> DraftTree:
-        """Give the rows of nodes the positions of their depths; see `_write_nodes`.
+        """Give the rows of nodes the positions of their depths.
 
         Args:
             step: The step.

@@ -11,9 +11,10 @@ from vllm.logger import init_logger
 from vllm.v1.structured_output import StructuredOutputManager
 
 from drafttree.grammar import BoundTree, JumpForwardTokenizer, MaskMemory, bind_tree, fill_masks
+from drafttree.patches import check_first_parameters
 from drafttree.vllm.structured.request_matcher import RequestMatcher
 from drafttree.vllm.structured.shapes import Bound, Drafted, DraftedTrees, Proposal, Proposals
-from drafttree.vllm.v2.hooks import check
+from drafttree.vllm.versions import unknown
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -37,8 +38,12 @@ def why_not() -> str | None:
             ),
             ("_get_constraint_bounds", "self request spec_tokens"),
         ):
-            function = getattr(StructuredOutputManager, name, None)
-            check(f"StructuredOutputManager.{name}", function, parameters.split())
+            check_first_parameters(
+                f"StructuredOutputManager.{name}",
+                getattr(StructuredOutputManager, name, None),
+                parameters.split(),
+                unknown,
+            )
     except RuntimeError as error:
         return str(error)
     return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from drafttree.patches import check_first_parameters
 from drafttree.vllm.versions import unknown
 
 
@@ -77,7 +76,8 @@ def check_hooks() -> None:
             "self logits input_batch grammar_req_ids grammar_bitmask",
         ),
     ):
-        check(f"{owner.__name__}.{name}", getattr(owner, name, None), parameters.split())
+        function = getattr(owner, name, None)
+        check_first_parameters(f"{owner.__name__}.{name}", function, parameters.split(), unknown)
     for function, parameters in (
         (
             get_num_sampled_and_rejected,
@@ -89,7 +89,7 @@ def check_hooks() -> None:
             "expanded_idx_mapping max_per_req_token_ids logits_mode",
         ),
     ):
-        check(function.__name__, function, parameters.split())
+        check_first_parameters(function.__name__, function, parameters.split(), unknown)
 
 
 def check_next_tokens(states: Any, max_num_reqs: int) -> None:
@@ -134,21 +134,3 @@ def check_forward(seen: object, batch: object) -> None:
     """
     if seen is not batch:
         raise unknown("it runs the target without calling it as a module")
-
-
-def check(name: str, function: Callable[..., Any] | None, expected: Sequence[str]) -> None:
-    """Check that a function begins with the parameters `expected`, and needs no others.
-
-    Raises:
-        RuntimeError: It is missing or takes others.
-    """
-    if function is None:
-        raise unknown(f"there is no {name}")
-    found = inspect.signature(function).parameters
-    further = [*found.values()][len(expected) :]
-    if [*found][: len(expected)] != [*expected] or any(
-        each.default is inspect.Parameter.empty
-        and each.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        for each in further
-    ):
-        raise unknown(f"{name} takes {[*found]}, expected {[*expected]}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from tree_kernels.scheduled_trees import keep_trees
 
-from drafttree.tree import DraftTree
-
-NO_NODE = -1
+from drafttree.tree import NO_TOKEN, DraftTree
 
 
 class KeptTrees:
@@ -26,7 +24,7 @@ class KeptTrees:
     """
 
     def __init__(self, requests: int, nodes: int, device: torch.device) -> None:
-        self.parents = torch.full((requests, 1 + nodes), NO_NODE, dtype=torch.int32, device=device)
+        self.parents = torch.full((requests, 1 + nodes), NO_TOKEN, dtype=torch.int32, device=device)
 
     def keep(self, rows: torch.Tensor, trees: DraftTree, last: torch.Tensor) -> torch.Tensor:
         """Keep trees.

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from drafttree.arrays import BoolArray
 from drafttree.vllm.parameters import announce_undrafted, has_opted_out, is_grammar_bound
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 Rows = np.ndarray[Any, np.dtype[np.intp]]
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 NATIVE_PROCESSORS = 3
 """vLLM's own logits processors, of biases, penalties and bad words; custom ones come after them."""
@@ -49,11 +49,11 @@ class RequestRules:
         self._undrafted.set(row, is_off)
         self._chained.set(row, depends_on_text(sampler, row))
 
-    def undrafted(self, rows: Rows) -> Flags | None:
+    def undrafted(self, rows: Rows) -> BoolArray | None:
         """Whether each request must not be drafted for, `bool [B]`; None if all are drafted for."""
         return self._undrafted.of(rows)
 
-    def chained(self, rows: Rows) -> Flags | None:
+    def chained(self, rows: Rows) -> BoolArray | None:
         """Whether each request gets a chain and no tree, `bool [B]`; None if none does."""
         return self._chained.of(rows)
 
@@ -69,11 +69,11 @@ class _RowFlags:
         self._flags[row] = flag
         self._any = bool(self._flags.any())
 
-    def of(self, rows: Rows) -> Flags | None:
+    def of(self, rows: Rows) -> BoolArray | None:
         """The flags of some rows; None if none of them is set."""
         if not self._any:
             return None
-        flags: Flags = self._flags[rows]
+        flags: BoolArray = self._flags[rows]
         return flags if flags.any() else None
 
 

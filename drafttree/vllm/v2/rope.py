@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.mm.rope import RopeState
 
+from drafttree.patches import check_first_parameters
 from drafttree.vllm import patches
 from drafttree.vllm.model_inputs import rope_state
-from drafttree.vllm.v2.hooks import check
 from drafttree.vllm.versions import unknown
 
 
@@ -53,5 +53,6 @@ def adopt_rope(runner: Any) -> TreeRope | None:
     if state is None:
         return None
     parameters = "self idx_mapping query_start_loc prefill_lens num_computed_tokens"
-    check("RopeState.prepare_positions", RopeState.prepare_positions, parameters.split())
+    name, function = "RopeState.prepare_positions", RopeState.prepare_positions
+    check_first_parameters(name, function, parameters.split(), unknown)
     return patches.adopt(state, RopeState, TreeRope)

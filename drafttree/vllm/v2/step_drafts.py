@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from drafttree.transfer import AsyncHostCopy
+from drafttree.tree import NO_TOKEN
 from drafttree.vllm.structured.shapes import Drafted
 
 if TYPE_CHECKING:
     from tree_kernels.scheduled_trees import Layout
     from vllm.v1.worker.gpu.input_batch import InputBatch
-
-NO_NODE = -1
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class StepDrafts:
     def of(cls, batch: InputBatch, step: Layout) -> StepDrafts:
         """Start copying a step's trees to the host, without waiting for them."""
         tokens = batch.input_ids[step.place_of_node].int()
-        packed = torch.cat((tokens.masked_fill(step.parents < 0, NO_NODE), step.parents), 1)
+        packed = torch.cat((tokens.masked_fill(step.parents < 0, NO_TOKEN), step.parents), 1)
         return cls(tuple(batch.req_ids), AsyncHostCopy.of(packed))
 
     def by_request(self) -> dict[str, Drafted]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from drafttree.vllm.step_share import share_of_step
+
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -29,16 +31,6 @@ ROWS = 512
 
 MANY = 1 << 16
 """More requests than any engine runs."""
-
-
-def share(budget: int, requests: int, max_requests: int) -> int:
-    """Tokens of a step for each of `requests` running requests.
-
-    While more requests may join, a quarter of the step is left for their prompts.
-    """
-    if requests < max_requests:
-        budget -= budget // 4
-    return budget // requests
 
 
 def sizes_up_to(num_draft_tokens: int) -> tuple[int, ...]:
@@ -80,7 +72,7 @@ def make_tiers(
 
     chosen = []
     for requests in range(1, max_requests + 1):
-        most = share(budget, requests, max_requests) - 1
+        most = share_of_step(budget, requests, max_requests) - 1
         chosen.append(wanted(requests) if wanted(requests) <= most else _one_of_few(most))
         if not chosen[-1]:
             break  # the engine takes the last tier for more requests too

@@ -1,4 +1,4 @@
-"""The law of one step for a given draft tree, as an exact sum.
+"""The distribution of one step's outcomes for a given draft tree, as an exact sum.
 
 It compares trees and acceptance rules without an engine. Distributions over the vocabulary are
 `float [V]`, after all filters; q stands for the target's and p for the draft model's.

@@ -10,7 +10,7 @@ from scripts.experiments.rsd.rsd_expectation import Children, Distributions, Nod
 def traversal(children: Children, target: Distributions, draft: Distributions) -> list[Stop]:
     """How a step can end under traversal verification, by the rule that the engines use.
 
-    What is tried next is certain, so the law of the step is one list.
+    What is tried next is certain, so the distribution of the step is one list.
 
     Args:
         children: The tree, with children in the order in which they were drawn.
