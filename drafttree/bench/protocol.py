@@ -123,6 +123,27 @@ class Generation:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
 
+    def extend(self, token_ids: list[int], *, decoding: bool) -> None:
+        """Count what an engine step has emitted.
+
+        Args:
+            token_ids: The tokens generated so far.
+            decoding: Whether no request was in prefill in the step.
+        """
+        emitted = len(token_ids) - len(self.token_ids)
+        if self.token_ids and emitted:
+            self.steps += 1
+            self.step_tokens += emitted
+        if decoding:
+            self.decode_tokens += emitted
+        self.token_ids = token_ids
+
+    def add_seconds(self, seconds: float, *, decoding: bool) -> None:
+        """Add the share of an engine step's time; `decoding` as for `extend`."""
+        self.seconds += seconds
+        if decoding:
+            self.decode_seconds += seconds
+
 
 @dataclass(frozen=True)
 class Traced:

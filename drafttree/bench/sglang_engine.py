@@ -76,20 +76,12 @@ class SglangEngine:
             self._step()
             for request, generation in running:
                 tokens = [int(token) for token in request.output_ids_through_stop]
-                emitted = len(tokens) - len(generation.token_ids)
-                if generation.token_ids and emitted:
-                    generation.steps += 1
-                    generation.step_tokens += emitted
-                if decoding:
-                    generation.decode_tokens += emitted
-                generation.token_ids = tokens
+                generation.extend(tokens, decoding=decoding)
             ended = perf_counter()
             share = (ended - started) / len(running)
             started = ended
             for _, generation in running:
-                generation.seconds += share
-                if decoding:
-                    generation.decode_seconds += share
+                generation.add_seconds(share, decoding=decoding)
             running = [each for each in running if not each[0].finished()]
         return results
 

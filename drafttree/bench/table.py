@@ -43,9 +43,9 @@ _EXPLAINED_HEADINGS = {
 }
 
 
-def figures_table(report: dict[str, Any], title: str | None = None) -> Table:
+def figures_table(report: dict[str, Any]) -> Table:
     """Plain decoding and the method, side by side."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     table.add_column("")
     table.add_column("plain", justify="right")
     table.add_column(str(report["method"]), justify="right")

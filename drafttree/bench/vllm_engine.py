@@ -88,24 +88,15 @@ class VllmEngine:
             decoding = all(generation.token_ids for generation in running.values())
             active = list(running.values())
             for output in engine.step():
-                generation = running[output.request_id]
                 tokens = [int(token) for token in output.outputs[0].token_ids]
-                emitted = len(tokens) - len(generation.token_ids)
-                if generation.token_ids and emitted:
-                    generation.steps += 1
-                    generation.step_tokens += emitted
-                if decoding:
-                    generation.decode_tokens += emitted
-                generation.token_ids = tokens
+                running[output.request_id].extend(tokens, decoding=decoding)
                 if output.finished:
                     del running[output.request_id]
             ended = perf_counter()
             share = (ended - started) / len(active)
             started = ended
             for generation in active:
-                generation.seconds += share
-                if decoding:
-                    generation.decode_seconds += share
+                generation.add_seconds(share, decoding=decoding)
         return results
 
     def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:

@@ -83,7 +83,6 @@ class ShapePlanner:
         self,
         shapes: Sequence[TreeShape],
         forward_seconds: Mapping[int, float],
-        constants: BudgetConstants | None = None,
         *,
         base: Planner | None = None,
     ) -> None:
@@ -92,13 +91,12 @@ class ShapePlanner:
         Args:
             shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
             forward_seconds: Seconds of a forward of the target by the number of its tokens.
-            constants: Tuned constants; the defaults if None.
             base: Chooses and records the steps without the model's drafts; None if they are plain.
 
         Raises:
             ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
         """
-        self.constants = constants or BudgetConstants()
+        self.constants = BudgetConstants()
         self.shapes = (NO_DRAFTS, *shapes)
         sizes = checked_sizes([shape.nodes for shape in self.shapes])
         self._depths = [shape.depth for shape in self.shapes]

@@ -100,21 +100,19 @@ class TierController:
         self,
         sizes: Sequence[int],
         forward_seconds: Mapping[int, float],
-        constants: BudgetConstants | None = None,
     ) -> None:
         """Plan from forwards that were measured at start-up.
 
         Args:
             sizes: Numbers of draft tokens to choose from, ascending from 0.
             forward_seconds: Seconds of a forward by the number of its tokens.
-            constants: Tuned constants; the defaults if None.
 
         Raises:
             ValueError: The sizes do not start at 0 or do not ascend, or `forward_seconds` is
                 empty or not positive.
         """
         self.sizes = checked_sizes(sizes)
-        self.constants = constants or BudgetConstants()
+        self.constants = BudgetConstants()
         self.costs = CostModel(sizes, forward_seconds, self.constants)
         self.trials = Trials(self.costs, self.constants)
         self.probes = Allowance(self.constants.learning_share, self.constants.probe_capacity)
