@@ -15,7 +15,7 @@ from tiny_models import add_byte_tokenizer
 pytest.importorskip("vllm")
 
 VOCAB = 512
-THINK, END_OF_THINKING = 258, 259
+THINK, END_OF_THINKING, TOOL_CALL, END_OF_TOOL_CALL = 258, 259, 260, 261
 SCHEMA = '{"type": "array", "items": {"enum": ["a", "ab", "b"]}, "maxItems": 2}'
 REGEX = "(ab|ba){1,2}-[0-9](yes|no)"
 BACKENDS = ("xgrammar", "guidance", "outlines")
@@ -25,7 +25,12 @@ BACKENDS = ("xgrammar", "guidance", "outlines")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from transformers import AutoTokenizer
 
-    special = {THINK: "<think>", END_OF_THINKING: "</think>"}
+    special = {
+        THINK: "<think>",
+        END_OF_THINKING: "</think>",
+        TOOL_CALL: "<tool_call>",
+        END_OF_TOOL_CALL: "</tool_call>",
+    }
     folder = tmp_path_factory.mktemp("bytes")
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return AutoTokenizer.from_pretrained(add_byte_tokenizer(folder, VOCAB, special))
@@ -183,6 +188,40 @@ def test_each_node_finds_the_end_of_thoughts_above_it(tokenizer: Any) -> None:
     assert bound.tokens[1:] == [b, END_OF_THINKING, a, END_OF_THINKING, a]
     assert bound.parents == [-1, 0, 0, 2, 1, 4]
     assert structured.grammar.validate_tokens([a, c]) == [a, c]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_implicit_end_of_thoughts_that_the_grammar_rejects(backend: str, tokenizer: Any) -> None:
+    """A tool call ends the thoughts and belongs to the answer, of which it is no part here."""
+    from vllm.reasoning import ReasoningParserManager
+
+    from drafttree.grammar import bind_tree, fill_masks
+    from drafttree.vllm.structured.request_matcher import RequestMatcher
+
+    request, manager = make_request(tokenizer, backend, "REGEX", "ab|ac")
+    make_parser = ReasoningParserManager.get_reasoning_parser("qwen3")
+    parser: Any = make_parser(tokenizer)
+    manager = manager_of(manager.backend, parser)
+    request.prompt_token_ids = request.all_token_ids = [5, THINK, 7]
+    structured = request.structured_output_request
+    structured.reasoning_ended, structured.reasoner = False, parser
+    a, b = tokenizer("ab")["input_ids"]
+    assert manager.validate_tokens(request, [b, TOOL_CALL]) == [b]
+    tokens, parents = [0, b, TOOL_CALL, END_OF_THINKING, a], [-1, 0, 1, 0, 3]
+    masks = manager.backend.allocate_token_bitmask(16)
+    fill_masks(RequestMatcher(manager, request), tokens, parents, masks)
+    assert tokens_of(masks[3], VOCAB) == {a}
+    bound = bind_tree(
+        *(RequestMatcher(manager, request), tokens, parents, masks),
+        most_proposed=9,
+        most=9,
+        max_depth=9,
+    )
+    assert TOOL_CALL not in bound.tokens
+    assert b in bound.tokens
+    assert END_OF_THINKING in bound.tokens
+    # The grammar is as before.
+    assert structured.grammar.validate_tokens([a, b]) == [a, b]
 
 
 class Counted(list[int]):

@@ -84,6 +84,11 @@ class RequestMatcher:
             tokens = path[bounds.grammar_start :]
         fed = 0
         if tokens and not self._grammar.is_terminated():
+            if not self._states[-1].is_bound and self._grammar.validate_tokens(tokens) != tokens:
+                # While a model reasons, no mask has checked its tokens. The token that ends the
+                # thoughts may be the first one of the answer, and guidance's grammars are broken
+                # for good by a token that they do not allow.
+                return False
             if not self._grammar.accept_tokens(self._request.request_id, tokens):
                 return False
             fed = len(tokens)
