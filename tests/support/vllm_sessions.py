@@ -72,10 +72,11 @@ def _serve(arguments: dict[str, Any], sessions: list[list[Turn]]) -> Sessions:
     from vllm import LLM
 
     llm = LLM(**arguments)
-    tokens = [
-        [_answer(llm, f"session {number}", *turn) for turn in turns]
-        for number, turns in enumerate(sessions)
-    ]
+    tokens = []
+    for number, turns in enumerate(sessions):
+        name = f"session {number}"
+        tokens.append([_answer(llm, name, *turn) for turn in turns])
+        llm.llm_engine.engine_core.abort_requests([name])
     return Sessions(tokens, counts(llm) if "speculative_config" in arguments else {})
 
 
@@ -99,8 +100,8 @@ def _answer(llm: Any, name: str, prompt: list[int], sampling: dict[str, Any]) ->
         )
     )
     tokens: list[int] = []
-    while True:
+    stops = sampling.get("stop_token_ids", [])
+    while len(tokens) < sampling["max_tokens"] and not (tokens and tokens[-1] in stops):
         for output in core.get_output().outputs:
             tokens += output.new_token_ids
-            if output.finish_reason is not None:
-                return tokens
+    return tokens

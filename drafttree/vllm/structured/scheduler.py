@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from drafttree.vllm import patches
+from drafttree.vllm.session_turns import SessionTurns
 from drafttree.vllm.structured.grammars import TreeGrammars, why_not
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ class GrammarTrees:
         return masks
 
 
-class GrammarScheduler(GrammarTrees, Scheduler):
+class GrammarScheduler(GrammarTrees, SessionTurns, Scheduler):
     """For synchronous scheduling."""
 
 
-class AsyncGrammarScheduler(GrammarTrees, AsyncScheduler):
+class AsyncGrammarScheduler(GrammarTrees, SessionTurns, AsyncScheduler):
     """For asynchronous scheduling."""
 
 

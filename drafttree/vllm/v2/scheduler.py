@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from drafttree.vllm import patches
+from drafttree.vllm.session_turns import SessionTurns
 from drafttree.vllm.structured.scheduler import GrammarTrees
 from drafttree.vllm.v2.tier_steps import TierSteps
 
@@ -67,11 +68,11 @@ class _Tiers:
         return outputs
 
 
-class TierScheduler(_Tiers, GrammarTrees, Scheduler):
+class TierScheduler(_Tiers, GrammarTrees, SessionTurns, Scheduler):
     """For synchronous scheduling."""
 
 
-class AsyncTierScheduler(_Tiers, GrammarTrees, AsyncScheduler):
+class AsyncTierScheduler(_Tiers, GrammarTrees, SessionTurns, AsyncScheduler):
     """For asynchronous scheduling."""
 
 
