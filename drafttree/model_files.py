@@ -146,7 +146,9 @@ def tokenizer_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
+def check_draft_model(
+    target: str, draft: str, logger: logging.Logger, *, trust_remote_code: bool = False
+) -> None:
     """Refuse a draft model whose token ids differ from the target's, and warn if it is not smaller.
 
     Without a `tokenizer.json` in both folders only the sizes of the vocabularies are compared.
@@ -155,11 +157,16 @@ def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
         target: Folder of the target, or a name that transformers resolves.
         draft: Folder of the draft model, or a name that transformers resolves.
         logger: Logger for the warning.
+        trust_remote_code: Whether code in the folders may run to read their configurations.
 
     Raises:
         ValueError: The vocabularies differ, or a configuration cannot be read.
     """
-    sizes = [vocabulary_size(target, "target"), vocabulary_size(draft, "draft model")]
+    trusted = {"trust_remote_code": trust_remote_code}
+    sizes = [
+        vocabulary_size(target, "target", **trusted),
+        vocabulary_size(draft, "draft model", **trusted),
+    ]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the draft model {draft} has {sizes[1]} tokens and the target {target} has "
@@ -181,30 +188,36 @@ def check_draft_model(target: str, draft: str, logger: logging.Logger) -> None:
         )
 
 
-def vocabulary_size(model: str | Path, name: str = "model") -> int:
+def vocabulary_size(
+    model: str | Path, name: str = "model", *, trust_remote_code: bool = False
+) -> int:
     """The number of tokens of a model's logits, from its configuration.
 
     Args:
         model: Folder of the model, or its name on the Hub.
         name: What the model is, for the message.
+        trust_remote_code: Whether code in the folder may run to read its configuration.
 
     Raises:
         ValueError: The configuration cannot be read.
     """
-    return _number(model, name, "vocab_size")
+    return _number(model, name, "vocab_size", trust_remote_code)
 
 
-def attention_heads(model: str | Path, name: str = "model") -> int:
+def attention_heads(
+    model: str | Path, name: str = "model", *, trust_remote_code: bool = False
+) -> int:
     """The number of a model's query heads; otherwise as `vocabulary_size`."""
-    return _number(model, name, "num_attention_heads")
+    return _number(model, name, "num_attention_heads", trust_remote_code)
 
 
-def _number(model: str | Path, name: str, field: str) -> int:
+def _number(model: str | Path, name: str, field: str, trust_remote_code: bool) -> int:
     """A number in a model's configuration."""
     from transformers import AutoConfig
 
     try:
-        return int(getattr(AutoConfig.from_pretrained(model).get_text_config(), field))
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return int(getattr(config.get_text_config(), field))
     except Exception as error:
         # What transformers raises depends on what is wrong with the file.
         raise ValueError(f"the {name} {model} cannot be read: {error}") from error

@@ -100,8 +100,7 @@ def _soak(
         served = soak_sglang.soak, (model, arguments, options)
     before = soak_held.shared_memory()
     expected = run(engine, *plainly, START_SECONDS)
-    left_by_plain = _left(before)
-    before = soak_held.shared_memory()
+    left_by_plain = soak_held.unowned(soak_held.shared_memory() - before)
     typer.echo(f"plain decoding has answered {len(expected)} requests")
     function, given = served
     stopped, report = [], Report()
@@ -117,8 +116,8 @@ def _soak(
     ]
     _describe(report)
     leaks = list(report.leaks)
-    # SGLang itself leaves some files there.
-    if len(left := _left(before)) > len(left_by_plain):
+    # SGLang itself leaves some files there, and so may other programs of the machine.
+    if len(left := soak_held.unowned(report.shared_memory)) > len(left_by_plain):
         leaks.append(f"in shared memory are left {sorted(left)}, by plain decoding {left_by_plain}")
     drafted = all(report.counts.get(name, 0) > 0 for name in COUNTS)
     if not drafted and not stopped:
@@ -134,10 +133,6 @@ def _describe(report: Report) -> None:
         described = ", ".join(f"{key} {value}" for key, value in measured.items())
         typer.echo(f"{name}: {described}")
     typer.echo(f"memory is in KiB, and may grow by {MEMORY_GROWTH} after the warm-up")
-
-
-def _left(before: set[str]) -> set[str]:
-    return soak_held.unowned(soak_held.shared_memory() - before)
 
 
 if __name__ == "__main__":

@@ -217,7 +217,9 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
             "--speculative-draft-model-path"
         )
     if method.kind.needs_vocabulary_of_target:
-        check_draft_model(server_args.model_path, path, logger)
+        check_draft_model(
+            server_args.model_path, path, logger, trust_remote_code=server_args.trust_remote_code
+        )
         _check_heads(path, server_args)
     if method.check_model is not None:
         method.check_model(server_args.model_path, path)
@@ -229,7 +231,7 @@ def _check_heads(path: str, server_args: Any) -> None:
     # On a CPU SGLang adds heads.
     if server_args.device == "cpu" or ranks == 1:
         return
-    heads = attention_heads(path, "draft model")
+    heads = attention_heads(path, "draft model", trust_remote_code=server_args.trust_remote_code)
     if heads % ranks:
         raise ValueError(
             f"--speculative-draft-model-path={path} has {heads} attention heads, which "

@@ -102,6 +102,7 @@ def check_engine(
         raise ValueError(
             f"{method.title} does not work with kv_role={role!r}: use one engine with kv_both"
         )
+    outputs = getattr(engine, "aux_output_config", engine)
     without_trees = []
     for feature, settings, option, served, fix in (
         ("pipeline-parallelism", parallel, "pipeline_parallel_size", 1, "set it to 1"),
@@ -113,6 +114,9 @@ def check_engine(
         ("two-batches", parallel, "ubatch_size", 0, "leave micro-batches out"),
         ("prompt-embeddings", model, "enable_prompt_embeds", False, "leave it out"),
         ("watermarks", engine, "watermark_config", None, "leave it out"),
+        ("hidden-states", outputs, "enable_return_routed_experts", False, "leave it out"),
+        ("replay", model, "return_sampling_mask", False, "leave it out"),
+        ("replay", model, "enable_trace_replay", False, "leave it out"),
     ):
         value = getattr(settings, option, served)  # an older version may lack it
         if value != served and is_refused("vllm", kind, feature):
@@ -154,6 +158,11 @@ def check_engine(
     check_media(method, engine, model, without_trees)
     chains = choose_chains(method, without_trees, engine, model)
     uses_v2 = choose_v2(method, engine, model, parallel, options, without_trees)
+    if engine.async_scheduling and not uses_v2:
+        raise ValueError(
+            f"{method.title} is served by vLLM's V1 model runner here, which does not work with "
+            "async_scheduling=True: leave it out"
+        )
     return Serving(device, uses_v2, chains)
 
 
@@ -193,7 +202,9 @@ def _check_version() -> None:
 def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
     from vllm.platforms import CpuArchEnum, current_platform
 
-    device = "cuda" if current_platform.is_cuda() else str(current_platform.device_type)
+    # ROCm's devices are of the type "cuda" too.
+    known = {"cuda": current_platform.is_cuda(), "cpu": current_platform.is_cpu()}
+    device = next((name for name, is_it in known.items() if is_it), current_platform.device_name)
     if device not in WORKERS:
         raise ValueError(
             f"draft trees work on x86 CPUs and CUDA GPUs, not on device={device!r}: leave the "

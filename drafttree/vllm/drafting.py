@@ -160,7 +160,12 @@ class DraftingRunner:
             rows = []
             for name in filter(of, group.layer_names):
                 backend = layers[name].get_attn_backend()
-                assert issubclass(backend, TreeBackend)
+                if not issubclass(backend, TreeBackend):
+                    raise ValueError(
+                        f"draft trees do not work with this model: its layer {name} chooses the "
+                        f"attention backend {backend.get_name()} itself. Leave the speculative "
+                        "method out."
+                    )
                 rows.append(backend.kv_rows(layers[name].kv_cache))
             movers.append(movers_of(chain.from_iterable(rows)))
         return movers

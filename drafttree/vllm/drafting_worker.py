@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -31,6 +32,7 @@ class DraftingWorker:
     tree_backend: ClassVar[type[TreeBackend]]
 
     model_config: Any
+    device: torch.device
     model_runner: Any
     vllm_config: Any
 
@@ -134,7 +136,8 @@ class DraftingWorker:
         """Give memory back; at level 2 the weights must be loaded again."""
         stock: Any = super()
         stock.sleep(level)
-        self._weights_missing |= level == 2
+        # A CPU's worker gives nothing back.
+        self._weights_missing |= level == 2 and self.device.type != "cpu"
 
     def reload_weights(self, *args: object, **kwargs: object) -> None:
         """Reload the weights, and forget what was learned from the old ones."""
@@ -145,9 +148,13 @@ class DraftingWorker:
 
     def start_weight_update(self, *args: object, **kwargs: object) -> None:
         """Begin a transfer of new weights, until whose end there are none."""
-        self._weights_missing = True
         stock: Any = super()
-        stock.start_weight_update(*args, **kwargs)
+        before, self._weights_missing = self._weights_missing, True
+        try:
+            stock.start_weight_update(*args, **kwargs)
+        except Exception:
+            self._weights_missing = before
+            raise
 
     def finish_weight_update(self, *args: object, **kwargs: object) -> None:
         """End a transfer of new weights, and forget what was learned from the old ones."""

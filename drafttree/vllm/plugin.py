@@ -69,7 +69,7 @@ def _create(
         num_draft_tokens = min(num_draft_tokens, serving.chains.longest)
         announce(method, serving.chains.reason, num_draft_tokens)
     ranks = target_parallel_config.tensor_parallel_size
-    _check_model(method, target_model_config.model, options, ranks)
+    _check_model(method, target_model_config, options, ranks)
     patches.allow_sampling_parameters()
     patches.prime_when_idle()
     if serving.uses_v2:
@@ -152,14 +152,17 @@ def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | No
         raise ValueError(f"model={given['model']!r}: {method.title} takes no model, leave it out")
 
 
-def _check_model(method: Method[Any], target: str, options: dict[str, Any], ranks: int) -> None:
+def _check_model(
+    method: Method[Any], target: ModelConfig, options: dict[str, Any], ranks: int
+) -> None:
     """Refuse a model that does not fit the target, or the number of tensor-parallel ranks."""
     if method.kind.needs_vocabulary_of_target:
         from drafttree.model_files import attention_heads, check_draft_model
 
         draft = str(options["model"])
-        check_draft_model(target, draft, logger)
-        heads = attention_heads(draft, "draft model")
+        trusted = {"trust_remote_code": target.trust_remote_code}
+        check_draft_model(target.model, draft, logger, **trusted)
+        heads = attention_heads(draft, "draft model", **trusted)
         if heads % ranks:
             raise ValueError(
                 f"the draft model {draft} has {heads} attention heads, which "
@@ -167,7 +170,7 @@ def _check_model(method: Method[Any], target: str, options: dict[str, Any], rank
                 "model, or another tensor_parallel_size"
             )
     if method.check_model is not None:
-        method.check_model(target, str(options["model"]))
+        method.check_model(target.model, str(options["model"]))
 
 
 def _parse(

@@ -170,8 +170,6 @@ def _why_no_v2_with(engine: EngineArgs, parallel: ParallelConfig) -> str | None:
     for option, value, served in (
         ("tensor_parallel_size", parallel.tensor_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
-        ("enable_trace_replay", getattr(engine, "enable_trace_replay", False), False),
-        ("return_sampling_mask", getattr(engine, "return_sampling_mask", False), False),
     ):
         if value != served:
             return f"draft trees do not work with {option}={value!r} on the V2 model runner"

@@ -100,7 +100,7 @@ def test_damaged_model_folders_are_refused(tmp_path: Path, content: bytes) -> No
 def test_damaged_tokenizers_are_refused(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafttree.model_files.vocabulary_size", lambda *names: 8)
+    monkeypatch.setattr("drafttree.model_files.vocabulary_size", lambda *names, **trusted: 8)
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
         check_draft_model(str(tmp_path), str(tmp_path), None)  # type: ignore[arg-type]

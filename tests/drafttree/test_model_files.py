@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +13,40 @@ import torch
 from safetensors.torch import save_file
 
 from drafttree.model_files import (
+    attention_heads,
     bos_token,
+    check_draft_model,
     first_rows_fingerprint,
     local_folder,
     tokenizer_fingerprint,
+    vocabulary_size,
     weights_fingerprint,
     weights_size,
 )
+
+
+def test_configurations_with_code_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs if the engine trusts it, and nobody is asked."""
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "code")
+    )
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "configuration.py").write_text(
+        "from transformers import PretrainedConfig\n\n"
+        "class Own(PretrainedConfig):\n    model_type = 'its_own'\n"
+    )
+    config = {"model_type": "its_own", "auto_map": {"AutoConfig": "configuration.Own"}}
+    config |= {"vocab_size": 77, "num_attention_heads": 6}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="cannot be read"):
+        vocabulary_size(folder)
+    assert vocabulary_size(folder, trust_remote_code=True) == 77
+    assert attention_heads(folder, trust_remote_code=True) == 6
+    logger = logging.getLogger("test")
+    check_draft_model(str(folder), str(folder), logger, trust_remote_code=True)
 
 
 def make_weights(folder: Path, rows: int = 64, **files: int) -> Path:

@@ -92,6 +92,11 @@ def attended(builder: TritonTreeMetadataBuilder, **layer: Any) -> torch.Tensor:
     return impl.forward(none, query, none, none, cache, metadata, torch.zeros_like(query))
 
 
+def test_chunks_with_lookback_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunks of the context with lookback"):
+        TritonTreeImpl(HEADS, SIZE, 1.0, KV_HEADS, None, 64, "auto", chunk_lookback=1)
+
+
 LAYERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft_cap": {"logits_soft_cap": 5.0},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
@@ -37,6 +39,7 @@ class StockWorker:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.device = torch.device("meta")
         self.model_runner = Runner(self.calls)
         self.vllm_config = VllmConfig()
 
@@ -93,6 +96,23 @@ def test_nothing_is_primed_without_the_weights() -> None:
         assert worker.drafttree_prime([1, 2]) == (2, 9)
     worker.sleep(1)
     assert worker.drafttree_prime([1, 2]) == (2, 9)
+    # A CPU's worker does not sleep.
+    worker.device = torch.device("cpu")
+    worker.sleep(2)
+    assert worker.drafttree_prime([1, 2]) == (2, 9)
+
+
+def test_a_transfer_that_does_not_begin_leaves_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(worker: StockWorker) -> None:
+        raise RuntimeError("no transfer is configured")
+
+    worker = Worker()
+    monkeypatch.setattr(StockWorker, "start_weight_update", fail)
+    with pytest.raises(RuntimeError, match="configured"):
+        worker.start_weight_update()
+    assert worker.drafttree_prime([1, 2]) == (2, 9)
 
 
 class Cache:
@@ -114,6 +134,21 @@ class Adopted(DraftingRunner, StockRunner):
 
     def _make_movers(self) -> Any:
         return [[self.cache]]
+
+
+def test_a_layer_with_an_attention_backend_of_its_own_is_refused() -> None:
+    class Backend:
+        @staticmethod
+        def get_name() -> str:
+            return "OTHER"
+
+    runner: Any = DraftingRunner()
+    layer = SimpleNamespace(get_attn_backend=lambda: Backend)
+    runner.compilation_config = SimpleNamespace(static_forward_context={"layers.3": layer})
+    group = SimpleNamespace(layer_names=["layers.3"])
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+    with pytest.raises(ValueError, match=r"layers\.3 chooses the attention backend OTHER"):
+        runner._make_movers()
 
 
 def test_nothing_keeps_the_kv_cache_with_which_graphs_are_measured() -> None:

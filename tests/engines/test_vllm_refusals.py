@@ -119,6 +119,10 @@ def test_bad_tree_files(tiny_llama: Path, tmp_path: Path, paths: object, message
         ({"ubatch_size": 2}, "ubatch_size=2"),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"watermark_config": {"key": 1}}, "watermark_config="),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts=True: leave it"),
+        ({"return_sampling_mask": True}, "return_sampling_mask=True: leave it out"),
+        ({"enable_trace_replay": True}, "enable_trace_replay=True: leave it out"),
+        ({"async_scheduling": True}, "V1 model runner here.*async_scheduling=True: leave it out"),
         ({"max_num_batched_tokens": 1}, "max_num_batched_tokens=1"),
         ({"worker_cls": "some.Worker"}, "worker_cls='some.Worker'"),
     ],
@@ -238,7 +242,6 @@ def test_the_v2_runner_is_configured(tiny_llama: Path, v2_runner: None) -> None:
     [
         ({}, {"kv_offloading_size": 1.0}, "chains where kv_offloading_size is set.*: unset it"),
         ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2 on the V2 model runner"),
-        ({}, {"return_sampling_mask": True}, "return_sampling_mask=True on the V2 model runner"),
         (
             {"method": "lyanna", "model": "any", "tables": True},
             {},

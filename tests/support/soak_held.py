@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "TESTS_REPORT_HELD"
@@ -83,17 +84,19 @@ def shared_memory() -> set[str]:
 
 
 def unowned(names: set[str]) -> set[str]:
-    """Those of the files in shared memory that no living process has open or mapped.
+    """Those of the files in shared memory that no living process has open or mapped."""
+    return (names & shared_memory()) - used_by(filter(str.isdigit, os.listdir("/proc")))
 
-    Other programs of the machine may make some meanwhile.
-    """
+
+def used_by(pids: Iterable[int | str]) -> set[str]:
+    """Names of the files in shared memory that processes have open or mapped."""
     used: set[str] = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    for pid in pids:
         links = [f"/proc/{pid}/fd/{each}" for each in _listed(f"/proc/{pid}/fd")]
         paths = [_target(link) for link in links]
         paths += [line.split(maxsplit=5)[-1] for line in _read(f"/proc/{pid}/maps").splitlines()]
         used |= {Path(path).name for path in paths if path.startswith(f"{SHARED_MEMORY}/")}
-    return {name for name in names & shared_memory() if name not in used}
+    return used
 
 
 def _counts(pid: str) -> bool:

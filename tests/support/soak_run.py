@@ -59,6 +59,8 @@ class Report:
         leaks: What grew, in words.
         measured: Memory in KiB, open files and processes: after the warm-up, at the end, and after
             the engine was closed.
+        shared_memory: Names of the files in shared memory that the engine's processes had open or
+            mapped at one of the first two times.
     """
 
     answered: int = 0
@@ -66,6 +68,7 @@ class Report:
     operations: dict[str, int] = field(default_factory=dict)
     leaks: list[str] = field(default_factory=list)
     measured: list[dict[str, int]] = field(default_factory=list)
+    shared_memory: set[str] = field(default_factory=set)
 
 
 def answer_plainly(start: Callable[..., Engine], pool: list[Asked], **given: Any) -> list[Given]:
@@ -133,6 +136,7 @@ def _measure(running: Engine, pool: list[Asked], report: Report) -> dict[str, in
     running.serve([Served(short.number, 0, None, True, False)], pool)
     found = soak_held.resources()
     report.measured.append(found)
+    report.shared_memory |= soak_held.used_by(soak_held.processes())
     return found | running.held()
 
 

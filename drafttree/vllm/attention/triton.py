@@ -249,6 +249,8 @@ class TritonTreeImpl(TritonAttentionImpl):
         refuse_unsupported(
             self,
             (self.attn_type != AttentionType.DECODER, f"attention type {self.attn_type}"),
+            # Older versions have no such chunks.
+            (getattr(self, "chunk_lookback", -1) >= 0, "chunks of the context with lookback"),
             (
                 self.kv_cache_dtype not in TritonTreeBackend.supported_kv_cache_dtypes,
                 f"a KV cache in {self.kv_cache_dtype}",
