@@ -9,6 +9,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,8 @@ def first_rows_fingerprint(folder: Path) -> str:
 
     Trained drafters store it as the identity of their target. They do not store
     `weights_fingerprint`, because copies of a target may have another `config.json` or be split
-    into files differently, and because existing drafters already carry this one.
+    into files differently, and because existing drafters already carry this one. A tensor without
+    dimensions is hashed whole.
 
     Raises:
         ValueError: The folder has no weights, or they cannot be read.
@@ -111,12 +114,16 @@ def first_rows_fingerprint(folder: Path) -> str:
     from safetensors import SafetensorError, safe_open
 
     digest = hashlib.sha256()
+    file_of: dict[str, Any] = {}
     try:
-        for file in _weights(folder):
-            with safe_open(file, "pt") as weights:
-                for name in sorted(weights.keys()):
-                    first = weights.get_slice(name)[:1].float()
-                    digest.update(name.encode() + first.numpy().tobytes())
+        with ExitStack() as opened:
+            for path in _weights(folder):
+                file = opened.enter_context(safe_open(path, "pt"))
+                file_of |= dict.fromkeys(file.keys(), file)
+            for name, file in sorted(file_of.items(), key=itemgetter(0)):
+                rows = file.get_slice(name)
+                first = rows[:1] if rows.get_shape() else file.get_tensor(name)
+                digest.update(name.encode() + first.float().numpy().tobytes())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the weights in {folder} cannot be read: {error}") from error
     return digest.hexdigest()[:DIGITS]

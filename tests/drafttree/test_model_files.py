@@ -141,8 +141,9 @@ def test_the_first_rows_fingerprint_does_not_depend_on_the_files(tmp_path: Path)
         folder.mkdir()
     weights = {"a": torch.arange(6.0).view(3, 2), "b": torch.ones(2)}
     save_file(weights, one / "model.safetensors")
-    for name, tensor in weights.items():
-        save_file({name: tensor}, two / f"model-{name}.safetensors")
+    # Files hold tensors in the order of layers, not of names.
+    for name, file in (("a", "model-2"), ("b", "model-1")):
+        save_file({name: weights[name]}, two / f"{file}.safetensors")
     (two / "config.json").write_text("{}")
     assert first_rows_fingerprint(one) == first_rows_fingerprint(two)
     assert weights_fingerprint(one) != weights_fingerprint(two)
@@ -155,6 +156,16 @@ def test_the_first_rows_fingerprint_does_not_depend_on_the_files(tmp_path: Path)
     (one / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match=r"the weights in .*one cannot be read"):
         first_rows_fingerprint(one)
+
+
+def test_the_first_rows_fingerprint_covers_tensors_without_dimensions(tmp_path: Path) -> None:
+    """Quantised weights have scales that are single numbers."""
+    seen = set()
+    for scale in (1.0, 2.0):
+        weights = {"a": torch.ones(3, 2), "a.scale": torch.tensor(scale)}
+        save_file(weights, tmp_path / "model.safetensors")
+        seen.add(first_rows_fingerprint(tmp_path))
+    assert len(seen) == 2
 
 
 def test_the_size_of_weights_is_that_of_all_their_files(tmp_path: Path) -> None:
