@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +57,7 @@ def regenerate(
     if done == len(conversations):
         return file
     make = _vllm if importlib.util.find_spec("vllm") else _transformers
-    answerer = make(target, context)
-    with file.open("a", encoding="utf-8") as written:
+    with make(target, context) as answerer, file.open("a", encoding="utf-8") as written:
         for start in range(done, len(conversations), _BATCH):
             for chat in _answered(conversations[start : start + _BATCH], answerer, max_tokens):
                 said = [{"from": message["role"], "value": message["content"]} for message in chat]
@@ -65,6 +65,21 @@ def regenerate(
             written.flush()
             advance(min(_BATCH, len(conversations) - start))
     return file
+
+
+def renderable(tokenizer: Any, chat: Messages) -> Messages:
+    """The chat, if the chat template renders all that the target will be asked in it.
+
+    Raises:
+        TemplateError: It does not.
+    """
+
+    def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
+        tokenizer.apply_chat_template(list(chats), tokenize=False, add_generation_prompt=True)
+        return ["Yes."] * len(chats)
+
+    _answered([chat], answer, 1)
+    return chat
 
 
 def whole_lines(file: Path) -> int:
@@ -99,7 +114,8 @@ def _answered(
     return chats
 
 
-def _vllm(target: Path, context: int) -> Answerer:
+@contextmanager
+def _vllm(target: Path, context: int) -> Iterator[Answerer]:
     from vllm import LLM, SamplingParams
 
     llm: Any = LLM(str(target), dtype="bfloat16", max_num_seqs=_BATCH, max_model_len=context)
@@ -109,15 +125,30 @@ def _vllm(target: Path, context: int) -> Answerer:
         outputs = llm.chat(list(chats), parameters, use_tqdm=False)
         return [output.outputs[0].text for output in outputs]
 
-    return answer
+    try:
+        yield answer
+    finally:
+        # Its process would keep the memory that training needs. One that is killed, after 5 s by
+        # default, is not waited for.
+        llm.llm_engine.engine_core.shutdown(timeout=60)
 
 
-def _transformers(target: Path, context: int) -> Answerer:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@contextmanager
+def _transformers(target: Path, context: int) -> Iterator[Answerer]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).to(device)
+    # The target's own configuration may have penalties, with which the text is not the greedy one.
+    # `generate` takes from it whatever the one that it is given leaves out.
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
     def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
         rendered = tokenizer.apply_chat_template(
@@ -127,9 +158,14 @@ def _transformers(target: Path, context: int) -> Answerer:
             return_dict=True,
             return_tensors="pt",
         ).to(device)
-        written = model.generate(**rendered, max_new_tokens=max_tokens, do_sample=False)
+        written = model.generate(**rendered, max_new_tokens=max_tokens)
         start = rendered["input_ids"].shape[1]
         decoded: list[str] = tokenizer.batch_decode(written[:, start:], skip_special_tokens=True)
         return decoded
 
-    return answer
+    try:
+        yield answer
+    finally:
+        # Frees the weights, to which `answer` still refers.
+        model.to("meta")
+        torch.cuda.empty_cache()

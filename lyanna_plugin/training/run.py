@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +17,19 @@ from drafttree.model_files import first_rows_fingerprint
 from lyanna_plugin.checkpoint import layer_config, load
 from lyanna_plugin.model import LyannaConfig, LyannaModel
 from lyanna_plugin.training.acceptance import Acceptance, measure
-from lyanna_plugin.training.dataset import Messages, encode, read_conversations, token_counts
+from lyanna_plugin.training.dataset import (
+    Messages,
+    Sample,
+    encode,
+    read_conversations,
+    render_all,
+    rewrites_answers,
+    token_counts,
+)
 from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
-from lyanna_plugin.training.regenerate import regenerate
+from lyanna_plugin.training.regenerate import regenerate, renderable
 from lyanna_plugin.training.trainer import (
     TrainingProgress,
     TrainingSettings,
@@ -109,13 +118,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     # The first process regenerates the answers; the others read its file.
     with accelerator.main_process_first():
         conversations = _conversations(job, tokenizer, layer.max_position_embeddings, status)
-        found = (encode(chat, tokenizer, job.max_length) for chat in conversations)
-        samples = [sample for sample in found if sample is not None]
-    if len(samples) < 2:
-        raise ValueError(
-            f"--data {job.data}: {len(samples)} conversations in it have an answer, and two are "
-            "needed: have the target write answers with --regenerate"
-        )
+        samples = _samples(job, tokenizer, conversations)
     device = accelerator.device
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
     features = Features(job.cache, samples, digest, target.dtype)
@@ -187,13 +190,42 @@ def _started_from(job: Job, start: Path, config: LyannaConfig) -> LyannaModel:
     return drafter
 
 
+def _samples(job: Job, tokenizer: Any, conversations: Iterable[Messages]) -> list[Sample]:
+    """The conversations with an answer, as tokens.
+
+    Raises:
+        ValueError: There are not two.
+    """
+    source, generated = f"--data {job.data}", job.answer_tokens is not None
+
+    def encoded(chat: Messages) -> Sample | None:
+        return encode(chat, tokenizer, job.max_length, generated=generated)
+
+    found = render_all(conversations, encoded, source)
+    samples = [sample for sample in found if sample is not None]
+    if len(samples) >= 2:
+        return samples
+    if not generated and rewrites_answers(tokenizer):
+        raise ValueError(
+            f"{source}: the chat template of {job.target} renders answers otherwise than the "
+            "target writes them, for example without its thoughts, so they cannot be found: have "
+            "the target write answers with --regenerate"
+        )
+    fix = "give more conversations" if generated else "have the target write answers: --regenerate"
+    raise ValueError(
+        f"{source}: {len(samples)} conversations in it have an answer in their first "
+        f"{job.max_length} tokens, and two are needed: {fix}, or choose a larger --max-length"
+    )
+
+
 def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> Iterable[Messages]:
     conversations = read_conversations(job.data)
     if job.answer_tokens is None:
         return conversations
     context = min(_CONTEXT, longest)
     fitting = []
-    for chat in conversations:
+    # Refused conversations are found before the target is loaded, not in the middle of its answers.
+    for chat in render_all(conversations, partial(renderable, tokenizer), f"--data {job.data}"):
         turns = [message["content"] for message in chat if message["role"] != "assistant"]
         # The turns, an answer to each, and the chat template around them.
         needed = sum(len(ids) for ids in tokenizer(turns)["input_ids"])

@@ -12,27 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import STRICT, WITHOUT_THOUGHTS
 from server_process import free_port
-from tiny_models import make_tiny_llama
+from tiny_models import make_tiny_chat_llama
 from typer.testing import CliRunner
 
-from drafttree.bench.models import ensure
 from drafttree.cli import app
 from lyanna_plugin.checkpoint import load
 from lyanna_plugin.training import run as module
 from lyanna_plugin.training import trainer
 
-VOCAB = 49_152
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with SmolLM2's tokenizer."""
-    folder = make_tiny_llama(tmp_path_factory.mktemp("target"), vocab_size=VOCAB)
-    model = ensure("smollm2-135m")
-    for file in [*model.glob("*token*"), *model.glob("*.jinja")]:
-        shutil.copy(file, folder)
-    return folder
+    return make_tiny_chat_llama(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
@@ -150,6 +143,35 @@ def test_wrong_data(target: Path, tmp_path: Path, text: str, complaint: str) -> 
     file.write_text(text)
     result = train(target, file, tmp_path / "drafter")
     assert result.exit_code == 2
+    assert complaint in result.output
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "complaint"),
+    [
+        (WITHOUT_THOUGHTS, (), "renders answers otherwise than the target writes them"),
+        (STRICT, (), "refuses all conversations (roles must alternate)"),
+        (STRICT, ("--regenerate",), "refuses all conversations (roles must alternate)"),
+    ],
+)
+def test_templates_that_do_not_fit_are_found_before_the_target_is_loaded(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    more: tuple[str, ...],
+    complaint: str,
+) -> None:
+    folder = shutil.copytree(target, tmp_path / "target")
+    (folder / "chat_template.jinja").write_text(template)
+    said = [{"from": who, "value": "Hello"} for who in ("system", "human", "gpt")]
+    chat = said[1:] if template == WITHOUT_THOUGHTS else said
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"conversations": chat}] * 3))
+    monkeypatch.delattr("transformers.AutoModelForCausalLM.from_pretrained")
+    monkeypatch.setattr(module, "regenerate", None)
+    result = train(folder, file, tmp_path / "drafter", *more)
+    assert result.exit_code == 2, result.output
     assert complaint in result.output
 
 

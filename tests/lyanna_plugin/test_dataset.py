@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from chat_templates import STRICT, WITHOUT_THOUGHTS
+from jinja2 import TemplateError
 
 from drafttree.bench.models import ensure
 from lyanna_plugin.training import regenerate as regeneration
-from lyanna_plugin.training.dataset import Messages, encode, read_conversations
-from lyanna_plugin.training.regenerate import Answerer, _answered, regenerate
+from lyanna_plugin.training.dataset import (
+    Messages,
+    encode,
+    read_conversations,
+    render_all,
+    rewrites_answers,
+)
+from lyanna_plugin.training.regenerate import Answerer, _answered, regenerate, renderable
 
 CHAT = [
     {"role": "user", "content": "Say hello."},
@@ -27,6 +38,17 @@ def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(ensure("smollm2-135m"))
+
+
+@pytest.fixture
+def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The tokenizer with another chat template."""
+
+    def changed(template: str) -> Any:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return tokenizer
+
+    return changed
 
 
 def test_answers_are_marked_with_their_end(tokenizer: Any) -> None:
@@ -45,6 +67,57 @@ def test_a_chat_truncated_before_its_answer_is_left_out(tokenizer: Any) -> None:
     assert encode(CHAT[:1], tokenizer, 100) is None
 
 
+def test_an_answer_that_the_template_rewrites_follows_the_prompt_it_was_written_for(
+    with_template: Callable[[str], Any],
+) -> None:
+    tokenizer = with_template(WITHOUT_THOUGHTS)
+    thoughts = "Greet them.</think>Hello there!"
+    chat = [*CHAT[:3], {"role": "assistant", "content": thoughts}]
+    assert rewrites_answers(tokenizer)
+    assert encode(chat, tokenizer, 1024) is None
+    sample = encode(chat, tokenizer, 1024, generated=True)
+    assert sample is not None
+    before = "[user]Say hello.[assistant]Hello there![user]And in French?[assistant]<think>"
+    assert tokenizer.decode(sample.tokens) == before + thoughts
+    assert tokenizer.decode(sample.tokens[sample.answer]) == thoughts
+
+
+@pytest.mark.parametrize("start", ["", "<think>"])
+def test_thoughts_are_part_of_an_answer(with_template: Callable[[str], Any], start: str) -> None:
+    """Also where the prompt does not begin them, so that the answer without them is found."""
+    tokenizer = with_template(WITHOUT_THOUGHTS.replace("<think>", start))
+    thoughts = "Greet them.</think>Hello there!"
+    sample = encode(
+        [CHAT[0], {"role": "assistant", "content": thoughts}], tokenizer, 1024, generated=True
+    )
+    assert sample is not None
+    assert tokenizer.decode(sample.tokens[sample.answer]) == thoughts
+
+
+def test_generated_answers_are_marked_like_others(tokenizer: Any) -> None:
+    assert not rewrites_answers(tokenizer)
+    given, generated = (encode(CHAT, tokenizer, 1024, generated=of) for of in (False, True))
+    assert given is not None
+    assert generated is not None
+    assert torch.equal(given.tokens, generated.tokens)
+    assert torch.equal(given.answer, generated.answer)
+
+
+def test_conversations_that_the_template_refuses_are_left_out(
+    with_template: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    render = partial(renderable, with_template(STRICT))
+    twice = [CHAT[0], CHAT[0]]
+    late = [*CHAT[:2], {"role": "system", "content": "Be brief."}, CHAT[2]]
+    # Two questions in turn are answered in turn.
+    assert render_all([CHAT, late, twice], render, "--data x") == [CHAT, twice]
+    assert "refuses 1 conversations, which are left out (roles must alternate)" in caplog.text
+    with pytest.raises(ValueError, match=r"--data x: .* refuses all .*roles must alternate"):
+        render_all([late, late], render, "--data x")
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        encode(twice, with_template(STRICT), 1024)
+
+
 def test_sharegpt_and_spec_bench_are_read(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     (tmp_path / "a.json").write_text(json.dumps([{"id": 1, "conversations": said}]))
@@ -57,13 +130,40 @@ def test_sharegpt_and_spec_bench_are_read(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("role", ["gpt", "assistant", "chatgpt", "bing", "bard", "model"])
+def test_roles_of_answers(tmp_path: Path, role: str) -> None:
+    file = tmp_path / "data.json"
+    said = [{"from": "user", "value": "Hi"}, {"from": role, "value": "Hello"}]
+    file.write_text(json.dumps([{"conversations": said}]))
+    ((_, answer),) = read_conversations(file)
+    assert answer == {"role": "assistant", "content": "Hello"}
+
+
+def test_empty_conversations_and_unknown_roles_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "data.json"
+    asked = {"from": "human", "value": "Hi"}
+    tool = {"from": "tool", "value": {"result": 3}}
+    chats: list[list[dict[str, Any]]] = [[asked], [], [asked, tool], [tool], [asked]]
+    file.write_text(json.dumps([{"conversations": chat} for chat in chats]))
+    assert list(read_conversations(file)) == [[{"role": "user", "content": "Hi"}]] * 2
+    assert "from='tool' (2)" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("nonsense", "is not JSON"),
         ('{"conversations": []}', "expected a list"),
         ('[{"text": "Hi"}]', "entry 1: expected"),
-        ('[{"conversations": [{"from": "cat", "value": "Meow"}]}]', "from='cat' is not known"),
+        ("[]", "no conversation: give turns"),
+        ('[{"conversations": []}]', "no conversation: give turns"),
+        (
+            '[{"conversations": [{"from": "cat", "value": "Meow"}]}]',
+            "unknown roles, from='cat'",
+        ),
+        ('[{"conversations": [{"from": ["human"], "value": "Hi"}]}]', "entry 1: expected"),
         ('[{"conversations": [{"from": "human", "value": 3}]}]', "entry 1: expected"),
     ],
 )
@@ -96,9 +196,10 @@ def test_answers_are_kept_for_the_same_target_and_limits(
     """A shorter context may truncate an answer, so its answers are written again."""
     contexts = []
 
-    def make(target: Path, context: int) -> Answerer:
+    @contextmanager
+    def make(target: Path, context: int) -> Iterator[Answerer]:
         contexts.append(context)
-        return lambda chats, max_tokens: [f"{max_tokens} of {context}"] * len(chats)
+        yield lambda chats, max_tokens: [f"{max_tokens} of {context}"] * len(chats)
 
     monkeypatch.setattr(regeneration, "_vllm", make)
     monkeypatch.setattr(regeneration, "_transformers", make)

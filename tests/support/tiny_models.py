@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,17 @@ def make_tiny_llama(
                 projection.weight *= 8
         model.lm_head.weight *= sharpness
     model.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_chat_llama(folder: Path) -> Path:
+    """Save a random Llama with the tokenizer and the chat template of SmolLM2."""
+    from drafttree.bench.models import ensure
+
+    model = ensure("smollm2-135m")
+    make_tiny_llama(folder, vocab_size=49_152)
+    for file in [*model.glob("*token*"), *model.glob("*.jinja")]:
+        shutil.copy(file, folder)
     return folder
 
 
