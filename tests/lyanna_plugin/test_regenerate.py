@@ -1,10 +1,8 @@
-"""The target's answers, as transformers and vLLM write them."""
+"""The target's answers, as transformers writes them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from tiny_models import make_tiny_chat_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm_runs import ENVIRONMENT
 
 from lyanna_plugin.training.dataset import Messages
 from lyanna_plugin.training.regenerate import _transformers
@@ -61,36 +58,3 @@ def test_answers_of_a_target_without_a_padding_token(target: Path) -> None:
     assert AutoTokenizer.from_pretrained(target).pad_token is None
     with _transformers(target, 2048) as answer:
         assert answer(CHATS, TOKENS) == expected
-
-
-PROGRAM = """
-import json, multiprocessing, sys
-from pathlib import Path
-from lyanna_plugin.training.regenerate import _vllm
-
-if __name__ == "__main__":
-    with _vllm(Path(sys.argv[1]), 256) as answer:
-        answers = answer(json.loads(sys.argv[2]), int(sys.argv[3]))
-        engines = len(multiprocessing.active_children())
-    print(json.dumps([answers, engines, len(multiprocessing.active_children())]))
-"""
-
-
-def test_vllm_ends_its_process(target: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """It would keep the memory that training needs."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    for name, value in (ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}).items():
-        monkeypatch.setenv(name, value)
-    run = subprocess.run(
-        [sys.executable, str(program), str(target), json.dumps(CHATS), str(TOKENS)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    answers, before, after = json.loads(run.stdout.splitlines()[-1])
-    assert answers == [greedy(target, chat) for chat in CHATS]
-    assert before > 0
-    assert after == 0
