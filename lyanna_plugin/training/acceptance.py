@@ -40,6 +40,8 @@ def measure(model: DrafterLoss, corpus: Corpus, device: torch.device) -> Accepta
     for chosen in order(corpus, positions=4096, seed=0, epoch=0):
         batch = collate(corpus, chosen).to(device)
         length = batch.tokens.shape[1]
+        if length < steps + 2:  # too short for a chain
+            continue
         with torch.inference_mode():
             embedded = model.embeddings[torch.nn.functional.pad(batch.tokens, (0, steps))[:, 1:]]
             states = drafter.unroll(batch.hidden, embedded, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from drafttree.tree import MAX_DEPTH
 
 NEEDED = ("accelerate", "matplotlib", "safetensors", "transformers")
 
@@ -40,7 +43,9 @@ def train(
     positions: Annotated[
         int, typer.Option(min=1, help="Maximum number of positions of a batch, including padding.")
     ] = 1024,
-    steps: Annotated[int, typer.Option(min=1, help="Number of drafting steps to unroll.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=1, max=MAX_DEPTH, help="Number of drafting steps to unroll.")
+    ] = 3,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the token info.")] = 128,
     hot_tokens: Annotated[
         int, typer.Option(min=1, help="Number of tokens that have token info: the most frequent.")
@@ -69,11 +74,13 @@ def train(
     from lyanna_plugin.training.run import Job, run
     from lyanna_plugin.training.trainer import TrainingProgress, TrainingSettings, join_processes
 
+    # `--out .` has no name of its own.
+    folder = out.resolve()
     job = Job(
         target=target,
         data=data,
         out=out,
-        cache=cache or out.with_name(f"{out.name}-features"),
+        cache=cache or folder.with_name(f"{folder.name}-features"),
         start=start,
         settings=TrainingSettings(
             epochs=epochs,
@@ -92,10 +99,17 @@ def train(
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     first = join_processes().is_main_process
+    if not first:  # the first one reports for all
+        logging.getLogger("lyanna_plugin").setLevel(logging.ERROR)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not first) as progress:
         task = progress.add_task("", total=None)
 
         def status(text: str, done: int = 0, total: int | None = None) -> None:
+            nonlocal task
+            if total is None:
+                # A new stage; `update` would keep the numbers of the one before.
+                progress.remove_task(task)
+                task = progress.add_task("", total=None)
             progress.update(task, description=text, completed=done, total=total)
 
         def report(now: TrainingProgress) -> None:

@@ -7,6 +7,7 @@ text, d the hidden size.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ class Features:
         for first in range(0, len(samples), _SHARD):
             digest = hashlib.sha256(f"{fingerprint} {dtype} {TOP}".encode())
             for sample in samples[first : first + _SHARD]:
-                digest.update(sample.tokens.numpy().tobytes())
+                digest.update(f" {len(sample.tokens)} ".encode() + sample.tokens.numpy().tobytes())
             self._files.append(folder / f"{digest.hexdigest()[:16]}.safetensors")
         self._open: dict[int, Any] = {}
 
@@ -89,8 +90,13 @@ class Features:
                     for name, tensor in zip(_NAMES, found, strict=True):
                         tensors[f"{index - first}.{name}"] = tensor
             file = self._files[shard]
-            save_file(tensors, file.with_suffix(".partial"))
-            file.with_suffix(".partial").replace(file)
+            # Another run may compute the same shard.
+            partial = file.with_suffix(f".{secrets.token_hex(4)}.partial")
+            try:
+                save_file(tensors, partial)
+                partial.replace(file)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """`bfloat16 [T, d]` hidden states, `int32 [T, 8]` tokens and their probabilities."""

@@ -132,11 +132,13 @@ class DrafterLoss(nn.Module):
         probs = batch.top_probs[rows, at]
         probs = probs / probs.sum(-1, keepdim=True)
         chosen = logits.gather(2, indices.expand(steps, -1, -1))
-        entropy = (logits.logsumexp(-1) - (chosen * probs).sum(-1)).mean(1)
-        error = (drafted - truth).square().mean((1, 2))
+        # A batch of short texts may have no position in the loss.
+        count = max(len(rows), 1)
+        entropy = (logits.logsumexp(-1) - (chosen * probs).sum(-1)).sum(1) / count
+        error = (drafted - truth).square().mean(2).sum(1) / count
         weights = self._weights.decay ** torch.arange(steps, device=error.device)
         loss = (weights * (self._weights.hidden * error + self._weights.token * entropy)).sum()
-        hits = (logits.detach().argmax(-1) == indices[:, 0]).float().mean(1)
+        hits = (logits.detach().argmax(-1) == indices[:, 0]).float().sum(1) / count
         return loss, torch.stack([entropy.detach(), hits])
 
     def _token_info(self, parents: Tensor, columns: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drafttree.model_files import first_rows_fingerprint
-from lyanna_plugin.checkpoint import layer_config, load
+from lyanna_plugin.checkpoint import layer_config, load, save
 from lyanna_plugin.model import LyannaConfig, LyannaModel
 from lyanna_plugin.training.acceptance import Acceptance, measure
 from lyanna_plugin.training.dataset import (
@@ -166,11 +166,13 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     if accelerator.is_main_process:
         _settings_file(job.out).write_text(_as_text(settings), encoding="utf-8")
     train(model, training, job.settings, job.out, report, accelerator)
+    if accelerator.is_main_process:
+        save(drafter, job.out)
     status("measuring")
     acceptance = measure(model, validation, device)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        finish(drafter, job.out, asdict(acceptance))
+        finish(job.out, asdict(acceptance))
     return acceptance
 
 

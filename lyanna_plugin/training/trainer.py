@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from lyanna_plugin.checkpoint import save
-from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.training.batches import collate, order
 from lyanna_plugin.training.features import Corpus
 from lyanna_plugin.training.loss import DrafterLoss
 
 _STATE = "training-state"
+_PARTIAL, _REMOVED = f"{_STATE}.partial", f"{_STATE}.removed"
 
 
 @dataclass(frozen=True)
@@ -164,16 +163,15 @@ def train(
             )
             _append(out, progress)
             report(progress)
-        if (step + 1) % settings.save_every == 0:
+        if (step + 1) % settings.save_every == 0 or step + 1 == steps:
             _save_state(accelerator, out, step + 1)
 
 
-def finish(drafter: LyannaModel, out: Path, figures: dict[str, Any]) -> None:
-    """Write the drafter and `held_out.json`, then delete the checkpoints of the training state."""
+def finish(out: Path, figures: dict[str, Any]) -> None:
+    """Write `held_out.json`, then delete the checkpoints of the training state."""
     (out / "held_out.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    save(drafter, out)
     for state in _states(out):
-        shutil.rmtree(state)
+        _remove(state)
 
 
 def _states(out: Path) -> list[Path]:
@@ -186,6 +184,14 @@ def has_state(out: Path) -> bool:
     return bool(_states(out))
 
 
+def _remove(state: Path) -> None:
+    """Delete a checkpoint, under another name: half of one must not be taken for a complete one."""
+    removed = state.with_name(_REMOVED)
+    shutil.rmtree(removed, ignore_errors=True)
+    state.replace(removed)
+    shutil.rmtree(removed)
+
+
 def _rate(progress: float, warm_up: float) -> float:
     """The learning rate's factor at a fraction of all steps: linear warm-up, then linear decay."""
     return progress / warm_up if progress < warm_up else (1 - progress) / (1 - warm_up)
@@ -193,13 +199,13 @@ def _rate(progress: float, warm_up: float) -> float:
 
 def _save_state(accelerator: Any, out: Path, step: int) -> None:
     old = _states(out)
-    partial = out / f"{_STATE}.partial"
+    partial = out / _PARTIAL
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.replace(out / f"{_STATE}-{step}")
         for state in old:
-            shutil.rmtree(state)
+            _remove(state)
     accelerator.wait_for_everyone()
 
 
@@ -207,7 +213,8 @@ def _resume(accelerator: Any, out: Path) -> int:
     """Load the last checkpoint; returns the number of steps that are done."""
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / f"{_STATE}.partial", ignore_errors=True)
+        for name in (_PARTIAL, _REMOVED):
+            shutil.rmtree(out / name, ignore_errors=True)
     accelerator.wait_for_everyone()
     if not has_state(out):
         return 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_templates import STRICT, WITHOUT_THOUGHTS
 from server_process import free_port
 from tiny_models import make_tiny_chat_llama
@@ -122,6 +123,9 @@ def test_an_interrupted_run_only_resumes_with_the_same_settings(
         result = train(target, data, out)
     assert result.exit_code == 130
     assert "repeat the command to resume" in result.output
+    # The drafter is there already, and only its figures are missing.
+    trained = load(out, target).state_dict()
+    assert not (out / "held_out.json").exists()
     other = train(target, data, out, "--learning-rate", "1e-3")
     assert other.exit_code == 2
     assert "interrupted run with other settings" in other.output
@@ -129,6 +133,43 @@ def test_an_interrupted_run_only_resumes_with_the_same_settings(
     assert result.exit_code == 0, result.output
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
+    assert (out / "held_out.json").exists()
+    again = load(out, target).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in trained.items())
+    assert not trainer.has_state(out)
+
+
+def test_each_stage_shows_its_own_numbers(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stages(job: module.Job, status: module.Status, report: Any) -> None:
+        status("the first stage", 3, 7)
+        status("the second stage")
+        raise ValueError("the end")
+
+    monkeypatch.setattr(module, "run", stages)
+    result = train(target, data, tmp_path / "drafter")
+    assert "the second stage" in result.output
+    assert "/7" not in result.output
+
+
+def test_a_drafter_in_the_current_folder_has_its_features_beside_it(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[module.Job] = []
+
+    def refuse(job: module.Job, *_: Any) -> None:
+        jobs.append(job)
+        raise ValueError("no training here")
+
+    monkeypatch.setattr(module, "run", refuse)
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.chdir(tmp_path / "drafter")
+    assert train(target, data, Path()).exit_code == 2
+    assert jobs[0].cache == tmp_path / "drafter-features"
+    result = train(target, data, Path(), "--steps", "65")
+    assert result.exit_code == 2
+    assert len(jobs) == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import torch
 from lyanna_parts import drafter_for
 from tiny_models import make_tiny_llama
 
-from lyanna_plugin.checkpoint import load
 from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.training import features
 from lyanna_plugin.training.acceptance import measure
@@ -100,6 +99,32 @@ def test_shards_are_found_again_for_the_same_text_target_and_data_type(
     assert Features(tmp_path, corpus.samples, "tiny", torch.float32).missing() == [2]
     assert Features(tmp_path, corpus.samples, "another", torch.float32).missing() == [0, 1, 2]
     assert Features(tmp_path, corpus.samples, "tiny", torch.bfloat16).missing() == [0, 1, 2]
+    # The same tokens, with another boundary between two texts.
+    tokens = torch.cat([sample.tokens for sample in corpus.samples[:2]])
+    moved = [Sample(part, torch.ones(len(part)) > 0) for part in (tokens[:40], tokens[40:])]
+    moved += corpus.samples[2:8]
+    assert Features(tmp_path, moved, "tiny", torch.float32).missing() == [0]
+
+
+def test_two_runs_may_compute_the_same_shard(
+    target: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ends while the other writes leaves the other's file alone."""
+    first, second = (
+        Features(tmp_path, corpus.samples[:2], "tiny", torch.float32) for _ in range(2)
+    )
+    save = features.save_file
+
+    def save_in_between(tensors: Any, file: Path) -> None:
+        save(tensors, file)
+        with monkeypatch.context() as patch:
+            patch.setattr(features, "save_file", save)
+            second.compute(target, CPU, lambda done, total: None)
+
+    monkeypatch.setattr(features, "save_file", save_in_between)
+    first.compute(target, CPU, lambda done, total: None)
+    assert first.missing() == []
+    assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 
 TOKEN_INFO = {f"drafter.token_info.{name}" for name in ("w1", "w2", "gain")}
@@ -167,10 +192,53 @@ def test_a_small_text_is_memorised(
     assert before.mean_accepted_tokens < 3.0
     assert min(after.conditional) > 0.95
     assert seen[-1].loss < 0.5 * seen[0].loss
+
+
+@pytest.mark.parametrize(("steps", "chains"), [(44, 2), (45, 0), (64, 0)])
+def test_texts_too_short_for_the_steps_are_not_in_the_loss(
+    folder: Path, target: Any, corpus: Corpus, steps: int, chains: int
+) -> None:
+    """A chain of 44 steps fits into a text of 46 tokens once."""
+    samples = [Sample(each.tokens, torch.ones(46, dtype=torch.bool)) for each in corpus.samples[:2]]
+    short = Corpus(samples, [0, 1], corpus.cache)
+    model = loss_of(drafter_for(folder, steps=steps), target)
+    loss, by_step = model(collate(short, [0, 1]), torch.Generator().manual_seed(0))
+    loss.backward()
+    assert (loss.item() > 0) == (chains > 0)
+    assert by_step.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.drafter.parameters())
+    found = measure(model, short, CPU)
+    assert found.positions <= chains
+    assert len(found.conditional) == steps
+
+
+def test_a_checkpoint_that_is_half_deleted_is_not_taken_for_one(
+    folder: Path, target: Any, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_again() -> list[int]:
+        steps: list[int] = []
+        settings = TrainingSettings(epochs=1, positions=512)
+        model = loss_of(drafter_for(folder), target)
+        train(model, corpus, settings, tmp_path, lambda progress: steps.append(progress.step))
+        return steps
+
+    def interrupt(removed: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            next(removed.glob("*.bin")).unlink()
+            raise KeyboardInterrupt
+
+    steps = train_again()
     assert has_state(tmp_path)
-    finish(drafter, tmp_path, {})
+    assert train_again() == []
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            finish(tmp_path, {"positions": 3})
+    assert json.loads((tmp_path / "held_out.json").read_text()) == {"positions": 3}
     assert not has_state(tmp_path)
-    assert load(tmp_path, folder).config == drafter.config
+    assert train_again() == steps
+    finish(tmp_path, {})
+    assert not list(tmp_path.glob("training-state*"))
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(

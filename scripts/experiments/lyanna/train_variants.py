@@ -55,7 +55,7 @@ def main(
     for seed in range(seeds):
         for variant in VARIANTS:
             folder = out / f"{variant}-{seed}"
-            if not (folder / "config.json").exists():
+            if not (folder / "held_out.json").exists():
                 train(target, text, folder, cache, variant, epochs, seed)
 
 
