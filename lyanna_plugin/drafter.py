@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drafttree.budget import TreeShape
 from drafttree.drafter import Attend, HiddenStateDrafter, Target
+from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
@@ -174,8 +175,9 @@ class LyannaDrafter(LyannaTrees):
         target: The target, whose `model` must be a local folder.
 
     Raises:
-        ValueError: The folder `options.model` does not contain a drafter for this target, or a
-            device would have to be waited for in each of the layer's steps.
+        ValueError: The folder `options.model` does not contain a drafter for this target, its
+            drafter has learned only the first of several steps, or a device would have to be
+            waited for in each of the layer's steps.
     """
 
     def __init__(self, options: LyannaOptions, target: Target) -> None:
@@ -191,6 +193,7 @@ class LyannaDrafter(LyannaTrees):
                 "its config.json: frequencies follow the longest position, which each step of "
                 "Lyanna's layer would wait for on a GPU. Use Token Recycling, or serve on a CPU"
             )
+        _check_steps(options, module.config.steps, target)
         module.to(target.device).requires_grad_(False)
         hot = target.embed(module.token_info.hot_tokens.long()).float()
         dtype = torch.float8_e4m3fn if options.table == "float8" else target.dtype
@@ -218,3 +221,24 @@ class LyannaDrafter(LyannaTrees):
 
         result: Tensor = self._module(x[None], positions[None], attend_batch)[0]
         return result
+
+
+def _check_steps(options: LyannaOptions, trained: int, target: Target) -> None:
+    """Warn if more steps are to be drafted than were trained.
+
+    Raises:
+        ValueError: Only one was: there is no trained map to the second.
+    """
+    if options.steps <= trained:
+        return
+    if trained == 1:
+        raise ValueError(
+            f"steps={options.steps}, but model={options.model!r} was trained with one step: choose "
+            "steps=1, or train a drafter with a larger --steps"
+        )
+    if target.group is None or is_drafting_rank(target.group):
+        target.logger.warning(
+            "steps=%d, but model=%r was trained with %d, so drafts of further steps are seldom "
+            "accepted: choose steps=%d, or train a drafter with --steps %d",
+            *(options.steps, options.model, trained, trained, options.steps),
+        )

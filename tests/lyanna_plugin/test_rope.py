@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lyanna_parts import drafter_for
+from lyanna_parts import drafter_for, serve
 from tiny_models import make_tiny_llama
 
-from drafttree.drafter import Target
 from lyanna_plugin.checkpoint import load, save
-from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaDrafter
 
 ROPE: dict[str, dict[str, Any]] = {
@@ -44,16 +40,7 @@ def target(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def make_drafter(target: Path, folder: Path, device: str) -> LyannaDrafter:
     save(drafter_for(target), folder)
-    embed = torch.nn.Embedding(512, 128).requires_grad_(False)
-    described = Target(
-        model=str(target),
-        vocab_size=512,
-        device=torch.device(device),
-        dtype=torch.float32,
-        logger=logging.getLogger(__name__),
-        embed=embed,
-    )
-    return LyannaDrafter(LyannaOptions(model=str(folder)), described)
+    return serve(target, folder, device)
 
 
 @pytest.mark.parametrize("target", ["dynamic", "longrope"], indirect=True)

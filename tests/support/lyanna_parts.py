@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from drafttree.drafter import Target
 from drafttree.model_files import first_rows_fingerprint
 from lyanna_plugin.checkpoint import layer_config
+from lyanna_plugin.config import LyannaOptions
+from lyanna_plugin.drafter import LyannaDrafter
 from lyanna_plugin.model import LyannaConfig, LyannaModel
 
 
@@ -27,6 +31,19 @@ def drafter_for(
         **{"token_info_rank": 8, "num_hot_tokens": hot_tokens, **shape},
     )
     return model(layer_config(target), config, torch.arange(hot_tokens))
+
+
+def serve(target: Path, drafter: Path, device: str = "cpu", **options: Any) -> LyannaDrafter:
+    """The drafter of a folder, as an engine makes it for a tiny target."""
+    described = Target(
+        model=str(target),
+        vocab_size=512,
+        device=torch.device(device),
+        dtype=torch.float32,
+        logger=logging.getLogger(__name__),
+        embed=torch.nn.Embedding(512, 128).requires_grad_(False),
+    )
+    return LyannaDrafter(LyannaOptions(model=str(drafter), **options), described)
 
 
 def predict_embeddings(module: LyannaModel) -> None:
