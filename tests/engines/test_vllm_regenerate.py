@@ -38,7 +38,7 @@ def test_the_engine_gives_greedy_answers_and_ends(tmp_path: Path) -> None:
         env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert run.returncode == 0, run.stderr
