@@ -149,7 +149,7 @@ MODEL_FREE: DrafterKind[ModelFreeDrafter] = DrafterKind(
     drafter=ModelFreeDrafter,
     vllm=HostSupport(
         runs="drafttree.vllm.drafters.model_free:ModelFreeRunner",
-        runs_v2="drafttree.vllm.v2.runner:TreeRunnerV2",
+        runs_v2="drafttree.vllm.v2.model_free:ModelFreeRunnerV2",
         runs_chains="drafttree.vllm.chains.runner:ChainRunner",
         devices=("cpu", "cuda"),
     ),

@@ -10,7 +10,6 @@ number names it. It learns from what travels with a step's output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +20,6 @@ from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from drafttree.chains import first_paths
-from drafttree.drafter import Drafter
 from drafttree.method import Method
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
@@ -42,7 +40,6 @@ class InStepRunnerV2(TreeRunnerV2):
         _clock: Measures the drafts of this step.
     """
 
-    _drafter: Drafter  # type: ignore[assignment]
     _batch: InputBatch | None = None
     _seen: InputBatch | None = None
     _context: ForwardContext
@@ -93,19 +90,6 @@ class InStepRunnerV2(TreeRunnerV2):
         """Forget the requests of the engine's warm-up."""
         self._drafter.reset()
 
-    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
-        """There is nothing to compute beforehand."""
-        return 0, 0
-
-    def _start(self, row: int, tokens: Sequence[int]) -> None:
-        """The drafter's layers read a prompt with the target."""
-
-    def _stop(self, row: int) -> None:
-        self._drafter.release([row])
-
-    def _learn(self, *args: Any) -> None:
-        """Nothing is learned from logits."""
-
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """Lay out the step, in which no tree has a node yet."""
         self._batch = input_batch
@@ -131,14 +115,11 @@ class InStepRunnerV2(TreeRunnerV2):
         self._clock = DraftClock(self.device)
         with self._drafting():
             self._step = drafted = self.draft(batch, step)
-        super()._show_bound(batch, drafted)
+        self._show_bound(batch, drafted)
 
     def _drafting(self) -> AbstractContextManager[None]:
         """While it is open, drafting is measured, if shapes are chosen by it."""
         return self._clock.drafting() if self._plans else nullcontext()
-
-    def _begin_report(self, batch: InputBatch) -> None:
-        """Nothing is known of a step before it is verified."""
 
     def _on_verified(
         self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified
@@ -146,9 +127,6 @@ class InStepRunnerV2(TreeRunnerV2):
         if self._plans:
             unread = self._num_unread(batch)
             self._reports.begin_drafts(trees.parents, verified.path, self._clock, unread)
-
-    def _show_bound(self, batch: InputBatch, step: Layout) -> None:
-        """Nothing is drafted yet when a step is laid out."""
 
     # What drafting needs.
 

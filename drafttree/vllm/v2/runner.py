@@ -23,15 +23,14 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from drafttree.budget.tier_explanation import TierExplanation
-from drafttree.drafter import AcceptanceRule, ModelFreeDrafter
+from drafttree.drafter import AcceptanceRule, Drafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.tensor_parallel import NonDraftingRank
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import patches, step_logits
 from drafttree.vllm.drafting import DraftingRunner, allocated
-from drafttree.vllm.model_inputs import text_without_placeholders, without_placeholders
-from drafttree.vllm.priming import prime
+from drafttree.vllm.model_inputs import without_placeholders
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.structured.binding import no_bound_drafts, not_in_schedulers_process
 from drafttree.vllm.v2.chunks import Chunk, mask_chunk
@@ -56,13 +55,13 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class TreeRunnerV2(DraftingRunner, GPUModelRunner):
-    """The runner for model-free drafters, made from a stock V2 model runner by `patches.adopt`.
+    """Base class of runners, each made from a stock V2 model runner by `patches.adopt`.
 
     The drafter's slots are the rows of the engine's own state, which stay the same from a request's
     start to its end.
     """
 
-    _drafter: ModelFreeDrafter
+    _drafter: Drafter
     _step: Layout | None = None
     _rope: TreeRope | None = None
 
@@ -88,7 +87,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         sizes = sizes_of(parsed, self.num_speculative_steps) if patches.chooses_tiers(self) else ()
         self._reports = TierReports(sizes, parsed.shapes if sizes else ())
         self._trees = TreeSpeculator(
-            # The engine's warm-up runs requests that must teach the drafter nothing.
             NonDraftingRank(parsed.depth),
             self._kept,
             self.num_speculative_steps,
@@ -101,14 +99,13 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         self._check_tiers()
 
     def _set_up_drafter(self, method: Method[Any], options: Any) -> None:
-        """Make the drafter.
+        """Make the drafter, or note what it is to be made of when the target has been loaded.
 
         Args:
             method: The method that drafts.
             options: The method's options, validated.
         """
-        self._drafter = method.drafter(options, self._target(sizes_trees=True))
-        self._drafter.allocate(self.max_num_reqs, self.max_model_len)
+        raise NotImplementedError
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and take part in the layout of its M-RoPE positions if it has them."""
@@ -168,10 +165,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Bytes of a row of logits, and of the copy in float32 that is sampled from."""
         return int(self.vocab_size * (self.model_config.dtype.itemsize + 4))
 
-    def warmed_up(self) -> None:
-        """The engine has run all its forwards that serve no request: now the drafter takes part."""
-        self._trees.drafter = self._drafter
-
     def profile_forwards(self) -> None:
         """Measure forwards, if the scheduler chooses tiers."""
         if self._reports.sizes:
@@ -184,10 +177,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def choices(self) -> list[dict[str, Any]]:
         """The scheduler's last choices, the newest at the end; see `TierChoice.row`."""
         return self._explanation.choices()
-
-    def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
-        """Let the drafter compute something beforehand, if it can."""
-        return prime(self, self._drafter, blocks, idle=idle)
 
     # Requests.
 
@@ -208,12 +197,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             self._start(row, request.prefill_token_ids)
 
     def _start(self, row: int, tokens: Sequence[int]) -> None:
-        """Tell the drafter that a request starts in a row, with these tokens to read."""
-        self._trees.drafter.start(row, text_without_placeholders(self, tokens))
+        """A request starts in a row, with these tokens to read."""
 
     def _stop(self, row: int) -> None:
-        """Tell the drafter that the request in a row ends."""
-        self._trees.drafter.release([row])
+        """The request in a row ends."""
+        self._drafter.release([row])
 
     # One step, in the order of the engine's callbacks.
 
@@ -238,8 +226,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         if input_batch.num_draft_tokens:
             masks = StepMasks(self._step.requests, self._step.sizes, self._step.masks)
         self._tell_builders(masks)
-        self._show_bound(input_batch, self._step)
+        self._laid_out(input_batch, self._step)
         return prepared
+
+    def _laid_out(self, batch: InputBatch, step: Layout) -> None:
+        """A step is laid out, with the trees that were drafted before it."""
 
     def _show_bound(self, batch: InputBatch, step: Layout) -> None:
         """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
@@ -322,8 +313,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         return output, num_sampled, num_rejected
 
     def _begin_report(self, batch: InputBatch) -> None:
-        """Report what the trees of this step are worth, before the next ones take their places."""
-        self._reports.begin(self._trees.expected, batch.idx_mapping)
+        """Begin the step's report to the scheduler, before its trees are verified."""
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The draft tokens, none of which the scheduler drops: they are in the step already."""
@@ -339,13 +329,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def _learn(
         self, batch: InputBatch, tokens: NodeTokens, logits: torch.Tensor, chunk: Chunk
     ) -> None:
-        """Let the drafter observe the logits after the nodes of a chunk."""
-        self._trees.drafter.observe(
-            chunk.rows_of(batch.expanded_idx_mapping),
-            chunk.rows_of(tokens.observed),
-            chunk.rows_of(tokens.previous),
-            logits,
-        )
+        """Learn from the logits after the nodes of a chunk."""
 
     def _rule(self, trees: DraftTree, requests: slice) -> AcceptanceRule | None:
         """The acceptance rule of some of the step's requests; None for the engine's sampler."""
@@ -354,8 +338,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def _on_verified(
         self, batch: InputBatch, step: Layout, trees: DraftTree, verified: Verified
     ) -> None:
-        """Tell the drafter what came of the step's trees, when the KV has been moved."""
-        self._trees.drafter.on_verified(batch.idx_mapping, trees, verified)
+        """The step's trees are verified, and the KV has been moved."""
 
     def _move_kv(self, step: Layout, verified: Verified) -> None:
         """Move the KV of the accepted path to the slots right after the root's."""

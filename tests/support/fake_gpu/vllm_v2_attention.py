@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from drafttree.vllm.attention.triton import TritonTreeImpl, TritonTreeMetadataBuilder
 from fake_gpu.stand_ins import BLOCK, BUDGET, MAX_LEN, MAX_REQUESTS, VOCAB
-from fake_gpu.vllm_v2_hosts import HostRunner
+from fake_gpu.vllm_v2_hosts import HostRunner, ModelFreeHost
 from fake_gpu.vllm_v2_stock import Model, Weights
 
 LAYER = "target.attention"
@@ -91,7 +91,7 @@ class _AttendingModel(Model):
             return logits + output.flatten(1) @ runner.tables["mix"]
 
 
-class AttendingHost(HostRunner):
+class AttendingHost(ModelFreeHost):
     """Token Recycling, with the kernel for tree attention alone."""
 
     weights_of_target = AttendingWeights

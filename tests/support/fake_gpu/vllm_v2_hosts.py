@@ -20,6 +20,7 @@ from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.v2 import draft_model
 from drafttree.vllm.v2.draft_model import DraftModelRunnerV2
 from drafttree.vllm.v2.hidden_state import HiddenStateRunnerV2
+from drafttree.vllm.v2.model_free import ModelFreeRunnerV2
 from drafttree.vllm.v2.runner import TreeRunnerV2
 from fake_gpu.stand_ins import (
     BLOCK,
@@ -38,7 +39,7 @@ from rsd_plugin import METHOD as RSD
 
 
 class HostRunner(TreeRunnerV2, Stock):
-    """Token Recycling.
+    """Base class.
 
     Attributes:
         method: The method that drafts.
@@ -47,7 +48,7 @@ class HostRunner(TreeRunnerV2, Stock):
         captured: Numbers of rows for which graphs of a draft model are captured on the fake GPU.
     """
 
-    method: Method[Any] = TOKEN_RECYCLING
+    method: Method[Any]
     weights_of_target: type[Weights] = Weights
     flash_version: int | None = None
     captured: tuple[int, ...] = ()
@@ -75,6 +76,12 @@ class HostRunner(TreeRunnerV2, Stock):
     def check_cache(self, name: str, text: list[int], first_block: int) -> None:
         """Check that the KV of a request's text is in its slots, in order."""
         assert self.cached(TARGET, first_block, len(text)) == text
+
+
+class ModelFreeHost(ModelFreeRunnerV2, HostRunner):  # type: ignore[misc]
+    """Token Recycling."""
+
+    method = TOKEN_RECYCLING
 
 
 class DraftModelHost(DraftModelRunnerV2, HostRunner):  # type: ignore[misc]
@@ -156,7 +163,7 @@ class CapturedLayerHost(HiddenStateHost):
 
 
 HOSTS: dict[str, type[HostRunner]] = {
-    "token-recycling": HostRunner,
+    "token-recycling": ModelFreeHost,
     "rsd": DraftModelHost,
     "rsd in graphs": CapturedHost,
     "lyanna": HiddenStateHost,
