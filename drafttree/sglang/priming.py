@@ -27,7 +27,7 @@ it reads it."""
 
 
 @contextmanager
-def lent_slots(allocator: Any, tree_cache: Any, count: int) -> Iterator[torch.Tensor]:
+def lent_slots(allocator: Any, tree_cache: Any, count: int) -> Iterator[torch.Tensor | None]:
     """Take KV slots from the pool, and give them back afterwards.
 
     Args:
@@ -37,7 +37,8 @@ def lent_slots(allocator: Any, tree_cache: Any, count: int) -> Iterator[torch.Te
         count: Number of slots, less than a request of the longest context needs.
 
     Yields:
-        `int64 [n]`, at least `count` slots.
+        `int64 [n]`, at least `count` slots; None if requests that are not running, such as open
+        sessions, hold too many. The pools of all ranks are filled alike.
     """
     count = -(-count // allocator.page_size) * allocator.page_size
     if allocator.available_size() < count:
@@ -48,7 +49,8 @@ def lent_slots(allocator: Any, tree_cache: Any, count: int) -> Iterator[torch.Te
     try:
         yield slots
     finally:
-        allocator.free(slots)
+        if slots is not None:
+            allocator.free(slots)
 
 
 def child_logits(

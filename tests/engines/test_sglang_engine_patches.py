@@ -162,6 +162,7 @@ for name, worker in {
     "plain": None,
     "unfinished": SimpleNamespace(drafttree_prime=lambda cache: (1, 2)),
     "finished": SimpleNamespace(drafttree_prime=lambda cache: (2, 2)),
+    "without room": SimpleNamespace(drafttree_prime=lambda cache: None),
 }.items():
     seen.clear()
     Scheduler.maybe_sleep_on_idle(SimpleNamespace(draft_worker=worker, tree_cache=None))
@@ -286,8 +287,8 @@ def test_other_servers_are_served_as_before(report: dict[str, Any]) -> None:
     }
 
 
-def test_a_scheduler_sleeps_when_nothing_is_left_to_prime(report: dict[str, Any]) -> None:
-    assert report["idle"] == {"plain": 1, "unfinished": 0, "finished": 1}
+def test_a_scheduler_sleeps_when_nothing_can_be_primed(report: dict[str, Any]) -> None:
+    assert report["idle"] == {"plain": 1, "unfinished": 0, "finished": 1, "without room": 1}
 
 
 def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:

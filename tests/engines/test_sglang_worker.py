@@ -115,3 +115,48 @@ def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
         ("start", (3, 6)),
         ("extend", ([3], [7])),
     ]
+
+
+class Pool:
+    """An allocator of KV slots."""
+
+    page_size, size = 16, 64
+
+    def __init__(self, free: int) -> None:
+        self.free_slots = torch.arange(free)
+
+    def available_size(self) -> int:
+        return len(self.free_slots)
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        if count > len(self.free_slots):
+            return None
+        taken, self.free_slots = self.free_slots.split([count, len(self.free_slots) - count])
+        return taken
+
+    def free(self, slots: torch.Tensor) -> None:
+        self.free_slots = torch.cat([slots, self.free_slots])
+
+
+def test_priming_waits_while_open_sessions_hold_the_kv_pool(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttree.sglang.drafters import observing
+
+    primed: list[int] = []
+
+    def prime_ranks(drafter: Any, forward: Any, max_tokens: int, *given: Any, idle: bool) -> Any:
+        primed.append(max_tokens)
+        return 30, 90
+
+    monkeypatch.setattr(observing, "prime_ranks", prime_ranks)
+    worker._primed, worker._num_draft_tokens, worker._group = (20, 90), 7, None
+    worker._device = torch.device("cpu")
+    worker.req_to_token_pool = SimpleNamespace(req_to_token=torch.zeros(2, 40))
+    worker.token_to_kv_pool_allocator = Pool(free=32)
+    assert worker.drafttree_prime(None) is None
+    assert not primed
+    worker.token_to_kv_pool_allocator = Pool(free=48)
+    assert worker.drafttree_prime(None) == (30, 90)
+    assert primed == [39]
+    assert worker.token_to_kv_pool_allocator.available_size() == 48

@@ -65,5 +65,6 @@ class ChainWorker(ModelFreeWorker):
             width,
         )
 
-    def _prime(self, tree_cache: Any, *, idle: bool) -> None:
+    def _prime(self, tree_cache: Any, *, idle: bool) -> bool:
         """Nothing is primed: its forwards are trees."""
+        return False

@@ -37,21 +37,22 @@ class ObservingWorker(TreeWorker):
         if self._observing is not None:
             self._prime(None, idle=False)
 
-    def drafttree_prime(self, tree_cache: Any) -> tuple[int, int]:
+    def drafttree_prime(self, tree_cache: Any) -> tuple[int, int] | None:
         """While no request is running: let the drafter prime in one short forward.
 
         Args:
             tree_cache: SGLang's cache of prefixes.
 
         Returns:
-            How much is computed, and how much there is in all.
+            How much is computed, and how much there is in all; None while the KV pool has no room.
         """
         done, everything = self._primed
-        if done < everything:
-            self._prime(tree_cache, idle=True)
+        if done < everything and not self._prime(tree_cache, idle=True):
+            return None
         return self._primed
 
-    def _prime(self, tree_cache: Any, *, idle: bool) -> None:
+    def _prime(self, tree_cache: Any, *, idle: bool) -> bool:
+        """Let the drafter prime, and return whether the KV pool has room for it."""
         drafter = self._observing
         assert drafter is not None
         tree_size = self._num_draft_tokens + 1
@@ -61,6 +62,8 @@ class ObservingWorker(TreeWorker):
         row = self.req_to_token_pool.req_to_token.shape[1]
         most = min(MAX_TOKENS + 1, allocator.size, row) if on_cpu else tree_size
         with lent_slots(allocator, tree_cache, most) as slots:
+            if slots is None:
+                return False
 
             def forward(root: int | None, tokens: torch.Tensor) -> torch.Tensor:
                 width = len(tokens) + (root is not None) if on_cpu else tree_size
@@ -69,6 +72,7 @@ class ObservingWorker(TreeWorker):
             self._primed = prime_ranks(
                 drafter, forward, most - 1, self._group, self._device, idle=idle
             )
+        return True
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         if self._observing is not None:

@@ -66,9 +66,9 @@ def prime_when_idle() -> None:
             weights = getattr(self, "weight_updater", self)
             if getattr(weights, "offload_tags", ()) or getattr(weights, "_session", None):
                 prime = None  # memory is released, or weights are being replaced
-            done, everything = (0, 0) if prime is None else prime(self.tree_cache)
+            progress = None if prime is None else prime(self.tree_cache)
             # Until all is primed the scheduler looks for requests instead of sleeping.
-            if done == everything:
+            if progress is None or progress[0] == progress[1]:
                 stock(self)
 
         return maybe_sleep_on_idle
