@@ -218,12 +218,13 @@ class TreeWorker(GraphWorker):
         finished = [name for name, request in self._running.items() if request.finished()]
         for name in finished:
             del self._running[name]
-        arrived = [request for request in batch.reqs if request.rid not in self._running]
+        # Users name their requests, and may give the name of one that they aborted to another.
+        arrived = [each for each in batch.reqs if self._running.get(each.rid) is not each]
         # Requests that were retracted start again; those whose prompts are being read go on.
         starting = [
             (request, slot)
             for request, slot in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True)
-            if request.rid not in self._unread or self._slots.get(request.rid) != slot
+            if not self._goes_on(request, slot)
         ]
         self._release([*finished, *(request.rid for request, _ in starting)])
         for request, slot in starting:
@@ -240,6 +241,13 @@ class TreeWorker(GraphWorker):
         for reason in filter(None, map(why_undrafted, arrived)):
             _warn_of_undrafted(reason)
         self._states.start(batch.req_pool_indices, batch.reqs)
+
+    def _goes_on(self, request: Any, slot: int) -> bool:
+        """Whether the last batch read a part of this request's prompt, in this slot."""
+        name = request.rid
+        if name not in self._unread or self._slots.get(name) != slot:
+            return False
+        return self._running.get(name) is request
 
     def _start_request(self, request: Any, slot: int) -> None:
         """A request starts or restarts in a slot, before the first part of its prompt is read."""

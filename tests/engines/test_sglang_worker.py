@@ -103,6 +103,26 @@ def test_a_prompt_that_is_read_in_parts_starts_once(worker: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_another_request_of_the_same_name_starts(worker: Any, is_marked: bool) -> None:
+    """The first one was aborted while its prompt was read, and its slot was given to the other."""
+    aborted, another = request("name", 9), request("name", 6)
+    another.sampling_params.repetition_penalty = 1.5
+    worker._prefill(prefill((aborted, 2, 4)), None)
+    aborted.finished = lambda: is_marked
+    worker._prefill(prefill((another, 2, 6)), None)
+    assert worker.drafter.calls == [
+        ("start", (2, 9)),
+        ("extend", ([2], [-1])),
+        ("release", [2]),
+        ("start", (2, 6)),
+        ("extend", ([2], [7])),
+    ]
+    logits = torch.ones(1, 512)
+    worker._penalties.apply(logits, torch.tensor([2]), torch.full((1, 1), -1))
+    assert logits[0, 7] < 1
+
+
 def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
     again = request("again", 4)
     worker._prefill(prefill((again, 3, 4)), None)
