@@ -82,6 +82,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     _check_model(method, server_args)
     _check_windows(method, server_args)
     _check_adapters(method, server_args)
+    _check_sessions(method, server_args)
     _check_draft_model(method, server_args)
     if _is_tested_version():
         take_corpora()
@@ -106,6 +107,24 @@ def _check_adapters(method: Method[Any], server_args: Any) -> None:
             )
         if value and method.kind.needs_vocabulary_of_target:
             _check_experts_with_adapters(method, server_args)
+
+
+def _check_sessions(method: Method[Any], server_args: Any) -> None:
+    """Refuse streaming sessions where what is kept between their turns may be wrong."""
+    if not getattr(server_args, "enable_streaming_session", False):
+        return
+    which = f"{method.title} does not work with --enable-streaming-session"
+    if not _is_tested_version():
+        raise ValueError(
+            f"{which}=True in this version of SGLang: install {TESTED}, or leave it out"
+        )
+    # SGLang keeps the state after the last draft token that was accepted, which may be beyond the
+    # end of the turn.
+    if recurrent_config(target_config(server_args)) is not None:
+        raise ValueError(
+            f"{which}=True and --model-path={server_args.model_path}, a hybrid with recurrent "
+            "layers: leave --enable-streaming-session out"
+        )
 
 
 def _check_experts_with_adapters(method: Method[Any], server_args: Any) -> None:

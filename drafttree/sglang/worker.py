@@ -31,7 +31,11 @@ from drafttree.sglang.graphs.worker import GraphWorker
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees, whole_trees
 from drafttree.sglang.options import parse_options
-from drafttree.sglang.patches import report_counters, widen_request_rows
+from drafttree.sglang.patches import (
+    keep_computed_kv_of_sessions,
+    report_counters,
+    widen_request_rows,
+)
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import (
@@ -113,6 +117,8 @@ class TreeWorker(GraphWorker):
         self._unread: set[str] = set()
         widen_request_rows()
         report_counters()
+        if getattr(server, "enable_streaming_session", False):
+            keep_computed_kv_of_sessions()
 
     @classmethod
     def of(cls, method: Method[Any]) -> Callable[..., TreeWorker]:

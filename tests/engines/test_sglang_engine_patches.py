@@ -27,7 +27,9 @@ from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.model_executor import pool_configurator
 from sglang.srt.plugins import load_plugins
+from sglang.srt import runtime_context
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.session.streaming_session import StreamingSession
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 import sglang.srt.layers.attention.torch_native_backend, sglang.srt.speculative.ngram_info
 import sglang.srt.speculative.draft_worker_common
@@ -84,6 +86,7 @@ def apply(runner, who):
     patches.widen_request_rows()
     patches.count_layer_memory()
     patches.match_prefixes_by_bigrams()
+    patches.keep_computed_kv_of_sessions()
     patches.observe_prefill(runner, lambda batch, logits: observed.append(who))
     patches.install_acceptance_sampler(runner)
 
@@ -167,6 +170,19 @@ for name, worker in {
     seen.clear()
     Scheduler.maybe_sleep_on_idle(SimpleNamespace(draft_worker=worker, tree_cache=None))
     report["idle"][name] = len(seen)
+StreamingSession.try_cache_finished_req = stub(
+    "try_cache_finished_req", "self, req", lambda: True)
+runtime_context.get_spec = lambda: SimpleNamespace(speculative_algorithm=served)
+patches.keep_computed_kv_of_sessions()
+report["sessions"] = {}
+for served in ("EAGLE", "token-recycling"):
+    report["sessions"][served] = []
+    for committed, emitted in ((30, 4), (20, 4), (26, 0)):
+        session = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=committed))
+        turn = SimpleNamespace(origin_input_ids=[0] * 26, output_ids=[0] * emitted)
+        owner = SimpleNamespace(borrowed_slot=lambda req: session)
+        assert StreamingSession.try_cache_finished_req(owner, turn)
+        report["sessions"][served].append(session.kv.kv_committed_len)
 backend_for = attention_registry.ATTENTION_BACKENDS["torch_native"]
 report["backends"] = {}
 for name, algorithm in algorithms.items():
@@ -203,6 +219,8 @@ Scheduler.get_internal_state = stub("get_internal_state", "self")
 refused("get_internal_state", patches.report_counters)
 Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self, more")
 refused("maybe_sleep_on_idle", patches.prime_when_idle)
+StreamingSession.try_cache_finished_req = stub("try_cache_finished_req", "self, req, more")
+refused("try_cache_finished_req", patches.keep_computed_kv_of_sessions)
 del kv_cache_configurator.get_req_to_token_extra_context_len
 refused("get_req_to_token_extra_context_len", patches.widen_request_rows)
 del attention_registry.ATTENTION_BACKENDS["torch_native"]
@@ -287,6 +305,10 @@ def test_other_servers_are_served_as_before(report: dict[str, Any]) -> None:
     }
 
 
+def test_turns_of_sessions_keep_what_was_computed(report: dict[str, Any]) -> None:
+    assert report["sessions"] == {"EAGLE": [30, 20, 26], "token-recycling": [29, 20, 26]}
+
+
 def test_a_scheduler_sleeps_when_nothing_can_be_primed(report: dict[str, Any]) -> None:
     assert report["idle"] == {"plain": 1, "unfinished": 0, "finished": 1, "without room": 1}
 
@@ -299,7 +321,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 10
+    assert len(report["unknown"]) == 11
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

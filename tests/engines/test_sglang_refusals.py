@@ -136,6 +136,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model": SEEING,
         "enable_lora": True,
     },
+    "a hybrid with recurrent layers: leave --enable-streaming-session out": {
+        "model": HYBRID,
+        "enable_streaming_session": True,
+    },
     "in transformers' code, where it reads media again": {
         "model": SEEING,
         "model_impl": "transformers",
@@ -174,6 +178,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "tensor parallelism": {"tp_size": 2},
     "LoRA adapters": {"lora_paths": ["adapter"]},
     "images": {"model": SEEING},
+    "streaming sessions": {"enable_streaming_session": True},
     "a hierarchical cache": {"enable_hierarchical_cache": True},
 }
 

@@ -54,6 +54,7 @@ class Case:
     stream: bool = False
     abort_after: dict[int, int] = field(default_factory=dict)
     images: list[list[int]] = field(default_factory=list)
+    session: bool = False
 
 
 @dataclass
@@ -231,7 +232,11 @@ def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]
         extra["custom_logit_processor"] = getattr(sglang_processors, case.processor).to_str()
     if case.stream or case.abort_after:
         return engine.loop.run_until_complete(_stream(engine, case, settings, pieces))
-    groups = [slice(None)] if case.together else [slice(i, i + 1) for i in range(len(settings))]
+    if case.session:
+        session = engine.open_session(capacity_of_str_len=1 << 20, streaming=True)
+        extra["session_params"] = {"id": session}
+    together = case.together and not case.session
+    groups = [slice(None)] if together else [slice(i, i + 1) for i in range(len(settings))]
     outputs: list[dict[str, Any]] = []
     for group in groups:
         if case.adapters:
@@ -241,6 +246,8 @@ def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]
         outputs += engine.generate(
             input_ids=case.prompts[group], sampling_params=settings[group], **extra
         )
+    if case.session:
+        engine.close_session(session)
     return outputs
 
 

@@ -13,6 +13,7 @@ from drafttree.patches import Patch
 from drafttree.sglang.patches import memory, runner, scheduler, server
 from drafttree.sglang.patches.memory import (
     count_layer_memory,
+    keep_computed_kv_of_sessions,
     match_prefixes_by_bigrams,
     widen_request_rows,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "count_layer_memory",
     "exchange_graphs",
     "install_acceptance_sampler",
+    "keep_computed_kv_of_sessions",
     "match_prefixes_by_bigrams",
     "observe_prefill",
     "prime_when_idle",

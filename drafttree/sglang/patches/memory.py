@@ -31,6 +31,13 @@ PATCHES: tuple[Patch, ...] = (
         reason="The KV of the drafter's layer at each token also depends on the next token, so a "
         "cached prefix is valid only if the token after it is the same.",
     ),
+    Patch(
+        target="sglang.srt.session.streaming_session:StreamingSession.try_cache_finished_req",
+        when=f"{WITH_A_WORKER}, with `--enable-streaming-session`",
+        reason="After a turn of a streaming session SGLang counts as computed the KV of all tokens "
+        "that have a slot. With the slots of a tree this includes the last token, whose KV is only "
+        "computed in the next step.",
+    ),
 )
 
 
@@ -122,3 +129,39 @@ def match_prefixes_by_bigrams() -> None:
         return create_tree_cache
 
     replace_function(kv_cache_builder, "create_tree_cache", wrap, expected=["ctx"], unknown=unknown)
+
+
+def keep_computed_kv_of_sessions() -> None:
+    """Let the next turn of a streaming session compute the KV of the last turn's last token.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.session.streaming_session import StreamingSession
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from drafttree.sglang.algorithm import TreeAlgorithm
+
+    if not hasattr(StreamingSession, "borrowed_slot"):
+        raise unknown("StreamingSession has no borrowed_slot")
+
+    def wrap(stock: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        def try_cache_finished_req(self: Any, req: Any) -> bool:
+            algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+            if not isinstance(algorithm, TreeAlgorithm):
+                return stock(self, req)
+            # The request no longer has the session's record afterwards.
+            slot = self.borrowed_slot(req)
+            kept = stock(self, req)
+            if kept and req.output_ids:
+                computed = len(req.origin_input_ids) + len(req.output_ids) - 1
+                slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, computed)
+            return kept
+
+        return try_cache_finished_req
+
+    expected = ["self", "req"]
+    replace_function(
+        StreamingSession, "try_cache_finished_req", wrap, expected=expected, unknown=unknown
+    )
