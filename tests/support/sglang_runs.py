@@ -55,6 +55,7 @@ class Case:
     abort_after: dict[int, int] = field(default_factory=dict)
     images: list[list[int]] = field(default_factory=list)
     session: bool = False
+    weights: Path | None = None
 
 
 @dataclass
@@ -176,6 +177,9 @@ def _serve(arguments: dict[str, Any], options: dict[str, Any], cases: list[Case]
         answers = []
         for case in cases:
             _load(engine, case.loads, loaded)
+            if case.weights is not None:
+                updated, message, *_ = engine.update_weights_from_disk(str(case.weights))
+                assert updated, message
             answers.append(_answer(engine, case))
         if isinstance(options.get("hot_start"), str):
             time.sleep(4)  # tables are saved when idle, and the engine kills its processes
