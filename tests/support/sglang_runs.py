@@ -56,6 +56,7 @@ class Case:
     images: list[list[int]] = field(default_factory=list)
     session: bool = False
     weights: Path | None = None
+    embeds: Path | None = None
 
 
 @dataclass
@@ -247,11 +248,29 @@ def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]
             extra["lora_path"] = case.adapters[group]
         if case.images:
             extra["image_data"] = [[*map(random_image, seeds)] for seeds in case.images[group]]
+        if case.embeds is not None:
+            outputs += _from_embeddings(engine, case.embeds, case.prompts[group], settings[group])
+            continue
         outputs += engine.generate(
             input_ids=case.prompts[group], sampling_params=settings[group], **extra
         )
     if case.session:
         engine.close_session(session)
+    return outputs
+
+
+def _from_embeddings(
+    engine: Any, model: Path, prompts: list[list[int]], settings: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    from safetensors.torch import load_file
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    request = GenerateReqInput(
+        input_embeds=[table[prompt].tolist() for prompt in prompts], sampling_params=settings
+    )
+    answers = engine.tokenizer_manager.generate_request(request, None)
+    outputs: list[dict[str, Any]] = engine.loop.run_until_complete(anext(answers))
     return outputs
 
 

@@ -12,6 +12,7 @@ seeds and the candidates of tables are the same on all of them.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import copy
 from time import perf_counter
 from typing import Any
 
@@ -135,7 +136,10 @@ class DraftModelWorker(ModelDraftingWorker):
         if self._unread_texts is not None:
             self._unread_texts.written(batch.out_cache_loc.numpy(), read=False)
             return result
-        batch.spec_info = None
+        # Prompts that are given as the target's embeddings are read as the tokens in their place.
+        batch = copy(batch)
+        batch.spec_info = batch.input_embeds = None
+        batch.replace_embeds = batch.replace_positions = None
         self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
         return result
 
