@@ -96,6 +96,13 @@ SEEING_HYBRID = {
 
 REFUSED: dict[str, dict[str, Any]] = {
     "pp-size=2": {"pp_size": 2},
+    "dcp-size=2: set it to 1": {"dcp_size": 2, "tp_size": 2},
+    "attn-cp-size=2: set it to 1": {"attn_cp_size": 2, "tp_size": 2},
+    "enable-prefill-cp=True: leave it out": {
+        "enable_prefill_cp": True,
+        "cp_strategy": "zigzag",
+        "tp_size": 2,
+    },
     "max-total-tokens=128": {"max_total_tokens": 128},
     "MLA": {
         "model": {
