@@ -23,6 +23,7 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers import tokenizer_control_mixin
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.model_executor import pool_configurator
@@ -83,6 +84,7 @@ def apply(runner, who):
     patches.accept_adapters()
     patches.report_counters()
     patches.prime_when_idle()
+    patches.refuse_recaptures()
     patches.widen_request_rows()
     patches.count_layer_memory()
     patches.match_prefixes_by_bigrams()
@@ -183,6 +185,15 @@ for served in ("EAGLE", "token-recycling"):
         owner = SimpleNamespace(borrowed_slot=lambda req: session)
         assert StreamingSession.try_cache_finished_req(owner, turn)
         report["sessions"][served].append(session.kv.kv_committed_len)
+SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
+    "update_weights_from_disk", "self, recv_req", lambda: SimpleNamespace(message="updated"))
+patches.refuse_recaptures()
+report["updates"] = [
+    SchedulerWeightUpdaterManager.update_weights_from_disk(
+        SimpleNamespace(draft_worker=worker), SimpleNamespace(recapture_cuda_graph=recaptured)
+    ).message
+    for worker in (None, SimpleNamespace(has_own_graphs=True))
+    for recaptured in (False, True)]
 backend_for = attention_registry.ATTENTION_BACKENDS["torch_native"]
 report["backends"] = {}
 for name, algorithm in algorithms.items():
@@ -219,6 +230,9 @@ Scheduler.get_internal_state = stub("get_internal_state", "self")
 refused("get_internal_state", patches.report_counters)
 Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self, more")
 refused("maybe_sleep_on_idle", patches.prime_when_idle)
+SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
+    "update_weights_from_disk", "self, recv_req, more")
+refused("update_weights_from_disk", patches.refuse_recaptures)
 StreamingSession.try_cache_finished_req = stub("try_cache_finished_req", "self, req, more")
 refused("try_cache_finished_req", patches.keep_computed_kv_of_sessions)
 del kv_cache_configurator.get_req_to_token_extra_context_len
@@ -313,6 +327,12 @@ def test_a_scheduler_sleeps_when_nothing_can_be_primed(report: dict[str, Any]) -
     assert report["idle"] == {"plain": 1, "unfinished": 0, "finished": 1, "without room": 1}
 
 
+def test_graphs_are_not_captured_again_beside_our_own(report: dict[str, Any]) -> None:
+    *others, ours = report["updates"]
+    assert others == ["updated"] * 3
+    assert "recapture_cuda_graph=True does not work" in ours
+
+
 def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
     plain, first, second = report["counters"]
     assert plain == {}
@@ -321,7 +341,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 11
+    assert len(report["unknown"]) == 12
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

@@ -72,6 +72,7 @@ def test_graphs_return_the_hidden_states_that_a_layer_reads(
 
     def propose(self: HiddenStateWorker, batch: Any) -> Any:
         assert not get_exec().features.enable_return_hidden_states, "users may ask for them"
+        assert self.has_own_graphs == (self._device.type != "cpu")
         return stock(self, batch)
 
     monkeypatch.setattr(HiddenStateWorker, "_propose", propose)

@@ -57,6 +57,7 @@ class HiddenStateWorker(ModelDraftingWorker):
         super().init_attention_backends()
         if self._device.type != "cpu":
             get_context().override(__name__, enable_return_hidden_states=True)
+            self._keep_own_graphs()
 
     def init_cuda_graphs(self) -> None:
         """SGLang's last call before it serves: capture graphs of the layer beside the target's."""

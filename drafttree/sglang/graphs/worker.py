@@ -16,6 +16,7 @@ from drafttree.ranks import Group
 from drafttree.sglang.corpus import CorpusWorker
 from drafttree.sglang.forward import forward_seconds, verification_seconds
 from drafttree.sglang.graphs.sizes import GraphSizes
+from drafttree.sglang.patches import refuse_recaptures
 from drafttree.sglang.versions import is_tested
 from drafttree.tensor_parallel import (
     drafts_alone,
@@ -36,9 +37,12 @@ class GraphWorker(CorpusWorker):
 
     Attributes:
         in_chains: Whether chains are drafted in place of trees.
+        has_own_graphs: Whether CUDA graphs of the target's weights are captured beside SGLang's, or
+            as SGLang alone would not capture them.
     """
 
     in_chains = False
+    has_own_graphs = False
     _target_worker: Any
     _runner: Any
     _group: Group
@@ -73,6 +77,11 @@ class GraphWorker(CorpusWorker):
         draft_tokens = candidate_sizes(self._num_draft_tokens, self._device)
         self._graphs = TreeGraphs.plan(self._runner, draft_tokens)
         self._sizes = self._graphs.sizes
+        self._keep_own_graphs()
+
+    def _keep_own_graphs(self) -> None:
+        self.has_own_graphs = True
+        refuse_recaptures()
 
     def _why_one_size(self) -> str | None:
         """Why all steps verify equally many draft tokens; None if they need not."""

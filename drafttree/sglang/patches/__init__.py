@@ -22,7 +22,11 @@ from drafttree.sglang.patches.runner import (
     install_acceptance_sampler,
     observe_prefill,
 )
-from drafttree.sglang.patches.scheduler import prime_when_idle, report_counters
+from drafttree.sglang.patches.scheduler import (
+    prime_when_idle,
+    refuse_recaptures,
+    report_counters,
+)
 from drafttree.sglang.patches.server import accept_adapters, route_attention, take_corpora
 
 __all__ = [
@@ -35,6 +39,7 @@ __all__ = [
     "match_prefixes_by_bigrams",
     "observe_prefill",
     "prime_when_idle",
+    "refuse_recaptures",
     "report_counters",
     "route_attention",
     "take_corpora",

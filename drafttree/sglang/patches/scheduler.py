@@ -24,6 +24,14 @@ PATCHES: tuple[Patch, ...] = (
         reason="SGLang calls it in each round of its loop in which no request is running, and then "
         "looks for requests again. Drafters prime there, one short forward in a round.",
     ),
+    Patch(
+        target="sglang.srt.managers.scheduler_components.weight_updater:"
+        "SchedulerWeightUpdaterManager.update_weights_from_disk",
+        when="on a GPU, before CUDA graphs are captured, where some are drafttree's own",
+        reason="After an update of weights SGLang captures its own CUDA graphs again if it is "
+        "asked to. Those that drafttree has captured beside them would go on with what they were "
+        "captured with, so it is refused.",
+    ),
 )
 
 
@@ -74,3 +82,36 @@ def prime_when_idle() -> None:
         return maybe_sleep_on_idle
 
     replace_function(Scheduler, "maybe_sleep_on_idle", wrap, expected=["self"], unknown=unknown)
+
+
+def refuse_recaptures() -> None:
+    """Refuse updates of weights with new CUDA graphs for workers that have captured graphs.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    def wrap(stock: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def update_weights_from_disk(self: Any, recv_req: Any) -> Any:
+            has_graphs = getattr(self.draft_worker, "has_own_graphs", False)
+            if recv_req.recapture_cuda_graph and has_graphs:
+                return UpdateWeightFromDiskReqOutput(
+                    success=False,
+                    message="the weights were not updated: recapture_cuda_graph=True does not work "
+                    "with the CUDA graphs that drafttree has captured, leave it out",
+                )
+            return stock(self, recv_req)
+
+        return update_weights_from_disk
+
+    replace_function(
+        SchedulerWeightUpdaterManager,
+        "update_weights_from_disk",
+        wrap,
+        expected=["self", "recv_req"],
+        unknown=unknown,
+    )
