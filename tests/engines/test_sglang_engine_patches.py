@@ -233,6 +233,7 @@ refused("maybe_sleep_on_idle", patches.prime_when_idle)
 SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
     "update_weights_from_disk", "self, recv_req, more")
 refused("update_weights_from_disk", patches.refuse_recaptures)
+refused("shared_read_done_event", lambda: patches.publish_reads(SimpleNamespace(device="cpu")))
 StreamingSession.try_cache_finished_req = stub("try_cache_finished_req", "self, req, more")
 refused("try_cache_finished_req", patches.keep_computed_kv_of_sessions)
 del kv_cache_configurator.get_req_to_token_extra_context_len
@@ -247,7 +248,10 @@ print("REPORT", json.dumps(report))
 
 OF_RUNNERS = {
     f"sglang.srt.model_executor.model_runner:ModelRunner.{name}"
-    for name in ("sample", "sampler", "attn_backend", "decode_cuda_graph_runner")
+    for name in (
+        *("sample", "sampler", "attn_backend", "decode_cuda_graph_runner"),
+        "shared_read_done_event",
+    )
 }
 REGISTRY = "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS"
 
@@ -341,7 +345,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 12
+    assert len(report["unknown"]) == 13
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

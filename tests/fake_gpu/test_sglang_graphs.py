@@ -75,15 +75,35 @@ def test_graphs_return_the_hidden_states_that_a_layer_reads(
         assert self.has_own_graphs == (self._device.type != "cpu")
         return stock(self, batch)
 
+    published: list[tuple[Any, Any]] = []
+    verify, read = HiddenStateWorker._verify, HiddenStateWorker._read_accepted
+
+    def verified(self: HiddenStateWorker, step: Any, output: Any) -> Any:
+        published.append((self._runner.shared_read_done_event, None))
+        outcome = verify(self, step, output)
+        published[-1] = published[-1][0], self._runner.shared_read_done_event
+        return outcome
+
+    def read_accepted(self: HiddenStateWorker, *given: Any) -> None:
+        read(self, *given)
+        assert self._runner.shared_read_done_event is published[-1][0]
+
     monkeypatch.setattr(HiddenStateWorker, "_propose", propose)
     requests = asked(GREEDY, GREEDY, GREEDY)
     options = {"steps": 3, "width": 2, "nodes": 5, "resample_nodes": 3}
     expected = decode(options, requests, WEIGHTS, None, host=HIDDEN_STATES)
+    monkeypatch.setattr(HiddenStateWorker, "_verify", verified)
+    monkeypatch.setattr(HiddenStateWorker, "_read_accepted", read_accepted)
     found = decode(options, requests, WEIGHTS, gpu, host=HIDDEN_STATES, requests=REQUESTS)
     assert_same(expected, found, requests)
     for name, each in requests.items():
         assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
     assert found.captured == {9: REQUESTS}
+    # SGLang's scheduler waits for what the layer reads too, and not only for the target.
+    assert len(published) == len(found.steps)
+    for target, layer in published:
+        assert target is not layer
+        assert None not in (target, layer)
     assert len(found.replayed) >= len(found.steps)
     assert found.counts["accepted_tokens"] > 0
     for record in found.steps:

@@ -30,7 +30,11 @@ from drafttree.sglang.drafters.draft_layer import DraftLayer
 from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.graphs.requests import RequestGraphs, whole_steps_are_captured
 from drafttree.sglang.layer_cache import LayerRows
-from drafttree.sglang.patches import count_layer_memory, match_prefixes_by_bigrams
+from drafttree.sglang.patches import (
+    count_layer_memory,
+    match_prefixes_by_bigrams,
+    publish_reads,
+)
 from drafttree.sglang.state import Proposal, Step, are_parts
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
@@ -172,6 +176,8 @@ class HiddenStateWorker(ModelDraftingWorker):
         else:
             self._read_accepted(step, hidden, verified)
             self.drafter.drafted(perf_counter() - started)
+        if self._device.type != "cpu":
+            publish_reads(self._runner)
         self.draft_seconds += perf_counter() - started
         return verified
 

@@ -21,6 +21,7 @@ from drafttree.sglang.patches.runner import (
     exchange_graphs,
     install_acceptance_sampler,
     observe_prefill,
+    publish_reads,
 )
 from drafttree.sglang.patches.scheduler import (
     prime_when_idle,
@@ -39,6 +40,7 @@ __all__ = [
     "match_prefixes_by_bigrams",
     "observe_prefill",
     "prime_when_idle",
+    "publish_reads",
     "refuse_recaptures",
     "report_counters",
     "route_attention",

@@ -36,6 +36,12 @@ PATCHES: tuple[Patch, ...] = (
         )
         for name in ("attn_backend", "decode_cuda_graph_runner")
     ),
+    Patch(
+        target="sglang.srt.model_executor.model_runner:ModelRunner.shared_read_done_event",
+        when="on a GPU, after each verification with methods that read hidden states",
+        reason="Where steps overlap, SGLang's scheduler writes to its slot table as soon as the "
+        "target has read it. The drafter's layer reads it after the target.",
+    ),
 )
 
 
@@ -99,3 +105,21 @@ def exchange_graphs(runner: Any, attn_backend: Any, graph_runner: Any) -> Iterat
         yield
     finally:
         runner.attn_backend, runner.decode_cuda_graph_runner = stock
+
+
+def publish_reads(runner: Any) -> None:
+    """Let SGLang's scheduler wait for all that was launched so far before it writes to its tables.
+
+    Args:
+        runner: The target's model runner, on a GPU.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    import torch
+
+    if not hasattr(runner, "shared_read_done_event"):
+        raise unknown("ModelRunner has no shared_read_done_event")
+    event = torch.get_device_module(runner.device).Event()
+    event.record()
+    runner.shared_read_done_event = event

@@ -256,6 +256,7 @@ class _Runner:
         self.model = Model(weights.after.to(device))
         self.sampler = Sampler()
         self.sampling_observer = self.watermark_state = None
+        self.shared_read_done_event: Any = None
         self.ngram_embedding_manager = SimpleNamespace(update_after_decode=lambda **given: None)
         self._unwatched = unwatched
 
