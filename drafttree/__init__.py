@@ -3,18 +3,8 @@
 The names below are the public API; everything else may change between minor versions.
 """
 
-from drafttree.drafter import (
-    AcceptanceRule,
-    Attend,
-    Drafter,
-    DraftForward,
-    DraftModelDrafter,
-    HiddenStateDrafter,
-    ModelDrafter,
-    ModelFreeDrafter,
-    Target,
-    TreeRule,
-)
+from drafttree.acceptance_rules import AcceptanceRule, TreeRule
+from drafttree.drafter import Drafter, ModelFreeDrafter
 from drafttree.method import (
     DRAFT_MODEL,
     HIDDEN_STATE,
@@ -26,6 +16,14 @@ from drafttree.method import (
     find_method,
     installed_methods,
 )
+from drafttree.model_drafters import (
+    Attend,
+    DraftForward,
+    DraftModelDrafter,
+    HiddenStateDrafter,
+    ModelDrafter,
+)
+from drafttree.target import Target
 from drafttree.tree import DraftTree, StaticTree, Verified
 
 __version__ = "0.2.0"

@@ -16,13 +16,9 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drafttree.drafter import (
-    Drafter,
-    DraftModelDrafter,
-    HiddenStateDrafter,
-    ModelFreeDrafter,
-    Target,
-)
+from drafttree.drafter import Drafter, ModelFreeDrafter
+from drafttree.model_drafters import DraftModelDrafter, HiddenStateDrafter
+from drafttree.target import Target
 from drafttree.tree_shape import TreeShape
 
 GROUP = "drafttree.methods"

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-from drafttree.drafter import AcceptanceRule, ModelFreeDrafter, PrimeForward, TreeRule
+from drafttree.acceptance_rules import AcceptanceRule, TreeRule
+from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.ranks import Group
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape

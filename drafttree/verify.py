@@ -15,7 +15,7 @@ import torch
 from tree_kernels.accept import accept_step, accept_walk
 from tree_kernels.draw import draw_tokens
 
-from drafttree.drafter import TreeRule
+from drafttree.acceptance_rules import TreeRule
 from drafttree.tree import DraftTree, Verified
 
 Draw = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

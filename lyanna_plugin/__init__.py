@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from drafttree.drafter import Target
 from drafttree.method import HIDDEN_STATE, Method
+from drafttree.target import Target
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaDrafter
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from drafttree.budget import TreeShape
-from drafttree.drafter import Attend, HiddenStateDrafter, Target
+from drafttree.model_drafters import Attend, HiddenStateDrafter
+from drafttree.target import Target
 from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified

@@ -37,8 +37,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from drafttree.drafter import Target
 from drafttree.method import MODEL_FREE, Method
+from drafttree.target import Target
 from recycle_plugin.config import RecycleOptions
 from recycle_plugin.dynamic import DynamicTreeDrafter
 from recycle_plugin.static import StaticTreeDrafter

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from drafttree.budget import ShapeBudget, measure_forwards
-from drafttree.drafter import ModelDrafter, Target
 from drafttree.method import MethodOptions
+from drafttree.model_drafters import ModelDrafter
 from drafttree.ranks import Group
+from drafttree.target import Target
 from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.tree import DraftTree, Verified
 from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, make_drafter

@@ -4,8 +4,8 @@ sampling (arXiv 2402.14160) or by traversal verification (arXiv 2505.12398).
 
 from __future__ import annotations
 
-from drafttree.drafter import Target
 from drafttree.method import DRAFT_MODEL, Method
+from drafttree.target import Target
 from rsd_plugin.config import RsdOptions
 from rsd_plugin.drafter import RsdDrafter
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from drafttree.budget import TreeShape
 from drafttree.budget.draft_times import ReadTimes
-from drafttree.drafter import DraftForward, DraftModelDrafter
+from drafttree.model_drafters import DraftForward, DraftModelDrafter
 from drafttree.ranks import Group
 from drafttree.tree import DraftTree
 from drafttree.tree_union import Candidates

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from tree_kernels.rejection import reject_step
 from tree_kernels.traversal import traverse_trees
 
-from drafttree.drafter import TreeRule
+from drafttree.acceptance_rules import TreeRule
 from drafttree.tree import DraftTree
 
 

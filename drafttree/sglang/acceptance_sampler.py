@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.runtime_context import get_exec
 
-from drafttree.drafter import AcceptanceRule
+from drafttree.acceptance_rules import AcceptanceRule
 
 
 class AcceptanceSampler(Sampler):

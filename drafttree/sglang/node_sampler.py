@@ -14,7 +14,7 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from tree_kernels.mask import tree_mask
 
-from drafttree.drafter import AcceptanceRule
+from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.sglang.acceptance_sampler import AcceptanceSampler
 from drafttree.sglang.state import Step
 

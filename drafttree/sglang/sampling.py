@@ -18,7 +18,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from tree_kernels.adjacency import top_candidates
 
-from drafttree.drafter import AcceptanceRule, TreeRule
+from drafttree.acceptance_rules import AcceptanceRule, TreeRule
 from drafttree.sglang.node_sampler import NodeSampler, can_sample_all
 from drafttree.sglang.state import Step, asks_for_tokens_alone, is_plain_greedy
 from drafttree.transfer import on_device

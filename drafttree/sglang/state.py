@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from drafttree.drafter import AcceptanceRule
+from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.sglang.grammars import follows_trees
 from drafttree.sglang.penalties import has_penalties
 from drafttree.transfer import AsyncHostCopy, all_on_device, on_device

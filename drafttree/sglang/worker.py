@@ -21,7 +21,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
-from drafttree.drafter import Drafter, Target
+from drafttree.drafter import Drafter
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
@@ -47,6 +47,7 @@ from drafttree.sglang.state import (
     why_undrafted,
 )
 from drafttree.sglang.verify_input import drop_unusable, prepare_verify, relay
+from drafttree.target import Target
 from drafttree.tensor_parallel import broadcast_trees, broadcast_verified, drafts_alone
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified

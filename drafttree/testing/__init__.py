@@ -10,14 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from drafttree.drafter import (
-    Drafter,
-    DraftModelDrafter,
-    HiddenStateDrafter,
-    ModelFreeDrafter,
-    Target,
-)
+from drafttree.drafter import Drafter, ModelFreeDrafter
 from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE, Method
+from drafttree.model_drafters import DraftModelDrafter, HiddenStateDrafter
+from drafttree.target import Target
 from drafttree.testing.draft_model import check_draft_model
 from drafttree.testing.hidden_state import check_hidden_state
 from drafttree.testing.model_free import check_model_free

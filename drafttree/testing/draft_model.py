@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from tree_kernels.mask import depths
 
-from drafttree.drafter import AcceptanceRule, DraftModelDrafter, Target, TreeRule
+from drafttree.acceptance_rules import AcceptanceRule, TreeRule
+from drafttree.model_drafters import DraftModelDrafter
 from drafttree.seeds import Seeds
+from drafttree.target import Target
 from drafttree.testing.session import Session, as_verified, paths_of, random_weights, set_up
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import Chosen, verify_sampled

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from tree_kernels.mask import depths
 
-from drafttree.drafter import Attend, HiddenStateDrafter, Target
+from drafttree.model_drafters import Attend, HiddenStateDrafter
+from drafttree.target import Target
 from drafttree.testing.session import (
     MAX_MODEL_LEN,
     MAX_REQUESTS,

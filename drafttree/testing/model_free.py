@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from drafttree.drafter import ModelFreeDrafter, Target
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.target import Target
 from drafttree.testing.session import Session, as_verified, paths_of, random_weights, set_up
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_target

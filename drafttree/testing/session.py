@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from drafttree.drafter import Drafter, ModelFreeDrafter, Target
+from drafttree.drafter import Drafter, ModelFreeDrafter
+from drafttree.target import Target
 from drafttree.tree import DraftTree, Verified
 
 MAX_REQUESTS = 4

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from drafttree.drafter import Target
+from drafttree.target import Target
 
 VOCAB_SIZE = 64
 """Vocabulary size of the random target unless another is asked for."""

@@ -12,9 +12,10 @@ from tree_kernels.kv_move import KvMover, movers_of
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from drafttree.drafter import Drafter, Target
+from drafttree.drafter import Drafter
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder
+from drafttree.target import Target
 from drafttree.vllm.attention.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.priming import blocks_for_priming
 

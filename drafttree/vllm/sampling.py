@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
 
-from drafttree.drafter import AcceptanceRule, TreeRule
+from drafttree.acceptance_rules import AcceptanceRule, TreeRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import Chosen, draw_ahead, draws_ahead, verify_sampled, verify_target
 from drafttree.vllm import patches

@@ -13,7 +13,7 @@ from rank_threads import RANKS, Ranks, on_ranks
 
 pytest.importorskip("vllm")
 
-from drafttree.drafter import TreeRule
+from drafttree.acceptance_rules import TreeRule
 from drafttree.tensor_parallel import rule_of_first_rank, shape_of_first_rank
 from drafttree.tree_shape import TreeShape
 from drafttree.vllm.drafters import draft_layer

@@ -20,7 +20,7 @@ from vllm.v1.sample.logits_processor import (
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from drafttree.drafter import TreeRule
+from drafttree.acceptance_rules import TreeRule
 from drafttree.tree import DraftTree
 from drafttree.vllm import tree_rules
 from drafttree.vllm.acceptance_sampler import AcceptanceSampler

@@ -12,7 +12,7 @@ import torch
 from fake_gpu.record import Record
 from fake_gpu.tensors import DeviceTensor, Gpu
 
-from drafttree.drafter import TreeRule
+from drafttree.acceptance_rules import TreeRule
 from drafttree.seeds import Seeds
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified

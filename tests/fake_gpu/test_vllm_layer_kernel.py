@@ -20,7 +20,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from drafttree.drafter import Attend
+from drafttree.model_drafters import Attend
 from drafttree.vllm.attention.triton import TritonTreeImpl, TritonTreeMetadataBuilder
 from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_chains import DraftChains

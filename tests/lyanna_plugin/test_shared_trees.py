@@ -13,7 +13,8 @@ from tiny_models import make_tiny_llama
 
 from drafttree.budget import TreeChoice
 from drafttree.budget.level_acceptance import NO_DRAFTS
-from drafttree.drafter import Attend, HiddenStateDrafter, Target
+from drafttree.model_drafters import Attend, HiddenStateDrafter
+from drafttree.target import Target
 from drafttree.testing import check_drafter, random_target
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin import METHOD

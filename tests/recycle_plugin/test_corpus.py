@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from drafttree.cli import app
-from drafttree.drafter import Target
+from drafttree.target import Target
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, make_drafter
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."

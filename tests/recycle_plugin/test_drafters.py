@@ -10,7 +10,7 @@ import torch
 from tree_kernels.copies import BUCKETS
 from tree_kernels.source_stats import SourceStats
 
-from drafttree.drafter import Target
+from drafttree.target import Target
 from drafttree.tree import DraftTree
 from drafttree.verify import verify_target
 from recycle_plugin import (

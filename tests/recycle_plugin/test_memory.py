@@ -10,7 +10,7 @@ import pytest
 import torch
 from tree_kernels.copies import BUCKETS
 
-from drafttree.drafter import Target
+from drafttree.target import Target
 from drafttree.verify import verify_target
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, make_drafter
 from recycle_plugin.storage.table_files import load_tables, save_tables

@@ -13,7 +13,7 @@ from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
 from drafttree.cli import app
-from drafttree.drafter import Target
+from drafttree.target import Target
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, StaticTreeDrafter, make_drafter
 from recycle_plugin.storage import priming
 from recycle_plugin.storage.primed_files import (

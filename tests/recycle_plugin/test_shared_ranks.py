@@ -7,7 +7,7 @@ import logging
 import torch
 from rank_threads import Ranks, on_ranks
 
-from drafttree.drafter import Target
+from drafttree.target import Target
 from drafttree.tree import Verified
 from drafttree.tree_union import Candidates
 from recycle_plugin.config import RecycleOptions

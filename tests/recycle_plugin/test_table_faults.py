@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from property_settings import CASES
 from safetensors.torch import save, save_file
 
-from drafttree.drafter import Target
+from drafttree.target import Target
 from drafttree.testing import check_drafter
 from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, Tables
 from recycle_plugin.storage.hot_start import open_hot_start

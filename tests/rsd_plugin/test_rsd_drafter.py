@@ -9,9 +9,9 @@ import torch
 from scipy.stats import chisquare
 from scripted_budget import ScriptedBudget
 
+from drafttree.acceptance_rules import TreeRule
 from drafttree.budget import TreeShape
 from drafttree.budget.level_acceptance import NO_DRAFTS
-from drafttree.drafter import TreeRule
 from drafttree.seeds import Seeds
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled, verify_target

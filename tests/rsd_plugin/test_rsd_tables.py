@@ -14,8 +14,9 @@ from scripted_budget import ScriptedBudget
 
 from drafttree.budget import TreeChoice, TreeShape
 from drafttree.budget.level_acceptance import NO_DRAFTS
-from drafttree.drafter import DraftModelDrafter, Target
+from drafttree.model_drafters import DraftModelDrafter
 from drafttree.seeds import Seeds
+from drafttree.target import Target
 from drafttree.testing import check_method, random_target
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_union import Candidates

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from drafttree.drafter import Target
 from drafttree.model_files import first_rows_fingerprint
+from drafttree.target import Target
 from lyanna_plugin.checkpoint import layer_config
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaDrafter

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from drafttree.drafter import HiddenStateDrafter
+from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.sglang.layer_cache import LayerCache, LayerRows
 
 

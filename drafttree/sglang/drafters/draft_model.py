@@ -24,8 +24,8 @@ from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from tree_kernels.mask import depths, tree_mask
 
 from drafttree.arrays import LongArray
-from drafttree.drafter import DraftModelDrafter
 from drafttree.method import Method
+from drafttree.model_drafters import DraftModelDrafter
 from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.drafters.draft_model_texts import DraftModelTexts

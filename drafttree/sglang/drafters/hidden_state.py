@@ -25,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_context
 
 from drafttree.deferred_rows import DeferredRows
-from drafttree.drafter import HiddenStateDrafter
+from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.sglang.drafters.draft_layer import DraftLayer
 from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.graphs.requests import RequestGraphs, whole_steps_are_captured

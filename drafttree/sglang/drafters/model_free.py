@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from drafttree.drafter import Drafter, ModelFreeDrafter, Target
+from drafttree.drafter import Drafter, ModelFreeDrafter
 from drafttree.grammar import JumpForwardTokenizer
 from drafttree.method import Method
 from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.sglang.grammars import BoundTrees, bind_trees
 from drafttree.sglang.state import Proposal, Step, is_drafted_bound, sampled_tokens
+from drafttree.target import Target
 from drafttree.tensor_parallel import NonDraftingRank, drafts_alone, is_drafting_rank
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from drafttree.drafter import ModelDrafter, ModelFreeDrafter
+from drafttree.drafter import ModelFreeDrafter
+from drafttree.model_drafters import ModelDrafter
 from drafttree.sglang.drafters.observing import ObservingWorker
 from drafttree.tree import NO_TOKEN, DraftTree
 

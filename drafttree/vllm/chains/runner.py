@@ -22,7 +22,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from drafttree.arrays import IntArray
 from drafttree.chains import as_chains
-from drafttree.drafter import Target
+from drafttree.target import Target
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.model_free import ModelFreeRunner
 from drafttree.vllm.forward import step_seconds

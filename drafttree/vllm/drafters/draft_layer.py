@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from drafttree.deferred_rows import TakenRows
-from drafttree.drafter import HiddenStateDrafter
+from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.tensor_parallel import drafts_alone
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree

@@ -20,9 +20,10 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.sample.sampler import Sampler
 
+from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.arrays import IntArray
-from drafttree.drafter import AcceptanceRule, DraftModelDrafter
 from drafttree.method import Method
+from drafttree.model_drafters import DraftModelDrafter
 from drafttree.seeds import Seeds
 from drafttree.tensor_parallel import rule_of_first_rank, shape_of_first_rank
 from drafttree.transfer import on_device

@@ -24,8 +24,8 @@ from vllm.forward_context import get_forward_context, override_forward_context
 
 from drafttree.arrays import IntArray
 from drafttree.deferred_rows import DeferredRows
-from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
+from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.tensor_parallel import broadcast_tensor, shape_of_first_rank
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified

@@ -19,8 +19,9 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.arrays import IntArray, LongArray
-from drafttree.drafter import AcceptanceRule, ModelDrafter
+from drafttree.model_drafters import ModelDrafter
 from drafttree.tensor_parallel import broadcast_trees
 from drafttree.transfer import AsyncHostCopy, on_device
 from drafttree.tree import DraftTree, Verified

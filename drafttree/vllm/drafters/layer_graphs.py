@@ -17,7 +17,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 
-from drafttree.drafter import Attend, HiddenStateDrafter
+from drafttree.model_drafters import Attend, HiddenStateDrafter
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.step_parts import StepParts, other_model

@@ -21,8 +21,9 @@ from tree_kernels.scheduled_trees import Layout
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 
-from drafttree.drafter import AcceptanceRule, DraftModelDrafter
+from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.method import Method
+from drafttree.model_drafters import DraftModelDrafter
 from drafttree.transfer import all_on_device
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.drafters.draft_graphs import DraftGraphs

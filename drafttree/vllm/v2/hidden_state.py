@@ -17,8 +17,8 @@ from vllm.forward_context import override_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from drafttree.deferred_rows import DeferredRows
-from drafttree.drafter import HiddenStateDrafter
 from drafttree.method import Method
+from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.tree import DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.drafters.draft_chains import DraftChains

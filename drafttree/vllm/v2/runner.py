@@ -22,8 +22,9 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
+from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.budget.tier_explanation import TierExplanation
-from drafttree.drafter import AcceptanceRule, Drafter
+from drafttree.drafter import Drafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.tensor_parallel import NonDraftingRank

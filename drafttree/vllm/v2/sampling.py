@@ -17,7 +17,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
-from drafttree.drafter import AcceptanceRule, TreeRule
+from drafttree.acceptance_rules import AcceptanceRule, TreeRule
 from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_sampled, verify_target
 from drafttree.vllm.v2.chunks import Chunk, chunks_of

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import typer
 
-from drafttree.drafter import Target
+from drafttree.target import Target
 from drafttree.verify import verify_target
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, make_drafter
 from scripts.experiments.common import heading, row

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from drafttree.drafter import Attend, Target
+from drafttree.model_drafters import Attend
+from drafttree.target import Target
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaTrees
 from lyanna_plugin.tree import TokenTable

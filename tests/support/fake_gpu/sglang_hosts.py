@@ -15,13 +15,15 @@ from unittest import mock
 
 import torch
 
-from drafttree.drafter import Attend, Drafter, Target
+from drafttree.drafter import Drafter
 from drafttree.method import HIDDEN_STATE, MODEL_FREE, Method
+from drafttree.model_drafters import Attend
 from drafttree.sglang.drafters import draft_model
 from drafttree.sglang.drafters.draft_model import DraftModelWorker
 from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
 from drafttree.sglang.drafters.model_free import ModelFreeWorker
 from drafttree.sglang.worker import TreeWorker
+from drafttree.target import Target
 from drafttree.tree import DraftTree
 from fake_gpu.layer_drafter import LayerDrafter, pattern
 from lyanna_plugin.config import LyannaOptions

@@ -20,8 +20,8 @@ from vllm.compilation.counter import compilation_counter
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from drafttree.drafter import Target
 from drafttree.method import HIDDEN_STATE, Method
+from drafttree.target import Target
 from drafttree.vllm.attention.backends import TreeMetadataBuilder
 from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_layer import LAYER

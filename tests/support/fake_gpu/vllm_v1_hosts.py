@@ -12,8 +12,8 @@ import pytest
 import torch
 from tree_kernels.kv_move import movers_of
 
-from drafttree.drafter import Target
 from drafttree.method import Method
+from drafttree.target import Target
 from drafttree.vllm.drafters import draft_model
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.drafters.draft_model import DraftModelRunner

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tree_kernels.kv_move import movers_of
 
-from drafttree.drafter import Target
 from drafttree.method import Method
+from drafttree.target import Target
 from drafttree.vllm import patches
 from drafttree.vllm.drafters.draft_layer import LAYER
 from drafttree.vllm.v2 import draft_model
