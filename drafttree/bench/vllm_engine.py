@@ -117,7 +117,7 @@ class VllmEngine:
 
     def prime(self, _: None) -> tuple[int, int]:
         """Let the drafter prime in one short forward, as an engine core does between requests."""
-        from drafttree.vllm.priming import prime_once
+        from drafttree.vllm.engine_priming import prime_once
 
         progress = prime_once(self._llm.llm_engine.engine_core.engine_core)
         assert progress is not None

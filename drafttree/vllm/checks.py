@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from drafttree.chains import Chains
 from drafttree.compatibility import is_in_chains, is_refused
 from drafttree.vllm.chain_choice import choose_chains
 from drafttree.vllm.media_checks import check_media
 from drafttree.vllm.runner_choice import choose_v2
+from drafttree.vllm.serving import WORKERS, Serving
 from drafttree.vllm.versions import TESTED, is_supported, is_tested, window
 
 if TYPE_CHECKING:
@@ -22,25 +22,6 @@ if TYPE_CHECKING:
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
 
-
-WORKERS = {
-    "cpu": "drafttree.vllm.cpu_worker.TreeCPUWorker",
-    "cuda": "drafttree.vllm.gpu_worker.TreeGPUWorker",
-}
-"""Worker classes by type of device."""
-
-WORKERS_V2 = {
-    "cpu": "drafttree.vllm.v2.cpu_worker.TreeCPUWorkerV2",
-    "cuda": "drafttree.vllm.v2.gpu_worker.TreeGPUWorkerV2",
-}
-"""Worker classes for the V2 model runner by type of device."""
-
-CHAIN_WORKERS = {
-    "cpu": "drafttree.vllm.chains.cpu_worker.ChainCPUWorker",
-    "cuda": "drafttree.vllm.chains.gpu_worker.ChainGPUWorker",
-}
-"""Worker classes for chains of draft tokens by type of device."""
-
 FP8_KV = ("fp8", "fp8_e4m3")
 """The engine's names of KV caches in 8-bit floats that are served, on CUDA."""
 
@@ -49,27 +30,6 @@ BROUGHT = "auto (quantised by the checkpoint)"
 
 TRITON = "TRITON_ATTN"
 """The attention backend on CUDA that draft trees replace."""
-
-
-class Serving(NamedTuple):
-    """How an engine is going to serve a method.
-
-    Attributes:
-        device: Type of the device.
-        uses_v2: Whether it runs vLLM's V2 model runner.
-        chains: The chains that are drafted in place of trees; None for trees.
-    """
-
-    device: str
-    uses_v2: bool
-    chains: Chains | None = None
-
-    @property
-    def worker(self) -> str:
-        """The path of the worker class."""
-        if self.chains is not None:
-            return CHAIN_WORKERS[self.device]
-        return (WORKERS_V2 if self.uses_v2 else WORKERS)[self.device]
 
 
 def check_engine(

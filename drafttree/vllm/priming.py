@@ -1,30 +1,20 @@
-"""Priming in vLLM: a drafter's forwards outside of steps, at start-up and between requests.
+"""A worker's part of priming in vLLM: a drafter's forwards outside of steps.
 
-An engine core without requests waits for messages in its own process, and workers wait for its
-calls. So the engine core calls the workers, as for a step: all ranks run the same forwards in the
-same order, and the first one decides which. It lends them blocks of the KV cache for each call, so
-that no request and no cached prefix has them.
+The engine core calls all workers, as for a step (`drafttree.vllm.engine_priming`): all ranks run
+the same forwards in the same order, and the first one decides which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.logger import init_logger
 
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.tensor_parallel import prime_ranks
 from drafttree.vllm.forward import child_logits, next_logits
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
-
-# A child of vLLM's logger: other loggers are not printed.
-logger = init_logger(f"vllm.{__name__}")
 
 MAX_TOKENS = 64
 """Greatest number of tokens of a forward. More are no faster on a CPU, and their logits take more
@@ -85,41 +75,3 @@ def prime_without_trees(
 def blocks_for_priming(block_size: int) -> int:
     """Number of blocks that the largest forward over a tree needs."""
     return -(-(MAX_TOKENS + 1) // block_size)
-
-
-_finished: WeakSet[EngineCoreProc] = WeakSet()
-
-
-def prime_until_work(core: EngineCoreProc) -> None:
-    """Let the workers of an engine core that has no work prime until a message arrives."""
-    while (
-        core not in _finished
-        and core.is_running()
-        and core.input_queue.empty()
-        and not core.is_sleeping()
-    ):
-        progress = prime_once(core)
-        if progress is None:
-            return
-        done, everything = progress
-        if done == everything:
-            _finished.add(core)
-
-
-def prime_once(core: EngineCore) -> tuple[int, int] | None:
-    """Let the workers of an engine core without requests prime in one short forward.
-
-    Returns:
-        How much is computed, and how much there is in all; None while the weights are missing.
-    """
-    # Blocks without a cached prefix come first, and go back to the front.
-    pool = core.scheduler.kv_cache_manager.block_pool
-    count: int = core.collective_rpc("drafttree_priming_blocks")[0]
-    blocks = pool.get_new_blocks(min(count, pool.get_num_free_blocks()))
-    try:
-        numbers = [block.block_id for block in blocks]
-        progress: tuple[int, int] | None
-        progress = core.collective_rpc("drafttree_prime", args=(numbers,))[0]
-    finally:
-        pool.free_blocks(blocks)
-    return progress

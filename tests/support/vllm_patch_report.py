@@ -127,7 +127,7 @@ def _idle(config: Any) -> dict[str, Any]:
     from vllm.v1.engine.core import EngineCoreProc
 
     from drafttree.patches import is_replaced
-    from drafttree.vllm import priming
+    from drafttree.vllm import engine_priming
 
     name = "_notify_idle_state_callbacks"
     called: list[str] = []
@@ -143,7 +143,7 @@ def _idle(config: Any) -> dict[str, Any]:
         for kind, speculative in (("plain", None), ("ours", sent)):
             core: Any = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculative))
             prime = mock.Mock(side_effect=lambda core: called.append("primed"))
-            with mock.patch.object(priming, "prime_until_work", prime):
+            with mock.patch.object(engine_priming, "prime_until_work", prime):
                 getattr(EngineCoreProc, name)(core)
             primed[kind] = called.copy()
             called.clear()

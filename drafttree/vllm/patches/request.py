@@ -80,7 +80,7 @@ def prime_when_idle() -> None:
         def _notify_idle_state_callbacks(self: EngineCoreProc) -> None:
             stock(self)
             if requested(self.vllm_config.speculative_config) is not None:
-                from drafttree.vllm.priming import prime_until_work
+                from drafttree.vllm.engine_priming import prime_until_work
 
                 prime_until_work(self)
 
