@@ -36,12 +36,17 @@ def prime_once(core: EngineCore) -> tuple[int, int] | None:
     """Let the workers of an engine core without requests prime in one short forward.
 
     Returns:
-        How much is computed, and how much there is in all; None while the weights are missing.
+        How much is computed, and how much there is in all; None while the weights are missing, or
+        too many blocks are held by requests that do not run, such as open sessions.
     """
     # Blocks without a cached prefix come first, and go back to the front.
     pool = core.scheduler.kv_cache_manager.block_pool
     count: int = core.collective_rpc("drafttree_priming_blocks")[0]
-    blocks = pool.get_new_blocks(min(count, pool.get_num_free_blocks()))
+    # The engine keeps one block for itself.
+    count = min(count, pool.num_gpu_blocks - 1)
+    if pool.get_num_free_blocks() < count:
+        return None
+    blocks = pool.get_new_blocks(count)
     try:
         numbers = [block.block_id for block in blocks]
         progress: tuple[int, int] | None
