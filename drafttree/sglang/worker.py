@@ -205,7 +205,7 @@ class TreeWorker(GraphWorker):
         return self._target_worker.forward_batch_generation(batch)
 
     def _prompts_verified(self, batch: Any, next_tokens: torch.Tensor) -> None:
-        """Tell the drafter of the first tokens after prompts, as of steps without drafts.
+        """Report the first tokens after prompts to the drafter, as of steps without drafts.
 
         Args:
             batch: SGLang's batch, once its prompts are read.

@@ -109,7 +109,7 @@ class Session(ABC, Generic[D]):
         return torch.tensor([len(self._texts[slot]) - 1 for slot in slots.tolist()])
 
     def _prompt_read(self, slot: int, root: int, emitted: int) -> None:
-        """Tell the drafter of the token after a prompt, or -1 after a part of one."""
+        """Report the token after a prompt to the drafter, or -1 after a part of one."""
         trees = DraftTree.of_roots(torch.tensor([root], dtype=torch.int32))
         token = torch.tensor([[emitted]], dtype=torch.int32)
         verified = Verified(torch.zeros_like(token), token, torch.ones_like(trees.tree_size))

@@ -17,7 +17,7 @@ from drafttree.tensor_parallel import prime_ranks
 
 
 class ObservingWorker(TreeWorker):
-    """Tells a `ModelFreeDrafter` of texts and logits, and lets it prime."""
+    """Passes texts and logits to a `ModelFreeDrafter`, and lets it prime."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

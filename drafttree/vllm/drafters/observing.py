@@ -14,7 +14,7 @@ from drafttree.vllm.step import StepTrees
 
 
 def start_text(runner: Any, drafter: ModelFreeDrafter, name: str, slot: int) -> None:
-    """Tell a drafter of a request that starts or restarts in `slot`."""
+    """Report to a drafter that a request starts or restarts in `slot`."""
     batch = runner.input_batch
     row = batch.req_id_to_index[name]
     text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]

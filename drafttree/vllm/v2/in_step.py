@@ -95,10 +95,10 @@ class InStepRunnerV2(TreeRunnerV2):
         self._batch = input_batch
         return super().prepare_attn(input_batch)
 
-    def _tell_builders(self, masks: StepMasks | None) -> None:
+    def _set_step_masks(self, masks: StepMasks | None) -> None:
         if masks is not None:
             self._shown = masks.masks
-        super()._tell_builders(masks)
+        super()._set_step_masks(masks)
 
     def sample(
         self, hidden_states: torch.Tensor, input_batch: InputBatch, *args: Any, **kwargs: Any

@@ -226,7 +226,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         masks = None
         if input_batch.num_draft_tokens:
             masks = StepMasks(self._step.requests, self._step.sizes, self._step.masks)
-        self._tell_builders(masks)
+        self._set_step_masks(masks)
         self._laid_out(input_batch, self._step)
         return prepared
 
@@ -247,10 +247,10 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
         """Lay out a step without requests."""
-        self._tell_builders(None)
+        self._set_step_masks(None)
         return super().prepare_dummy_attn(*args, **kwargs)
 
-    def _tell_builders(self, masks: StepMasks | None) -> None:
+    def _set_step_masks(self, masks: StepMasks | None) -> None:
         for builder in self._builders():
             builder.step_masks = masks
 
@@ -264,7 +264,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         step, self._step = self._step, None
         assert step is not None
         # Graphs may be captured next.
-        self._tell_builders(None)
+        self._set_step_masks(None)
         batch = input_batch
         self._begin_report(batch)
         # The drafter's text of a prompt that is read in part goes beyond the root.

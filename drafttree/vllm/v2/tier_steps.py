@@ -85,7 +85,7 @@ class TierSteps:
             self._coming = self._chosen
 
     def arrived(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Tell the controller what came of a step whose output has arrived."""
+        """Report the outcome of a step, whose output has arrived, to the controller."""
         plan = self._sent.popleft()
         is_timed = not self._untimed
         self._untimed = max(self._untimed - 1, 0)
