@@ -162,9 +162,8 @@ def _check_version() -> None:
 def _check_platform(method: Method[Any], engine: EngineArgs) -> str:
     from vllm.platforms import CpuArchEnum, current_platform
 
-    # ROCm's devices are of the type "cuda" too.
-    known = {"cuda": current_platform.is_cuda(), "cpu": current_platform.is_cpu()}
-    device = next((name for name, is_it in known.items() if is_it), current_platform.device_name)
+    # Not its `device_type`, which is "cuda" with ROCm too.
+    device = str(current_platform.device_name)
     if device not in WORKERS:
         raise ValueError(
             f"draft trees work on x86 CPUs and CUDA GPUs, not on device={device!r}: leave the "

@@ -120,6 +120,18 @@ def with_defaults(speculative: dict[str, Any]) -> dict[str, Any]:
     return {"prime": False, **({} if is_sized else {"nodes": 80}), **speculative}
 
 
+def engine_arguments(model: Path, **given: Any) -> dict[str, Any]:
+    """The arguments of an eager engine in float32 that reads and gives token ids."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "skip_tokenizer_init": True,
+        **given,
+    }
+
+
 def run_vllm(
     model: Path,
     cases: list[Case],
@@ -140,18 +152,14 @@ def run_vllm(
     Raises:
         RunFailed: The engine did not start, or stopped.
     """
-    arguments = {
-        "model": str(model),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 1024,
+    given = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 1024,
-        "skip_tokenizer_init": True,
         "seed": 0,
         "disable_log_stats": False,
         **engine,
     }
+    arguments = engine_arguments(model, **given)
     if speculative is not None:
         arguments["speculative_config"] = with_defaults(speculative)
     fault = {faults.VARIABLE: planted_fault} if planted_fault else {}

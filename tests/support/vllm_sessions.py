@@ -9,7 +9,14 @@ from typing import Any
 
 from engine_host.jobs import run_job
 from v2_on_cpu import check_runner, for_runner
-from vllm_runs import ENVIRONMENT, TIMEOUTS, counts, sampling_parameters, with_defaults
+from vllm_runs import (
+    ENVIRONMENT,
+    TIMEOUTS,
+    counts,
+    engine_arguments,
+    sampling_parameters,
+    with_defaults,
+)
 
 Turn = tuple[list[int], dict[str, Any]]
 """A prompt, and keyword arguments of `SamplingParams`."""
@@ -47,16 +54,7 @@ def run_sessions(
     Raises:
         RunFailed: The engine did not start, or stopped.
     """
-    arguments = {
-        "model": str(model),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "max_num_seqs": 2,
-        "skip_tokenizer_init": True,
-        "seed": 0,
-        **engine,
-    }
+    arguments = engine_arguments(model, **{"max_num_seqs": 2, "seed": 0, **engine})
     if speculative is not None:
         arguments["speculative_config"] = with_defaults(speculative)
     seconds = TIMEOUTS[runner == "v2"]

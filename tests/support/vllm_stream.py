@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_host.jobs import run_job
 from v2_on_cpu import check_runner, for_runner
-from vllm_runs import ENVIRONMENT
+from vllm_runs import ENVIRONMENT, engine_arguments
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
@@ -62,16 +62,8 @@ def stream_vllm(
     Raises:
         RunFailed: The engine did not start, or stopped.
     """
-    arguments = {
-        "model": str(model),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 1024,
-        "max_num_seqs": 4,
-        "skip_tokenizer_init": True,
-        "speculative_config": speculative,
-        **engine,
-    }
+    given = {"max_num_seqs": 4, "speculative_config": speculative, **engine}
+    arguments = engine_arguments(model, **given)
     answer: Streamed
     environment = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | for_runner(runner)
     answer, log = run_job(

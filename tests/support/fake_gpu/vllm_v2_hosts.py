@@ -39,7 +39,7 @@ from rsd_plugin import METHOD as RSD
 
 
 class HostRunner(TreeRunnerV2, Stock):
-    """Base class.
+    """Base class of the runners.
 
     Attributes:
         method: The method that drafts.
