@@ -19,6 +19,8 @@ static void reject_one(const float* target, const float* draft, const int32_t* c
   Row& q = scratch.target;
   Draft& p = scratch.draft;
   q.read(target, vocab);
+  // After a target without mass, or of NaN, nothing is accepted.
+  if (!(q.mass() > 0)) draft = nullptr;
   p.rejected.clear();
   bool is_read = false;
   for (int64_t child = 0; child < num_children; ++child) {
@@ -58,7 +60,8 @@ static void reject_one(const float* target, const float* draft, const int32_t* c
     }
   }
   *accepted = -1;
-  *token_out = draw(q, vocab, static_cast<double>(coins[num_children]) * q.mass());
+  const double wanted = static_cast<double>(coins[num_children]) * q.mass();
+  *token_out = std::max(draw(q, vocab, wanted), 0);
 }
 
 extern "C" void reject_step(const float* target, const float* draft, const int64_t* target_rows,

@@ -32,7 +32,7 @@ from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 _REJECT = CppFunction("rejection.cpp", "reject_step", "ppppppiiippi")
 _BLOCK = 4096
 # What a launch leaves of a request: the accepted child and the scales of q and p; then the masses
-# of q in each share, and those of p.
+# of q in each share, those of p, and those of the target.
 _SCALARS = 3
 
 
@@ -48,11 +48,12 @@ def _residual(q: tl.tensor, p: tl.tensor, q_scale: tl.tensor, p_scale: tl.tensor
 @jit
 def _state(
     line: tl.tensor, child: tl.tensor, shares: tl.tensor, SCALARS: tl.constexpr, MOST: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """What `line`, left by the launch for the child before `child`, says.
 
     Returns:
-        The accepted child, -1 for none yet; the scales of q and p; and their masses by share.
+        The accepted child, -1 for none yet; whether one may be accepted; the scales of q and p; and
+        their masses by share.
     """
     share = tl.arange(0, MOST)
     there = share < shares
@@ -61,10 +62,13 @@ def _state(
     p_scale = tl.load(line + 2)
     q_masses = tl.load(line + SCALARS + share, mask=there, other=0.0)
     p_masses = tl.load(line + SCALARS + shares + share, mask=there, other=0.0)
+    targets = tl.load(line + SCALARS + 2 * shares + share, mask=there, other=0.0)
+    # After a target without mass, or of NaN, nothing is accepted.
+    has_mass = tl.sum(targets, 0) > 0.0
     # If nothing is left of the target, q equals p, so only rounding can have rejected the child.
     nothing_left = (p_scale > 0.0) & (tl.sum(q_masses, 0) <= 0.0)
-    found = tl.where((found < 0) & nothing_left, child - 1, found)
-    return found, q_scale, p_scale, q_masses, p_masses
+    found = tl.where((found < 0) & nothing_left & has_mass, child - 1, found)
+    return found, (found < 0) & has_mass, q_scale, p_scale, q_masses, p_masses
 
 
 @jit(do_not_specialize=["coins", "coins_stride", "child", "num_children", "shares"])
@@ -93,20 +97,23 @@ def _try_kernel(
     q_row = target + tl.load(target_rows + request) * vocab
     p_row = draft + tl.maximum(draft_row, 0) * vocab
     siblings = children + request * num_children
-    width = SCALARS + 2 * shares
+    width = SCALARS + 3 * shares
     out = left + (child * tl.num_programs(0) + request) * width
     found = tl.full([], -1, tl.int32)
+    is_open = found < 0
     q_scale = 1.0
     p_scale = 0.0
     q_mass = 1.0
     p_mass = 1.0
     if child > 0:
         before = left + ((child - 1) * tl.num_programs(0) + request) * width
-        found, q_scale, p_scale, q_masses, p_masses = _state(before, child, shares, SCALARS, MOST)
+        found, is_open, q_scale, p_scale, q_masses, p_masses = _state(
+            before, child, shares, SCALARS, MOST
+        )
         q_mass = tl.sum(q_masses, 0)
         p_mass = tl.sum(p_masses, 0)
     token = tl.load(siblings + child, mask=child < num_children, other=-1)
-    tries = (found < 0) & (token >= 0) & (draft_row >= 0)
+    tries = is_open & (token >= 0) & (draft_row >= 0)
     if tries:
         p_token = tl.load(p_row + token)
         left_of_token = _residual(tl.load(q_row + token), p_token, q_scale, p_scale)
@@ -122,6 +129,7 @@ def _try_kernel(
         tl.store(out + 2, p_scale)
     q_sum = 0.0
     p_sum = 0.0
+    target_sum = 0.0
     if rejects | ((found < 0) & (child == 0)):
         first = share * span
         last = tl.minimum(first + span, vocab)
@@ -131,6 +139,7 @@ def _try_kernel(
             q = tl.load(q_row + columns, mask=columns < last, other=0.0)
             p = tl.load(p_row + columns, mask=columns < p_last, other=0.0)
             q_sum += tl.sum(_residual(q, p, q_scale, p_scale), 0)
+            target_sum += tl.sum(q, 0)
             for tried in range(0, tl.minimum(child + 1, num_children)):
                 p = tl.where(columns == tl.load(siblings + tried), 0.0, p)
             p_sum += tl.sum(p, 0)
@@ -139,8 +148,10 @@ def _try_kernel(
         before = left + ((child - 1) * tl.num_programs(0) + request) * width + SCALARS
         q_sum = tl.load(before + share)
         p_sum = tl.load(before + shares + share)
+        target_sum = tl.load(before + 2 * shares + share)
     tl.store(out + SCALARS + share, q_sum)
     tl.store(out + SCALARS + shares + share, p_sum)
+    tl.store(out + SCALARS + 2 * shares + share, target_sum)
 
 
 @jit(do_not_specialize=["coins", "coins_stride", "num_children", "shares"])
@@ -167,8 +178,8 @@ def _take_kernel(
     request = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     tried = tl.maximum(num_children, 1)
-    line = left + ((tried - 1) * tl.num_programs(0) + request) * (SCALARS + 2 * shares)
-    found, q_scale, p_scale, q_masses, _ = _state(line, tried, shares, SCALARS, MOST)
+    line = left + ((tried - 1) * tl.num_programs(0) + request) * (SCALARS + 3 * shares)
+    found, _, q_scale, p_scale, q_masses, _ = _state(line, tried, shares, SCALARS, MOST)
     every = tl.arange(0, MOST)
     ends = tl.cumsum(q_masses, 0)
     coin = tl.load(coins + request * coins_stride + num_children)
@@ -189,7 +200,8 @@ def _take_kernel(
         p_last = tl.where((draft_row >= 0) & (p_scale > 0.0), last, 0)
         before = tl.sum(tl.where(every == share - 1, ends, 0.0), 0)
         drawn = -1
-        greatest = -1
+        # Without mass, the first token.
+        greatest = 0
         for start in range(first, last, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             q = tl.load(q_row + columns, mask=columns < last, other=0.0)
@@ -198,7 +210,7 @@ def _take_kernel(
             hits = (before + tl.cumsum(mass, 0) > wanted) & (mass > 0.0)
             hit = tl.min(tl.where(hits, columns, vocab), 0)
             drawn = tl.where((drawn < 0) & (hit < vocab), hit, drawn)
-            greatest = tl.maximum(greatest, tl.max(tl.where(mass > 0.0, columns, -1), 0))
+            greatest = tl.maximum(greatest, tl.max(tl.where(mass > 0.0, columns, 0), 0))
             before += tl.sum(mass, 0)
         tl.store(accepted + request, found)
         tl.store(tokens + request, tl.where(drawn < 0, greatest, drawn))
@@ -219,7 +231,7 @@ def _reject_triton(
     if requests:
         span, shares = vocab_shares(1, vocab, _BLOCK)
         launches = max(num_children, 1)
-        left = torch.empty(launches, requests, _SCALARS + 2 * shares, device=target.device)
+        left = torch.empty(launches, requests, _SCALARS + 3 * shares, device=target.device)
         coins = coins if coins.stride(1) == 1 else coins.contiguous()
         given = (
             *(target.contiguous(), draft.contiguous(), target_rows, draft_rows),
@@ -251,9 +263,11 @@ def _reject_reference(
     if len(draft):
         p = draft[draft_rows.clamp(min=0)].float() * (draft_rows >= 0)[:, None]
     accepted = torch.full((requests,), -1, dtype=torch.int32, device=q.device)
+    # After a target without mass, or of NaN, nothing is accepted.
+    may_accept = (draft_rows >= 0) & (_mass(q)[:, 0] > 0)
     for child in range(num_children):
         token = children[:, child].long()
-        tried = (accepted < 0) & (token >= 0) & (draft_rows >= 0)
+        tried = (accepted < 0) & (token >= 0) & may_accept
         # On a CPU this needs no synchronisation and saves passes over the vocabulary.
         if q.device.type == "cpu" and not bool(tried.any()):
             break
@@ -270,8 +284,9 @@ def _reject_reference(
         p = torch.where(rejected, p.scatter(1, at, 0.0), p)
     sums = q.double().cumsum(1)
     wanted = coins[:, -1:].double() * sums[:, -1:]
-    # The last token with mass: due to rounding, the running sums may stay below the mass.
-    last = torch.where(q > 0, torch.arange(q.shape[1], device=q.device), -1).amax(1)
+    # The last token with mass: due to rounding, the running sums may stay below the mass. Without
+    # mass, the first token.
+    last = torch.where(q > 0, torch.arange(q.shape[1], device=q.device), 0).amax(1)
     drawn = torch.minimum(torch.searchsorted(sums, wanted, right=True)[:, 0], last)
     if num_children:
         chosen = children.gather(1, accepted.clamp(min=0).long()[:, None])[:, 0]
@@ -327,7 +342,8 @@ def reject_step(
     """Sample the token that follows one node of each request.
 
     Args:
-        target: Float32 `[R, V]`, distributions of the target after all filters; each row sums to 1.
+        target: Float32 `[R, V]`, distributions of the target after all filters; each row sums to 1,
+            or is zeros or NaN where no token is allowed.
         draft: Float32 `[S, V]`, the distributions that the children were drawn from, after the same
             filters; each row sums to 1, or is zeros where the children were not drawn.
         target_rows: Int64 `[B]`, the row of `target` of each request's node.
@@ -340,7 +356,8 @@ def reject_step(
 
     Returns:
         The index of the accepted child, int32 `[B]`, -1 if there is none; and the next token, int32
-        `[B]`: the accepted child's token, or one drawn from the residual of the target.
+        `[B]`: the accepted child's token, or one drawn from the residual of the target; 0 where no
+        token is allowed.
 
     Raises:
         ValueError: Shapes do not fit.

@@ -12,7 +12,7 @@ struct Level {
   Draft draft;
   std::vector<float> residual;
   int64_t node;
-  int64_t tried;  // the last child that was tried; 0 if there is none
+  int64_t tried;  // the last child that was tried; 0 if there is none, the width to try no more
   float weight;
 
   void read(const float* q, const float* p, int64_t vocab) {
@@ -93,6 +93,11 @@ static void traverse_one(const float* target, const float* draft, int64_t vocab,
   const auto target_after = [&](int64_t node) {
     return target + request.target_rows[node] * vocab;
   };
+  const auto is_child = [&](int64_t node, int32_t token) {
+    for (int64_t child = 1; child < width; ++child)
+      if (request.parents[child] == node && request.tokens[child] == token) return true;
+    return false;
+  };
   size_t depth = 0;
   enter(0, 0, 1.0f);
   for (;;) {
@@ -104,7 +109,9 @@ static void traverse_one(const float* target, const float* draft, int64_t vocab,
         if (request.parents[child] == here.node && request.tokens[child] >= 0) break;
     if (child < width) {
       if (here.tried == 0) here.read(target_after(here.node), draft + p_row * vocab, vocab);
-      here.tried = child;
+      // After a target without mass, or of NaN, nothing is accepted.
+      here.tried = here.target.mass() > 0 ? child : width;
+      if (here.tried == width) continue;
       const float weight = here.of_child(request.tokens[child]);
       if (weight > 0.0f)
         enter(++depth, child, weight);  // `here` may have moved
@@ -121,7 +128,12 @@ static void traverse_one(const float* target, const float* draft, int64_t vocab,
   Level& last = path[depth];
   if (last.tried == 0) last.target.read(target_after(last.node), vocab);
   const double wanted = static_cast<double>(request.coins[0]) * last.target.mass();
-  request.out[last.node] = draw(last.target, vocab, wanted);
+  int32_t drawn = draw(last.target, vocab, wanted);
+  // Without mass, the first token that is no child's.
+  if (drawn < 0)
+    while (is_child(last.node, ++drawn)) {
+    }
+  request.out[last.node] = drawn;
   for (; depth > 0; --depth)
     request.out[path[depth - 1].node] = request.tokens[path[depth].node];
 }

@@ -84,7 +84,8 @@ def trials(
         if weight > 0 and node in children:
             q, p = target(node), draft(node).clone()
             q_mass, p_mass = _mass(q), _mass(p) or 1.0
-            for child in children[node]:
+            # After a target without mass, or of NaN, nothing is accepted.
+            for child in children[node] if q_mass > 0 else ():
                 token = tokens[child]
                 wanted, drawn = weight * float(q[token]) * p_mass, float(p[token]) * q_mass
                 certain = wanted >= drawn and wanted > 0
@@ -166,7 +167,9 @@ def _traverse_kernel(
                     p_mass += tl.sum(tl.load(p_line + columns, mask=columns < vocab, other=0.0), 0)
                 q_masses = tl.where(nodes == node, q_mass, q_masses)
                 p_masses = tl.where(nodes == node, p_mass, p_masses)
-            tried = tl.where(nodes == node, child, tried)
+            # After a target without mass, or of NaN, nothing is accepted.
+            has_mass = _at(q_masses, nodes, node) > 0
+            tried = tl.where(nodes == node, tl.where(has_mass, child, PAD), tried)
             child_token = _at(token, nodes, child)
             p_mass = _at(p_masses, nodes, node)
             wanted = weight * tl.load(q_line + child_token) * tl.where(p_mass > 0, p_mass, 1.0)
@@ -177,7 +180,7 @@ def _traverse_kernel(
             # Below a node without weight nothing can be accepted.
             if ratio <= 0:
                 tried = tl.where(nodes == child, PAD, tried)
-            node = child
+            node = tl.where(has_mass, child, node)
             # The loads must come before other threads of the program store residuals.
             tl.debug_barrier()
         elif (node == 0) | (_at(coin, nodes, node) < weight):
@@ -245,6 +248,11 @@ def _traverse_kernel(
     # Due to rounding, the running sums may stay below the mass.
     if drawn_token < 0:
         drawn_token = last_token
+    # Without mass, the first token that is no child's.
+    if drawn_token < 0:
+        drawn_token = 0
+        while tl.max(((parent == found) & (token == drawn_token)).to(tl.int32), 0) > 0:
+            drawn_token += 1
     emitted = tl.where(nodes == found, drawn_token, -1)
     while found > 0:
         above = _at(parent, nodes, found)
@@ -304,7 +312,8 @@ def _traverse_reference(
             if trial.node == 0 or float(coins[row, trial.node]) < trial.weight:
                 break
         left = target_after(trial.node) if trial.residual is None else trial.residual
-        out[row, trial.node] = _drawn(left, coins[row, 0])
+        below = tokens[row][parents[row] == trial.node].tolist()
+        out[row, trial.node] = _drawn(left, coins[row, 0], below)
         node = trial.node
         while node > 0:
             out[row, above[node]] = of_tree[node]
@@ -312,12 +321,18 @@ def _traverse_reference(
     return out
 
 
-def _drawn(weights: Tensor, coin: Tensor) -> Tensor:
-    """The token at which the running sum exceeds the coin's share of the mass."""
+def _drawn(weights: Tensor, coin: Tensor, children: Sequence[int]) -> int:
+    """The token at which the running sum exceeds the coin's share of the mass.
+
+    Without mass, or of NaN, it is the first that is none of the children's.
+    """
+    with_mass = (weights > 0).nonzero()[:, 0]
+    if not len(with_mass):
+        return min({*range(len(children) + 1)} - {*children})
     sums = weights.double().cumsum(0)
     place = torch.searchsorted(sums, coin.double() * sums[-1:], right=True)
     # The last token with mass: due to rounding, the running sums may stay below the mass.
-    return torch.minimum(place[0], weights.nonzero()[-1, 0])
+    return int(torch.minimum(place[0], with_mass[-1]))
 
 
 def _traverse_cpp(
@@ -364,7 +379,8 @@ def traverse_trees(
 
     Args:
         target: Float32 `[R, V]`, contiguous: distributions of the target after all filters; each
-            row sums to 1. The rows of inner nodes may be overwritten.
+            row sums to 1, or is zeros or NaN where no token is allowed. The rows of inner nodes may
+            be overwritten.
         draft: Float32 `[S, V]`, the distributions that children were drawn from, after the same
             filters. A row of zeros means that the children were not drawn; the target's
             distribution after such a node must be one-hot.
@@ -378,7 +394,8 @@ def traverse_trees(
 
     Returns:
         Int32 `[B, N]`: the token after each node of the accepted path, -1 for all other nodes. The
-        last node's token is drawn, and is none of its children's.
+        last node's token is drawn, and is none of its children's; where no token is allowed, it is
+        the first of the others.
 
     Raises:
         ValueError: Shapes do not fit, or `target` is not contiguous.

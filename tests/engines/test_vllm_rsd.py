@@ -93,3 +93,22 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
         sources = ("tables", "draft model", "draft model and tables")
         assert min(answer.hits[name] for name in sources) > 0
     assert drafted[0].counters["kv_rows_moved"] > 0
+
+
+def test_a_request_may_leave_no_token_allowed(tiny_llama: Path, tmp_path: Path) -> None:
+    """The engine then emits the first token; another request is answered as always."""
+    prompts = some_prompts(2)
+    stop, least = 7, 3
+    impossible = {
+        **{"temperature": 1.0, "max_tokens": 8, "min_tokens": least},
+        **{"allowed_token_ids": [stop], "stop_token_ids": [stop]},
+    }
+    case = Case(prompts, [impossible, GREEDY])
+    (plain,), _ = run_vllm(tiny_llama, [case])
+    draft = make_first_layers(tiny_llama, tmp_path, 1)
+    method = {"method": "rsd", "model": str(draft), "tree": "beam:3x3", "verify": "traversal"}
+    (drafted,), _ = run_vllm(tiny_llama, [case], method)
+    assert plain.tokens[0] == [[0] * least + [stop]]
+    assert drafted.tokens == plain.tokens
+    assert drafted.reasons == [["stop"], ["length"]]
+    assert drafted.counters["accepted_tokens"] > 0

@@ -245,6 +245,38 @@ def assert_the_kernel_gives_the_same(case):
     return found
 
 
+NO_MASS = pytest.mark.parametrize("weight", [0.0, torch.nan])
+CHILDREN = pytest.mark.parametrize("num_children", [0, 1, 3])
+
+
+def case_without_mass(weight, num_children):
+    """A target that allows no token, alone and beside another."""
+    q, p, _, _, _, coins = random_case(7)
+    q[0] = weight
+    rows = torch.tensor([0, 1, 0])
+    children = torch.tensor([[5, 0, 9]] * 3, dtype=torch.int32)[:, :num_children]
+    return q, p, rows, rows, children, coins[:3, : num_children + 1]
+
+
+@NO_MASS
+@CHILDREN
+def test_a_target_without_mass_accepts_no_child(cpu_path, weight, num_children):
+    case = case_without_mass(weight, num_children)
+    accepted, tokens = reject_step(*case)
+    assert accepted[[0, 2]].tolist() == [-1, -1]
+    assert tokens[[0, 2]].tolist() == [0, 0]
+    alone = reject_step(*case[:2], *(each[1:2] for each in case[2:]))
+    assert [int(each) for each in alone] == [int(accepted[1]), int(tokens[1])]
+
+
+@NO_MASS
+@CHILDREN
+def test_the_kernel_accepts_no_child_of_a_target_without_mass(
+    interpreter, shares, weight, num_children
+):
+    assert_the_kernel_gives_the_same(case_without_mass(weight, num_children))
+
+
 @CASES
 @given(st.integers(0, 10**6))
 def test_the_kernel_gives_the_same(interpreter, shares, seed):

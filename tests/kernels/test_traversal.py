@@ -180,6 +180,24 @@ def test_nodes_without_a_row_have_no_children(cpu_path):
     assert found[:, :1].tolist() == roots.tolist()
 
 
+IMPLEMENTATIONS = ("_traverse_reference", "_traverse_cpp", "_traverse_triton")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("weight", [0.0, torch.nan])
+def test_a_target_without_mass_accepts_no_child(interpreter, implementation, weight):
+    """The first request's root, the second's inner node, and the third's root without children."""
+    target = torch.full((9, 4), 0.25)
+    draft = target.clone()
+    target[[0, 4, 6]] = weight
+    rows = torch.arange(9).view(3, 3)
+    tokens = torch.tensor([[0, 0, 1], [0, 2, 0], [0, -1, -1]], dtype=torch.int32)
+    parents = torch.tensor([[-1, 0, 0], [-1, 0, 1], [-1, -1, -1]], dtype=torch.int32)
+    case = target, draft, rows, rows, tokens, parents, torch.full((3, 3), 0.5)
+    found = run(getattr(traversal, implementation), case)
+    assert found.tolist() == [[2, -1, -1], [2, 1, -1], [0, -1, -1]]
+
+
 def test_an_empty_batch_gives_nothing(cpu_path):
     case = batch(0)
     assert traverse_trees(*case[:2], *(each[:0] for each in case[2:])).shape == (0, 9)
