@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from tree_kernels.gumbel_top import BYTES_BEYOND, MOST
 
 from drafttree.budget import TreeShape
 from drafttree.budget.draft_times import ReadTimes
@@ -112,11 +113,16 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         """Bytes of the distributions from which the largest trees are sampled.
 
         Those of the inner nodes are kept until the trees are verified, and exist twice while they
-        are put together. Those of one level are made from its logits.
+        are put together. Those of one level are made from its logits, and many children of a node
+        are found by sorting them.
         """
-        levels = (1, *self._options.shape.widths[:-1])
-        inner, widest = sum(levels), max(levels)
-        return 4 * requests * self._vocab_size * (2 * inner + 2 * widest)
+        shape = self._options.shape
+        levels = (1, *shape.widths[:-1])
+        drawn = max(
+            nodes * (8 + (BYTES_BEYOND if count > MOST else 0))
+            for nodes, count in zip(levels, shape.factors or shape.widths, strict=True)
+        )
+        return requests * self._vocab_size * (8 * sum(levels) + drawn)
 
     def propose(
         self,

@@ -22,8 +22,13 @@ from tree_kernels.noise import uniform_numbers
 
 # A quarter of the tokens that a program reads at once, as each counter gives four numbers.
 _LANES = 512
-# Beyond it, sorting is faster than what the kernel does.
-_MOST = 64
+
+MOST = 64
+"""The greatest K of the kernel; beyond it, sorting is faster."""
+
+BYTES_BEYOND = 20
+"""Bytes of memory for each probability, beside it, that a larger K takes at most: for its logarithm,
+the noise of all requests and of those that draw, their sum, and what the search takes."""
 
 
 class Perturbed(NamedTuple):
@@ -153,7 +158,7 @@ def _triton(
     probs: Tensor, seeds: Tensor, lengths: Tensor, draws: Tensor, stream: int, count: int
 ) -> Perturbed:
     batch, width, vocab = probs.shape
-    if count > _MOST:
+    if count > MOST:
         return _reference(probs, seeds, lengths, draws, stream, count)
     shape = batch, width, count
     values = torch.empty(shape, device=probs.device)

@@ -280,3 +280,18 @@ def test_memory_of_distributions(tree: str, inner: int, widest: int) -> None:
     """Inner nodes' exist twice for a moment, beside a level's logits and distributions."""
     drafter = RsdDrafter(RsdOptions(model="any", tree=tree), VOCAB)
     assert drafter.step_bytes(6) == 6 * 4 * VOCAB * 2 * (inner + widest)
+
+
+@pytest.mark.parametrize(
+    ("tree", "inner", "level"),
+    [
+        ("beam:64x3", 129, 64 * 8),
+        ("beam:65x3", 131, 65 * 28),
+        ("branch:65-1", 66, 65 * 8),
+        ("branch:2-65", 3, 2 * 28),
+    ],
+)
+def test_memory_of_many_children(tree: str, inner: int, level: int) -> None:
+    """More children of a node than the kernel draws are found by sorting, which takes more."""
+    drafter = RsdDrafter(RsdOptions(model="any", tree=tree), VOCAB)
+    assert drafter.step_bytes(6) == 6 * VOCAB * (8 * inner + level)
