@@ -118,6 +118,8 @@ def check_engine(
     check_media(method, engine, model, without_trees)
     chains = choose_chains(method, without_trees, engine, model)
     uses_v2 = choose_v2(method, engine, model, parallel, options, without_trees)
+    if device == "cuda":
+        _check_variables(method, engine, uses_v2=uses_v2, in_chains=chains is not None)
     if engine.async_scheduling and not uses_v2:
         raise ValueError(
             f"{method.title} is served by vLLM's V1 model runner here, which does not work with "
@@ -198,6 +200,32 @@ def _check_backend(method: Method[Any], engine: EngineArgs) -> list[str]:
             f"attention_backend={wrong[0]!s}: leave it out"
         )
     return [f"attention_backend={name} applies no tree masks" for name in wrong]
+
+
+def _check_variables(
+    method: Method[Any], engine: EngineArgs, *, uses_v2: bool, in_chains: bool
+) -> None:
+    """Refuse what vLLM reads from the environment."""
+    from vllm import envs
+
+    # An older version may lack either.
+    if not in_chains and getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        raise ValueError(
+            f"{method.title} does not work with VLLM_BATCH_INVARIANT=1: attention to draft trees "
+            "rounds differently beside other requests. Unset it, or leave the speculative method "
+            "out"
+        )
+    if (
+        uses_v2
+        and method.kind.needs_model
+        and not engine.enforce_eager
+        and getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
+    ):
+        raise ValueError(
+            f"{method.title} does not work with VLLM_USE_BREAKABLE_CUDAGRAPH=1 on the V2 model "
+            "runner: these graphs run the target without the hook in which drafts are made. Set it "
+            "to 0"
+        )
 
 
 def _check_model(method: Method[Any], model: ModelConfig) -> list[str]:

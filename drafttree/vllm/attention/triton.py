@@ -95,6 +95,11 @@ class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
         return False
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Not supported: the number of shares of the KV follows from the whole batch."""
+        return False
+
+    @classmethod
     def supports_rswa(cls) -> bool:
         """Not supported."""
         return False
