@@ -120,6 +120,12 @@ class Drafter:
         """Bytes that drafting for so many requests takes in a step, at most, beside the model's."""
         return 0
 
+    def on_new_weights(self) -> None:
+        """The target's weights changed: compute again what was computed from them.
+
+        CUDA graphs may read it, so it is written where it was. Hosts call `reset` too.
+        """
+
     def reset(self) -> None:
         """Forget everything learned, for instance because the target's weights changed."""
 

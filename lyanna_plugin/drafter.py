@@ -196,14 +196,23 @@ class LyannaDrafter(LyannaTrees):
             )
         _check_steps(options, module.config.steps, target)
         module.to(target.device).requires_grad_(False)
-        hot = target.embed(module.token_info.hot_tokens.long()).float()
+        self._embed, self._module = target.embed, module
         dtype = torch.float8_e4m3fn if options.table == "float8" else target.dtype
-        super().__init__(options, TokenTable.of(module.token_info, hot, dtype), target.dtype)
-        self._embed = target.embed
-        self._module = module.to(target.dtype)
+        table = TokenTable.of(module.token_info, self._hot_embeddings(), dtype)
+        super().__init__(options, table, target.dtype)
+        module.cast(target.dtype)
         layer = module.layer_config
         self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
         self.share_tables(target)
+
+    def _hot_embeddings(self) -> Tensor:
+        """The target's embeddings of the hot tokens, `float32 [H, d]`."""
+        return self._embed(self._module.token_info.hot_tokens.long()).float()
+
+    def on_new_weights(self) -> None:
+        """Compute the table of token info again, in its place: CUDA graphs read it there."""
+        with torch.inference_mode():
+            self._module.token_info.collapse_into(self._info.table, self._hot_embeddings())
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input `[N, d]` at accepted tokens."""

@@ -174,6 +174,17 @@ class LyannaModel(nn.Module):
         self.norm = LlamaRMSNorm(size, layer.rms_norm_eps)
         self.token_info = TokenInfo(size, config.token_info_rank, hot_tokens, layer.vocab_size)
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Cast the layer's weights.
+
+        In float32 stay, as in training, the frequencies of the rotary embedding, and the token
+        info, of which only the table is served.
+        """
+        for part in self.children():
+            if part is not self.token_info:
+                for weight in part.parameters():
+                    weight.data = weight.data.to(dtype)
+
     def fusion_input(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The input of the fusion, `[..., 2 d]`: hidden states and scaled embeddings."""
         scaled = self.config.embedding_scale * embedded.to(hidden.dtype)

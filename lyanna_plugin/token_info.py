@@ -70,17 +70,21 @@ class TokenInfo(nn.Module):
             embedded: `[H, d]`, the target's embeddings of the hot tokens.
             dtype: Data type of the table.
         """
-        hot = self.hot_tokens.long()
+        size = len(self.hot_tokens)
+        table = torch.empty(size, size, dtype=dtype, device=embedded.device)
+        self.collapse_into(table, embedded)
+        return table
+
+    def collapse_into(self, table: Tensor, embedded: Tensor) -> None:
+        """Write the table of token info over one that was made by `collapse`."""
         columns = self.columns()
-        limit = torch.finfo(dtype).max
+        limit = torch.finfo(table.dtype).max
         # Converted in pieces, since the whole in float32 would take twice the table's memory.
-        pieces = [
-            (self.codes(tokens, part.to(columns.dtype)) @ columns).clamp(-limit, limit).to(dtype)
-            for tokens, part in zip(
-                torch.split(hot, 1024), torch.split(embedded, 1024), strict=True
-            )
-        ]
-        return torch.cat(pieces)
+        pieces = (torch.split(each, 1024) for each in (self.hot_tokens.long(), embedded, table))
+        with torch.no_grad():
+            for tokens, part, rows in zip(*pieces, strict=True):
+                values = self.codes(tokens, part.to(columns.dtype)) @ columns
+                rows.copy_(values.clamp(-limit, limit))
 
     def add_to(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Add `rows [..., H]` to the logits of the hot tokens in `logits [..., V]`."""

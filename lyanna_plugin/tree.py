@@ -41,8 +41,7 @@ class TokenTable:
             embedded: `[H, d]`, the target's embeddings of the hot tokens.
             dtype: Data type of the table.
         """
-        with torch.no_grad():
-            return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
+        return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
 
 
 @dataclass(frozen=True)

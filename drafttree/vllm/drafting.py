@@ -223,8 +223,13 @@ class DraftingRunner:
         self.counters = Counters(self.device)
 
     def forget(self) -> None:
-        """Forget everything learned, for instance because the weights have changed."""
+        """Forget everything learned."""
         self._drafter.reset()
+
+    def weights_changed(self) -> None:
+        """Forget what was learned from the old weights, and let the drafter read the new ones."""
+        self.forget()
+        self._drafter.on_new_weights()
 
     def explain(self) -> list[dict[str, Any]]:
         """How the sizes of trees were chosen; see `Drafter.explain`."""

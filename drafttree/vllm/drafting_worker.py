@@ -144,7 +144,7 @@ class DraftingWorker:
         stock: Any = super()
         stock.reload_weights(*args, **kwargs)
         self._weights_missing = False
-        self.model_runner.forget()
+        self.model_runner.weights_changed()
 
     def start_weight_update(self, *args: object, **kwargs: object) -> None:
         """Begin a transfer of new weights, until whose end there are none."""
@@ -161,4 +161,4 @@ class DraftingWorker:
         stock: Any = super()
         stock.finish_weight_update(*args, **kwargs)
         self._weights_missing = False
-        self.model_runner.forget()
+        self.model_runner.weights_changed()

@@ -27,8 +27,8 @@ class Runner:
     def load_drafter(self) -> None:
         self._calls.append("drafter")
 
-    def forget(self) -> None:
-        self._calls.append("forget")
+    def weights_changed(self) -> None:
+        self._calls.append("weights changed")
 
     def prime(self, blocks: list[int], *, idle: bool) -> tuple[int, int]:
         return len(blocks), 9
@@ -73,13 +73,23 @@ def test_the_drafter_is_not_in_the_memory_that_sleep_drops() -> None:
 
 
 @pytest.mark.parametrize("name", ["reload_weights", "finish_weight_update"])
-def test_what_was_learned_from_old_weights_is_forgotten(name: str) -> None:
+def test_the_runner_is_told_of_new_weights(name: str) -> None:
     from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
     assert hasattr(VllmWorker, name)
     worker = Worker()
     getattr(worker, name)()
-    assert worker.calls == ["new weights", "forget"]
+    assert worker.calls == ["new weights", "weights changed"]
+
+
+def test_a_drafter_forgets_and_reads_new_weights() -> None:
+    calls: list[str] = []
+    runner: Any = DraftingRunner()
+    runner._drafter = SimpleNamespace(
+        reset=lambda: calls.append("reset"), on_new_weights=lambda: calls.append("new weights")
+    )
+    runner.weights_changed()
+    assert calls == ["reset", "new weights"]
 
 
 def test_nothing_is_primed_without_the_weights() -> None:
@@ -160,3 +170,30 @@ def test_nothing_keeps_the_kv_cache_with_which_graphs_are_measured() -> None:
     assert measured() is None
     runner.initialize_kv_cache(None)
     assert runner._movers == [[runner.cache]]
+
+
+def test_dummy_requests_at_the_start_draw_no_seeds() -> None:
+    """vLLM draws one for each request without, from numbers that later requests get."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from drafttree.vllm.v2.warm_up import serve_dummy_requests
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    outputs: list[Any] = []
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(
+            kv_cache_config=SimpleNamespace(num_blocks=400, kv_cache_groups=groups),
+            kv_connector=SimpleNamespace(set_disabled=lambda disabled: None),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=1024),
+            max_num_reqs=4,
+            max_model_len=1024,
+            vocab_size=64,
+        ),
+        execute_model=outputs.append,
+        sample_tokens=lambda grammar: None,
+    )
+    assert serve_dummy_requests(worker, [7])
+    started = [each.sampling_params for output in outputs for each in output.scheduled_new_reqs]
+    assert {each.temperature for each in started} == {0.0, 0.8}
+    assert all(each.seed is not None for each in started)

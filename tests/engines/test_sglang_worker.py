@@ -56,6 +56,9 @@ class Drafter:
     def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         self.calls.append(("extend", (slots.tolist(), tokens.flatten().tolist())))
 
+    def on_new_weights(self) -> None:
+        self.calls.append(("new weights", None))
+
 
 @pytest.fixture
 def worker() -> Any:
@@ -180,3 +183,30 @@ def test_priming_waits_while_open_sessions_hold_the_kv_pool(
     assert worker.drafttree_prime(None) == (30, 90)
     assert primed == [39]
     assert worker.token_to_kv_pool_allocator.available_size() == 48
+
+
+def test_the_drafter_reads_new_weights_before_the_next_batch(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks for the runners whose weights it updates, once or more in an update."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    def decode(batch: Any, on_publish: Any) -> None:
+        worker.drafter.calls.append(("decode", None))
+
+    monkeypatch.setattr(worker, "_decode", decode)
+    batch: Any = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False))
+    updates: Any = SimpleNamespace(
+        tp_worker=SimpleNamespace(weight_update_runners=lambda: [("target", None)]),
+        draft_worker=worker,
+    )
+    worker.forward_batch_generation(batch)
+    for _ in range(2):
+        selected = SchedulerWeightUpdaterManager._select_runners(updates)
+        assert selected == [("target", None)]
+    worker.forward_batch_generation(batch)
+    worker.forward_batch_generation(batch)
+    told = [name for name, _ in worker.drafter.calls]
+    assert told == ["decode", "new weights", "decode", "decode"]

@@ -1,4 +1,4 @@
-"""Rotary embeddings for which a step of Lyanna's layer would wait are refused on a GPU."""
+"""Rotary embeddings of Lyanna's layer: their frequencies, and those that are refused on a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lyanna_parts import drafter_for, serve
 from tiny_models import make_tiny_llama
 
@@ -57,3 +58,17 @@ def test_other_frequencies_are_served(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
     make_drafter(target, folder, "cpu")
     assert not load(folder, target).self_attn.reads_positions
+
+
+@pytest.mark.parametrize("target", ["default", "linear"], indirect=True)
+def test_frequencies_are_not_rounded_to_the_targets_data_type(target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "drafter"
+    save(drafter_for(target), folder)
+    served = serve(target, folder, dtype=torch.bfloat16)._module
+    assert {served.fuse_proj.weight.dtype, served.norm.weight.dtype} == {torch.bfloat16}
+    found = dict(served.self_attn.rotary.named_buffers())
+    expected = dict(load(folder, target).self_attn.rotary.named_buffers())
+    assert "inv_freq" in found
+    for name, exact in expected.items():
+        assert found[name].dtype == torch.float32
+        assert found[name].tolist() == exact.tolist()

@@ -33,15 +33,21 @@ def drafter_for(
     return model(layer_config(target), config, torch.arange(hot_tokens))
 
 
-def serve(target: Path, drafter: Path, device: str = "cpu", **options: Any) -> LyannaDrafter:
+def serve(
+    target: Path,
+    drafter: Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> LyannaDrafter:
     """The drafter of a folder, as an engine makes it for a tiny target."""
     described = Target(
         model=str(target),
         vocab_size=512,
         device=torch.device(device),
-        dtype=torch.float32,
+        dtype=dtype,
         logger=logging.getLogger(__name__),
-        embed=torch.nn.Embedding(512, 128).requires_grad_(False),
+        embed=torch.nn.Embedding(512, 128, dtype=dtype).requires_grad_(False),
     )
     return LyannaDrafter(LyannaOptions(model=str(drafter), **options), described)
 

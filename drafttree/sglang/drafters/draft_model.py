@@ -116,10 +116,6 @@ class DraftModelWorker(ModelDraftingWorker):
         self._movers += kv_movers(runner.token_to_kv_pool)
         self._unread_texts = DraftModelTexts(runner) if self._plans else None
 
-    def weight_update_runners(self) -> list[tuple[str, Any]]:
-        """None: SGLang's updates of weights bring those of the target, whose names may be alike."""
-        return []
-
     def _start_request(self, request: Any, slot: int) -> None:
         super()._start_request(request, slot)
         if self._unread_texts is not None:

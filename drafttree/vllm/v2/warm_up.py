@@ -17,8 +17,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 _SHORT, _LONG = 20, 600
 """Tokens of prompts. Attention to few rows is shared by programs, that to many is not."""
-_GREEDY: dict[str, Any] = {"temperature": 0.0}
 # With a seed, no number is drawn that a request without one would get otherwise.
+_GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 1}
 _SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 1}
 
 
