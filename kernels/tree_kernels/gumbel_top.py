@@ -27,8 +27,8 @@ MOST = 64
 """The greatest K of the kernel; beyond it, sorting is faster."""
 
 BYTES_BEYOND = 20
-"""Bytes of memory for each probability, beside it, that a larger K takes at most: for its logarithm,
-the noise of all requests and of those that draw, their sum, and what the search takes."""
+"""Bytes of memory that a larger K takes at most for each probability, beside it: for the logarithm,
+the noise of all requests and of those that draw, the sum, and what the search takes."""
 
 
 class Perturbed(NamedTuple):

@@ -32,7 +32,7 @@ from tree_kernels._vocab_shares import MOST_SHARES, vocab_shares
 _REJECT = CppFunction("rejection.cpp", "reject_step", "ppppppiiippi")
 _BLOCK = 4096
 # What a launch leaves of a request: the accepted child and the scales of q and p; then the masses
-# of q in each share, those of p, and those of the target.
+# of q in each share, those of p, and those of the target (or of what its first rejection left).
 _SCALARS = 3
 
 
@@ -105,6 +105,7 @@ def _try_kernel(
     p_scale = 0.0
     q_mass = 1.0
     p_mass = 1.0
+    target_sum = 0.0
     if child > 0:
         before = left + ((child - 1) * tl.num_programs(0) + request) * width
         found, is_open, q_scale, p_scale, q_masses, p_masses = _state(
@@ -112,6 +113,7 @@ def _try_kernel(
         )
         q_mass = tl.sum(q_masses, 0)
         p_mass = tl.sum(p_masses, 0)
+        target_sum = tl.load(before + SCALARS + 2 * shares + share)
     token = tl.load(siblings + child, mask=child < num_children, other=-1)
     tries = is_open & (token >= 0) & (draft_row >= 0)
     if tries:
@@ -129,7 +131,6 @@ def _try_kernel(
         tl.store(out + 2, p_scale)
     q_sum = 0.0
     p_sum = 0.0
-    target_sum = 0.0
     if rejects | ((found < 0) & (child == 0)):
         first = share * span
         last = tl.minimum(first + span, vocab)
@@ -139,16 +140,22 @@ def _try_kernel(
             q = tl.load(q_row + columns, mask=columns < last, other=0.0)
             p = tl.load(p_row + columns, mask=columns < p_last, other=0.0)
             q_sum += tl.sum(_residual(q, p, q_scale, p_scale), 0)
-            target_sum += tl.sum(q, 0)
             for tried in range(0, tl.minimum(child + 1, num_children)):
                 p = tl.where(columns == tl.load(siblings + tried), 0.0, p)
             p_sum += tl.sum(p, 0)
+        if child == 0:
+            target_sum = q_sum
+            # What is left tells that there was mass; where nothing is, read the target again.
+            if rejects & (q_sum <= 0.0):
+                for start in range(first, last, BLOCK):
+                    columns = start + tl.arange(0, BLOCK)
+                    q = tl.load(q_row + columns, mask=columns < last, other=0.0)
+                    target_sum += tl.sum(q, 0)
     elif found < 0:
         # No child is left to try.
         before = left + ((child - 1) * tl.num_programs(0) + request) * width + SCALARS
         q_sum = tl.load(before + share)
         p_sum = tl.load(before + shares + share)
-        target_sum = tl.load(before + 2 * shares + share)
     tl.store(out + SCALARS + share, q_sum)
     tl.store(out + SCALARS + shares + share, p_sum)
     tl.store(out + SCALARS + 2 * shares + share, target_sum)

@@ -328,7 +328,7 @@ def _drawn(weights: Tensor, coin: Tensor, children: Sequence[int]) -> int:
     """
     with_mass = (weights > 0).nonzero()[:, 0]
     if not len(with_mass):
-        return min({*range(len(children) + 1)} - {*children})
+        return next(token for token in range(len(weights)) if token not in children)
     sums = weights.double().cumsum(0)
     place = torch.searchsorted(sums, coin.double() * sums[-1:], right=True)
     # The last token with mass: due to rounding, the running sums may stay below the mass.

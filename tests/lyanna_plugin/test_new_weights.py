@@ -1,4 +1,4 @@
-"""The target's weights change while it is served: what Lyanna has computed from them changes too."""
+"""While the target is served its weights change, and so does what Lyanna has computed from them."""
 
 from __future__ import annotations
 
