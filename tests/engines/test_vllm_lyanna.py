@@ -133,3 +133,16 @@ def test_tables_alone_or_with_the_layer_by_what_they_cost(tiny_llama: Path, tmp_
     assert drafted[0].tokens == plain[0].tokens
     assert drafted[0].preemptions > 0
     assert drafted[0].counters["accepted_tokens"] > 0
+
+
+@pytest.mark.full
+def test_as_much_is_accepted_after_the_same_weights_were_loaded_again(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The table of token info is then computed again."""
+    make_overfitted(tiny_llama, tmp_path)
+    method = {"method": "lyanna", "model": str(tmp_path)}
+    cases = [Case(PROMPTS, GREEDY), Case(PROMPTS, GREEDY, reset=True, reload=True)]
+    (before, after), _ = run_vllm(tiny_llama, cases, method)
+    assert after.tokens == before.tokens
+    assert after.counters["accepted_tokens"] == before.counters["accepted_tokens"] > 0
