@@ -115,9 +115,10 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         # arrives again under its old name.
         self._requests_ended([*finished, *(scheduler_output.preempted_req_ids or ()), *arrived])
         self._finished(finished)
+        going_on = {*arrived}.intersection(self.requests).difference(finished)
         deferred = super()._update_states(scheduler_output)
         for request_id in arrived:
-            self._arrived(request_id)
+            self._arrived(request_id, goes_on=request_id in going_on)
         return deferred
 
     def _prepare_inputs(

@@ -153,7 +153,7 @@ def test_requests_whose_logits_depend_on_their_text_get_chains() -> None:
     def chained(sampler: SimpleNamespace, *rows: int) -> list[bool] | None:
         rules = RequestRules(8)
         for row in rows:
-            rules.start(row, None, sampler)
+            rules.start("a", row, None, sampler)
         found = rules.chained(np.array(rows))
         return None if found is None else found.tolist()
 
@@ -194,6 +194,7 @@ def test_chunks_are_the_requests_in_order(max_rows: int) -> None:
 def test_a_row_has_the_flags_of_the_request_that_started_in_it_last() -> None:
     pytest.importorskip("vllm")
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
     from drafttree.vllm.v2.requests import RequestRules
 
@@ -208,15 +209,24 @@ def test_a_row_has_the_flags_of_the_request_that_started_in_it_last() -> None:
     )
     opted_out = SamplingParams(extra_args={"drafttree": False})
     for row in (1, 2):
-        rules.start(row, SamplingParams(), sampler)
+        rules.start(f"{row}", row, SamplingParams(), sampler)
     assert rules.undrafted(rows) is None
-    rules.start(2, opted_out, sampler)
+    rules.start("a", 2, opted_out, sampler)
     undrafted = rules.undrafted(rows)
     assert undrafted is not None
     assert undrafted.tolist() == [True, False]
     assert rules.undrafted(rows[1:]) is None
-    rules.start(2, SamplingParams(), sampler)
+    rules.start("b", 2, SamplingParams(), sampler)
     assert rules.undrafted(rows) is None
+    # A session keeps the grammar of its first turn, wherever it goes on.
+    bound = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    rules = RequestRules(4, "some reason")
+    for row, parameters in ((1, bound), (2, SamplingParams())):
+        rules.start("session", row, parameters, sampler)
+        assert rules.undrafted(np.array([row])) is not None
+    rules.finish(["session"])
+    rules.start("session", 2, SamplingParams(), sampler)
+    assert rules.undrafted(rows[:1]) is None
 
 
 def test_the_next_tokens_of_prompts() -> None:

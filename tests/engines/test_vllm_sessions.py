@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from random_prompts import some_prompts
+from structured_answers import make_model, tokens_of
 from vllm_sessions import Turn, run_sessions
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -48,3 +50,36 @@ def test_a_turn_after_a_stop_token(
     drafted = run_sessions(tiny_llama, [turns] * 3, speculative, runner, **limits)
     assert drafted.tokens == plain.tokens
     assert drafted.counters["accepted_tokens"] > 20
+
+
+BOUND: dict[str, Any] = {"structured": {"regex": "[a-d]{300}"}}
+"""A grammar that no session comes to the end of."""
+
+
+@pytest.mark.parametrize("method", ["token_recycling", pytest.param("rsd", marks=pytest.mark.full)])
+def test_the_grammar_of_the_first_turn_binds_them_all(method: str, tmp_path: Path) -> None:
+    """vLLM heeds no other: later turns are as free, or as bound, as the first one.
+
+    The sessions come again, as Token Recycling then copies what the first ones said.
+    """
+    model = make_model(tmp_path)
+    # Its statistics have no room for more drafts than `nodes`.
+    engine: dict[str, Any] = {"skip_tokenizer_init": False, "disable_log_stats": False}
+    settings = [GREEDY, GREEDY | BOUND]
+    turns: list[list[Turn]] = [
+        [(FIRST, free), (SECOND, bound), (SECOND, free)]
+        for free, bound in (settings, settings[::-1])
+    ]
+    plain = run_sessions(model, turns * 3, **engine)
+    letters = {*tokens_of("abcd")}
+    free_session, bound_session = ({*chain(*session)} for session in plain.tokens[:2])
+    assert bound_session <= letters
+    assert not free_session <= letters
+    options: dict[str, dict[str, Any]] = {
+        "token_recycling": {"nodes": 15},
+        "rsd": {"model": str(model), "tree": "beam:1x4"},
+    }
+    speculative = {"method": method, **options[method]}
+    drafted = run_sessions(model, turns * 3, speculative, **engine)
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["accepted_tokens"] > 100

@@ -19,7 +19,7 @@ from vllm_runs import (
 )
 
 Turn = tuple[list[int], dict[str, Any]]
-"""A prompt, and keyword arguments of `SamplingParams`."""
+"""A prompt, and the keyword arguments for `vllm_runs.sampling_parameters`."""
 
 
 @dataclass
@@ -80,15 +80,19 @@ def _serve(arguments: dict[str, Any], sessions: list[list[Turn]]) -> Sessions:
 
 def _answer(llm: Any, name: str, prompt: list[int], sampling: dict[str, Any]) -> list[int]:
     """Send a turn to the engine core, which alone knows of sessions, and await the answer."""
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreRequest, FinishReason
 
     core = llm.llm_engine.engine_core
+    parameters = sampling_parameters(sampling)
+    if parameters.structured_outputs is not None:
+        # As the part of the engine before the core chooses it.
+        parameters.structured_outputs._backend = "xgrammar"
     core.add_request(
         EngineCoreRequest(
             request_id=name,
             prompt_token_ids=prompt,
             mm_features=None,
-            sampling_params=sampling_parameters(sampling),
+            sampling_params=parameters,
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
@@ -102,4 +106,5 @@ def _answer(llm: Any, name: str, prompt: list[int], sampling: dict[str, Any]) ->
     while len(tokens) < sampling["max_tokens"] and not (tokens and tokens[-1] in stops):
         for output in core.get_output().outputs:
             tokens += output.new_token_ids
+            assert output.finish_reason != FinishReason.ERROR, tokens
     return tokens

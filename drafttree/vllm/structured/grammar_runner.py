@@ -42,10 +42,12 @@ class GrammarRunner(AdoptedRunner):
         """Why requests with a grammar are served without drafts; None if they are not."""
         return no_bound_drafts(self)
 
-    def _arrived(self, request_id: str) -> None:
-        """A request starts, or starts again."""
+    def _arrived(self, request_id: str, *, goes_on: bool) -> None:
+        """A request starts, or goes on as a streaming session with its next turn."""
         parameters = self.requests[request_id].sampling_params
-        is_bound, is_off = is_grammar_bound(parameters), has_opted_out(parameters)
+        # The scheduler binds all turns to the grammar of the first one, and none if that has none.
+        is_bound = request_id in self._grammar_bound if goes_on else is_grammar_bound(parameters)
+        is_off = has_opted_out(parameters)
         if is_bound and self._no_bound_drafts:
             announce_undrafted(self._no_bound_drafts)
             is_off = True

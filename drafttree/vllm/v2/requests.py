@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,23 +32,29 @@ class RequestRules:
 
     def __init__(self, requests: int, no_bound_drafts: str | None = None) -> None:
         self._no_bound_drafts = no_bound_drafts
+        self._bound: set[str] = set()
         self._undrafted = _RowFlags(requests)
         self._chained = _RowFlags(requests)
 
-    def start(self, row: int, parameters: SamplingParams | None, sampler: Any) -> None:
-        """A request starts in a row.
+    def start(self, name: str, row: int, parameters: SamplingParams | None, sampler: Any) -> None:
+        """A request starts in a row, or starts again, or goes on as a session with its next turn.
 
         Args:
+            name: The request.
             row: The row.
             parameters: The request's parameters.
             sampler: The engine's sampler, to which the request has been added.
         """
-        is_off = has_opted_out(parameters)
         if self._no_bound_drafts and is_grammar_bound(parameters):
             announce_undrafted(self._no_bound_drafts)
-            is_off = True
-        self._undrafted.set(row, is_off)
+            self._bound.add(name)
+        # The scheduler binds all turns of a session to the grammar of the first one.
+        self._undrafted.set(row, has_opted_out(parameters) or name in self._bound)
         self._chained.set(row, depends_on_text(sampler, row))
+
+    def finish(self, names: Iterable[str]) -> None:
+        """Requests have finished."""
+        self._bound.difference_update(names)
 
     def undrafted(self, rows: Rows) -> BoolArray | None:
         """Whether each request must not be drafted for, `bool [B]`; None if all are drafted for."""

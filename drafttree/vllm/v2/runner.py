@@ -194,7 +194,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         super().add_requests(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             row = self.req_states.req_id_to_index[request.req_id]
-            self._rules.start(row, request.sampling_params, self.sampler)
+            self._rules.start(request.req_id, row, request.sampling_params, self.sampler)
             self._start(row, request.prefill_token_ids)
 
     def _start(self, row: int, tokens: Sequence[int]) -> None:
@@ -210,6 +210,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Run the target; the scheduler may want drafts looked up after it only for its report."""
         self._trees.looks_up = patches.wants_lookup(scheduler_output)
         self._scheduler_output = scheduler_output
+        self._rules.finish(scheduler_output.finished_req_ids)
         update = patches.update_of(scheduler_output)
         if update is not None:
             self._explanation.add(update)
