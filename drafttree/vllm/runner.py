@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 
@@ -47,6 +48,7 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
     _step: S | None = None
     _pending: PendingDrafts | None = None
     _verified: torch.Tensor | None = None
+    _root_logits: torch.Tensor | None = None
 
     def set_up(self, *args: Any, **kwargs: Any) -> None:
         """Prepare an adopted runner, before its model is loaded."""
@@ -201,7 +203,10 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         step, self._step = self._step, None
         if step is None:
             return super()._sample(logits, spec_decode_metadata)
-        output, verified = self._verify(step, self._logits(step, logits))
+        of_step = self._logits(step, logits)
+        output, verified = self._verify(step, of_step)
+        if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
+            self._root_logits = of_step.of(step.trees.tensors.starts)
         self._move_kv(step.trees, verified)
         self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
         self._count_forced(step.trees, step.drafts, verified)
@@ -209,6 +214,12 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         drafts, learned = step.trees.as_proposed(step.drafts, self._learned(verified))
         self._drafter.on_verified(self._batch_slots(), drafts, learned)
         return output
+
+    def _get_nans_in_logits(self, logits: torch.Tensor | None) -> dict[str, int]:
+        # The engine takes the first rows for those of the requests.
+        roots, self._root_logits = self._root_logits, None
+        counts: dict[str, int] = super()._get_nans_in_logits(logits if roots is None else roots)
+        return counts
 
     def _logits(self, step: S, first: torch.Tensor) -> StepLogits:
         """The logits of a step, of whose first rows the engine has computed them."""

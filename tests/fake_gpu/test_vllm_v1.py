@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from fake_gpu.comparison import assert_within_budget
 from fake_gpu.tensors import Gpu
 
@@ -77,3 +78,41 @@ def test_a_drafted_step_stays_within_its_budget(gpu: Gpu, drafter: str) -> None:
         assert_within_budget(step, BUDGETS[drafter])
         assert {wait.what for wait in step.waits} <= {"an event"}
         assert len(step.waits) <= 1
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("rows", [3, 1000])
+def test_nans_are_counted_in_the_logits_of_roots(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the logits of a step are computed in several parts too."""
+    checked = []
+
+    class Host(ModelFreeHost):
+        @property
+        def _max_logits_rows(self) -> int:
+            return rows
+
+        def _verify(self, step: Any, logits: Any) -> Any:
+            verified = super()._verify(step, logits)
+            with_logits = step.trees.rows
+            step.hidden[with_logits] = torch.nan
+            for request, start in enumerate(step.trees.starts.tolist()):
+                step.hidden[with_logits[start]] = 0
+                step.hidden[with_logits[start], :request] = torch.nan
+            logits.first.copy_(step.hidden[with_logits[: len(logits.first)]])
+            return verified
+
+        def _sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+            sampled = super()._sample(logits, metadata)
+            names = self.input_batch.req_ids
+            expected = {name: request for request, name in enumerate(names)}
+            assert self._get_nans_in_logits(logits) == expected
+            checked.append((len(names), len(logits)))
+            return sampled
+
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    decode(Host, DRAFTERS["static"], asked(SIZES, [GREEDY] * 3), WEIGHTS, None)
+    requests, computed = map(max, zip(*checked, strict=True))
+    assert requests > 1
+    assert computed == rows if rows == 3 else computed > 3
