@@ -54,7 +54,12 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         ("kv-offloading", "enable_hierarchical_cache", False, "leave it out"),
         ("two-batches", "enable_two_batch_overlap", False, "leave it out"),
         ("compilation", "enable_torch_compile", False, "leave it out"),
-        ("hidden-states", "enable_return_hidden_states", False, "leave it out"),
+        (
+            "hidden-states",
+            "enable_return_hidden_states",
+            False,
+            "leave it out, and --return-hidden-states-mode, which turns it on",
+        ),
         # SGLang records experts by slot, and the rows of a tree move to other slots.
         ("hidden-states", "enable_return_routed_experts", False, "leave it out"),
         ("watermarks", "enable_watermark", False, "leave it out"),

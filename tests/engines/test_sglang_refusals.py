@@ -125,6 +125,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "speculative_algorithm": "rsd",
     },
     "tokenizer-worker-num=2: set it to 1": {"tokenizer_worker_num": 2},
+    "enable-return-hidden-states=True: leave it out, and --return-hidden-states-mode": {
+        "return_hidden_states_mode": "last"
+    },
     "enable-return-routed-experts=True": {"enable_return_routed_experts": True},
     "enable-torch-compile=True": {"enable_torch_compile": True},
     "add --disable-hybrid-swa-memory": {"model": WINDOWED},
