@@ -52,6 +52,11 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
             build_logits_processors(self.vllm_config, self.device, logits_processors),
             bool(logits_processors),
         )
+        # At the level of that warning, which is printed when the stock runner is built.
+        logger.warning(
+            "Requests may set min_p and logit_bias: vLLM's warning that these do not work with "
+            "speculative decoding does not apply here"
+        )
         self.counters = Counters(self.device)
         self._set_up_drafter(method, options)
         self._state_bytes = allocated(self.device) - before

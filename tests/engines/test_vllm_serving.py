@@ -64,6 +64,9 @@ def test_chunked_prefill_beside_truncated_trees(
         proves_drafting(with_trees)
     assert drafted[0].counters["draft_tokens"] < 50 * drafted[0].counters["drafted_steps"]
     assert "A budget of 128 tokens per step truncates draft trees to 31 of 80 draft tokens" in log
+    _, wrong, rest = log.partition("min_p and logit_bias parameters won't work")
+    assert wrong
+    assert "Requests may set min_p and logit_bias" in rest
 
 
 @pytest.mark.parametrize("budget", [1024, 48])
