@@ -234,6 +234,9 @@ SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
     "update_weights_from_disk", "self, recv_req, more")
 refused("update_weights_from_disk", patches.refuse_recaptures)
 refused("shared_read_done_event", lambda: patches.publish_reads(SimpleNamespace(device="cpu")))
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+bare = SimpleNamespace(attn_backend=TritonAttnBackend.__new__(TritonAttnBackend))
+refused("is_draft_runner", lambda: patches.verify_in_graphs(bare))
 StreamingSession.try_cache_finished_req = stub("try_cache_finished_req", "self, req, more")
 refused("try_cache_finished_req", patches.keep_computed_kv_of_sessions)
 del kv_cache_configurator.get_req_to_token_extra_context_len
@@ -253,6 +256,7 @@ OF_RUNNERS = {
         "shared_read_done_event",
     )
 }
+OF_RUNNERS.add("sglang.srt.layers.attention.triton_backend:TritonAttnBackend.is_draft_runner")
 REGISTRY = "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS"
 
 
@@ -345,7 +349,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 13
+    assert len(report["unknown"]) == 14
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

@@ -22,7 +22,7 @@ from sglang.srt.runtime_context import get_context, get_exec
 
 from drafttree.budget.step_timer import StepTimer
 from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
-from drafttree.sglang.graphs import sizes, worker
+from drafttree.sglang.graphs import draft_model, sizes, worker
 from drafttree.sglang.graphs.runners import TreeGraphs, why_one_size
 
 OPTIONS = {"tree": "branch:3-2-1", "prime": False}
@@ -120,6 +120,13 @@ def test_graphs_of_a_draft_model(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tree
         drafting.append(self.is_draft_worker)
         return stock(self, batch)
 
+    def verify_in_graphs(runner: Any) -> None:
+        assert runner.is_draft_worker
+        assert not hasattr(runner.attn_backend, "_masks"), "its buffers were allocated before"
+        readied.append(runner)
+
+    readied: list[Any] = []
+    monkeypatch.setattr(draft_model, "verify_in_graphs", verify_in_graphs)
     monkeypatch.setattr(GraphModelRunner, "forward", forward)
     requests = asked(GREEDY, GREEDY, GREEDY)
     given: dict[str, Any] = {"host": DRAFT_MODEL, "overlap": False}
@@ -129,6 +136,7 @@ def test_graphs_of_a_draft_model(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, tree
     for name, each in requests.items():
         assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
     assert found.counts["accepted_tokens"] > 0
+    assert len(readied) == 1
     # Roots and three levels are read by the draft model, and then all by the target.
     assert drafting == [True, True, True, True, False] * len(found.steps)
     for record in found.steps:

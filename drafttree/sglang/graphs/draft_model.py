@@ -13,7 +13,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from drafttree.patches import check_parameters
 from drafttree.sglang.graphs.requests import whole_steps_are_captured
-from drafttree.sglang.patches import exchange_graphs
+from drafttree.sglang.patches import exchange_graphs, verify_in_graphs
 from drafttree.sglang.versions import unknown
 
 
@@ -45,6 +45,7 @@ class DraftModelGraphs:
     def __init__(self, runner: Any) -> None:
         name, stock = "DecodeCudaGraphRunner.get_spec_info", DecodeCudaGraphRunner.get_spec_info
         check_parameters(name, stock, ["self", "num_tokens"], unknown)
+        verify_in_graphs(runner)
         self._runner = runner
         self._graphs = _Graphs(runner)
 

@@ -22,6 +22,7 @@ from drafttree.sglang.patches.runner import (
     install_acceptance_sampler,
     observe_prefill,
     publish_reads,
+    verify_in_graphs,
 )
 from drafttree.sglang.patches.scheduler import (
     prime_when_idle,
@@ -45,6 +46,7 @@ __all__ = [
     "report_counters",
     "route_attention",
     "take_corpora",
+    "verify_in_graphs",
     "widen_request_rows",
 ]
 

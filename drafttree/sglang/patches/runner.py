@@ -37,6 +37,13 @@ PATCHES: tuple[Patch, ...] = (
         for name in ("attn_backend", "decode_cuda_graph_runner")
     ),
     Patch(
+        target="sglang.srt.layers.attention.triton_backend:TritonAttnBackend.is_draft_runner",
+        when="on a GPU, on the attention backend of a draft model, before its CUDA graphs are "
+        "captured",
+        reason="SGLang's graphs read masks in a buffer, which its Triton backend does not allocate "
+        "for draft models: those of its own methods verify nothing.",
+    ),
+    Patch(
         target="sglang.srt.model_executor.model_runner:ModelRunner.shared_read_done_event",
         when="on a GPU, after each verification with methods that read hidden states",
         reason="Where steps overlap, SGLang's scheduler writes to its slot table as soon as the "
@@ -105,6 +112,25 @@ def exchange_graphs(runner: Any, attn_backend: Any, graph_runner: Any) -> Iterat
         yield
     finally:
         runner.attn_backend, runner.decode_cuda_graph_runner = stock
+
+
+def verify_in_graphs(runner: Any) -> None:
+    """Let a draft model's attention backend read the masks of trees in CUDA graphs.
+
+    Args:
+        runner: The draft model's runner, whose graphs have not been captured.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    backend = runner.attn_backend
+    if not isinstance(backend, TritonAttnBackend):
+        return  # the others have such a buffer for draft models, or need none
+    if not hasattr(backend, "is_draft_runner"):
+        raise unknown("TritonAttnBackend has no is_draft_runner")
+    backend.is_draft_runner = False
 
 
 def publish_reads(runner: Any) -> None:
