@@ -14,6 +14,7 @@ from tree_kernels.full_mask import full_mask
 from tree_kernels.mask import tree_mask
 
 from drafttree.sglang.adapters import use_no_adapters
+from drafttree.sglang.kv_plan import plan_kv_writes
 from drafttree.sglang.model_inputs import use_text_positions
 
 
@@ -66,13 +67,17 @@ def verification_seconds(runner: Any, requests: int, tokens: int, context: int) 
     batch.seq_lens_cpu = batch.seq_lens.cpu()
     batch.capture_hidden_mode = CaptureHiddenMode.NULL
     device = torch.get_device_module(batch.input_ids.device)
-    # Not inference mode: whatever the graphs' runner keeps is written again by later steps.
-    with torch.no_grad():
-        device.synchronize()
-        started = perf_counter()
-        runner.forward(batch)
-        device.synchronize()
-        return perf_counter() - started
+    try:
+        # Not inference mode: whatever the graphs' runner keeps is written again by later steps.
+        with torch.no_grad():
+            device.synchronize()
+            started = perf_counter()
+            runner.forward(batch)
+            device.synchronize()
+            return perf_counter() - started
+    finally:
+        # Padding of batches in CUDA graphs writes to the slots of the first row.
+        runner.req_to_token_pool.req_to_token[:requests] = 0
 
 
 def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) -> Any:
@@ -114,4 +119,5 @@ def _batch(runner: Any, requests: int, tokens: int, context: int, tree: bool) ->
         )
     use_text_positions(runner, batch)
     use_no_adapters(runner, batch)
+    plan_kv_writes(runner, batch)
     return batch

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tree_kernels.full_mask import full_mask
 
 from drafttree.sglang.adapters import use_no_adapters
+from drafttree.sglang.kv_plan import plan_kv_writes
 from drafttree.sglang.model_inputs import use_text_positions
 
 MAX_TOKENS = 64
@@ -23,7 +24,7 @@ memory."""
 
 _ROW = 0
 """Row of SGLang's slot table; version 0.5.23 has no request in it, and 0.5.17 writes a row before
-it reads it."""
+it reads it. Between forwards it is zero: padding of batches in CUDA graphs writes to its slots."""
 
 
 @contextmanager
@@ -105,6 +106,10 @@ def child_logits(
     )
     use_text_positions(runner, batch)
     use_no_adapters(runner, batch)
-    with torch.inference_mode():
-        logits: torch.Tensor = runner.forward(batch).logits_output.next_token_logits
+    plan_kv_writes(runner, batch)
+    try:
+        with torch.inference_mode():
+            logits: torch.Tensor = runner.forward(batch).logits_output.next_token_logits
+    finally:
+        table[_ROW, :width] = 0
     return logits[before : before + len(tokens)]

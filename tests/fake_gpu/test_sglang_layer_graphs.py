@@ -13,11 +13,11 @@ from fake_gpu.tensors import Gpu, held
 
 pytest.importorskip("sglang", reason="SGLang is not installed here")
 
-from fake_gpu.sglang_cases import GREEDY, both
+from fake_gpu.sglang_cases import GREEDY, VOCAB, WEIGHTS, both
 from fake_gpu.sglang_cases import asked as requests_with
 from fake_gpu.sglang_graphs import graphs_for
 from fake_gpu.sglang_hosts import HIDDEN_STATES
-from fake_gpu.sglang_steps import Decoded
+from fake_gpu.sglang_steps import Decoded, decode
 
 from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
 from drafttree.sglang.graphs.requests import RequestGraphs
@@ -55,6 +55,28 @@ def test_steps_replay_graphs_of_the_layer(gpu: Gpu, options: dict[str, Any]) -> 
         assert not record.waits, record.report()
         if not options:
             assert_within_budget(record, BUDGET)
+
+
+def test_padding_has_no_slots_after_priming(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch is padded, the layer writes KV to the slots of the first row."""
+    primed: set[tuple[int, int]] = set()
+    stock = HiddenStateWorker._propose
+
+    def propose(self: HiddenStateWorker, batch: Any) -> Any:
+        primed.add(self._primed)
+        assert not held(self.req_to_token_pool.req_to_token)[0].any()
+        return stock(self, batch)
+
+    monkeypatch.setattr(HiddenStateWorker, "_propose", propose)
+    # Tensors of the fake GPU have no views in inference mode.
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
+    requests = requests_with(GREEDY, GREEDY, GREEDY)
+    options = {**TREES, "tables": {"prime": True, "prime_seconds": 60}}
+    found = decode(options, requests, WEIGHTS, gpu, host=HIDDEN_STATES, requests=REQUESTS)
+    assert primed == {(VOCAB, VOCAB)}
+    assert {size for _, size in found.replayed} == {*REQUESTS}
+    for name, each in requests.items():
+        assert found.texts[name] == WEIGHTS.plain_text(each.prompt, each.length)
 
 
 def test_inputs_may_be_narrower_than_their_buffers(gpu: Gpu) -> None:

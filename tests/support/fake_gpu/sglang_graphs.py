@@ -150,7 +150,9 @@ class GraphModelRunner:
         self.capture_head_hooks: list[Any] = []
         self.capture_tail_hooks: list[Any] = []
         self.ngram_embedding_manager.enabled = False
-        self.kv_index_translator = SimpleNamespace(bind_runner_slots=lambda batch: None)
+        self.kv_index_translator = SimpleNamespace(
+            bind_runner_slots=_bind_plan, bind_own_plan=_bind_plan
+        )
         self._kernel_warmed_up = True
         self.spec_algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
         self.model = _GraphModel(weights, self, self.device)
@@ -194,6 +196,7 @@ class GraphModelRunner:
     def forward(self, batch: ForwardBatch) -> Any:
         """The engine's choice between its graphs and other forwards, which there are none of."""
         graphs = self.decode_cuda_graph_runner
+        assert batch.kv_loc_plan is not None, "its slots in other pools are not known"
         assert graphs.can_run_graph(batch), "there is no graph for this step"
         output = ModelRunner._forward_raw(self, batch, None)  # type: ignore[arg-type]
         self._values.copy_(self.cache)
@@ -264,6 +267,11 @@ class GraphDraft(DraftWorker):
         return _replay(self, batch, CaptureHiddenMode.NULL)
 
 
+def _bind_plan(batch: Any) -> None:
+    """What the engine does to its own batches, without other pools."""
+    batch.kv_loc_plan = SimpleNamespace()
+
+
 def _replay(worker: TargetWorker, batch: Any, mode: CaptureHiddenMode) -> GenerationBatchResult:
     with worker._unwatched():
         lengths = batch.seq_lens.clone()
@@ -280,6 +288,7 @@ def _replay(worker: TargetWorker, batch: Any, mode: CaptureHiddenMode) -> Genera
             seq_lens_cpu=lengths.cpu(),
             capture_hidden_mode=mode,
         )
+        worker.model_runner.kv_index_translator.bind_own_plan(of_batch)
         output = worker.model_runner.forward(of_batch)
     return GenerationBatchResult(
         logits_output=output.logits_output, can_run_cuda_graph=output.can_run_graph
