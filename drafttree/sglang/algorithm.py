@@ -9,6 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from drafttree.method import Method, load
 from drafttree.sglang.chains.choice import announce, choose_chains
+from drafttree.sglang.checks import FP8_KV
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.target_config import target_config
 from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
@@ -183,26 +184,56 @@ def _choose_cuda_backend(server_args: Any, *, trees: bool, windows: bool) -> Non
     Args:
         server_args: SGLang's arguments.
         trees: Whether the drafts are trees.
-        windows: Whether layers may have sliding windows. FlashInfer does not combine them with
-            the masks of drafts.
+        windows: Whether layers may have sliding windows.
+
+    Raises:
+        ValueError: A backend that was named for prompts or for decoding does not verify drafts.
     """
     logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
-    given, pages = server_args.attention_backend, server_args.page_size or 1
-    if given not in CUDA_BACKENDS:
-        reason = "are not verified with it yet"
-    elif windows and (given == "flashinfer" or (trees and given == "fa3")):
-        reason = "are not verified with it in sliding windows"
-    elif trees and given == "fa3" and pages > 1:
-        reason = f"are not verified with it and --page-size={pages}"
-    else:
+    split = {
+        phase: getattr(server_args, f"{phase}_attention_backend") for phase in ("prefill", "decode")
+    }
+    for phase, given in split.items():
+        reason = given and _why_not_verified(given, server_args, trees=trees, windows=windows)
+        if reason:
+            raise ValueError(
+                f"--{phase}-attention-backend={given}: drafts {reason}: leave it out, or name "
+                f"{CUDA_BACKENDS[0]}"
+            )
+    given = server_args.attention_backend
+    reason = _why_not_verified(given, server_args, trees=trees, windows=windows)
+    # Where both are given, SGLang uses them alone.
+    if reason is None or all(split.values()):
         return
     server_args.attention_backend = CUDA_BACKENDS[0]
     logger.warning(
-        "--attention-backend=%s: drafts %s. %s is used instead, for prompts too",
+        "--attention-backend=%s: drafts %s. %s is used instead%s",
         given,
         reason,
         CUDA_BACKENDS[0],
+        "" if split["prefill"] else ", for prompts too",
     )
+
+
+def _why_not_verified(
+    backend: str | None, server_args: Any, *, trees: bool, windows: bool
+) -> str | None:
+    """Why an attention backend does not verify the drafts of a server; None if it does.
+
+    FlashInfer does not combine sliding windows with the masks of drafts. FlashAttention 3 takes
+    each node of a tree for a request, and SGLang gives it the scales of an FP8 KV cache for the
+    requests alone.
+    """
+    pages, dtype = server_args.page_size or 1, server_args.kv_cache_dtype
+    if backend not in CUDA_BACKENDS:
+        return "are not verified with it yet"
+    if windows and (backend == "flashinfer" or (trees and backend == "fa3")):
+        return "are not verified with it in sliding windows"
+    if trees and backend == "fa3" and pages > 1:
+        return f"are not verified with it and --page-size={pages}"
+    if trees and backend == "fa3" and dtype in FP8_KV:
+        return f"are not verified with it and --kv-cache-dtype={dtype}"
+    return None
 
 
 def _check_kv_slots(max_total_tokens: int | None, tree_size: int) -> None:

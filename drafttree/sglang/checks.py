@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from drafttree.compatibility import is_refused
@@ -86,6 +87,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
                 f"draft trees do not work with --{flag}={value}: leave it out or name "
                 + " or ".join(backends)
             )
+    _check_variables(method, server_args)
     _check_kv_cache(method, server_args)
     _check_model(method, server_args)
     _check_windows(method, server_args)
@@ -165,6 +167,20 @@ def _check_device(method: Method[Any], server_args: Any) -> None:
         raise ValueError(
             f"{method.title} does not work with --device={server_args.device} in SGLang: use "
             f"{' or '.join(support.devices)}, or leave --speculative-algorithm out"
+        )
+
+
+def _check_variables(method: Method[Any], server_args: Any) -> None:
+    """Refuse what environment variables turn on in SGLang, and drafts do not work with."""
+    from sglang.srt.environ import envs
+
+    # Its graphs would read the masks of the step in which they were captured.
+    name = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    variable = getattr(envs, name, None)  # versions before 0.5.23 may not have it
+    if server_args.device == "cuda" and variable is not None and variable.get():
+        raise ValueError(
+            f"{method.title} does not work with the environment variable {name}="
+            f"{os.environ[name]}: unset it"
         )
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from lyanna_parts import drafter_for
-from sglang_runs import environment
+from sglang_on_gpu import BACKENDS, engine_settings
+from sglang_runs import LIMITS, environment
 from tiny_models import make_tiny_llama
 
 import recycle_plugin
@@ -63,6 +64,8 @@ def resolve(cases: list[dict[str, Any]], options: str = "", machine: str = "") -
     assert len(lines) == len(cases), process.stderr[-3000:]
     return [json.loads(line) for line in lines]
 
+
+SPLIT = "prefill_attention_backend", "decode_attention_backend"
 
 HYBRID = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -264,6 +267,16 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
         _check_kv_cache(rsd_plugin.METHOD, SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
 
 
+def chosen_on_cuda(trees: bool = True, windows: bool = False, **given: Any) -> Any:
+    """Server arguments after the attention backends were chosen."""
+    from drafttree.sglang.algorithm import _choose_cuda_backend
+
+    common = dict.fromkeys(("attention_backend", *SPLIT, "page_size"))
+    arguments = SimpleNamespace(**{**common, "kv_cache_dtype": "auto", **given})
+    _choose_cuda_backend(arguments, trees=trees, windows=windows)
+    return arguments
+
+
 @pytest.mark.parametrize(
     ("given", "pages", "trees", "windows", "chosen"),
     [
@@ -283,11 +296,84 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
 def test_attention_backends_on_cuda(
     given: str, pages: int | None, trees: bool, windows: bool, chosen: str
 ) -> None:
-    from drafttree.sglang.algorithm import _choose_cuda_backend
-
-    arguments = SimpleNamespace(attention_backend=given, page_size=pages)
-    _choose_cuda_backend(arguments, trees=trees, windows=windows)
+    arguments = chosen_on_cuda(trees, windows, attention_backend=given, page_size=pages)
     assert arguments.attention_backend == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "trees", "chosen"),
+    [
+        ("fa3", "fp8_e4m3", True, "triton"),
+        ("fa3", "fp8_e4m3", False, "fa3"),
+        ("fa3", "bfloat16", True, "fa3"),
+        ("flashinfer", "fp8_e4m3", True, "flashinfer"),
+    ],
+)
+def test_attention_backends_with_an_fp8_kv_cache(
+    given: str, dtype: str, trees: bool, chosen: str
+) -> None:
+    arguments = chosen_on_cuda(trees, attention_backend=given, kv_cache_dtype=dtype)
+    assert arguments.attention_backend == chosen
+
+
+@pytest.mark.parametrize("option", SPLIT)
+@pytest.mark.parametrize(
+    ("given", "others", "reason"),
+    [
+        ("flashinfer", {"windows": True}, "in sliding windows"),
+        ("fa3", {"windows": True}, "in sliding windows"),
+        ("fa3", {"page_size": 16}, "--page-size=16"),
+        ("fa3", {"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype=fp8_e5m2"),
+    ],
+)
+def test_backends_of_prompts_and_of_decoding_are_refused_by_name(
+    option: str, given: str, others: dict[str, Any], reason: str
+) -> None:
+    flag = option.replace("_", "-")
+    message = f"--{flag}={given}: drafts are not verified with it .*{reason}: leave it out, or name"
+    with pytest.raises(ValueError, match=message):
+        chosen_on_cuda(attention_backend="triton", **{option: given}, **others)
+
+
+def test_a_backend_that_is_not_used_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    split = dict.fromkeys(SPLIT, "triton")
+    arguments = chosen_on_cuda(windows=True, attention_backend="fa3", **split)
+    assert arguments.attention_backend == "fa3"
+    assert "is used instead" not in caplog.text
+    arguments = chosen_on_cuda(windows=True, attention_backend="fa3", **{SPLIT[1]: "triton"})
+    assert arguments.attention_backend == "triton"
+
+
+def test_graphs_that_keep_masks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from drafttree.sglang.checks import _check_variables
+
+    name = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    on_cuda = SimpleNamespace(device="cuda")
+    _check_variables(recycle_plugin.METHOD, on_cuda)
+    monkeypatch.setenv(name, "1")
+    _check_variables(recycle_plugin.METHOD, SimpleNamespace(device="cpu"))
+    with pytest.raises(ValueError, match=f"environment variable {name}=1: unset it"):
+        _check_variables(recycle_plugin.METHOD, on_cuda)
+
+
+@pytest.mark.full
+def test_the_arguments_of_the_tests_on_a_gpu(tiny_llama: Path) -> None:
+    cases: dict[str, dict[str, Any]] = {}
+    for backend in BACKENDS:
+        settings = LIMITS | engine_settings(backend, disable_cuda_graph=False)
+        settings = {name: value for name, value in settings.items() if name != "variables"}
+        settings |= {"model_path": str(tiny_llama), "skip_tokenizer_init": True}
+        cases[f"{backend}, plain"] = settings
+        cases[backend] = settings | {"speculative_algorithm": "token-recycling"}
+    found = dict(
+        zip(cases, resolve([*cases.values()], '{"nodes": 80}', machine="hopper"), strict=True)
+    )
+    for backend in BACKENDS:
+        for name in (backend, f"{backend}, plain"):
+            assert isinstance(found[name], dict), found[name]
+            assert found[name]["attention_backend"] == backend
+            assert found[name]["graphs"][0] == "full"
+        assert found[backend]["speculative_num_draft_tokens"] == 81
 
 
 @pytest.mark.full

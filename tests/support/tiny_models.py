@@ -99,7 +99,13 @@ SHAPE: dict[str, Any] = {
 
 
 def make_tiny_llama(
-    folder: Path, *, vocab_size: int = 512, sharpness: float = 12.0, heads: int = 4, seed: int = 11
+    folder: Path,
+    *,
+    vocab_size: int = 512,
+    sharpness: float = 12.0,
+    heads: int = 4,
+    head_size: int = 32,
+    seed: int = 11,
 ) -> Path:
     """Save a random two-layer Llama; the same arguments give the same weights.
 
@@ -114,7 +120,7 @@ def make_tiny_llama(
         LlamaConfig(
             vocab_size=vocab_size,
             num_attention_heads=heads,
-            **SHAPE,
+            **{**SHAPE, "head_dim": head_size},
         )
     )
     with torch.no_grad():
