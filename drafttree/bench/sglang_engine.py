@@ -7,6 +7,7 @@ does not overlap with forwards, which it would not on a CPU anyway.
 
 from __future__ import annotations
 
+import os
 from array import array
 from dataclasses import astuple
 from time import perf_counter
@@ -44,6 +45,7 @@ class SglangEngine:
             skip_tokenizer_init=not spec.tokenizer,
             random_seed=0,
             log_level="error",
+            **_for_float32(spec),
             **_speculative(spec),
         )
         arguments.resolve_once()
@@ -213,6 +215,19 @@ def _speculative(spec: EngineSpec) -> dict[str, Any]:
     draft_model = {"speculative_draft_model_path": options.pop("model", None)}
     set_options(**options)
     return {"speculative_algorithm": name, **draft_model}
+
+
+def _for_float32(spec: EngineSpec) -> dict[str, Any]:
+    """Server arguments for float32 on a GPU, which most of SGLang's kernels do not have.
+
+    Triton computes attention and, by an environment variable, PyTorch norms and activations.
+    """
+    from sglang.srt.utils import is_cpu, is_cuda
+
+    if spec.dtype != "float32" or is_cpu() or not is_cuda():
+        return {}
+    os.environ.setdefault("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
+    return {"attention_backend": "triton"}
 
 
 def _kv_slots(spec: EngineSpec) -> int:

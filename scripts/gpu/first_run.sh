@@ -99,8 +99,9 @@ if has vllm; then
     done
 fi
 if has sglang; then
-    pytest sglang-eager tests/engines/test_sglang_cuda.py -k "False-triton or False-flashinfer"
-    pytest sglang-graphs tests/engines/test_sglang_cuda.py -k "True-triton or True-flashinfer"
+    pytest sglang-eager tests/engines/test_sglang_cuda.py -k eager
+    pytest sglang-graphs tests/engines/test_sglang_cuda.py -k "plain_decoding and graphs"
+    pytest sglang-sizes tests/engines/test_sglang_cuda.py -k several_sizes
     pytest sglang-models tests/engines/test_sglang_cuda.py -k "rsd or lyanna"
     for nodes in 15 80; do
         same "sglang-same-$nodes" token-recycling --engine sglang --option nodes=$nodes

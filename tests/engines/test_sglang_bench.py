@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,27 @@ def test_the_engines_own_draft_models_do_not_start_on_a_cpu_without_amx(tiny_lla
             speculative_eagle_topk=1,
             speculative_num_draft_tokens=4,
         )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "on_cuda", "served"),
+    [
+        ("float32", False, True, {"attention_backend": "triton"}),
+        ("bfloat16", False, True, {}),
+        ("float32", True, True, {}),
+        ("float32", False, False, {}),
+    ],
+)
+def test_float32_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, on_cpu: bool, on_cuda: bool, served: dict[str, str]
+) -> None:
+    from drafttree.bench.protocol import EngineSpec
+    from drafttree.bench.sglang_engine import _for_float32
+
+    variable = "SGLANG_FORCE_FUSED_OP_BACKEND"
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)  # so that it is unset again after the test
+    monkeypatch.setattr("sglang.srt.utils.is_cpu", lambda: on_cpu)
+    monkeypatch.setattr("sglang.srt.utils.is_cuda", lambda: on_cuda)
+    assert _for_float32(EngineSpec("model", dtype=dtype)) == served
+    assert os.environ.get(variable) == ("torch" if served else None)
