@@ -105,6 +105,14 @@ class Drafter:
     def release(self, slots: Sequence[int]) -> None:
         """Requests finished, or were preempted: their state may be dropped."""
 
+    def check_remembers(self) -> None:
+        """Check that `remember` learns texts, and that they are kept for the requests that follow.
+
+        Raises:
+            ValueError: Texts would not be kept; the message says what to change.
+        """
+        raise ValueError(f"{type(self).__name__} remembers no texts")
+
     def remember(self, tokens: torch.Tensor) -> None:
         """Learn texts that the target may repeat, such as the documents of a corpus.
 
@@ -112,9 +120,9 @@ class Drafter:
             tokens: Int32 `[n]` on the CPU, one text or several that are separated by -1.
 
         Raises:
-            ValueError: The drafter remembers no texts.
+            ValueError: The drafter remembers no texts; see `check_remembers`.
         """
-        raise ValueError(f"{type(self).__name__} remembers no texts")
+        self.check_remembers()
 
     def step_bytes(self, requests: int) -> int:
         """Bytes that drafting for so many requests takes in a step, at most, beside the model's."""

@@ -230,5 +230,8 @@ class NonDraftingRank(ModelFreeDrafter):
         """No drafts: the first rank's trees replace these."""
         return DraftTree.of_roots(roots)
 
+    def check_remembers(self) -> None:
+        """Nothing: what the first rank's drafter says counts."""
+
     def remember(self, tokens: torch.Tensor) -> None:
         """Nothing: the first rank's drafter remembers the texts."""

@@ -169,17 +169,30 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 self.tables.memory, ngrams.history, ngrams.lengths, which, starts, PROMPT_TOKENS
             )
 
-    def remember(self, tokens: torch.Tensor) -> None:
-        """Append texts to the memory: int32 `[n]` on the CPU, separated by -1.
+    def check_remembers(self) -> None:
+        """Check that there is a memory, and that it outlasts idle times.
 
         Raises:
-            ValueError: There is no memory.
+            ValueError: Texts would not be kept.
         """
         if not self.tables.memory.capacity:
             raise ValueError(
                 "Token Recycling remembers no texts with memory=0 or sharing='request': leave them "
                 "out"
             )
+        if not self.tables.hot_start:
+            raise ValueError(
+                "Token Recycling forgets texts when a request arrives while no other is running "
+                "with hot_start=false: leave hot_start=false out"
+            )
+
+    def remember(self, tokens: torch.Tensor) -> None:
+        """Append texts to the memory: int32 `[n]` on the CPU, separated by -1.
+
+        Raises:
+            ValueError: There is no memory that lasts.
+        """
+        self.check_remembers()
         remember(self.tables.memory, tokens)
 
     def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:

@@ -159,6 +159,18 @@ class SharingDrafter(ModelDrafter):
         if self._budget is not None and slots:
             self._budget.discard()
 
+    def check_remembers(self) -> None:
+        """Check that there are tables, and that their memory lasts.
+
+        Raises:
+            ValueError: Texts would not be kept.
+        """
+        if self._shared is None:
+            raise ValueError(
+                f"{type(self).__name__} remembers no texts without tables: add tables=true"
+            )
+        self._shared.tables.check_remembers()
+
     def remember(self, tokens: Tensor) -> None:
         """Let the tables' memory learn texts: int32 `[n]` on the CPU, separated by -1.
 

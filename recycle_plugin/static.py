@@ -72,6 +72,14 @@ class StaticTreeDrafter(ModelFreeDrafter):
         """Update the acceptance statistics of each node."""
         count(self._source_stats, trees.tokens, trees.parents, self._drafted, verified.path, slots)
 
+    def check_remembers(self) -> None:
+        """Refuse: texts are copied by dynamic trees alone.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("Token Recycling remembers no texts with a static tree: leave tree out")
+
     def release(self, slots: Sequence[int]) -> None:
         """Unregister finished requests; the matrix is shared and stays."""
         self.tables.end(slots)

@@ -58,6 +58,7 @@ class Tables:
             table of a free cell if there are none.
         memory: The memory of finished texts.
         source_stats: Acceptance statistics by candidate source.
+        hot_start: Whether what was learned is kept when no request is running.
         priming: The rows that the matrix starts with, or None.
         saver: Background writer of the hot start file, or None.
 
@@ -90,9 +91,9 @@ class Tables:
         self._private = False
         self._batched = False
         self.source_stats = SourceStats.of(expected_priors().to(device))
+        self.hot_start = hot_start
         self.priming: Priming | None = None
         self.saver: TableSaver | None = None
-        self._hot_start = hot_start
         self._running: set[int] = set()
         self._remembered: set[int] = set()
 
@@ -119,7 +120,7 @@ class Tables:
 
     def begin(self, slot: int) -> None:
         """Register a request; without hot start, the first after an idle time resets the tables."""
-        if not self._private and not self._hot_start and not self._running:
+        if not self._private and not self.hot_start and not self._running:
             self._clear()
         if self.own is not self._no_table:
             self.own[slot] = EMPTY

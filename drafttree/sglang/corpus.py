@@ -29,8 +29,10 @@ class CorpusWorker(BaseSpecWorker):
         """Read a corpus, and return its number of tokens; SGLang calls this in a thread.
 
         Raises:
-            ValueError: There is a corpus of this name.
+            ValueError: There is a corpus of this name, or the drafter remembers no texts. SGLang
+                answers with the message.
         """
+        self.drafter.check_remembers()
         if corpus_id in self._corpora:
             raise ValueError(f"there is a corpus {corpus_id!r} already: give another corpus_id")
         self._loading = joined_documents(token_chunks)

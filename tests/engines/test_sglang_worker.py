@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from drafttree.target import Target
+from recycle_plugin import METHOD
 
 
 def request(name: str, tokens: int) -> Any:
@@ -138,6 +142,36 @@ def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
         ("start", (3, 6)),
         ("extend", ([3], [7])),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({}, None),
+        ({"memory": 0}, "leave them out"),
+        ({"sharing": "request"}, "leave them out"),
+        ({"hot_start": False}, "leave hot_start=false out"),
+        ({"tree": "static"}, "leave tree out"),
+    ],
+)
+def test_a_corpus_that_would_not_be_kept_is_refused(
+    worker: Any, options: dict[str, Any], fix: str | None
+) -> None:
+    from sglang.srt.managers.io_struct import AddExternalCorpusReqInput
+    from sglang.srt.speculative.external_corpus_manager import ExternalCorpusManager
+
+    target = Target("target", 200, torch.device("cpu"), torch.float32, logging.getLogger("test"))
+    worker.drafter = METHOD.drafter(METHOD.parse({"prime": False, **options}), target)
+    worker._corpora = {}
+    answers: list[Any] = []
+    manager = ExternalCorpusManager(worker, lambda answer, _: answers.append(answer))
+    manager.add(AddExternalCorpusReqInput(corpus_id="texts", token_chunks=[[5, 6, 7, 8]]))
+    manager._pending_load[1].join(60)
+    manager.check_pending_load()
+    (answer,) = answers
+    assert answer.success is (fix is None)
+    assert (fix or "Loaded") in answer.message
+    assert worker.list_external_corpora() == ({} if fix else {"texts": 4})
 
 
 class Pool:

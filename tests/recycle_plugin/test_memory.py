@@ -150,6 +150,21 @@ def test_without_a_memory_no_answer_is_copied(options: dict[str, object]) -> Non
     assert drafter.tables.memory.text().tolist() == []
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"memory": 0}, "memory=0"),
+        ({"sharing": "request"}, "sharing='request'"),
+        ({"hot_start": False}, "leave hot_start=false out"),
+    ],
+)
+def test_texts_that_would_not_be_kept_are_refused(options: dict[str, object], named: str) -> None:
+    drafter = make(**options)
+    with pytest.raises(ValueError, match=named):
+        drafter.remember(ids(*ANSWER))
+    assert drafter.tables.memory.text().tolist() == []
+
+
 @pytest.mark.parametrize("sharing", ["engine", "request"])
 def test_no_draft_of_a_request_has_anothers_text_unless_the_engine_shares(sharing: str) -> None:
     """Three requests with texts of their own tokens, side by side and after one another."""

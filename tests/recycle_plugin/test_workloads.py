@@ -140,7 +140,7 @@ def test_foreign_text_goes_to_the_memory(
     bench = Bench(target, [wave], context=128, foreign=[3, 4, 5])
     bench.begin("dynamic", 7)
     assert remembered == [[3, 4, 5]]
-    with pytest.raises(ValueError, match="StaticTreeDrafter remembers no texts"):
+    with pytest.raises(ValueError, match="no texts with a static tree"):
         bench.begin("static", 7)
 
 

@@ -390,3 +390,13 @@ def test_tree_auto_is_refused_with_tables_on_a_gpu() -> None:
     given = METHOD.parse({"model": "any", "tables": True, "tree": "auto"})
     with pytest.raises(ValueError, match=r"tree=auto with tables .*give tree another value"):
         METHOD.drafter(given, replace(target_of(), device=torch.device("cuda")))
+
+
+def test_texts_are_remembered_with_tables_alone() -> None:
+    texts = torch.arange(8, dtype=torch.int32)
+    with pytest.raises(ValueError, match="add tables=true"):
+        drafter_of(tables=False).remember(texts)
+    drafter = drafter_of()
+    drafter.remember(texts)
+    assert isinstance(drafter.tables, DynamicTreeDrafter)
+    assert drafter.tables.tables.memory.text()[:8].tolist() == texts.tolist()
