@@ -16,6 +16,7 @@ from recycle_plugin.storage.table_files import (
     TablesError,
     TableSpec,
     claim,
+    claimed,
     load_tables,
     save_tables,
     tokenizer_identity,
@@ -135,8 +136,8 @@ def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str])
         The number of tokens of the texts. If the memory is smaller, it keeps the last of them.
 
     Raises:
-        ValueError: The options name no file or have no memory, the file belongs to another model,
-            or the target has no tokenizer.
+        ValueError: The options name no file or have no memory, the file belongs to another model
+            or an engine saves to it, or the target has no tokenizer.
         OSError: The file cannot be written.
     """
     file = options.hot_start
@@ -160,12 +161,18 @@ def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str])
         memory=options.memory_tokens,
     )
     learned = _Learned(tables, target)
-    if file.exists():
-        learned.load(file)
-    count = 0
-    for text in texts:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        remember(tables.memory, torch.tensor(tokens, dtype=torch.int32))
-        count += len(tokens)
-    save_tables(file, learned.snapshot(), learned.identity)
+    with claimed(file) as is_claimed:
+        if not is_claimed:
+            raise ValueError(
+                f"an engine saves to hot_start={file}, and would replace the file: stop it first, "
+                "or give texts to a running SGLang server by /add_external_corpus"
+            )
+        if file.exists():
+            learned.load(file)
+        count = 0
+        for text in texts:
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            remember(tables.memory, torch.tensor(tokens, dtype=torch.int32))
+            count += len(tokens)
+        save_tables(file, learned.snapshot(), learned.identity)
     return count

@@ -17,7 +17,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -138,6 +138,18 @@ def claim(file: Path) -> bool:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     _claimed[file] = descriptor
     return True
+
+
+@contextlib.contextmanager
+def claimed(file: Path) -> Iterator[bool]:
+    """A context in which this process has claimed a file, if no other has; see `claim`."""
+    file = file.resolve()
+    is_new = file not in _claimed
+    try:
+        yield claim(file)
+    finally:
+        if is_new and file in _claimed:
+            os.close(_claimed.pop(file))
 
 
 def load_tables(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 from drafttree.cli import app
 from drafttree.target import Target
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, make_drafter
+from recycle_plugin.storage.table_files import claim
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 
@@ -69,6 +72,39 @@ def test_a_corpus_is_copied_from_by_the_next_engine(model: Path, tmp_path: Path)
         assert deepest == tokens[6 : 6 + len(deepest)]
         # A second corpus is added to the first.
         assert prepare(model, "--corpus", str(second), *kept)[0] == 0
+
+
+def save_until_told(pipe: Connection, file: Path) -> None:
+    """An engine that saves to a file."""
+    pipe.send(claim(file))
+    pipe.recv()
+
+
+def test_a_file_that_an_engine_saves_to_is_left_alone(model: Path, tmp_path: Path) -> None:
+    file, text = tmp_path / "tables", tmp_path / "a.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    corpus = "--corpus", str(text), "--option", f"hot_start={file}"
+    assert prepare(model, *corpus)[0] == 0
+    before = file.read_bytes()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    # The first corpus claims the file no longer.
+    engine = context.Process(target=save_until_told, args=(theirs, file))
+    engine.start()
+    try:
+        assert ours.poll(60)
+        assert ours.recv() is True
+        status, said = prepare(model, *corpus)
+        assert status == 2
+        assert "an engine saves to hot_start=" in said
+        assert "/add_external_corpus" in said
+        assert file.read_bytes() == before
+        ours.send("end")
+    finally:
+        engine.join(60)
+        engine.kill()
+    assert prepare(model, *corpus)[0] == 0
+    assert file.read_bytes() != before
 
 
 @pytest.mark.parametrize(
