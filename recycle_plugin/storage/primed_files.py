@@ -97,15 +97,24 @@ class PrimedFile:
 
     def load(self, vocab_size: int) -> torch.Tensor | None:
         """The rows that are in the file, `int32 [V, k]`; None if it has none that can be used."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
             return None
         try:
+            if not self.path.exists():
+                return None
             return load_primed(self.path, self._identity, vocab_size)
         except TablesError as error:
             self._logger.warning(
                 "Token Recycling is primed anew, and the file is then written again: %s", error
             )
-            return None
+        except OSError as error:
+            self._logger.warning(
+                "Primed rows of Token Recycling are kept in memory for this run only, because the "
+                "cache cannot be read (%s): set DRAFTTREE_CACHE to a folder of your own",
+                error,
+            )
+            self.close()
+        return None
 
     def save(self, matrix: torch.Tensor) -> None:
         """Write the rows of `int32 [V, k]`, and those that another engine has written meanwhile."""

@@ -171,6 +171,28 @@ def test_a_cache_that_may_only_be_read_is_reported_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def load_where_nothing_may_be_entered(pipe: Connection, folder: Path) -> None:
+    os.chdir(folder)
+    folder.chmod(0o755)
+    Path("cache").mkdir()
+    Path("cache").chmod(0)
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    told: list[str] = []
+    file = rows_file(Path("cache") / "rows", told)
+    found = [file.load(300), file.load(300)]
+    file.save(tables(3)["matrix"])
+    pipe.send((told, found, file.path))
+
+
+def test_a_cache_that_may_not_be_entered_is_reported_once(tmp_path: Path) -> None:
+    with forked(load_where_nothing_may_be_entered, tmp_path) as (_, pipe):
+        told, found, path = said(pipe)
+    assert ["DRAFTTREE_CACHE" in line for line in told] == [True]
+    assert found == [None, None]
+    assert path is None
+
+
 def rows_file(path: Path, told: list[str]) -> PrimedFile:
     """The cache file of a model whose files need not be there."""
     file = PrimedFile(None, 8, logger_of([]))
