@@ -75,9 +75,7 @@ class TreeWorth:
             verified: The outcome.
         """
         stats = self.stats
-        old = (stats.tried > MOST_TRIED).int()
-        for counted in (stats.tried, stats.hit):
-            counted.bitwise_right_shift_(old)
+        stats.halve(MOST_TRIED)
         count(stats, trees.tokens, trees.parents, classes, verified.path, slots)
 
     def reset(self) -> None:

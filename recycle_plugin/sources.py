@@ -62,7 +62,7 @@ def by_source(source_stats: SourceStats) -> list[dict[str, Any]]:
 
     Returns:
         `{"source", "tried", "hit", "share"}` for each source that was tried; `share` is
-        `hit / tried`.
+        `hit / tried`. Both counts of a source are halved when it was tried more than 2^20 times.
     """
     sums = {name: [0, 0] for name in _names()}
     tried, hit = source_stats.tried.cpu(), source_stats.hit.cpu()

@@ -98,7 +98,8 @@ class StaticTreeDrafter(ModelFreeDrafter):
 
         Returns:
             `paths`, the rank path of each node; `tried`, the number of times it was drafted under
-            an accepted parent; `hit`, the number of times it was accepted.
+            an accepted parent; `hit`, the number of times it was accepted. Both of a node are
+            halved when it was tried more than 2^20 times.
         """
         return {
             "paths": [list(path) for path in self._paths],

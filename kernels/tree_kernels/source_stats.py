@@ -2,7 +2,8 @@
 
 A candidate counts as tried if its parent was accepted, and as hit if it was accepted too. Its
 acceptance probability is estimated as (WEIGHT * expected + hit) / (WEIGHT + tried), the mean of a
-beta distribution.
+beta distribution. Both counts of a source are halved when it was tried more than MOST_TRIED times,
+so they never overflow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, path_pad, tl
 
-_COUNT = CppFunction("source_stats.cpp", "count_trees", "ppppiiiippppi")
+_COUNT = CppFunction("source_stats.cpp", "count_trees", "ppppiiiippppii")
 _BLOCK = 256
 
 
@@ -30,6 +31,7 @@ class SourceStats:
         hit: Int32 `[S]`, the number of tried candidates that were accepted.
         priors: Float32 `[S]`, the estimated acceptance probability.
         WEIGHT: The number of tries that `expected` counts as.
+        MOST_TRIED: The number of tries beyond which both counts of a source are halved.
     """
 
     expected: Tensor
@@ -38,6 +40,7 @@ class SourceStats:
     priors: Tensor
 
     WEIGHT = 32
+    MOST_TRIED = 1 << 20
 
     @classmethod
     def of(cls, expected: Tensor) -> SourceStats:
@@ -50,6 +53,12 @@ class SourceStats:
         self.tried.zero_()
         self.hit.zero_()
         self.priors.copy_(self.expected)
+
+    def halve(self, most_tried: int = MOST_TRIED) -> None:
+        """Halve the counts of sources that were tried more often than that."""
+        old = (self.tried > most_tried).int()
+        for counted in (self.tried, self.hit):
+            counted.bitwise_right_shift_(old)
 
     def refresh(self) -> None:
         """Recompute `priors` from the counts."""
@@ -99,14 +108,21 @@ def _priors_kernel(
     priors: tl.tensor,
     total: tl.tensor,
     WEIGHT: tl.constexpr,
+    MOST_TRIED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     source = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = source < total
-    hits = tl.load(hit + source, mask=inside, other=0).to(tl.float32)
-    tries = tl.load(tried + source, mask=inside, other=0) + WEIGHT
+    hits = tl.load(hit + source, mask=inside, other=0)
+    tries = tl.load(tried + source, mask=inside, other=0)
+    old = tries > MOST_TRIED
+    hits = tl.where(old, hits >> 1, hits)
+    tries = tl.where(old, tries >> 1, tries)
+    tl.store(hit + source, hits, mask=old)
+    tl.store(tried + source, tries, mask=old)
     prior_hits = tl.load(expected + source, mask=inside, other=0.0) * WEIGHT
-    tl.store(priors + source, tl.div_rn(prior_hits + hits, tries.to(tl.float32)), mask=inside)
+    prior = tl.div_rn(prior_hits + hits.to(tl.float32), (tries + WEIGHT).to(tl.float32))
+    tl.store(priors + source, prior, mask=inside)
 
 
 def _count_triton(
@@ -143,6 +159,7 @@ def _count_triton(
         source_stats.priors,
         num_sources,
         WEIGHT=source_stats.WEIGHT,
+        MOST_TRIED=source_stats.MOST_TRIED,
         BLOCK=_BLOCK,
     )
 
@@ -165,6 +182,7 @@ def _count_reference(
     where = sources[:, :width].flatten().long()
     source_stats.tried.scatter_add_(0, where, tried.flatten())
     source_stats.hit.scatter_add_(0, where, (tried * on[:, :width]).flatten())
+    source_stats.halve()
     source_stats.refresh()
 
 
@@ -185,7 +203,7 @@ def _count_cpp(
             source_stats.hit.data_ptr(),
             source_stats.expected.data_ptr(),
         ),
-        *(source_stats.priors.data_ptr(), source_stats.WEIGHT),
+        *(source_stats.priors.data_ptr(), source_stats.WEIGHT, source_stats.MOST_TRIED),
     )
 
 

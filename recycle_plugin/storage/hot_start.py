@@ -43,7 +43,7 @@ class _Learned:
             "matrix": tables.matrix,
             "pairs": tables.bigrams[None],  # as files of version 1 have it
         }
-        self._counts = {"tried_by_source": self._stats.tried, "hit_by_source": self._stats.hit}
+        self._counts = {"hit_by_source": self._stats.hit, "tried_by_source": self._stats.tried}
         self.identity = {
             "tokenizer": tokenizer_identity(target),
             "k": str(k),
@@ -69,6 +69,8 @@ class _Learned:
         texts = loaded.pop("memory", None)
         for name, table in loaded.items():
             (self._tables | self._counts)[name].copy_(table)
+        while bool((self._stats.tried > self._stats.MOST_TRIED).any()):
+            self._stats.halve()
         self._stats.refresh()
         if texts is not None:
             remember(self._memory, texts)
@@ -77,6 +79,8 @@ class _Learned:
         """Copies in CPU memory."""
         tables = self._tables | self._counts
         copies = {name: table.to("cpu", copy=True) for name, table in tables.items()}
+        # The engine may count between two copies, or set the counts back.
+        copies["hit_by_source"].clamp_(max=copies["tried_by_source"])
         return {**copies, "memory": self._memory.text()}
 
 

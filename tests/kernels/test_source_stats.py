@@ -16,14 +16,17 @@ def expected_priors(seed):
     return torch.rand(NUM_SOURCES, generator=torch.Generator().manual_seed(seed))
 
 
-def counted(expected, verifications):
-    tried, hit = [0] * NUM_SOURCES, [0] * NUM_SOURCES
+def counted(expected, verifications, before=0):
+    tried, hit = [before] * NUM_SOURCES, [before] * NUM_SOURCES
     for each in verifications:
         for tokens, parents, sources, path in zip(*(t.tolist() for t in each), strict=True):
             for node in range(1, len(tokens)):
                 if tokens[node] >= 0 and parents[node] in path:
                     tried[sources[node]] += 1
                     hit[sources[node]] += node in path
+        for source in range(NUM_SOURCES):
+            if tried[source] > SourceStats.MOST_TRIED:
+                tried[source], hit[source] = tried[source] // 2, hit[source] // 2
     weight = np.float32(32)
     priors = [
         float((np.float32(e) * weight + np.float32(h)) / (weight + np.float32(t)))
@@ -55,6 +58,23 @@ def test_kernel_counts_the_same(interpreter, width):
     for case in cases:
         module._count_triton(source_stats, *case)
     assert lists(source_stats) == counted(expected, cases)
+
+
+def test_counts_of_sources_that_were_tried_often_are_halved(cpu_path, interpreter):
+    cases = [verification(seed, 3, 40) for seed in range(4)]
+    expected = expected_priors(5)
+    before = SourceStats.MOST_TRIED - 3
+    for run in (count, module._count_triton):
+        source_stats = SourceStats.of(expected)
+        source_stats.tried.fill_(before)
+        source_stats.hit.fill_(before)
+        source_stats.refresh()
+        for case in cases:
+            run(source_stats, *case)
+        assert lists(source_stats) == counted(expected, cases, before)
+        halved = source_stats.tried < before
+        assert 0 < halved.sum() < NUM_SOURCES
+        assert (source_stats.hit[halved] <= source_stats.tried[halved]).all()
 
 
 def test_sources_are_found_by_slot(cpu_path, interpreter):

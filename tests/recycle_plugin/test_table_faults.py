@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
 from safetensors.torch import save, save_file
+from tree_kernels.source_stats import SourceStats
 
 from drafttree.target import Target
 from drafttree.testing import check_drafter
@@ -269,6 +270,58 @@ def test_two_engines_share_one_hot_start_file(tmp_path: Path) -> None:
     assert saver is not None
     saver.close()
     assert (third.matrix == 9).all()
+
+
+def count_further(stats: SourceStats) -> None:
+    stats.tried.add_(5)
+    stats.hit.add_(5)
+
+
+@pytest.mark.parametrize("change", [count_further, SourceStats.reset])
+def test_counts_that_change_while_they_are_saved_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[SourceStats], None]
+) -> None:
+    file = tmp_path / "tables"
+    learned = empty_tables()
+    stats = learned.source_stats
+    count_further(stats)
+    saver = open_hot_start(learned, file, tmp_path, logger_of([]))
+    assert saver is not None
+    copy = torch.Tensor.to
+
+    def copied_while_counting(tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        copied = copy(tensor, *where, **how)
+        if tensor is stats.tried or tensor is stats.hit:
+            change(stats)
+        return copied
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", copied_while_counting)
+        assert saver.save()
+    saver.close()
+    told: list[str] = []
+    again = open_hot_start(empty_tables(), file, tmp_path, logger_of(told))
+    assert told == []
+    assert again is not None
+    again.close()
+
+
+def test_large_counts_of_a_file_are_halved(tmp_path: Path) -> None:
+    learned = empty_tables()
+    stats = learned.source_stats
+    stats.tried.fill_((1 << 31) - 1)
+    stats.hit.fill_((1 << 30) - 1)
+    saver = open_hot_start(learned, tmp_path / "tables", tmp_path, logger_of([]))
+    assert saver is not None
+    assert saver.save()
+    saver.close()
+    again = empty_tables()
+    saver = open_hot_start(again, tmp_path / "tables", tmp_path, logger_of([]))
+    assert saver is not None
+    saver.close()
+    assert bool((again.source_stats.tried == SourceStats.MOST_TRIED - 1).all())
+    half = torch.full_like(stats.priors, 0.5)
+    torch.testing.assert_close(again.source_stats.priors, half, atol=1e-4, rtol=0)
 
 
 def test_a_clock_that_jumps_forward_costs_one_save_at_most(
