@@ -205,7 +205,8 @@ def _attention_metadata(
         columns: Place of each token among its request's tokens, `int64 [tokens]`, the same for
             each request.
         masks: Masks of draft trees; None for causal chains.
-        blocks: Blocks of each request, `int32 [requests, n]`; None for the first ones of the cache.
+        blocks: Blocks of each request, `int32 [requests, n]`; None for the first ones of the cache,
+            which requests share where there are too few.
     """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -220,8 +221,11 @@ def _attention_metadata(
         table = blocks
         if table is None:
             per_request = -(-length // size)
-            table = 1 + torch.arange(requests * per_request, dtype=torch.int32, device=device)
-            table = table.view(requests, -1)
+            table = torch.arange(requests * per_request, dtype=torch.int32, device=device)
+            # The engine leaves block 0 unused. A batch that would not fit into the cache, and so
+            # never runs together, is measured on the blocks that exist.
+            usable = runner.kv_cache_config.num_blocks - 1
+            table = (1 + table % usable).view(requests, -1)
         slots = table.gather(1, columns.view(requests, -1) // size).long() * size
         lengths = torch.full((requests,), length, dtype=torch.int32)
         common = CommonAttentionMetadata(

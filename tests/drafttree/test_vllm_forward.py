@@ -68,17 +68,35 @@ def test_a_forward_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(are_random(ids) for ids in seen)
 
 
-def test_lengths_are_given_on_the_host_too() -> None:
-    """Backends for latent attention read those of prompts there, and fail without them."""
-    pytest.importorskip("vllm", reason="vLLM is not installed here")
+def attention_runner(num_blocks: int) -> Any:
+    """A model runner with one layer, whose KV cache has blocks of 4 tokens."""
     builder = SimpleNamespace(build=lambda prefix, common: common)
     group = SimpleNamespace(layer_names=["layer"], get_metadata_builder=lambda number: builder)
     cache = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=4))
-    runner: Any = SimpleNamespace(
-        attn_groups=[[group]], kv_cache_config=SimpleNamespace(kv_cache_groups=[cache])
-    )
+    config = SimpleNamespace(kv_cache_groups=[cache], num_blocks=num_blocks)
+    return SimpleNamespace(attn_groups=[[group]], kv_cache_config=config)
+
+
+def test_lengths_are_given_on_the_host_too() -> None:
+    """Backends for latent attention read those of prompts there, and fail without them."""
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    blocks = torch.arange(6, dtype=torch.int32).view(3, 2)
     metadata, slots = forward._attention_metadata(
-        runner, 3, torch.tensor([4, 5] * 3), None, torch.arange(6, dtype=torch.int32).view(3, 2)
+        attention_runner(7), 3, torch.tensor([4, 5] * 3), None, blocks
     )
     assert metadata["layer"].seq_lens_cpu_upper_bound.tolist() == [6, 6, 6]
     assert slots["layer"].tolist() == [4, 5, 12, 13, 20, 21]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "table"),
+    [(7, [[1, 2], [3, 4], [5, 6]]), (5, [[1, 2], [3, 4], [1, 2]]), (2, [[1, 1]] * 3)],
+)
+def test_measured_requests_share_blocks_where_there_are_too_few(
+    num_blocks: int, table: list[list[int]]
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    runner = attention_runner(num_blocks)
+    metadata, slots = forward._attention_metadata(runner, 3, torch.tensor([4, 5] * 3), None)
+    assert metadata["layer"].block_table_tensor.tolist() == table
+    assert int(slots["layer"].max()) < 4 * num_blocks
