@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +26,7 @@ from drafttree.bench.table import (
     figures_table,
     waves_table,
 )
+from drafttree.cli.output_file import check_output
 
 
 class Dtype(StrEnum):
@@ -118,13 +118,7 @@ def bench(
     reports: list[dict[str, Any]] = []
     try:
         check_name(engine)
-        if not output.resolve().parent.is_dir():
-            raise InputError(f"the folder of {output} does not exist")
-        if output.is_dir():
-            raise InputError(f"{output} is a folder: name a file for --output")
-        place = output if output.exists() else output.resolve().parent
-        if not os.access(place, os.W_OK):
-            raise InputError(f"{output} cannot be written: name another file for --output")
+        check_output("--output", output)
         if runner is not None and engine != "vllm":
             raise InputError(f"--runner {runner.value} is vLLM's own: use --engine vllm")
         variants = resolve_variants(method, option or [], vary or [])

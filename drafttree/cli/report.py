@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from drafttree.bench.run_files import find_runs
+from drafttree.cli.output_file import check_output
 from drafttree.cli.report_page import page
 
 
@@ -21,8 +22,7 @@ def report(
     """Show the bench runs in a folder on one HTML page, with plots."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        if not output.resolve().parent.is_dir():
-            raise ValueError(f"the folder of {output} does not exist")
+        check_output("--output", output)
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder")
         runs, skipped = find_runs(folder)

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.tree import Tree
 
-from drafttree.bench.chat import model_context
 from drafttree.bench.engine_process import check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import parse_pairs, resolve_method
@@ -18,6 +17,7 @@ from drafttree.bench.run import BenchSettings
 from drafttree.bench.trace import Trace, read_trace
 from drafttree.bench.trace import trace as record
 from drafttree.cli.bench import Dtype
+from drafttree.cli.output_file import check_output
 from drafttree.cli.trace_page import page
 from drafttree.cli.trace_terminal import renderables
 from drafttree.tree import MAX_DEPTH
@@ -67,9 +67,9 @@ def trace(
     """Show one answer step by step: draft trees, sources, accepted tokens and times."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        for file in (html, json):
-            if file is not None and not file.resolve().parent.is_dir():
-                raise InputError(f"the folder of {file} does not exist")
+        for option_name, file in (("--html", html), ("--json", json)):
+            if file is not None:
+                check_output(option_name, file)
         asked = {
             "--method": method,
             "--model": model,
@@ -101,11 +101,12 @@ def trace(
             _check(settings)
             with errors.status(f"answering in {engine}"):
                 traced = record(settings)
-        _show(traced, steps)
+        # Written first: what reads the terminal's output may end before all of it is shown.
         if json is not None:
             json.write_text(traced.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if html is not None:
             html.write_text(page(traced), encoding="utf-8")
+        _show(traced, steps)
     except InputError as error:
         errors.print(f"drafttree trace: {error}", style="red", markup=False)
         raise typer.Exit(2) from error
@@ -136,9 +137,7 @@ def _check(settings: BenchSettings) -> None:
             f"--method {settings.method.name} drafts no trees that could be shown: give an "
             "installed tree method"
         )
-    context = model_context(settings.model)
-    if settings.max_new_tokens >= context:
-        raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
+    settings.context()
 
 
 def _show(traced: Trace, steps: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +162,20 @@ def page_of(tmp_path: Path, recording: Path = RECORDED) -> Path:
     result = command(recording, "--html", page)
     assert result.exit_code == 0, result.output
     return page
+
+
+def test_the_files_are_written_where_nobody_reads_the_terminal(tmp_path: Path) -> None:
+    """As in `drafttree trace ... | head`."""
+    written, page = tmp_path / "trace.json", tmp_path / "trace.html"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [str(Path(sys.executable).with_name("drafttree")), "trace", str(RECORDED)]
+    command += ["--json", str(written), "--html", str(page)]
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert result.returncode != 0
+    assert read_trace(written) == read_trace(RECORDED)
+    assert "</html>" in page.read_text(encoding="utf-8")
 
 
 def test_the_page_contains_the_trace_and_refers_to_nothing(tmp_path: Path, recorded: Trace) -> None:
