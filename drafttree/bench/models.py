@@ -8,6 +8,7 @@ in `NAME-<digest>`. Needs the extra `bench`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import shutil
@@ -58,6 +59,8 @@ def fetch(name: str, report: Report = lambda step: None) -> Path:
         report(f"Downloading {recipe.repository} from the Hugging Face hub")
         try:
             return _make(folder, lambda work_dir: download_from_hub(recipe.repository, work_dir))
+        except ModelError:
+            raise
         except Exception as error:
             # The hub's library raises errors of its HTTP library, which differs between versions.
             reason = (str(error) or repr(error)).splitlines()[0]
@@ -115,14 +118,32 @@ def _make(folder: Path, make: Callable[[Path], Path]) -> Path:
         folder: Folder to make.
         make: `(temporary folder)`, which makes the folder inside the temporary one and returns its
             path.
+
+    Raises:
+        ModelError: The cache cannot hold the folder.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work_dir = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        work_dir = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise _cannot_hold(folder, error) from error
     try:
         _move(make(work_dir), folder)
+    except OSError as error:
+        # Other errors of this class may be the network's.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _cannot_hold(folder, error) from error
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
     return folder
+
+
+def _cannot_hold(folder: Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"{folder.parent} cannot hold the model: {error.strerror}. Name another folder with "
+        "DRAFTTREE_CACHE, or make room there"
+    )
 
 
 def download_from_hub(repository: str, work_dir: Path) -> Path:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from drafttree.bench.chat import Chat
 from drafttree.bench.engine_process import TITLES, check_name
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import resolve_method, shipped_model
+from drafttree.bench.methods import check_engine, resolve_method, shipped_model
 from drafttree.bench.models import ModelError, ensure, fetch
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
@@ -93,6 +93,7 @@ def demo(
         if (drafter := shipped_model(method, _MODEL)) is not None:
             options["model"] = str(drafter)
         resolved = resolve_method(method, options)
+        check_engine(engine, resolved)
         # Shipped drafters were trained on the pinned weights and refuse others.
         get = fetch if drafter is None else ensure
         model = get(_MODEL, lambda step: console.print(f"[dim]{escape(step)} …[/dim]"))

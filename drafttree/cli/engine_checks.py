@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from drafttree.cli import environment
 from drafttree.cli.finding import Finding
+from drafttree.compatibility import ENGINES, Engine, features
+from drafttree.method import installed_methods
 from drafttree.sglang import versions as sglang_versions
 from drafttree.vllm.versions import (
     TESTED,
@@ -51,17 +53,15 @@ def engines() -> Iterator[Finding]:
 
 
 def _judge_vllm(version: str) -> Finding:
-    tested = is_tested(version)
-    if tested and not environment.has_cuda():
-        return Finding(section="engines", name="vLLM", value=f"{version}, tested")
+    if is_tested(version):
+        return _judge_tested("vllm", version)
     if is_supported(version):
-        where = "on a GPU" if tested else "with this version"
         return Finding(
             section="engines",
             name="vLLM",
-            value=f"{version}, supported but untested {where}",
+            value=f"{version}, supported but untested with this version",
             status="note",
-            advice=f"should work; tested is {TESTED} on a CPU",
+            advice=f"should work; tested is {TESTED}",
         )
     return Finding(
         section="engines",
@@ -70,6 +70,25 @@ def _judge_vllm(version: str) -> Finding:
         status="problem",
         advice=f"use {window()}",
     )
+
+
+def _judge_tested(engine: Engine, version: str) -> Finding:
+    """Say with which methods the tested version of an engine is tested on this device."""
+    finding = Finding(section="engines", name=ENGINES[engine], value=f"{version}, tested")
+    if not environment.has_cuda():
+        return finding
+    titles: dict[str, list[str]] = {"tested": [], "untested": []}
+    for method in installed_methods().values():
+        state = features()["cuda"].cell(engine, method.kind.name).state
+        titles.setdefault(state, []).append(method.title)
+    if titles["tested"]:
+        finding.value += f" on a GPU with {', '.join(sorted(titles['tested']))}"
+    else:
+        finding.value = f"{version}, untested on a GPU"
+    if titles["untested"]:
+        finding.status = "note"
+        finding.advice = f"served, untested on a GPU: {', '.join(sorted(titles['untested']))}"
+    return finding
 
 
 def _judge_runner(version: str, *, has_triton: bool) -> Finding:
@@ -109,9 +128,6 @@ def _judge_sglang() -> Finding:
     elif not sglang_versions.is_tested(found.version):
         finding.value = f"{found.version}, supported but untested with this version"
         finding.advice = f"should work; tested is {sglang_versions.TESTED} on a CPU"
-    elif environment.has_cuda():
-        finding.value = f"{found.version}, untested on a GPU"
-        finding.advice = f"should work; tested is {sglang_versions.TESTED} on a CPU"
     else:
-        finding.value, finding.status = f"{found.version}, tested", "ok"
+        return _judge_tested("sglang", found.version)
     return finding

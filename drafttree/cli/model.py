@@ -37,7 +37,7 @@ def model(
                 status.update(step)
 
             folder = (ensure if pinned else fetch)(name, report)
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         console.print(f"drafttree model: {error}", markup=False)
         raise typer.Exit(2 if isinstance(error, UnknownModelError) else 1) from None
     print(folder)

@@ -119,11 +119,11 @@ def train(
 
         try:
             acceptance = run(job, status, report)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             console.print(
                 f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True
             )
-            raise typer.Exit(2) from error
+            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
         except KeyboardInterrupt:
             console.print("interrupted: repeat the command to resume from the last checkpoint")
             raise typer.Exit(130) from None

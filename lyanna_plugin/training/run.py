@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -112,7 +114,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     hot = min(config.num_hot_tokens, layer.vocab_size)
     config = config.model_copy(update={"num_hot_tokens": hot})
     drafter = None if job.start is None else _started_from(job, job.start, config)
-    job.out.mkdir(parents=True, exist_ok=True)
+    _make_folder(job.out)
     status("reading the conversations")
     tokenizer = AutoTokenizer.from_pretrained(job.target)
     # The first process regenerates the answers; the others read its file.
@@ -174,6 +176,22 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     if accelerator.is_main_process:
         finish(job.out, asdict(acceptance))
     return acceptance
+
+
+def _make_folder(out: Path) -> None:
+    """Make the drafter's folder.
+
+    Raises:
+        ValueError: It cannot be made or written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(out, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ValueError(
+            f"--out {out} cannot be written ({error.strerror}): choose another folder"
+        ) from error
 
 
 def _started_from(job: Job, start: Path, config: LyannaConfig) -> LyannaModel:

@@ -15,6 +15,8 @@ from drafttree.cli import diagnosis, environment
 from drafttree.cli.diagnosis import diagnose
 from drafttree.cli.doctor import doctor
 from drafttree.cli.finding import Finding
+from drafttree.compatibility import ENGINES, features
+from drafttree.method import installed_methods
 
 MACHINE = Finding(section="machine", name="Python", value="3.12.1")
 
@@ -22,6 +24,13 @@ MACHINE = Finding(section="machine", name="Python", value="3.12.1")
 def fake_package(folder: Path, name: str, code: str) -> None:
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text(code)
+
+
+def fake_sglang(folder: Path, version: str) -> None:
+    fake_package(folder, "sglang", f"__version__ = '{version}'\n")
+    for name in ("srt", "srt/managers"):
+        fake_package(folder / "sglang", name, "")
+    (folder / "sglang" / "srt" / "managers" / "scheduler.py").write_text("Scheduler = None\n")
 
 
 def find(findings: Iterable[Finding], name: str) -> Finding:
@@ -96,8 +105,34 @@ def test_the_tested_version_is_ok_on_a_cpu(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
     assert find(list(diagnosis.engines()), "vLLM").status == "ok"
+
+
+def test_the_tested_version_on_a_gpu_is_as_the_compatibility_table_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_package(tmp_path, "vllm", "__version__ = '0.32.0'\nLLM = None\n")
+    fake_sglang(tmp_path, "0.5.23")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(environment, "has_cuda", lambda: True)
-    assert find(list(diagnosis.engines()), "vLLM").status == "note"
+    findings = list(diagnosis.engines())
+    vllm, sglang = (find(findings, name) for name in ("vLLM", "SGLang"))
+    titles = {
+        engine: {
+            state: sorted(
+                method.title
+                for method in installed_methods().values()
+                if features()["cuda"].cell(engine, method.kind.name).state == state
+            )
+            for state in ("tested", "untested")
+        }
+        for engine in ENGINES
+    }
+    assert titles["vllm"]["tested"]
+    assert vllm.value == f"0.32.0, tested on a GPU with {', '.join(titles['vllm']['tested'])}"
+    assert vllm.advice == f"served, untested on a GPU: {', '.join(titles['vllm']['untested'])}"
+    assert sglang.value == "0.5.23, untested on a GPU"
+    assert sglang.advice == f"served, untested on a GPU: {', '.join(titles['sglang']['untested'])}"
+    assert vllm.status == sglang.status == "note"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +195,7 @@ def test_a_plugin_that_an_engine_will_not_load_is_a_problem(
 def test_the_version_of_sglang_is_checked(
     version: str, status: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_package(tmp_path, "sglang", f"__version__ = '{version}'\n")
-    for name in ("srt", "srt/managers"):
-        fake_package(tmp_path / "sglang", name, "")
-    scheduler = tmp_path / "sglang" / "srt" / "managers" / "scheduler.py"
-    scheduler.write_text("Scheduler = None\n")
+    fake_sglang(tmp_path, version)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
     sglang = find(list(diagnosis.engines()), "SGLang")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -111,6 +112,18 @@ def test_without_the_hub_the_pinned_files_are_used(
     # An existing folder needs no network.
     assert fetch(NAME) == folder
     assert len(hub.asked) == 1
+
+
+def test_a_full_disk_is_not_the_hubs_fault(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(repository: str, work_dir: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(models, "download_from_hub", fail)
+    steps: list[str] = []
+    with pytest.raises(ModelError, match=r"No space left on device.*folder with DRAFTTREE_CACHE"):
+        fetch(NAME, steps.append)
+    assert not any("Not from the hub" in step for step in steps)
+    assert list(cache.iterdir()) == []
 
 
 def test_pinned_files_are_made_beside_the_hubs(
@@ -273,3 +286,15 @@ def test_the_command_refuses_an_unknown_name_with_status_2() -> None:
     result = drafttree("model", "nothing")
     assert (result.returncode, result.stdout) == (2, "")
     assert NAME in result.stderr
+
+
+@pytest.mark.parametrize("pinned", [[], ["--pinned"]])
+def test_the_command_names_a_cache_that_cannot_be_written(
+    tmp_path: Path, pinned: list[str]
+) -> None:
+    (tmp_path / "cache").touch()
+    result = drafttree("model", NAME, *pinned, DRAFTTREE_CACHE=str(tmp_path / "cache"))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "cannot hold the model: Not a directory" in result.stderr
+    assert "Not from the hub" not in result.stderr
+    assert "Traceback" not in result.stderr

@@ -67,6 +67,13 @@ def test_training_writes_a_drafter_and_its_metrics(
     assert "already holds a drafter" in again.output
 
 
+def test_a_folder_that_cannot_be_made_is_refused(target: Path, data: Path) -> None:
+    out = data / "drafter"
+    result = train(target, data, out)
+    assert result.exit_code == 2
+    assert f"--out {out} cannot be written (Not a directory): choose another" in result.output
+
+
 def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
