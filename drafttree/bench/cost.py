@@ -48,7 +48,7 @@ def verification_cost(
         `verify_cost`, the time of a tree of N tokens in the method's engine over that of one token
         in the plain engine; `chain_cost`, the same for a causal chain of N tokens in the plain
         engine; and `cost_tokens`, `cost_context` and `forward_seconds`, the conditions of the
-        measurement.
+        measurement. Empty if the engines cannot time forwards of the model.
     """
     one = ForwardShape(requests, 1, context, tree=False, repeat=_FORWARDS)
     chain = replace(one, tokens=tokens)
@@ -58,7 +58,8 @@ def verification_cost(
         "tree": (method, replace(chain, tree=True)),
     }
     for process, shape in sides.values():  # the first forward of a shape may compile
-        process.forward_seconds(shape)
+        if not process.forward_seconds(shape):
+            return {}
     times: dict[str, list[float]] = {name: [] for name in sides}
     started = perf_counter()
     for number in range(_ROUNDS):

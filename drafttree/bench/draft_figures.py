@@ -6,7 +6,7 @@ from pathlib import Path
 
 from drafttree.bench.methods import BenchMethod
 from drafttree.bench.report import Repetition, totals
-from drafttree.model_files import weights_size
+from drafttree.model_files import local_folder, weights_size
 
 
 def draft_figures(
@@ -27,7 +27,8 @@ def draft_figures(
         `draft_size_ratio`, the size of the draft model's weights over the target's; and
         `draft_time_share`, the share of the method's time spent drafting. A drafter that continues
         the target's hidden states has only the last one. There is no `mbsu` where the number of
-        forwards differs from step to step.
+        forwards differs from step to step, and neither size figure where a model has no
+        safetensors files on this machine.
     """
     if not method.timed:
         return {}
@@ -35,12 +36,18 @@ def draft_figures(
     timed = {} if draft_seconds is None else {"draft_time_share": draft_seconds / sums.seconds}
     if method.draft_model is None:
         return timed
-    ratio = weights_size(Path(method.draft_model)) / max(weights_size(target), 1)
     efficiency = sums.step_tokens / max(sums.steps, 1)
-    forwards = method.draft_forwards
-    return {
-        "block_efficiency": efficiency,
-        **({} if forwards is None else {"mbsu": efficiency / (forwards * ratio + 1)}),
-        "draft_size_ratio": ratio,
-        **timed,
-    }
+    figures = {"block_efficiency": efficiency}
+    sizes = [_weights_size(model) for model in (method.draft_model, str(target))]
+    if all(sizes):
+        ratio = sizes[0] / sizes[1]
+        if method.draft_forwards is not None:
+            figures["mbsu"] = efficiency / (method.draft_forwards * ratio + 1)
+        figures["draft_size_ratio"] = ratio
+    return figures | timed
+
+
+def _weights_size(model: str) -> int:
+    """Size of a model's weights in bytes; 0 if it is unknown."""
+    folder = local_folder(model)
+    return 0 if folder is None else weights_size(folder)

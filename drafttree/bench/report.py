@@ -13,6 +13,9 @@ from drafttree.bench.protocol import Generation
 
 Verdict = Literal["identical", "tie", "different"]
 
+_TIMES = ("tokens_per_second", "speedup", "seconds", "time_share", "_ms", "gain")
+"""How the names of figures end that are times or follow from times."""
+
 
 @dataclass
 class Repetition:
@@ -142,9 +145,7 @@ def without_times(figures: Any) -> Any:
     if not isinstance(figures, dict):
         return figures
     return {
-        name: None
-        if name.endswith(("tokens_per_second", "speedup", "seconds", "time_share"))
-        else without_times(each)
+        name: None if name.endswith(_TIMES) or name.startswith("ms_") else without_times(each)
         for name, each in figures.items()
     }
 

@@ -54,9 +54,16 @@ class BenchRun:
 
     @property
     def setting(self) -> str:
-        """The method with its options."""
+        """The method with its options, and its model runner if that is not plain decoding's."""
         options = self.report["options"].items()
-        return " ".join([self.report["method"], *(f"{name}={value}" for name, value in options)])
+        runner = self.report.get("method_runner")
+        return " ".join(
+            [
+                self.report["method"],
+                *(f"{name}={value}" for name, value in options),
+                *([f"({runner})"] if runner else []),
+            ]
+        )
 
     @property
     def label(self) -> str:

@@ -72,7 +72,7 @@ def comparison_table(reports: list[dict[str, Any]]) -> Table:
     varied = [key for key in keys if any(r["options"].get(key) != first.get(key) for r in reports)]
     columns = [
         ("tokens/step", "mean_accepted_tokens"),
-        *[(short, key) for _, short, key in _DRAFT_MODEL_ROWS if key in reports[0]],
+        *[(short, key) for _, short, key in _DRAFT_MODEL_ROWS if any(key in r for r in reports)],
         ("speedup", "speedup"),
         ("decode", "decode_speedup"),
     ]
@@ -144,7 +144,8 @@ def choices_table(report: dict[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     for row in report["choices"][-16:]:
         size, reason, requests = row["num_draft_tokens"], row["reason"], row["requests"]
-        table.add_row(str(size), reason, str(requests), str(row["most"]), f"{row['gain']:.2f}")
+        gain = _cell(row, "gain", ".2f")
+        table.add_row(str(size), reason, str(requests), str(row["most"]), gain)
     return table
 
 
@@ -157,8 +158,8 @@ def explained_table(report: dict[str, Any]) -> Table:
         heading = _EXPLAINED_HEADINGS.get(key, key.replace("_", " "))
         table.add_column(heading, justify="right", overflow="fold")
     for row in rows:
-        values = row.values()
-        table.add_row(*(str(v) if isinstance(v, int) else f"{v:.3g}" for v in values))
+        forms = {key: "d" if isinstance(value, int) else ".3g" for key, value in row.items()}
+        table.add_row(*(_cell(row, key, form) for key, form in forms.items()))
     return table
 
 
@@ -175,5 +176,5 @@ def sources_table(rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def _cell(figures: dict[str, Any], key: str | None, form: str) -> str:
-    value = None if key is None else figures[key]
+    value = None if key is None else figures.get(key)
     return "" if value is None else format(value, form)

@@ -54,7 +54,7 @@ def tables(reports: Iterable[dict[str, Any]]) -> str:
 
 def _table(reports: Sequence[dict[str, Any]]) -> list[str]:
     """The table of runs that differ in their method alone."""
-    names = [_NAMES.get(report["method"], report["method"]) for report in reports]
+    names = [_name(report) for report in reports]
     heads = [name + wave for wave in _WAVES for name in names]
     rows = [
         f"| kind of task | plain, tokens/s | {' | '.join(heads)} |",
@@ -69,6 +69,13 @@ def _table(reports: Sequence[dict[str, Any]]) -> list[str]:
             cells += _speedups([_figures(report, wave, kind).get("speedup") for report in reports])
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def _name(report: dict[str, Any]) -> str:
+    """The method, and its model runner if that is not plain decoding's."""
+    runner = report.get("method_runner")
+    name = _NAMES.get(report["method"], report["method"])
+    return f"{name} ({runner.upper()})" if runner else name
 
 
 def _figures(report: dict[str, Any], wave: int, kind: str) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from drafttree.bench.cost import mean_context
+from drafttree.bench.draft_figures import draft_figures
 from drafttree.bench.errors import EngineError, InputError
-from drafttree.bench.methods import check_engine, parse_pairs, resolve_method
+from drafttree.bench.methods import BenchMethod, check_engine, parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import Generation
 from drafttree.bench.report import (
@@ -27,9 +29,11 @@ from drafttree.bench.table import (
     category_table,
     choices_table,
     comparison_table,
+    explained_table,
     figures_table,
 )
 from drafttree.budget.tier_explanation import TierChoice
+from drafttree.cli import app
 
 
 def answer(tokens: list[int], steps: int, seconds: float) -> Generation:
@@ -209,6 +213,12 @@ def test_suffix_decoding_is_refused_with_the_way_to_build_it(
     check_engine("vllm", suffix)
 
 
+def test_the_demo_refuses_what_an_engine_cannot_run() -> None:
+    result = CliRunner().invoke(app, ["demo", "--engine", "sglang", "--method", "ngram"])
+    assert result.exit_code == 2
+    assert "cannot verify drafts" in " ".join(result.output.split())
+
+
 def test_a_draft_model_of_vllm() -> None:
     drafted = resolve_method("draft_model", {"model": "DRAFT", "num_speculative_tokens": 3})
     assert drafted.speculative_config == {
@@ -315,6 +325,71 @@ def test_runs_are_compared_by_what_was_varied() -> None:
     assert "somewhere" not in text
     for cell in ("tree", "branch:2-1-1-1-1-1-1", "14.0", "2.35", "1.50", "0.25", "1.20", "3/4"):
         assert cell in text
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_column_is_shown_if_any_run_has_its_figure(first: int) -> None:
+    """RSD with `tree=auto` has no memory-bound speedup, and on V2 no time spent drafting."""
+    figures = {
+        **{"mean_accepted_tokens": 2.0, "speedup": 1.2, "decode_speedup": 1.3},
+        **{"identical": 3, "prompts": 4, "counters": {}},
+    }
+    reports = [
+        {**figures, "options": {"tree": "beam:3x3"}, "mbsu": 1.57, "draft_time_share": 0.25},
+        {**figures, "options": {"tree": "auto"}},
+    ]
+    console = Console(width=100, record=True, file=StringIO())
+    console.print(comparison_table([reports[first], reports[1 - first]]))
+    text = console.export_text()
+    assert "MBSU" in text
+    assert "drafting" in text
+    rows = [line.replace("│", " ").split() for line in text.splitlines() if "3/4" in line]
+    cells = [["beam:3x3", "2.00", "1.57", "0.25", "1.20", "1.30", "3/4"]]
+    cells.append(["auto", "2.00", "1.20", "1.30", "3/4"])
+    assert rows == [cells[first], cells[1 - first]]
+
+
+def write_weights(folder: Path, name: str, size: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"\0" * size)
+    return folder
+
+
+def test_the_memory_bound_speedup_needs_the_sizes_of_both_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = write_weights(tmp_path / "target", "model.safetensors", 100)
+    draft = write_weights(tmp_path / "draft", "model.safetensors", 25)
+    unknown = write_weights(tmp_path / "unknown", "pytorch_model.bin", 25)
+    monkeypatch.setattr(
+        "drafttree.bench.draft_figures.local_folder",
+        lambda model: draft if model == "somebody/draft" else Path(model),
+    )
+    repetition = Repetition([], [[answer([1, 2, 3, 4], 2, 4.0)]])
+
+    def figures(draft: str, target: Path) -> dict[str, float]:
+        method = BenchMethod(
+            "rsd", {}, {}, max_draft_tokens=4, draft_forwards=2, draft_model=draft, timed=True
+        )
+        return draft_figures(repetition, method, target, 1.0)
+
+    known = {
+        **{"block_efficiency": 1.5, "mbsu": 1.5 / 1.5},
+        **{"draft_size_ratio": 0.25, "draft_time_share": 0.25},
+    }
+    assert figures(str(draft), target) == figures("somebody/draft", target) == known
+    for pair in ((str(unknown), target), (str(draft), unknown)):
+        assert figures(*pair) == {"block_efficiency": 1.5, "draft_time_share": 0.25}
+
+
+def test_tables_of_sizes_have_empty_cells_without_times() -> None:
+    row = TierChoice(7, "best", 2, 15, 1.25, (0, 7), (1.0, 2.0), (0.01, 0.011)).row()
+    explained = {"num_draft_tokens": 7, "observed_ms": 1.5, "realised_tokens": 2.25}
+    report = without_times({"choices": [row], "explained": [explained]})
+    output = StringIO()
+    Console(file=output, width=80).print(choices_table(report), explained_table(report))
+    rows = [line.split() for line in output.getvalue().splitlines() if " 7 " in line]
+    assert rows == [["7", "best", "2", "15"], ["7", "2.25"]]
 
 
 def test_mean_context_weighs_answers_by_their_tokens() -> None:

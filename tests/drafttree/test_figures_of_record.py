@@ -197,3 +197,13 @@ def test_a_run_without_waves_counts_as_the_first_and_conditions_are_kept_apart()
     assert "**3.19** | 2.82 |" in extraction
     with pytest.raises(ValueError, match="two runs of token-recycling with 8 at a time"):
         tables([*runs, runs[1]])
+
+
+def test_a_method_on_another_runner_than_plain_decoding_is_marked() -> None:
+    runs = [recorded("bfloat16-suffix-waves-batch-1"), recorded("bfloat16-waves-batch-1")]
+    for run in runs:
+        run["runner"] = "v2"
+    runs[0]["method_runner"] = "v1"
+    text = tables(runs)
+    assert "model runner V2" in text
+    assert "| kind of task | plain, tokens/s | suffix (V1) | Token Recycling |" in text

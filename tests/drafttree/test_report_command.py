@@ -129,6 +129,14 @@ def test_runs_without_times_have_no_plots(folder: Path, tmp_path: Path) -> None:
     assert f"<td>{report['mean_accepted_tokens']:.2f}</td>" in text
 
 
+def test_a_method_on_another_runner_than_plain_decoding_is_marked(folder: Path) -> None:
+    [_, first, second, *_], _ = find_runs(folder)
+    first.report.update(method_runner="v1", runner="v2")
+    second.report.update(runner="v2")
+    assert first.setting == f"{second.setting} (v1)"
+    assert first.conditions == second.conditions
+
+
 def test_wrong_input(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
