@@ -92,8 +92,15 @@ class EngineProcess:
         """The two most likely next tokens and their log-probabilities."""
         return cast(dict[int, float], self._call("top_logprobs", token_ids))
 
+    def logprobs(self, token_ids: list[int], tokens: list[int]) -> dict[int, float]:
+        """The log-probabilities of `tokens` after `token_ids`."""
+        return cast(dict[int, float], self._call("logprobs", (token_ids, tokens)))
+
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
-        """Latencies of target forwards of one shape, in seconds; no request may be running."""
+        """Latencies of target forwards of one shape, in seconds; no request may be running.
+
+        Empty if the engine cannot time forwards of the model.
+        """
         return cast(list[float], self._call("forward_seconds", shape))
 
     def priming(self) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,12 @@ from typing import Any
 
 from drafttree.trace import StepSeconds, TracedStep
 
+HELD_BACK = {"vllm": 0, "sglang": 6}
+"""Tokens of an engine's context that no prompt may take, by engine; answers may take some.
+
+SGLang aborts a longer prompt, and would end the answer to a shorter one up to two tokens early.
+"""
+
 
 @dataclass(frozen=True)
 class EngineSpec:

@@ -16,7 +16,7 @@ from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name, shown_options
 from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
-from drafttree.bench.protocol import EngineSpec, Generation, Request
+from drafttree.bench.protocol import HELD_BACK, EngineSpec, Generation, Request
 from drafttree.bench.report import (
     Repetition,
     Verdict,
@@ -27,6 +27,7 @@ from drafttree.bench.report import (
 )
 from drafttree.bench.requests import make_request
 from drafttree.bench.waves import wave_figures
+from drafttree.model_files import local_folder
 
 _TIE = 1e-4
 _WARM_UP = (
@@ -73,6 +74,11 @@ class BenchSettings:
     runner: str | None = None
     prime: bool = False
 
+    def context(self) -> int:
+        """The engines' context in tokens; see `usable_context`."""
+        draft_model = self.method.draft_model
+        return usable_context(self.model, self.max_new_tokens, self.engine, draft_model)
+
 
 class Observer(Protocol):
     """Receives the progress of a run."""
@@ -94,13 +100,25 @@ def batches(settings: BenchSettings) -> list[list[Prompt]]:
     return wave * settings.waves
 
 
-def usable_context(model: Path, max_new_tokens: int) -> int:
+def usable_context(
+    model: Path, max_new_tokens: int, engine: str = "vllm", draft_model: str | None = None
+) -> int:
     """The model's context in tokens, in which there is room for a prompt before the answer.
 
+    Args:
+        model: The model's folder.
+        max_new_tokens: Greatest number of tokens of an answer.
+        engine: The engine that serves the model; it may hold some tokens back.
+        draft_model: Folder of the draft model, or its name on the Hub.
+
     Raises:
-        InputError: There is none.
+        InputError: There is no room.
     """
-    context = model_context(model)
+    held_back = HELD_BACK[engine]
+    context = model_context(model, held_back)
+    if held_back and draft_model is not None and (folder := local_folder(draft_model)):
+        # SGLang refuses a draft model whose own context is shorter than the engine's.
+        context = min(context, model_context(folder, held_back))
     if max_new_tokens >= context:
         raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
     return context
@@ -113,7 +131,7 @@ def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
         InputError: The settings do not fit the model.
         EngineError: An engine failed, or its outputs disagree with the method's counters.
     """
-    context = usable_context(settings.model, settings.max_new_tokens)
+    context = settings.context()
     plain_spec = EngineSpec(
         model=str(settings.model),
         dtype=settings.dtype,
@@ -179,6 +197,7 @@ class Pair:
         """
         settings, observer = self.settings, self.observer
         info = self.plain.wait_until_ready()
+        # A method may need another of vLLM's model runners than plain decoding takes.
         runner = self.method.wait_until_ready().runner
         drafts_trees = settings.method.drafts_trees
         prompts = settings.prompts * settings.waves
@@ -215,14 +234,15 @@ class Pair:
         choices: list[dict[str, Any]] = []
         if drafts_trees:
             explained, choices = self.method.explain(), self.method.choices()
-        if drafts_trees and info.timed and runner != "v2":
+        if drafts_trees and info.timed and "v2" not in (info.runner, runner):
             observer.status("timing forwards")
             drafted = counters[-1]["draft_tokens"] / max(counters[-1]["drafted_steps"], 1)
             tokens = 1 + max(round(drafted), 1)
             costs = verification_cost(
                 self.plain,
                 self.method,
-                requests=min(settings.batch_size, len(prompts)),
+                # A batch has prompts of one wave only.
+                requests=min(settings.batch_size, len(settings.prompts)),
                 tokens=tokens,
                 context=min(mean_context(repetitions[0].plain), self.context - tokens),
             )
@@ -232,11 +252,14 @@ class Pair:
                 repetitions, verdicts, [prompt.category for prompt in settings.prompts], counters
             ),
             **report(prompts, repetitions, verdicts, costs),
+            "explained": explained,
+            "choices": choices,
         }
         return {
             "engine": settings.engine,
             "engine_version": info.version,
             **({} if info.runner is None else {"runner": info.runner}),
+            **({} if runner == info.runner else {"method_runner": runner}),
             "method": settings.method.name,
             "model": model_name(settings.model),
             "dtype": settings.dtype,
@@ -250,8 +273,6 @@ class Pair:
             "repeat": settings.repeat,
             "cut_prompts": len(self.cut),
             "counters": counters[-1] if counters else {},
-            "explained": explained,
-            "choices": choices,
             "acceptance": acceptance,
             **(figures if info.timed else without_times(figures)),
         }
@@ -299,11 +320,18 @@ class Pair:
         answers = [self.chat.decode(answer.token_ids) for answer in plain[:turn]]
         request = self._request(prompt, turn, answers, self.settings.max_new_tokens)
         token_ids = request.token_ids + plain[turn].token_ids[:position]
-        chosen = method[turn].token_ids[position : position + 1]
-        if not chosen or len(token_ids) >= self.context:
+        chosen = [side[turn].token_ids[position : position + 1] for side in (plain, method)]
+        if [] in chosen or len(token_ids) >= self.context:
             return "different"
-        best = self.plain.top_logprobs(token_ids)
-        return "tie" if max(best.values()) - best.get(chosen[0], -inf) <= _TIE else "different"
+        [[expected], [found]] = chosen
+        if prompt.schema is None:
+            best = self.plain.top_logprobs(token_ids)
+            gap = max(best.values()) - best.get(found, -inf)
+        else:
+            # The best tokens may be forbidden by the schema.
+            likely = self.plain.logprobs(token_ids, [expected, found])
+            gap = abs(likely[expected] - likely[found])
+        return "tie" if gap <= _TIE else "different"
 
     def _answer(
         self, process: EngineProcess, batch: list[Prompt], max_new_tokens: int

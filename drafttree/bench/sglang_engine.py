@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from drafttree.bench.protocol import (
+    HELD_BACK,
     EngineInfo,
     EngineSpec,
     ForwardShape,
@@ -38,7 +39,7 @@ class SglangEngine:
         arguments = ServerArgs(
             model_path=spec.model,
             dtype=spec.dtype,
-            context_length=spec.max_model_len,
+            context_length=spec.max_model_len + HELD_BACK["sglang"],
             max_running_requests=spec.batch_size,
             max_total_tokens=_kv_slots(spec),
             disable_overlap_schedule=True,
@@ -77,6 +78,7 @@ class SglangEngine:
             decoding = all(generation.token_ids for _, generation in running)
             self._step()
             for request, generation in running:
+                _check(request)
                 tokens = [int(token) for token in request.output_ids_through_stop]
                 generation.extend(tokens, decoding=decoding)
             ended = perf_counter()
@@ -89,12 +91,16 @@ class SglangEngine:
 
     def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
         """The two most likely next tokens after `token_ids` and their log-probabilities."""
-        request = self._submit(token_ids, {"temperature": 0.0, "max_new_tokens": 1}, logprobs=2)
-        while not request.finished():
-            self._step()
-        found = request.logprob
+        found = self._next_logprobs(token_ids, best=2)
         values, tokens = found.output_top_logprobs_val[0], found.output_top_logprobs_idx[0]
         return {int(token): float(value) for token, value in zip(tokens, values, strict=True)}
+
+    def logprobs(self, asked: tuple[list[int], list[int]]) -> dict[int, float]:
+        """The log-probabilities of some next tokens: those after the first list, of the second."""
+        token_ids, tokens = asked
+        found = self._next_logprobs(token_ids, tokens=tokens)
+        values = found.output_token_ids_logprobs_val[0]
+        return {token: float(value) for token, value in zip(tokens, values, strict=True)}
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Time forwards of an artificial batch; cached prefixes are lost."""
@@ -152,8 +158,32 @@ class SglangEngine:
         """Seconds spent drafting with a model."""
         return float(self._scheduler.draft_worker.draft_seconds)
 
-    def _submit(self, token_ids: list[int], sampling: dict[str, Any], logprobs: int = 0) -> Any:
-        """Queue a request and return SGLang's `Req`, which collects the output."""
+    def _next_logprobs(
+        self, token_ids: list[int], best: int = 0, tokens: list[int] | None = None
+    ) -> Any:
+        """What SGLang has kept of the log-probabilities of the token after `token_ids`."""
+        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        request = self._submit(token_ids, sampling, best, tokens)
+        while not request.finished():
+            self._step()
+        _check(request)
+        return request.logprob
+
+    def _submit(
+        self,
+        token_ids: list[int],
+        sampling: dict[str, Any],
+        best: int = 0,
+        tokens: list[int] | None = None,
+    ) -> Any:
+        """Queue a request and return SGLang's `Req`, which collects the output.
+
+        Args:
+            token_ids: The prompt.
+            sampling: Arguments of SGLang's `SamplingParams`.
+            best: How many of the most likely tokens to keep the log-probabilities of.
+            tokens: Further tokens to keep the log-probabilities of.
+        """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -172,15 +202,16 @@ class SglangEngine:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=parameters,
-                return_logprob=bool(logprobs),
-                logprob_start_len=-1,
-                top_logprobs_num=logprobs,
-                token_ids_logprob=None,
+                return_logprob=bool(best or tokens),
+                logprob_start_len=len(token_ids),
+                top_logprobs_num=best,
+                token_ids_logprob=tokens,
                 stream=False,
             )
         )
         for queue, length in zip(queues, before, strict=True):
             if len(queue) > length:
+                _check(queue[-1])
                 return queue[-1]
         raise RuntimeError(f"SGLang refused a request of {len(token_ids)} tokens")
 
@@ -233,6 +264,19 @@ def _for_float32(spec: EngineSpec) -> dict[str, Any]:
 def _kv_slots(spec: EngineSpec) -> int:
     """KV slots for the whole context and for two trees of every request."""
     return spec.batch_size * (spec.max_model_len + 512)
+
+
+def _check(request: Any) -> None:
+    """Refuse an answer that SGLang aborts, which it ends as if it were complete.
+
+    Raises:
+        RuntimeError: It does.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    reason = request.finished_reason or request.to_finish
+    if isinstance(reason, FINISH_ABORT):
+        raise RuntimeError(f"SGLang aborted a request: {reason.message}")
 
 
 def _ignore(*args: object, **kwargs: object) -> None:

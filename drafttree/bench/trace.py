@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drafttree.bench.chat import Chat, model_context
+from drafttree.bench.chat import Chat
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.machine import model_name, processor_name
@@ -88,9 +88,7 @@ def trace(settings: BenchSettings) -> Trace:
         InputError: The settings do not fit the model.
         EngineError: The engine failed, or its answer is not what the steps emitted.
     """
-    context = model_context(settings.model)
-    if settings.max_new_tokens >= context:
-        raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
+    context = settings.context()
     chat = Chat(settings.model)
     prompt = settings.prompts[0]
 

@@ -36,6 +36,8 @@ class VllmEngine:
             size = spec.kv_cache_bytes
             share = 0.42 if size is None else 0.05
             shared = {"gpu_memory_utilization": share, "kv_cache_memory_bytes": size}
+        if _needs_no_prefix_caching(spec):
+            shared["enable_prefix_caching"] = False
         if spec.speculative_config is not None:
             shared["speculative_config"] = spec.speculative_config
         self._llm: Any = vllm.LLM(
@@ -101,16 +103,30 @@ class VllmEngine:
 
     def top_logprobs(self, token_ids: list[int]) -> dict[int, float]:
         """The two most likely next tokens after `token_ids` and their log-probabilities."""
+        return self._next_logprobs(token_ids, logprobs=2)
+
+    def logprobs(self, asked: tuple[list[int], list[int]]) -> dict[int, float]:
+        """The log-probabilities of some next tokens: those after the first list, of the second."""
+        token_ids, tokens = asked
+        found = self._next_logprobs(token_ids, logprob_token_ids=tokens)
+        return {token: found[token] for token in tokens}
+
+    def _next_logprobs(self, token_ids: list[int], **asked: Any) -> dict[int, float]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
+        params = SamplingParams(temperature=0.0, max_tokens=1, **asked)
         prompt = {"prompt_token_ids": token_ids}
         output = self._llm.generate([prompt], params, use_tqdm=False)[0]
         entries = output.outputs[0].logprobs[0].items()
         return {int(token): float(entry.logprob) for token, entry in entries}
 
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
-        """Time forwards of an artificial batch; cached prefixes are lost."""
+        """Time forwards of an artificial batch; cached prefixes are lost.
+
+        Empty for a model with recurrent layers, whose states such a batch does not have.
+        """
+        if self._llm.llm_engine.vllm_config.model_config.is_hybrid:
+            return []
         self._llm.reset_prefix_cache()
         times: list[float] = self._llm.collective_rpc(_forward_seconds, args=astuple(shape))[0]
         return times
@@ -161,6 +177,20 @@ class VllmEngine:
     def draft_seconds(self, _: None) -> float:
         """Seconds spent drafting with a model."""
         return float(self._llm.collective_rpc("drafttree_draft_seconds")[0])
+
+
+def _needs_no_prefix_caching(spec: EngineSpec) -> bool:
+    """Whether drafts can be verified only if prefixes are not cached; see `vllm.chain_choice`.
+
+    It holds for the plain side too, so that both sides do the same.
+    """
+    from vllm import EngineArgs
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return False
+    model = EngineArgs(model=spec.model, dtype=spec.dtype).create_model_config()
+    return bool(model.is_hybrid)
 
 
 def _forward_seconds(worker: Any, *shape: Any) -> list[float]:

@@ -101,6 +101,26 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
         assert max(best, key=best.__getitem__) == answer.token_ids[2]
         assert all(logprob < 0 for logprob in best.values())
         assert answer.steps == 2
+        asked = engine.logprobs(prompt + answer.token_ids[:2], [*best, 7])
+        assert {token: asked[token] for token in best} == pytest.approx(best)
+        assert asked[7] < min(best.values())
+
+
+def test_the_whole_context_is_usable_and_no_more(smollm2: Path) -> None:
+    """SGLang holds some tokens back, and ends requests that are too long as if it answered them."""
+    from drafttree.bench.engine_process import EngineProcess
+    from drafttree.bench.errors import EngineError
+    from drafttree.bench.protocol import HELD_BACK, EngineSpec, Request
+
+    spec = EngineSpec(str(smollm2), max_model_len=64)
+    with EngineProcess("sglang", "plain", spec) as engine:
+        engine.wait_until_ready()
+        for length, tokens in ((60, 4), (63, 1)):
+            [answer] = engine.generate([Request([504] * length, tokens)])
+            assert len(answer.token_ids) == tokens
+        assert len(engine.top_logprobs([504] * 63)) == 2
+        with pytest.raises(EngineError, match="SGLang aborted a request: Input length"):
+            engine.generate([Request([504] * (64 + HELD_BACK["sglang"]), 1)])
 
 
 @pytest.mark.parametrize(

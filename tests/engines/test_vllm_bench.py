@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_families import make_tiny_family
 from tiny_models import make_tiny_llama
 from typer.testing import CliRunner
 
@@ -18,7 +19,7 @@ from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.methods import resolve_method
 from drafttree.bench.models import ensure
 from drafttree.bench.prompts import Prompt
-from drafttree.bench.protocol import EngineSpec, Generation, Request
+from drafttree.bench.protocol import EngineSpec, ForwardShape, Generation, Request
 from drafttree.bench.run import BenchSettings, Pair
 from drafttree.bench.tree_fit import MeasuredTree
 from drafttree.cli import app
@@ -197,6 +198,26 @@ def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
             tokens[9] = (tokens[9] + offset) % 512
             other = [replace(plain[0], token_ids=tokens)]
             assert side_by_side.verdict(prompt, plain, other) == verdict
+            # Then the engine is asked for these two tokens alone.
+            assert side_by_side.verdict(replace(prompt, schema="{}"), plain, other) == verdict
+
+
+@pytest.mark.full
+def test_recurrent_layers_are_served_without_cached_prefixes(tmp_path: Path) -> None:
+    """Without Triton their states could not be cached, and forwards of them are not timed."""
+    spec = EngineSpec(
+        str(make_tiny_family("qwen3_next", tmp_path)),
+        dtype="bfloat16",
+        max_model_len=256,
+        eager=True,
+        speculative_config={"method": "token_recycling"},
+        tokenizer=False,
+    )
+    with EngineProcess("vllm", "chains", spec) as engine:
+        engine.wait_until_ready()
+        [answer] = engine.generate([Request([5, 6, 7], 24)])
+        assert engine.counters()["steps"] == answer.steps > 0
+        assert engine.forward_seconds(ForwardShape(1, 4, 32, tree=True, repeat=1)) == []
 
 
 def test_engine_that_cannot_start(model: Path, prompts: Path) -> None:
