@@ -123,7 +123,8 @@ class VllmEngine:
     def forward_seconds(self, shape: ForwardShape) -> list[float]:
         """Time forwards of an artificial batch; cached prefixes are lost.
 
-        Empty for a model with recurrent layers, whose states such a batch does not have.
+        Empty for a model with recurrent layers, which compute such a batch as a prompt and not as
+        drafts.
         """
         if self._llm.llm_engine.vllm_config.model_config.is_hybrid:
             return []

@@ -204,7 +204,7 @@ def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
 
 @pytest.mark.full
 def test_recurrent_layers_are_served_without_cached_prefixes(tmp_path: Path) -> None:
-    """Without Triton their states could not be cached, and forwards of them are not timed."""
+    """Without Triton their states could not be cached; verification is not timed."""
     spec = EngineSpec(
         str(make_tiny_family("qwen3_next", tmp_path)),
         dtype="bfloat16",
