@@ -356,9 +356,13 @@ class Verified:
         emitted: `int32 [B, D + 1]`, the accepted tokens, then the bonus token; padded with -1.
         num_emitted: `int32 [B]`; 0 for a request whose tree has no root.
         rows: Number of rows that were verified; None if they are those of the trees.
+        bound: `int64 [B, 2]`, how many nodes of each tree were proposed, the root counted, and how
+            many accepted tokens a grammar adds to it whatever is proposed; None if all trees are as
+            they were proposed.
     """
 
     path: torch.Tensor
     emitted: torch.Tensor
     num_emitted: torch.Tensor
     rows: int | None = None
+    bound: torch.Tensor | None = None

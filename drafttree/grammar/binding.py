@@ -32,6 +32,7 @@ class BoundTree:
         parents: The parent of each node, which comes before it; -1 for the root at 0.
         columns: Each node's column in the tree as proposed; -1 for tokens that were not proposed.
         forced: Whether each node is the only one that may follow its parent.
+        given: Whether each node is certain or likely, and so in the tree whatever was proposed.
         masks: The nodes' masks, `int32 [n, W]`.
     """
 
@@ -39,6 +40,7 @@ class BoundTree:
     parents: list[int] = field(default_factory=lambda: [-1])
     columns: list[int] = field(default_factory=lambda: [0])
     forced: list[bool] = field(default_factory=lambda: [False])
+    given: list[bool] = field(default_factory=lambda: [False])
     masks: torch.Tensor = field(init=False)
 
 
@@ -122,7 +124,7 @@ class _Binding:
             if column in self._taken or node is None or token < 0:
                 continue
             if allows(self._rows[node], token):
-                self._force(walk, self._add(walk, node, token, column, forced=False))
+                self._force(walk, self._add(walk, node, token, column))
 
     def _force(self, walk: Walk, node: int | None) -> None:
         """Add the tokens that are certain or likely after a node, one after another."""
@@ -168,9 +170,18 @@ class _Binding:
     def _follow(self, walk: Walk, node: int, token: int, *, forced: bool) -> int | None:
         """Add a token that the grammar suggests, which the drafter may have proposed too."""
         column = self._proposed.get((self._bound.columns[node], token), NOT_PROPOSED)
-        return self._add(walk, node, token, column, forced=forced)
+        return self._add(walk, node, token, column, forced=forced, given=True)
 
-    def _add(self, walk: Walk, parent: int, token: int, column: int, *, forced: bool) -> int | None:
+    def _add(
+        self,
+        walk: Walk,
+        parent: int,
+        token: int,
+        column: int,
+        *,
+        forced: bool = False,
+        given: bool = False,
+    ) -> int | None:
         """Add a node and fill its mask, if there is room and the grammar takes it."""
         bound, node = self._bound, len(self._bound.tokens)
         if node >= self._most or self._depths[parent] >= self._max_depth:
@@ -181,8 +192,10 @@ class _Binding:
         bound.parents.append(parent)
         bound.columns.append(column)
         bound.forced.append(forced)
+        bound.given.append(given)
         if not walk.enter(node):
-            for values in (bound.tokens, bound.parents, bound.columns, bound.forced):
+            lists = bound.tokens, bound.parents, bound.columns, bound.forced, bound.given
+            for values in lists:
                 values.pop()
             return None
         self._depths.append(self._depths[parent] + 1)

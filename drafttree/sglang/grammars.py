@@ -107,6 +107,8 @@ class BoundTrees:
         width: Number of columns of the trees as proposed.
         forced: Whether a grammar leaves no token but that of the node, `bool [B, N]`; None if it
             does for no node.
+        given: Whether a grammar adds the node whatever was proposed, `bool [B, N]`; None if it
+            adds none.
     """
 
     trees: DraftTree
@@ -115,6 +117,7 @@ class BoundTrees:
     columns: torch.Tensor | None = None
     width: int = 0
     forced: torch.Tensor | None = None
+    given: torch.Tensor | None = None
 
     def of_nodes(self, requests: torch.Tensor, nodes: torch.Tensor) -> Any:
         """SGLang's mask of some nodes, integers `[R]`, of `requests`, `int64 [R]`."""
@@ -140,9 +143,11 @@ class BoundTrees:
             return drafts, verified
         width = drafts.tokens.shape[1]
         columns = self.columns[:, :width].masked_fill(drafts.tokens < 0, -1)
-        forced = None if self.forced is None else self.forced[:, :width]
         rows = drafts.tokens.numel()
-        return as_proposed(drafts, verified, columns, self.width, rows, forced)
+        forced, given = (
+            None if each is None else each[:, :width] for each in (self.forced, self.given)
+        )
+        return as_proposed(drafts, verified, columns, self.width, rows, forced, given)
 
 
 def mask_trees(requests: Sequence[Any], trees: DraftTree, vocab_size: int) -> BoundTrees:
@@ -196,7 +201,7 @@ def bind_trees(
     )
     tokens, parents = np.full((2, batch, size), -1, np.int32)
     columns = np.full((batch, size), -1, np.int64)
-    forced = np.zeros((batch, size), np.bool_)
+    forced, given = np.zeros((2, batch, size), np.bool_)
     sizes = np.minimum(np.array(all_sizes, np.int32)[:, 0], size)
     for row, request in enumerate(requests):
         if request.grammar is None:
@@ -220,11 +225,18 @@ def bind_trees(
         parents[row, :count] = tree.parents
         columns[row, :count] = tree.columns
         forced[row, :count] = tree.forced
-    arrays = columns, tokens, parents, sizes, by_row.numpy(), forced
+        given[row, :count] = tree.given
+    arrays = columns, tokens, parents, sizes, by_row.numpy(), forced, given
     sent = all_on_device(arrays, device)
     bound = DraftTree(sent[1], sent[2], sent[3])
     return BoundTrees(
-        bound, sent[4], grammar, sent[0], width, sent[5] if bool(forced.any()) else None
+        bound,
+        sent[4],
+        grammar,
+        sent[0],
+        width,
+        sent[5] if bool(forced.any()) else None,
+        sent[6] if bool(given.any()) else None,
     )
 
 

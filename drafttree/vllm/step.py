@@ -70,6 +70,8 @@ class StepTrees:
             and for nodes that were not proposed. None if they are those of the nodes.
         forced: Whether a grammar leaves no token but that of the node, `bool [B, N]`; None if it
             does for no node.
+        given: Whether a grammar adds the node whatever was proposed, `bool [B, N]`; None if it
+            adds none.
     """
 
     rows: torch.Tensor
@@ -82,6 +84,7 @@ class StepTrees:
     max_depth: int
     columns: LongArray | None = None
     forced: BoolArray | None = None
+    given: BoolArray | None = None
 
     @classmethod
     def of_batch(
@@ -108,8 +111,7 @@ class StepTrees:
         offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
         ends = np.cumsum(num_scheduled_tokens)
         max_depth = 0
-        proposed: list[LongArray | None] = []
-        forced: BoolArray | None = None
+        trees: list[StoredTree] = []
         for row, (name, size) in enumerate(zip(request_ids, sizes, strict=True)):
             tree = ROOT_ONLY
             if size > 1:
@@ -117,13 +119,10 @@ class StepTrees:
                 # draft tokens by batch size. A chain of any tokens can be verified.
                 tree = stored.get(name) or StoredTree.chain(int(size))
             parents[row, :size] = tree.parents[:size]
-            proposed.append(tree.columns)
+            trees.append(tree)
             if size > 1:
                 offsets[ends[row] - size : ends[row]] = tree.depths[:size] - np.arange(size)
             max_depth = max(max_depth, int(tree.depths[:size].max()))
-            if tree.forced is not None:
-                forced = np.zeros(parents.shape, np.bool_) if forced is None else forced
-                forced[row, :size] = tree.forced[:size]
         return cls(
             rows=rows,
             starts=np.cumsum(sizes) - sizes,
@@ -135,8 +134,9 @@ class StepTrees:
             parents=parents,
             position_offsets=offsets,
             max_depth=max_depth,
-            columns=_columns(proposed, sizes),
-            forced=forced,
+            columns=_columns([tree.columns for tree in trees], sizes),
+            forced=_flags([tree.forced for tree in trees], sizes),
+            given=_flags([tree.given for tree in trees], sizes),
         )
 
     @property
@@ -176,6 +176,7 @@ class StepTrees:
             1 + int(self.columns.max()),
             len(self.rows),
             None if self.forced is None else on_device(self.forced, device),
+            None if self.given is None else on_device(self.given, device),
         )
 
     def masks(self) -> StepMasks:
@@ -218,6 +219,17 @@ def _columns(proposed: Sequence[LongArray | None], sizes: LongArray) -> LongArra
     padded = np.full((len(proposed), len(whole)), -1)
     for row, (columns, size) in enumerate(zip(proposed, sizes, strict=True)):
         padded[row, :size] = (whole if columns is None else columns)[:size]
+    return padded
+
+
+def _flags(of_trees: Sequence[BoolArray | None], sizes: LongArray) -> BoolArray | None:
+    """`StepTrees.forced` or `given` from the flags of each tree, before it was truncated."""
+    if all(flags is None for flags in of_trees):
+        return None
+    padded = np.zeros((len(of_trees), sizes.max()), np.bool_)
+    for row, (flags, size) in enumerate(zip(of_trees, sizes, strict=True)):
+        if flags is not None:
+            padded[row, :size] = flags[:size]
     return padded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +22,15 @@ class StoredTree:
             was not; None for its first n columns.
         forced: Whether a grammar leaves no token but that of the node, `bool [n]`; None if it does
             for no node.
+        given: Whether a grammar adds the node whatever was proposed, `bool [n]`; None if it adds
+            none.
     """
 
     parents: IntArray
     depths: IntArray
     columns: LongArray | None = None
     forced: BoolArray | None = None
+    given: BoolArray | None = None
 
     @classmethod
     def bound(cls, proposed: StoredTree, shape: Bound) -> StoredTree:
@@ -37,8 +41,8 @@ class StoredTree:
         columns = np.array(shape.columns, np.int64)
         if proposed.columns is not None:
             columns = np.where(columns < 0, -1, proposed.columns[columns])
-        forced = np.array(shape.forced, np.bool_) if any(shape.forced) else None
-        return cls(np.array(shape.parents, np.int32), np.array(depths, np.int32), columns, forced)
+        layout = np.array(shape.parents, np.int32), np.array(depths, np.int32)
+        return cls(*layout, columns, _flags(shape.forced), _flags(shape.given))
 
     @classmethod
     def chain(cls, size: int) -> StoredTree:
@@ -55,6 +59,11 @@ class StoredTree:
         parents = place[self.parents[columns]]
         parents[0] = -1
         return StoredTree(parents, self.depths[columns], columns)
+
+
+def _flags(values: Sequence[bool]) -> BoolArray | None:
+    """An array of these, `bool [n]`; None if none is true."""
+    return np.array(values, np.bool_) if any(values) else None
 
 
 ROOT_ONLY = StoredTree.chain(1)

@@ -147,6 +147,7 @@ def test_a_bound_tree_is_what_the_grammar_leaves_of_the_proposal(seed: int) -> N
     )
     for node in range(1, len(paths)):
         assert bound.forced[node] == (len(language.following(paths[node][:-1])) == 1)
+    assert bound.given == bound.forced
     for node, path in enumerate(paths):
         assert bound.parents[node] < node
         following = language.following(path)
@@ -196,6 +197,7 @@ def test_a_token_that_the_grammar_refuses_after_all_is_left_out() -> None:
     bound = bind(language, [7, 31, 3, 38], [-1, 0, 0, 0])
     assert bound.tokens[1:] == [3, 38, END]
     assert bound.columns == [0, 2, 3, -1]
+    assert bound.given == [False, False, False, True]
     masks = room(4)
     assert fill_masks(language, [7, 31, 3, 3], [-1, 0, 0, 1], masks) == 1
 
@@ -210,6 +212,8 @@ def test_a_jump_forward_string_is_drafted() -> None:
     assert bound.parents == [-1, 0, 1, 2, 3, 0, 5]
     assert bound.columns == [0, 2, -1, -1, -1, 1, -1]
     assert bound.forced == [False, False, False, True, True, False, True]
+    # The text's first token is in the tree whether or not it was proposed.
+    assert bound.given == [False, True, True, True, True, False, True]
     # What is proposed below a node of the text is in the tree too.
     bound = bind(language, [7, 3, 38], [-1, 0, 1])
     assert (bound.tokens[1:], bound.parents[1:]) == ([3, 31, 32, END, 38, END], [0, 1, 2, 3, 1, 5])
@@ -265,6 +269,8 @@ def test_what_was_taken_under_a_mask_is_drafted_again() -> None:
     # Nothing is as probable as 0.3 after two tokens of one half each.
     assert bound.tokens == [0, 5]
     assert bound.forced == [False, False]
+    assert bound.given == [False, True]
+    assert bind(language, [7, 5], [-1, 0], memory=memory).given == [False, True]
     for _ in range(3):
         memory.learn_path(masks, before.tokens, before.parents, [5, 32, 38])
     assert memory.guess(masks[0]) == (5, 3, 3)

@@ -129,12 +129,18 @@ def test_the_last_node_of_a_batch_without_padding_stays() -> None:
 
 
 def test_a_tree_that_was_bound_to_a_grammar() -> None:
-    """Column 2 is forced after column 1, and two tokens that were not proposed after column 2."""
+    """Column 2 is forced after column 1, and two tokens that were not proposed after column 2.
+
+    Column 1 was proposed, but is likely under the grammar anyway.
+    """
     proposed = StoredTree(
         np.array([-1, 0, 1, 2, 2], np.int32), np.array([0, 1, 2, 3, 3]), np.array([0, 1, 3, 5, 6])
     )
     shape = Bound(
-        [-1, 0, 1, 2, 2, 4], [0, 1, 2, 4, -1, -1], [False, False, True, False, True, False]
+        [-1, 0, 1, 2, 2, 4],
+        [0, 1, 2, 4, -1, -1],
+        [False, False, True, False, True, False],
+        [False, True, True, False, True, True],
     )
     tree = StoredTree.bound(proposed, shape)
     assert tree.depths.tolist() == [0, 1, 2, 3, 3, 4]
@@ -157,6 +163,10 @@ def test_a_tree_that_was_bound_to_a_grammar() -> None:
     assert shown.tokens.tolist() == [[4, 5, -1, -1, -1, -1, 7], [2, 3, -1, -1, -1, -1, -1]]
     assert shown.parents.tolist() == [[-1, 0, -1, -1, -1, -1, 3], [-1, 0, -1, -1, -1, -1, -1]]
     assert outcome.path.tolist() == [[0, 1, 3, -1], [0, 1, -1, -1]]
+    # Of each request, the nodes that were proposed, and the accepted ones that were not needed.
+    assert outcome.bound is not None
+    assert outcome.bound.tolist() == [[4, 3], [2, 0]]
+    assert outcome.rows == 8
     assert trees.forced is not None
     counted = ForcedTokens(torch.device("cpu"))
     assert counted.by_source() == []
@@ -170,7 +180,7 @@ def test_a_tree_that_was_bound_to_a_grammar() -> None:
 
 
 def test_a_root_alone_gets_forced_tokens() -> None:
-    shape = Bound([-1, 0, 1], [0, -1, -1], [False, True, True])
+    shape = Bound([-1, 0, 1], [0, -1, -1], *[[False, True, True]] * 2)
     trees = StepTrees.of_batch(
         ["a"],
         {"a": [5, 6]},
@@ -185,3 +195,5 @@ def test_a_root_alone_gets_forced_tokens() -> None:
     assert (shown.tokens.tolist(), shown.parents.tolist()) == ([[4]], [[-1]])
     assert not shown.drafted
     assert outcome.path.tolist() == [[0, -1, -1]]
+    assert outcome.bound is not None
+    assert outcome.bound.tolist() == [[1, 2]]

@@ -90,7 +90,9 @@ class TreeGrammars:
         for name, tokens in scheduled.items():
             if (tree := self._bound.get(name)) is not None:
                 size = 1 + len(tokens)
-                shapes[name] = Bound(tree.parents[:size], tree.columns[:size], tree.forced[:size])
+                shapes[name] = Bound(
+                    tree.parents[:size], tree.columns[:size], tree.forced[:size], tree.given[:size]
+                )
         return shapes
 
     def forget(self, names: Iterable[str]) -> None:

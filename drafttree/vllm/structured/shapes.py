@@ -35,11 +35,13 @@ class Bound(NamedTuple):
         columns: Each node's column in the tree that was proposed; -1 for tokens that
             were not.
         forced: Whether each node is the only one that may follow its parent.
+        given: Whether each node is in the tree whatever was proposed.
     """
 
     parents: Sequence[int]
     columns: Sequence[int]
     forced: Sequence[bool]
+    given: Sequence[bool]
 
 
 class Drafted(NamedTuple):
