@@ -9,6 +9,10 @@ has not been used for a while moves along with the others and becomes uncertain.
 
 The filter follows the usual time of a step. The mean is larger if some steps stall; its ratio to
 the usual time is measured over more steps, for plain steps and for steps with drafts.
+
+Grammars may add rows to those that were chosen, in plain steps too. A step with such rows is one of
+the size that was chosen: the curve accounts for what they take. As many are expected of each
+request in later steps as there were on average.
 """
 
 from __future__ import annotations
@@ -67,7 +71,6 @@ class CostModel:
         self._constants = constants = constants or BudgetConstants()
         self.candidate_sizes = tuple(candidate_sizes)
         self.curve = ForwardCurve(forward_seconds)
-        self._of_sizes: dict[int, FloatArray] = {}
         # A random walk over the doublings of rows, from the level of a plain step.
         self._doublings = doublings = np.log2(np.array(self.candidate_sizes) + 1.0)
         self._prior = constants.level_spread**2 + constants.row_spread**2 * np.minimum(
@@ -77,19 +80,31 @@ class CostModel:
         self._variance = constants.initial_noise**2
         self._paid = DecayingRatio(constants)
         self._paid_by_kind = DecayingRatio(constants), DecayingRatio(constants)
+        self._added_rows = DecayingRatio(constants)
         self.clock = 0
 
-    def seconds(self, batch_size: int, rows: int) -> float:
-        """Predicted mean seconds of a step."""
+    def seconds(self, batch_size: int, rows: int, added_rows: int | None = None) -> float:
+        """Predicted mean seconds of a step.
+
+        Args:
+            batch_size: Number of requests.
+            rows: Tokens to verify, roots included, without those that grammars add.
+            added_rows: Tokens that grammars add; None for as many as usual.
+        """
         factor = value_at(self._factors(batch_size).mean, *self._place(batch_size, rows))
-        return self.curve.seconds(rows) * math.exp(factor) * self._mean_ratio(rows > batch_size)
+        if added_rows is None:
+            forward = self._usual_forward(batch_size, rows)
+        else:
+            forward = self.curve.seconds(rows + added_rows)
+        return forward * math.exp(factor) * self._mean_ratio(rows > batch_size)
 
     def unstalled_plain_seconds(self, batch_size: int) -> float:
         """Predicted mean seconds of a plain step, if it stalls no more than was measured.
 
         Where few plain steps were measured, `seconds` supposes that they stall like all others.
         """
-        usual = self.curve.seconds(batch_size) * math.exp(self._factors(batch_size).mean[0])
+        forward = self._usual_forward(batch_size, batch_size)
+        usual = forward * math.exp(self._factors(batch_size).mean[0])
         return usual * self._paid_by_kind[False].value(1.0, self.clock)
 
     def of_sizes(self, batch_size: int) -> FloatArray:
@@ -101,12 +116,10 @@ class CostModel:
 
     def usual_of_sizes(self, batch_size: int) -> FloatArray:
         """Predicted seconds at each candidate size of steps that do not stall, `[S]`."""
-        curve = self._of_sizes.get(batch_size)
-        if curve is None:
-            curve = self._of_sizes[batch_size] = np.array(
-                [self.curve.seconds(batch_size * (size + 1)) for size in self.candidate_sizes]
-            )
-        seconds: FloatArray = curve * np.exp(self._factors(batch_size).mean)
+        forwards = np.array(
+            [self._usual_forward(batch_size, batch_size * (1 + n)) for n in self.candidate_sizes]
+        )
+        seconds: FloatArray = forwards * np.exp(self._factors(batch_size).mean)
         return seconds
 
     @property
@@ -142,8 +155,14 @@ class CostModel:
         wait = max(self._constants.recheck_steps, factors.checked_at - factors.changed_at)
         return Recheck(factors.changed, self.clock - factors.checked_at, wait)
 
-    def observe(self, batch_size: int, rows: int, seconds: float) -> bool:
+    def observe(self, batch_size: int, rows: int, seconds: float, added_rows: int = 0) -> bool:
         """Learn from the measured time of a step.
+
+        Args:
+            batch_size: Number of its requests.
+            rows: Tokens that were verified, roots included, without those that grammars have added.
+            seconds: Duration of the step.
+            added_rows: Tokens that grammars have added.
 
         Returns:
             Whether the times have changed so that all sizes are to be measured again.
@@ -154,13 +173,14 @@ class CostModel:
         if not 0 < seconds < math.inf:
             raise ValueError(f"seconds={seconds}: the time of a step must be positive and finite")
         self.clock += 1
+        self._added_rows.add(batch_size, added_rows, self.clock)
         place = self._place(batch_size, rows)
         factors = self._factors(batch_size)
         kept = math.exp((factors.seen_at - self.clock) / self._constants.forget_steps)
         factors.covariance *= kept
         factors.covariance += (1 - kept) * self._prior
         factors.seen_at = self.clock
-        sample = math.log(seconds / self.curve.seconds(rows))
+        sample = math.log(seconds / self.curve.seconds(rows + added_rows))
         gradient, variance = project(factors.covariance, *place)
         surprise = sample - value_at(factors.mean, *place)
         change = self._change(factors, place[0], surprise, variance)
@@ -234,6 +254,18 @@ class CostModel:
         """Ratio of the mean to the usual time, of plain steps or of steps with drafts."""
         overall = self._paid.value(1.0, self.clock)
         return self._paid_by_kind[drafted].value(overall, self.clock)
+
+    def _usual_forward(self, batch_size: int, rows: int) -> float:
+        """Seconds of a forward over `rows` tokens and those that grammars add on average."""
+        if not self._added_rows.actual:
+            return self.curve.seconds(rows)
+        # No tree has more nodes than one of the largest size.
+        room = batch_size * (self.candidate_sizes[-1] + 1) - rows
+        usual = batch_size * self._added_rows.value(0.0, self.clock)
+        added = max(0.0, min(usual, room))
+        whole = int(added)
+        less, more = (self.curve.seconds(rows + whole + one) for one in (0, 1))
+        return less + (added - whole) * (more - less)
 
     def _place(self, batch_size: int, rows: int) -> tuple[int, float]:
         """The size at or below a step's mean draft tokens, and its weight against the next."""

@@ -186,6 +186,8 @@ class NodeBudget:
             step.seconds,
             step.draft_seconds,
             step.emitted_tokens,
+            step.added_rows,
+            step.given_tokens,
         )
 
 

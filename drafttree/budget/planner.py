@@ -5,6 +5,11 @@ predicts how long the step takes. The planner corrects the first by the acceptan
 takes the size with the lowest mean time per token over the requests of the batch. It decodes
 plainly where drafting does not clearly win.
 
+Tokens that a grammar makes certain or likely are drafted in every step, plain ones included, and so
+after every other token that a step emits, on average as many. They multiply the tokens of all sizes
+by the same factor, so they do not count: a plain step emits one token, and what drafts add is
+measured without them. The time that they take does count.
+
 The objective is not the throughput of the whole batch: a step takes equally long for all of its
 requests, so a few requests whose drafts are accepted would slow down all others, and the batch
 would hardly finish earlier.
@@ -139,6 +144,8 @@ class Planner:
         seconds: float,
         draft_seconds: float,
         emitted_tokens: float,
+        added_rows: int = 0,
+        given_tokens: float = 0.0,
     ) -> None:
         """Learn from a step.
 
@@ -149,30 +156,34 @@ class Planner:
             seconds: Duration of the whole step.
             draft_seconds: Part of it that was spent looking up drafts.
             emitted_tokens: Tokens emitted for the whole batch.
+            added_rows: Part of the rows that grammars have added.
+            given_tokens: Part of the emitted tokens that grammars make certain or likely.
         """
         state, costs = self._state(batch_size), self.costs
         bucket, plan = batch_bucket(batch_size), None
+        chosen_rows, own_tokens = rows - added_rows, emitted_tokens - given_tokens
         if len(self._plans) == self._plans.maxlen:
             plan = self._plans.popleft()
         if plan is None or plan.choice != choice:
-            emitted = emitted_tokens / batch_size
-            plan = StepPlan(choice, emitted, emitted, emitted)
-        predicted = costs.seconds(batch_size, rows) + (state.draft_seconds if draft_seconds else 0)
+            own = own_tokens / batch_size
+            plan = StepPlan(choice, own, own, own)
+        predicted = costs.seconds(batch_size, chosen_rows, added_rows)
+        predicted += state.draft_seconds if draft_seconds else 0
         if draft_seconds > 0:
             plain_seconds = costs.seconds(batch_size, batch_size)
             state.learn_draft_seconds(draft_seconds, plain_seconds, self.constants)
         # What delays a lookup now and then is a stall of a step with drafts.
         lookup = draft_seconds
-        if rows > batch_size:
+        if chosen_rows > batch_size:
             lookup = min(lookup, state.draft_seconds)
-        if costs.observe(batch_size, rows, seconds - lookup):
+        if costs.observe(batch_size, chosen_rows, seconds - lookup, added_rows):
             self.trials.allowance.renew()
         if choice.drafts:
             self._calibration.add(
                 bucket,
                 choice.num_draft_tokens,
                 batch_size * (plan.expected - 1),
-                emitted_tokens - batch_size,
+                own_tokens - batch_size,
                 costs.clock,
             )
         self._settle(state, batch_size, plan, seconds)
@@ -184,7 +195,7 @@ class Planner:
                 rows=rows,
                 predicted_seconds=predicted,
                 seconds=seconds,
-                expected_tokens=batch_size * plan.calibrated,
+                expected_tokens=batch_size * plan.calibrated + given_tokens,
                 emitted_tokens=emitted_tokens,
                 is_trial=plan.is_trial,
                 is_wasted=plan.is_wasted,

@@ -51,6 +51,8 @@ class RecordedStep(BaseModel):
         seconds: Duration of the step; None if its measurement was discarded.
         draft_seconds: Part of it that was spent looking up drafts.
         emitted_tokens: Tokens emitted for the whole batch.
+        added_rows: Part of the rows that grammars have added.
+        given_tokens: Part of the emitted tokens that grammars make certain or likely.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,6 +67,8 @@ class RecordedStep(BaseModel):
     seconds: float | None = None
     draft_seconds: float = 0.0
     emitted_tokens: float = 0.0
+    added_rows: int = 0
+    given_tokens: float = 0.0
 
     @property
     def choice(self) -> TreeChoice | None:
@@ -138,12 +142,24 @@ class RecordingPlanner(Planner):
         seconds: float,
         draft_seconds: float,
         emitted_tokens: float,
+        added_rows: int = 0,
+        given_tokens: float = 0.0,
     ) -> None:
-        super().record_step(batch_size, choice, rows, seconds, draft_seconds, emitted_tokens)
+        super().record_step(
+            batch_size,
+            choice,
+            rows,
+            seconds,
+            draft_seconds,
+            emitted_tokens,
+            added_rows,
+            given_tokens,
+        )
         if self._step is not None:
             self._step.rows, self._step.seconds = rows, seconds
             self._step.draft_seconds = draft_seconds
             self._step.emitted_tokens = emitted_tokens
+            self._step.added_rows, self._step.given_tokens = added_rows, given_tokens
         self._write()
 
     def _write(self) -> None:

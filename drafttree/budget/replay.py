@@ -121,7 +121,7 @@ class _Drafts:
     def outcome(
         self, planner: Planner, batch_size: int, choice: TreeChoice | None
     ) -> tuple[int, float]:
-        """Rows and tokens that a planner predicts for a choice."""
+        """Rows and tokens that a planner predicts for a choice, without those of grammars."""
         nodes = choice.num_draft_tokens if choice else 0
         index = planner.candidate_sizes.index(nodes)
         tokens = planner.calibrate(batch_size, self.expected_tokens)[:, index]
@@ -184,6 +184,7 @@ class _Replayer:
     def _measure(self, step: RecordedStep, seconds: float, choice: TreeChoice | None) -> None:
         reference, planner, batch_size = self._reference, self._planner, step.batch_size
         rows, tokens, draft_seconds = step.rows, step.emitted_tokens, step.draft_seconds
+        added_rows, given_tokens = step.added_rows, step.given_tokens
         recorded_seconds = seconds
         if choice != step.choice:
             rows, tokens = self._drafts(batch_size).outcome(reference, batch_size, choice)
@@ -191,9 +192,14 @@ class _Replayer:
                 draft_seconds = 0.0
             elif not draft_seconds:
                 draft_seconds = reference.mean_draft_seconds(batch_size)
-            seconds = reference.costs.seconds(batch_size, rows)
+            seconds = reference.costs.seconds(batch_size, rows, added_rows)
             if rows <= batch_size:
                 seconds += draft_seconds
+            if given_tokens:
+                # Grammars give as many for each token that they do not give.
+                given_tokens *= tokens / (step.emitted_tokens - given_tokens)
+            rows += added_rows
+            tokens += given_tokens
         plain = TreeChoice(0)
         reference.record_step(
             batch_size,
@@ -202,8 +208,19 @@ class _Replayer:
             recorded_seconds,
             step.draft_seconds,
             step.emitted_tokens,
+            step.added_rows,
+            step.given_tokens,
         )
-        planner.record_step(batch_size, choice or plain, rows, seconds, draft_seconds, tokens)
+        planner.record_step(
+            batch_size,
+            choice or plain,
+            rows,
+            seconds,
+            draft_seconds,
+            tokens,
+            added_rows,
+            given_tokens,
+        )
         self.result.recorded.add(step.choice, step.emitted_tokens, recorded_seconds)
         self.result.replayed.add(choice, tokens, seconds)
 

@@ -16,7 +16,8 @@ class MeasuredStep:
         rows: Tokens that were verified, roots included.
         predicted_seconds: Predicted duration.
         seconds: Duration.
-        expected_tokens: Tokens that were expected.
+        expected_tokens: Tokens that were expected; those that grammars make certain or likely are
+            not predicted, and count as expected.
         emitted_tokens: Tokens that were emitted.
         is_trial: Whether the step was taken only to measure its size.
         is_wasted: Whether drafts were looked up and not used.

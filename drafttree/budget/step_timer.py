@@ -36,6 +36,9 @@ class StepOutcome:
         emitted_tokens: Tokens emitted for the whole batch.
         catch_up_seconds: Time, not part of the others, in which a drafter's model read what it had
             missed.
+        added_rows: Part of the rows that grammars have added to those that were proposed.
+        given_tokens: Part of the emitted tokens that grammars make certain or likely, and that
+            steps without drafts emit too.
     """
 
     batch_size: int
@@ -45,6 +48,8 @@ class StepOutcome:
     draft_seconds: float
     emitted_tokens: int
     catch_up_seconds: float = 0.0
+    added_rows: int = 0
+    given_tokens: int = 0
 
 
 @dataclass
@@ -61,6 +66,7 @@ class _PendingStep:
             the verification.
         emitted: `int32 [B, D + 1]`, emitted tokens, padded with -1; None before the verification.
         rows: Number of rows that were verified; None if they are those of the trees.
+        bound: `Verified.bound`, if trees were bound to grammars.
     """
 
     slots: torch.Tensor
@@ -71,6 +77,7 @@ class _PendingStep:
     tokens: AsyncHostCopy | None = None
     emitted: AsyncHostCopy | None = None
     rows: int | None = None
+    bound: AsyncHostCopy | None = None
 
 
 def _equal(slots: torch.Tensor, others: torch.Tensor) -> bool:
@@ -130,14 +137,22 @@ class StepTimer:
         emitted = _is_token(step.emitted).sum(1)
         if not (emitted > 0).all():
             return None
+        rows = self._rows(step.tokens) if step.rows is None else step.rows
+        added_rows = given_tokens = 0
+        if step.bound is not None:
+            proposed, given = step.bound.wait().numpy().T
+            added_rows = rows - self._rows_of(proposed)
+            given_tokens = int(given.sum())
         return StepOutcome(
             len(slots),
             step.choice,
-            self._rows(step.tokens) if step.rows is None else step.rows,
+            rows,
             seconds,
             step.draft_seconds,
             int(emitted.sum()),
             step.catch_up_seconds,
+            added_rows,
+            given_tokens,
         )
 
     def begin_plain(self, slots: torch.Tensor) -> None:
@@ -173,6 +188,7 @@ class StepTimer:
         step.tokens = AsyncHostCopy.of(trees.tokens)
         step.emitted = AsyncHostCopy.of(verified.emitted)
         step.rows = verified.rows
+        step.bound = None if verified.bound is None else AsyncHostCopy.of(verified.bound)
 
     def discard(self) -> None:
         """Discard pending measurements, because a prefill ran in between, for example."""
@@ -180,3 +196,7 @@ class StepTimer:
 
     def _rows(self, tokens: AsyncHostCopy) -> int:
         return tokens.values.numel() if self._pads_trees else int(_is_token(tokens).sum())
+
+    def _rows_of(self, nodes: np.ndarray[Any, Any]) -> int:
+        """Rows of trees with `nodes` nodes, `int [B]`."""
+        return len(nodes) * int(nodes.max()) if self._pads_trees else int(nodes.sum())

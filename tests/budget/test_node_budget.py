@@ -183,6 +183,35 @@ def test_a_recorded_run_with_spines_replays_to_the_decisions_it_made(tmp_path: P
     assert fewer < changed.recorded.tokens_per_second
 
 
+def test_what_grammars_give_is_recorded_and_replayed(tmp_path: Path) -> None:
+    """Each request has two tokens of a grammar after each token that it does not give."""
+    file = tmp_path / "steps.jsonl"
+    with file.open("w") as stream:
+        planner = RecordingPlanner(SIZES, FORWARDS, stream)
+        for _ in range(200):
+            size = 0
+            if not planner.should_skip_drafting(1):
+                size = planner.choose(1, np.array([[1.0, 2.0, 2.0, 2.0]], np.float32))
+            own = 2 if size else 1
+            rows = 1 + size + 2 * own
+            planner.record_step(
+                *(1, TreeChoice(size), rows, 0.02 + 5e-4 * rows, 0.0, 3 * own),
+                added_rows=2 * own,
+                given_tokens=2 * own,
+            )
+    first, steps = read_recording(file)
+    assert sum(step.num_draft_tokens for step in steps) > 100
+    result = replay(first, steps)
+    assert result.choices == [step.choice for step in steps]
+    assert result.replayed == result.recorded
+    assert result.rows == planner.explain()
+    never = replay(first, steps, changed_constants(first.constants, {"margin": "50"}))
+    assert never.replayed.drafted == 0
+    assert never.replayed.tokens == pytest.approx(3 * 200)
+    (row,) = never.rows
+    assert row["rows"] > 2.9
+
+
 def test_other_constants_make_other_decisions(recording: Path) -> None:
     first, steps = read_recording(recording)
     never = replay(first, steps, changed_constants(first.constants, {"MARGIN": "100"}))

@@ -31,6 +31,7 @@ class FixedPlanner(Planner):
         super().__init__((0, 3, 7), {1: 1.0})
         self.expected: list[list[list[float]]] = []
         self.recorded: list[tuple[int, TreeChoice, int, float, float, float]] = []
+        self.of_grammars: list[tuple[int, float]] = []
         self.skips = False
 
     def should_skip_drafting(self, batch_size: int) -> bool:
@@ -52,17 +53,20 @@ class FixedPlanner(Planner):
         seconds: float,
         draft_seconds: float,
         emitted_tokens: float,
+        added_rows: int = 0,
+        given_tokens: float = 0.0,
     ) -> None:
         self.recorded.append((batch_size, choice, rows, seconds, draft_seconds, emitted_tokens))
+        self.of_grammars.append((added_rows, given_tokens))
 
 
 class Steps:
     """Two requests with trees of three draft tokens, timed by a clock that the test sets."""
 
-    def __init__(self, late: int = 0) -> None:
+    def __init__(self, late: int = 0, *, pads_trees: bool = False) -> None:
         self.now = 0.0
         self.planner = FixedPlanner()
-        self.budget = NodeBudget(self.planner, lambda: self.now, late=late)
+        self.budget = NodeBudget(self.planner, lambda: self.now, late=late, pads_trees=pads_trees)
 
     def propose(self, *slots: int) -> None:
         batch = len(slots)
@@ -156,6 +160,26 @@ def test_rows_are_those_that_were_verified_if_the_outcome_says_so() -> None:
     steps.budget.verified(steps.slots, steps.trees, Verified(tokens, tokens, counts, rows=5))
     steps.propose(4, 2)
     assert steps.planner.recorded == [(2, CHOICE, 5, 2.0, DRAFT_SECONDS, 3)]
+
+
+@pytest.mark.parametrize(("pads_trees", "added"), [(False, 4), (True, 2)])
+def test_what_grammars_add_is_told_apart(pads_trees: bool, added: int) -> None:
+    """Of two trees with 4 and 2 proposed nodes that grammars have extended."""
+    steps = Steps(pads_trees=pads_trees)
+    steps.propose(4, 2)
+    steps.now = 2.0
+    tokens = torch.tensor([[5, 6, -1], [5, 6, 7]], dtype=torch.int32)
+    counts = torch.tensor([2, 3], dtype=torch.int32)
+    of_grammars = torch.tensor([[4, 0], [2, 2]])
+    verified = Verified(tokens, tokens, counts, rows=10, bound=of_grammars)
+    steps.budget.verified(steps.slots, steps.trees, verified)
+    steps.propose(4, 2)
+    assert [step[2] for step in steps.planner.recorded] == [10]
+    assert steps.planner.of_grammars == [(added, 2)]
+    steps.verify(1, 1)
+    steps.now = 4.0
+    steps.propose(4, 2)
+    assert steps.planner.of_grammars[1:] == [(0, 0)]
 
 
 def test_the_expected_tokens_of_a_size_are_those_of_its_best_nodes() -> None:
