@@ -13,6 +13,7 @@ from structured_answers import PATTERN, tokens_of
 from tiny_models import add_byte_tokenizer
 
 from drafttree.grammar import fill_masks, sole_token
+from drafttree.tree import DraftTree, Verified
 
 VOCABULARY = 512
 
@@ -97,6 +98,30 @@ def test_a_token_that_ends_a_grammar_is_not_drafted(grammar: Any) -> None:
     assert torch.equal(masks[0], masks[1])
     matcher.rollback(len(words))
     assert not ours.accepted_tokens
+
+
+def test_an_outcome_tells_what_grammars_add(grammar: Any) -> None:
+    """Of two forced tokens the first one was proposed too; the other request has no grammar."""
+    from drafttree.sglang.grammars import bind_trees
+
+    bound, free = SimpleNamespace(grammar=grammar.copy()), SimpleNamespace(grammar=None)
+    words = tokens_of("abba-123 red")
+    for token in words[:-2]:
+        bound.grammar.accept_token(token)
+    roots = [words[-3], 7]
+    tokens = torch.tensor([[roots[0], words[-2]], [roots[1], 8]], dtype=torch.int32)
+    parents = torch.tensor([[-1, 0], [-1, 0]], dtype=torch.int32)
+    trees = DraftTree(tokens, parents, torch.tensor([2, 2], dtype=torch.int32))
+    most = torch.tensor([1, 1], dtype=torch.int32)
+    step = bind_trees([bound, free], trees, most, [5, 5], 3, VOCABULARY, None, chains=False)
+    assert step.trees.tokens.tolist() == [[*words[-3:], -1], [*roots[1:], 8, -1, -1]]
+    path = torch.tensor([[0, 1, 2], [0, 1, -1]], dtype=torch.int32)
+    emitted = torch.tensor([[*words[-2:], 1], [8, 9, -1]], dtype=torch.int32)
+    verified = Verified(path, emitted, torch.tensor([3, 2], dtype=torch.int32))
+    _, outcome = step.as_proposed(step.trees.truncated(2), verified)
+    assert outcome.bound is not None
+    assert outcome.bound.tolist() == [[2, 2], [2, 0]]
+    assert outcome.rows == 6
 
 
 def test_other_requests_are_served_without_drafts(grammar: Any) -> None:
