@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import astuple
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -106,8 +107,15 @@ class VllmEngine:
         return self._next_logprobs(token_ids, logprobs=2)
 
     def logprobs(self, asked: tuple[list[int], list[int]]) -> dict[int, float]:
-        """The log-probabilities of some next tokens: those after the first list, of the second."""
+        """The log-probabilities of some next tokens: those after the first list, of the second.
+
+        They are -inf, so no tie, in versions of vLLM that cannot be asked for them.
+        """
+        from vllm import SamplingParams
+
         token_ids, tokens = asked
+        if "logprob_token_ids" not in SamplingParams.__struct_fields__:
+            return dict.fromkeys(tokens, -inf)
         found = self._next_logprobs(token_ids, logprob_token_ids=tokens)
         return {token: found[token] for token in tokens}
 

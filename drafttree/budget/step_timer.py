@@ -141,7 +141,9 @@ class StepTimer:
         added_rows = given_tokens = 0
         if step.bound is not None:
             proposed, given = step.bound.wait().numpy().T
-            added_rows = rows - self._rows_of(proposed)
+            # What a grammar adds may be among the drafter's further candidates.
+            chosen = np.minimum(proposed, 1 + step.choice.num_draft_tokens + step.choice.spine)
+            added_rows = rows - self._rows_of(chosen)
             given_tokens = int(given.sum())
         return StepOutcome(
             len(slots),

@@ -9,7 +9,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from drafttree.method import Method, load
 from drafttree.sglang.chains.choice import announce, choose_chains
-from drafttree.sglang.checks import FP8_KV
+from drafttree.sglang.kv_types import FP8_KV, kv_cache_dtype
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.target_config import target_config
 from drafttree.sglang.versions import CPU_BACKEND, CUDA_BACKENDS
@@ -90,7 +90,12 @@ class TreeAlgorithm(CustomSpecAlgo):
         else:
             model = target_config(server_args)
             windows = model.is_hybrid_swa or getattr(model.hf_text_config, "sliding_window", None)
-            _choose_cuda_backend(server_args, trees=chains is None, windows=bool(windows))
+            _choose_cuda_backend(
+                server_args,
+                kv_cache_dtype(server_args),
+                trees=chains is None,
+                windows=bool(windows),
+            )
         if server_args.max_running_requests is None:
             server_args.max_running_requests = MAX_RUNNING_REQUESTS
             logger.warning(
@@ -178,11 +183,12 @@ def algorithm_for(method: Method[Any]) -> type[TreeAlgorithm]:
     return type(base.__name__, (base,), {"method": method})
 
 
-def _choose_cuda_backend(server_args: Any, *, trees: bool, windows: bool) -> None:
+def _choose_cuda_backend(server_args: Any, kv_dtype: str, *, trees: bool, windows: bool) -> None:
     """Choose an attention backend that verifies drafts.
 
     Args:
         server_args: SGLang's arguments.
+        kv_dtype: The data type of the KV cache.
         trees: Whether the drafts are trees.
         windows: Whether layers may have sliding windows.
 
@@ -190,18 +196,19 @@ def _choose_cuda_backend(server_args: Any, *, trees: bool, windows: bool) -> Non
         ValueError: A backend that was named for prompts or for decoding does not verify drafts.
     """
     logger.warning("Draft trees have not been run on CUDA yet: compare the output first")
+    pages = server_args.page_size or 1
     split = {
         phase: getattr(server_args, f"{phase}_attention_backend") for phase in ("prefill", "decode")
     }
     for phase, given in split.items():
-        reason = given and _why_not_verified(given, server_args, trees=trees, windows=windows)
+        reason = given and _why_not_verified(given, pages, kv_dtype, trees=trees, windows=windows)
         if reason:
             raise ValueError(
                 f"--{phase}-attention-backend={given}: drafts {reason}: leave it out, or name "
                 f"{CUDA_BACKENDS[0]}"
             )
     given = server_args.attention_backend
-    reason = _why_not_verified(given, server_args, trees=trees, windows=windows)
+    reason = _why_not_verified(given, pages, kv_dtype, trees=trees, windows=windows)
     # Where both are given, SGLang uses them alone.
     if reason is None or all(split.values()):
         return
@@ -216,7 +223,7 @@ def _choose_cuda_backend(server_args: Any, *, trees: bool, windows: bool) -> Non
 
 
 def _why_not_verified(
-    backend: str | None, server_args: Any, *, trees: bool, windows: bool
+    backend: str | None, pages: int, kv_dtype: str, *, trees: bool, windows: bool
 ) -> str | None:
     """Why an attention backend does not verify the drafts of a server; None if it does.
 
@@ -224,15 +231,14 @@ def _why_not_verified(
     each node of a tree for a request, and SGLang gives it the scales of an FP8 KV cache for the
     requests alone.
     """
-    pages, dtype = server_args.page_size or 1, server_args.kv_cache_dtype
     if backend not in CUDA_BACKENDS:
         return "are not verified with it yet"
     if windows and (backend == "flashinfer" or (trees and backend == "fa3")):
         return "are not verified with it in sliding windows"
     if trees and backend == "fa3" and pages > 1:
         return f"are not verified with it and --page-size={pages}"
-    if trees and backend == "fa3" and dtype in FP8_KV:
-        return f"are not verified with it and --kv-cache-dtype={dtype}"
+    if trees and backend == "fa3" and kv_dtype in FP8_KV:
+        return f"are not verified with it and --kv-cache-dtype={kv_dtype}"
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from drafttree.compatibility import is_refused
 from drafttree.method import Method
 from drafttree.model_files import attention_heads, check_draft_model
+from drafttree.sglang.kv_types import FP8_KV, PLAIN_KV, kv_cache_dtype
 from drafttree.sglang.media_checks import LEAVE, check_media, text_alone
 from drafttree.sglang.patches import accept_adapters, take_corpora
 from drafttree.sglang.target_config import (
@@ -27,11 +28,6 @@ from drafttree.sglang.versions import (
 
 # A child of SGLang's logger: other loggers are not printed.
 logger = logging.getLogger(f"sglang.{__name__}")
-
-
-PLAIN_KV = ("auto", "bf16", "bfloat16")
-FP8_KV = ("fp8_e4m3", "fp8_e5m2")
-"""Types of the KV cache."""
 
 
 def check_server(method: Method[Any], server_args: Any) -> None:
@@ -185,7 +181,7 @@ def _check_variables(method: Method[Any], server_args: Any) -> None:
 
 
 def _check_kv_cache(method: Method[Any], server_args: Any) -> None:
-    dtype = server_args.kv_cache_dtype
+    dtype = kv_cache_dtype(server_args)
     # Other types keep scales beside the rows, which would have to move with them.
     refuses_fp8 = is_refused("sglang", method.kind.name, "quantised-kv")
     served = PLAIN_KV if refuses_fp8 else PLAIN_KV + FP8_KV

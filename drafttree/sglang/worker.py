@@ -70,7 +70,7 @@ class TreeWorker(GraphWorker):
         counters: Counts of drafted and accepted tokens.
     """
 
-    _has_new_weights = False
+    _may_have_new_weights = False
 
     def __init__(
         self,
@@ -174,6 +174,7 @@ class TreeWorker(GraphWorker):
         remains.
         """
         self.drafter.reset()
+        self._may_have_new_weights = True
         self._forget_corpora()
         self.counters = Counters(self._device)
         self._forced = ForcedTokens(self._device)
@@ -181,19 +182,19 @@ class TreeWorker(GraphWorker):
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         """None: SGLang's updates of weights bring those of the target, whose names may be alike.
 
-        SGLang calls this in each update. The drafter reads the new weights at the next batch, when
-        the update is complete.
+        SGLang calls this in updates of all models, also in those that do not flush its cache. The
+        drafter reads the new weights at the next batch, when the update is complete.
         """
-        self._has_new_weights = True
+        self._may_have_new_weights = True
         return []
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
     ) -> GenerationBatchResult:
         """Serve one batch."""
-        if self._has_new_weights:
+        if self._may_have_new_weights:
             self.drafter.on_new_weights()
-            self._has_new_weights = False
+            self._may_have_new_weights = False
         if batch.forward_mode.is_extend():
             return self._prefill(batch, on_publish)
         return self._decode(batch, on_publish)

@@ -53,9 +53,10 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
             bool(logits_processors),
         )
         # At the level of that warning, which is printed when the stock runner is built.
-        logger.warning(
+        logger.warning_once(
             "Requests may set min_p and logit_bias: vLLM's warning that these do not work with "
-            "speculative decoding does not apply here"
+            "speculative decoding does not apply here",
+            scope="local",
         )
         self.counters = Counters(self.device)
         self._set_up_drafter(method, options)

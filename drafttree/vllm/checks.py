@@ -119,7 +119,7 @@ def check_engine(
     chains = choose_chains(method, without_trees, engine, model)
     uses_v2 = choose_v2(method, engine, model, parallel, options, without_trees)
     if device == "cuda":
-        _check_variables(method, engine, uses_v2=uses_v2, in_chains=chains is not None)
+        _check_variables(method, in_chains=chains is not None)
     if engine.async_scheduling and not uses_v2:
         raise ValueError(
             f"{method.title} is served by vLLM's V1 model runner here, which does not work with "
@@ -202,29 +202,16 @@ def _check_backend(method: Method[Any], engine: EngineArgs) -> list[str]:
     return [f"attention_backend={name} applies no tree masks" for name in wrong]
 
 
-def _check_variables(
-    method: Method[Any], engine: EngineArgs, *, uses_v2: bool, in_chains: bool
-) -> None:
+def _check_variables(method: Method[Any], *, in_chains: bool) -> None:
     """Refuse what vLLM reads from the environment."""
     from vllm import envs
 
-    # An older version may lack either.
+    # An older version may lack it.
     if not in_chains and getattr(envs, "VLLM_BATCH_INVARIANT", False):
         raise ValueError(
             f"{method.title} does not work with VLLM_BATCH_INVARIANT=1: attention to draft trees "
             "rounds differently beside other requests. Unset it, or leave the speculative method "
             "out"
-        )
-    if (
-        uses_v2
-        and method.kind.needs_model
-        and not engine.enforce_eager
-        and getattr(envs, "VLLM_USE_BREAKABLE_CUDAGRAPH", False)
-    ):
-        raise ValueError(
-            f"{method.title} does not work with VLLM_USE_BREAKABLE_CUDAGRAPH=1 on the V2 model "
-            "runner: these graphs run the target without the hook in which drafts are made. Set it "
-            "to 0"
         )
 
 

@@ -162,20 +162,24 @@ def test_rows_are_those_that_were_verified_if_the_outcome_says_so() -> None:
     assert steps.planner.recorded == [(2, CHOICE, 5, 2.0, DRAFT_SECONDS, 3)]
 
 
-@pytest.mark.parametrize(("pads_trees", "added"), [(False, 4), (True, 2)])
-def test_what_grammars_add_is_told_apart(pads_trees: bool, added: int) -> None:
-    """Of two trees with 4 and 2 proposed nodes that grammars have extended."""
+@pytest.mark.parametrize("further", [0, 3])
+@pytest.mark.parametrize(("pads_trees", "chosen"), [(False, 6), (True, 4)])
+def test_what_grammars_add_is_told_apart(pads_trees: bool, chosen: int, further: int) -> None:
+    """Of two trees with the largest choice and with 2 nodes, which grammars have extended.
+
+    What they add may have been among further candidates.
+    """
     steps = Steps(pads_trees=pads_trees)
     steps.propose(4, 2)
     steps.now = 2.0
     tokens = torch.tensor([[5, 6, -1], [5, 6, 7]], dtype=torch.int32)
     counts = torch.tensor([2, 3], dtype=torch.int32)
-    of_grammars = torch.tensor([[4, 0], [2, 2]])
-    verified = Verified(tokens, tokens, counts, rows=10, bound=of_grammars)
+    of_grammars = torch.tensor([[chosen + further, 0], [2, 2]])
+    verified = Verified(tokens, tokens, counts, rows=14, bound=of_grammars)
     steps.budget.verified(steps.slots, steps.trees, verified)
     steps.propose(4, 2)
-    assert [step[2] for step in steps.planner.recorded] == [10]
-    assert steps.planner.of_grammars == [(added, 2)]
+    assert [step[2] for step in steps.planner.recorded] == [14]
+    assert steps.planner.of_grammars == [(6, 2)]
     steps.verify(1, 1)
     steps.now = 4.0
     steps.propose(4, 2)

@@ -15,7 +15,7 @@ from random_parents import random_trees
 from drafttree.chains import first_paths
 from drafttree.patches import check_first_parameters
 from drafttree.tree import DraftTree
-from drafttree.vllm.v2.hooks import check_forward, check_next_tokens, check_sampler
+from drafttree.vllm.v2.hooks import check_forward, check_graphs, check_next_tokens, check_sampler
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_of, sizes_up_to
 from drafttree.vllm.versions import unknown
@@ -225,8 +225,9 @@ def test_a_row_has_the_flags_of_the_request_that_started_in_it_last() -> None:
         rules.start("session", row, parameters, sampler)
         assert rules.undrafted(np.array([row])) is not None
     rules.finish(["session"])
-    rules.start("session", 2, SamplingParams(), sampler)
-    assert rules.undrafted(rows[:1]) is None
+    for parameters in (SamplingParams(), bound):
+        rules.start("session", 2, parameters, sampler)
+        assert rules.undrafted(rows[:1]) is None
 
 
 def test_the_next_tokens_of_prompts() -> None:
@@ -251,6 +252,13 @@ def test_the_flags_of_the_sampler() -> None:
     ):
         with pytest.raises(RuntimeError, match="its sampler has needs_logits_processing"):
             check_sampler(sampler, 4)
+
+
+def test_graphs_that_pass_the_hook_by() -> None:
+    for manager in (None, SimpleNamespace(), SimpleNamespace(use_breakable_cg=False)):
+        check_graphs(manager)
+    with pytest.raises(ValueError, match="set VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
+        check_graphs(SimpleNamespace(use_breakable_cg=True))
 
 
 def test_a_forward_that_no_hook_has_seen() -> None:

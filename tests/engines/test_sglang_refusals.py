@@ -267,13 +267,33 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
         _check_kv_cache(rsd_plugin.METHOD, SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
 
 
+@pytest.mark.parametrize("quantised", [None, {}, {"quantization": {}}])
+def test_the_kv_cache_that_a_checkpoint_asks_for(
+    quantised: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttree.sglang import checks, kv_types
+
+    config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=quantised))
+    monkeypatch.setattr(kv_types, "target_config", lambda server_args: config)
+    auto = SimpleNamespace(kv_cache_dtype="auto")
+    assert kv_types.kv_cache_dtype(auto) == "auto"
+    checks._check_kv_cache(rsd_plugin.METHOD, auto)
+    if quantised is None:
+        return
+    quantised.get("quantization", quantised)["kv_cache_quant_algo"] = "FP8"
+    assert kv_types.kv_cache_dtype(SimpleNamespace(kv_cache_dtype="bfloat16")) == "bfloat16"
+    with pytest.raises(ValueError, match="--kv-cache-dtype=fp8_e4m3: use auto or bf16 or"):
+        checks._check_kv_cache(rsd_plugin.METHOD, auto)
+
+
 def chosen_on_cuda(trees: bool = True, windows: bool = False, **given: Any) -> Any:
     """Server arguments after the attention backends were chosen."""
     from drafttree.sglang.algorithm import _choose_cuda_backend
 
     common = dict.fromkeys(("attention_backend", *SPLIT, "page_size"))
-    arguments = SimpleNamespace(**{**common, "kv_cache_dtype": "auto", **given})
-    _choose_cuda_backend(arguments, trees=trees, windows=windows)
+    kv_dtype = given.pop("kv_cache_dtype", "auto")
+    arguments = SimpleNamespace(**{**common, **given})
+    _choose_cuda_backend(arguments, kv_dtype, trees=trees, windows=windows)
     return arguments
 
 

@@ -283,23 +283,14 @@ def test_another_runner_than_the_configuration_asks_for() -> None:
         patches.adopt(Runner(), Path, Runner.__class__)
 
 
-def test_variables_that_trees_do_not_work_with_on_a_gpu(
-    tiny_llama: Path, v2_runner: None, monkeypatch: pytest.MonkeyPatch
+def test_batch_invariance_is_refused_on_a_gpu(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from drafttree.vllm import checks
 
-    rsd = {"method": "rsd", "model": str(tiny_llama)}
-    for name in ("VLLM_BATCH_INVARIANT", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     monkeypatch.setattr(checks, "_check_platform", lambda method, engine: "cuda")
-    configure(tiny_llama, rsd)
-    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    with pytest.raises(ValueError, match=r"RSD does .*VLLM_USE_BREAKABLE_CUDAGRAPH=1.*to 0"):
-        configure(tiny_llama, rsd)
-    configure(tiny_llama, rsd, enforce_eager=True)
     configure(tiny_llama)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    configure(tiny_llama, rsd)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ValueError, match=r"Token Rec.*VLLM_BATCH_INVARIANT=1.*Unset it"):
         configure(tiny_llama)

@@ -122,6 +122,25 @@ def check_sampler(sampler: Any, max_num_reqs: int) -> None:
         raise unknown(f"its sampler has needs_logits_processing={flags!r}")
 
 
+def check_graphs(manager: Any) -> None:
+    """Check that the engine's CUDA graphs call the target as a module.
+
+    vLLM turns breakable graphs on itself for some models, so it is checked when that is known.
+
+    Args:
+        manager: The model runner's manager of CUDA graphs; None without graphs.
+
+    Raises:
+        ValueError: They do not.
+    """
+    # An older version may lack it.
+    if getattr(manager, "use_breakable_cg", False):
+        raise ValueError(
+            "breakable CUDA graphs run the target without the hook in which RSD and Lyanna draft "
+            "on vLLM's V2 model runner: set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+        )
+
+
 def check_forward(seen: object, batch: object) -> None:
     """Check that a hook before the target's forward has seen the batch that is sampled.
 

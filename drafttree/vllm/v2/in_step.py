@@ -28,7 +28,7 @@ from drafttree.vllm.drafters.columns import as_scheduled
 from drafttree.vllm.drafters.step_parts import StepCache, StepParts
 from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.v2.draft_clock import DraftClock
-from drafttree.vllm.v2.hooks import check_forward
+from drafttree.vllm.v2.hooks import check_forward, check_graphs
 from drafttree.vllm.v2.runner import TreeRunnerV2
 
 
@@ -85,6 +85,11 @@ class InStepRunnerV2(TreeRunnerV2):
         self._make_drafter(self._method, self._options)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
         self.get_model().register_forward_pre_hook(self._before_forward)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Build the KV caches, and choose the CUDA graphs."""
+        super().initialize_kv_cache(*args, **kwargs)
+        check_graphs(self.cudagraph_manager)
 
     def warmed_up(self) -> None:
         """Forget the requests of the engine's warm-up."""

@@ -32,7 +32,7 @@ class RequestRules:
 
     def __init__(self, requests: int, no_bound_drafts: str | None = None) -> None:
         self._no_bound_drafts = no_bound_drafts
-        self._bound: set[str] = set()
+        self._bound: dict[str, bool] = {}
         self._undrafted = _RowFlags(requests)
         self._chained = _RowFlags(requests)
 
@@ -45,16 +45,18 @@ class RequestRules:
             parameters: The request's parameters.
             sampler: The engine's sampler, to which the request has been added.
         """
-        if self._no_bound_drafts and is_grammar_bound(parameters):
+        # The scheduler binds all turns of a session to the grammar of the first one, or to none.
+        is_bound = self._bound.setdefault(name, is_grammar_bound(parameters))
+        if is_bound and self._no_bound_drafts:
             announce_undrafted(self._no_bound_drafts)
-            self._bound.add(name)
-        # The scheduler binds all turns of a session to the grammar of the first one.
-        self._undrafted.set(row, has_opted_out(parameters) or name in self._bound)
+        is_off = has_opted_out(parameters) or (is_bound and self._no_bound_drafts is not None)
+        self._undrafted.set(row, is_off)
         self._chained.set(row, depends_on_text(sampler, row))
 
     def finish(self, names: Iterable[str]) -> None:
         """Requests have finished."""
-        self._bound.difference_update(names)
+        for name in names:
+            self._bound.pop(name, None)
 
     def undrafted(self, rows: Rows) -> BoolArray | None:
         """Whether each request must not be drafted for, `bool [B]`; None if all are drafted for."""
