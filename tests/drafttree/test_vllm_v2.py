@@ -256,9 +256,9 @@ def test_the_flags_of_the_sampler() -> None:
 
 def test_graphs_that_pass_the_hook_by() -> None:
     for manager in (None, SimpleNamespace(), SimpleNamespace(use_breakable_cg=False)):
-        check_graphs(manager)
+        check_graphs(SimpleNamespace(cudagraph_manager=manager))
     with pytest.raises(ValueError, match="set VLLM_USE_BREAKABLE_CUDAGRAPH=0"):
-        check_graphs(SimpleNamespace(use_breakable_cg=True))
+        check_graphs(SimpleNamespace(cudagraph_manager=SimpleNamespace(use_breakable_cg=True)))
 
 
 def test_a_forward_that_no_hook_has_seen() -> None:

@@ -122,18 +122,19 @@ def check_sampler(sampler: Any, max_num_reqs: int) -> None:
         raise unknown(f"its sampler has needs_logits_processing={flags!r}")
 
 
-def check_graphs(manager: Any) -> None:
+def check_graphs(runner: Any) -> None:
     """Check that the engine's CUDA graphs call the target as a module.
 
     vLLM turns breakable graphs on itself for some models, so it is checked when that is known.
 
     Args:
-        manager: The model runner's manager of CUDA graphs; None without graphs.
+        runner: The model runner, when its KV caches exist.
 
     Raises:
         ValueError: They do not.
     """
-    # An older version may lack it.
+    # Without graphs there is no manager, and an older version may lack these graphs.
+    manager = getattr(runner, "cudagraph_manager", None)
     if getattr(manager, "use_breakable_cg", False):
         raise ValueError(
             "breakable CUDA graphs run the target without the hook in which RSD and Lyanna draft "

@@ -89,7 +89,7 @@ class InStepRunnerV2(TreeRunnerV2):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, and choose the CUDA graphs."""
         super().initialize_kv_cache(*args, **kwargs)
-        check_graphs(self.cudagraph_manager)
+        check_graphs(self)
 
     def warmed_up(self) -> None:
         """Forget the requests of the engine's warm-up."""
