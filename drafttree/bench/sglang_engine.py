@@ -78,7 +78,7 @@ class SglangEngine:
             decoding = all(generation.token_ids for _, generation in running)
             self._step()
             for request, generation in running:
-                _check(request)
+                _check_not_aborted(request)
                 tokens = [int(token) for token in request.output_ids_through_stop]
                 generation.extend(tokens, decoding=decoding)
             ended = perf_counter()
@@ -166,7 +166,7 @@ class SglangEngine:
         request = self._submit(token_ids, sampling, best, tokens)
         while not request.finished():
             self._step()
-        _check(request)
+        _check_not_aborted(request)
         return request.logprob
 
     def _submit(
@@ -211,7 +211,7 @@ class SglangEngine:
         )
         for queue, length in zip(queues, before, strict=True):
             if len(queue) > length:
-                _check(queue[-1])
+                _check_not_aborted(queue[-1])
                 return queue[-1]
         raise RuntimeError(f"SGLang refused a request of {len(token_ids)} tokens")
 
@@ -266,7 +266,7 @@ def _kv_slots(spec: EngineSpec) -> int:
     return spec.batch_size * (spec.max_model_len + 512)
 
 
-def _check(request: Any) -> None:
+def _check_not_aborted(request: Any) -> None:
     """Refuse an answer that SGLang aborts, which it ends as if it were complete.
 
     Raises:

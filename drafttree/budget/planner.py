@@ -5,10 +5,10 @@ predicts how long the step takes. The planner corrects the first by the acceptan
 takes the size with the lowest mean time per token over the requests of the batch. It decodes
 plainly where drafting does not clearly win.
 
-Tokens that a grammar makes certain or likely are drafted in every step, plain ones included, and so
-after every other token that a step emits, on average as many. They multiply the tokens of all sizes
-by the same factor, so they do not count: a plain step emits one token, and what drafts add is
-measured without them. The time that they take does count.
+Tokens that a grammar makes certain or likely are drafted in every step, plain ones included. On
+average each token of the model's own choice is followed by the same number of them, whatever the
+size. So they multiply the tokens of all sizes by the same factor, and are left out: a plain step
+emits one token, and what drafts add is measured without them. The time that they take counts.
 
 The objective is not the throughput of the whole batch: a step takes equally long for all of its
 requests, so a few requests whose drafts are accepted would slow down all others, and the batch

@@ -19,7 +19,7 @@ from drafttree.budget.recording import (
     RecordingPlanner,
     read_recording,
 )
-from drafttree.budget.replay import allowances, changed_constants, replay
+from drafttree.budget.replay import Replay, allowances, changed_constants, replay
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.cli import app
 from drafttree.drafter import ModelFreeDrafter
@@ -155,6 +155,22 @@ def test_the_replay_ends_with_the_budgets_and_the_report_of_the_run(
     assert result.lowest["probe"] <= result.final["probe"]
 
 
+def replayed(file: Path, planner: RecordingPlanner) -> tuple[list[RecordedStep], Replay]:
+    """Check that a recording replays to what its planner has decided and reported.
+
+    Returns:
+        Its steps, and its replay with a margin that never drafts.
+    """
+    first, steps = read_recording(file)
+    result = replay(first, steps)
+    assert result.choices == [step.choice for step in steps]
+    assert result.replayed == result.recorded
+    assert result.rows == planner.explain()
+    never = replay(first, steps, changed_constants(first.constants, {"margin": "50"}))
+    assert never.replayed.drafted == 0
+    return steps, never
+
+
 def test_a_recorded_run_with_spines_replays_to_the_decisions_it_made(tmp_path: Path) -> None:
     """The first of four requests copies a text, the others' drafts are guesses."""
     file = tmp_path / "steps.jsonl"
@@ -171,14 +187,8 @@ def test_a_recorded_run_with_spines_replays_to_the_decisions_it_made(tmp_path: P
             rows = 4 + 4 * choice.num_draft_tokens + choice.spine
             emitted = 4 + choice.spine + choice.num_draft_tokens + (3 if choice.drafts else 0)
             planner.record_step(4, choice, rows, 0.02 + 1e-3 * rows, 0.001, emitted)
-    first, steps = read_recording(file)
+    steps, changed = replayed(file, planner)
     assert sum(step.spine > 0 for step in steps) > 100
-    result = replay(first, steps)
-    assert result.choices == [step.choice for step in steps]
-    assert result.replayed == result.recorded
-    assert result.rows == planner.explain()
-    changed = replay(first, steps, changed_constants(first.constants, {"margin": "50"}))
-    assert changed.replayed.drafted == 0
     fewer = changed.replayed.tokens_per_second
     assert fewer < changed.recorded.tokens_per_second
 
@@ -199,14 +209,8 @@ def test_what_grammars_give_is_recorded_and_replayed(tmp_path: Path) -> None:
                 added_rows=2 * own,
                 given_tokens=2 * own,
             )
-    first, steps = read_recording(file)
+    steps, never = replayed(file, planner)
     assert sum(step.num_draft_tokens for step in steps) > 100
-    result = replay(first, steps)
-    assert result.choices == [step.choice for step in steps]
-    assert result.replayed == result.recorded
-    assert result.rows == planner.explain()
-    never = replay(first, steps, changed_constants(first.constants, {"margin": "50"}))
-    assert never.replayed.drafted == 0
     assert never.replayed.tokens == pytest.approx(3 * 200)
     (row,) = never.rows
     assert row["rows"] > 2.9

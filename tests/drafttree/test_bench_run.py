@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from bench_parts import NullObserver, WordChat
 
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
@@ -75,26 +75,6 @@ class FakeEngine:
 
     def logprobs(self, token_ids: list[int], tokens: list[int]) -> dict[int, float]:
         return {token: self.likely[token] for token in tokens}
-
-
-class WordChat:
-    """A chat format in which every turn is one token."""
-
-    def render(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        return [1] * len(turns)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-
-class NullObserver:
-    """Ignores the progress of a run."""
-
-    def status(self, text: str) -> None: ...
-
-    def advance(self) -> None: ...
-
-    def answered(self, *answer: Prompt | list[Generation]) -> None: ...
 
 
 def pair(plain: FakeEngine, method: FakeEngine, **settings: Any) -> Pair:

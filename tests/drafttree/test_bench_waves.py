@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_parts import NullObserver, WordChat
 from rich.console import Console
 
 from drafttree.bench.methods import resolve_method
@@ -75,26 +75,6 @@ class RecordedEngine:
 
     def counters(self) -> dict[str, int]:
         return {"steps": sum(call.startswith("generate") for call in self.calls)}
-
-
-class WordChat:
-    """A chat format in which every turn is one token."""
-
-    def render(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
-        return [1] * len(turns)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-
-class NullObserver:
-    """Ignores the progress of a run."""
-
-    def status(self, text: str) -> None: ...
-
-    def advance(self) -> None: ...
-
-    def answered(self, *answer: Prompt | list[Generation]) -> None: ...
 
 
 @pytest.mark.parametrize(
