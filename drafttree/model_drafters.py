@@ -18,6 +18,9 @@ from drafttree.tree_shape import TreeShape
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over a layer's KV."""
 
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""`[N, d] -> [N, V]`: the target's logits of its last hidden states."""
+
 DraftForward = Callable[[DraftTree, int], torch.Tensor]
 """`(trees, first) -> float32 [B, N - first, V]`: the draft model's next-token distributions after
 the nodes from column `first` on, with the request's temperature and filters applied (without
@@ -227,6 +230,25 @@ class HiddenStateDrafter(ModelDrafter):
         """Run the layer on `x [N, d]` at `positions [N]`; returns its output `[N, d]`."""
         raise NotImplementedError
 
+    def read_head(self, head: Head) -> None:
+        """Read what `logits` needs of the target's output head; called when the target is loaded.
+
+        Args:
+            head: As in `logits`. It may be kept, for `on_new_weights`.
+        """
+
+    def logits(self, states: torch.Tensor, head: Head) -> torch.Tensor:
+        """Logits of the layer's outputs, for `propose`.
+
+        Args:
+            states: `[N, d]`, outputs of the layer.
+            head: The target's output head, from `[N, d]` to `[N, V]`.
+
+        Returns:
+            `[N, V]`; -inf for tokens that are not drafted.
+        """
+        return head(states)
+
     def max_draft_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         """Greatest number of draft tokens of each request's next tree, `int64 [B]`."""
         raise NotImplementedError
@@ -239,7 +261,7 @@ class HiddenStateDrafter(ModelDrafter):
         Args:
             slots: `int64 [B]`, the requests' slots.
             roots: `int32 [B]`, the texts' last tokens.
-            logits: `[B, L, V]`, the target's output head applied to the layer's L steps.
+            logits: `[B, L, V]`, the result of `logits` for the layer's L steps.
             steps: `int64 [B]`, number of steps that are valid for each request; 0 for requests
                 that must not be drafted for.
         """

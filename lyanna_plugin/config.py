@@ -62,6 +62,11 @@ class LyannaOptions(SharingOptions):
         description="The number format of the token info table. `model`: the target's own. "
         "`float8`: 8-bit floats (e4m3), which take less memory.",
     )
+    head: Literal["whole", "hot"] = Field(
+        default="whole",
+        description="Which tokens are drafted. `whole`: all, by the target's output head. `hot`: the "
+        "drafter's frequent tokens alone, by a copy of their part of the head, which takes less time.",
+    )
     fusion: bool = Field(
         default=True,
         description="Verify both trees together, with common paths merged. With `false` the "

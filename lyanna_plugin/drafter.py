@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from drafttree.budget import TreeShape
-from drafttree.model_drafters import Attend, HiddenStateDrafter
+from drafttree.model_drafters import Attend, Head, HiddenStateDrafter
 from drafttree.target import Target
 from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
+from lyanna_plugin.hot_head import HotHead
 from lyanna_plugin.tree import (
     TokenTable,
     choose,
@@ -197,6 +198,12 @@ class LyannaDrafter(LyannaTrees):
         _check_steps(options, module.config.steps, target)
         module.to(target.device).requires_grad_(False)
         self._embed, self._module = target.embed, module
+        self._head: HotHead | None = None
+        if options.head == "hot":
+            hot, layer = module.token_info.hot_tokens, module.layer_config
+            self._head = HotHead(
+                hot, layer.vocab_size, layer.hidden_size, target.dtype, target.device
+            )
         dtype = torch.float8_e4m3fn if options.table == "float8" else target.dtype
         table = TokenTable.of(module.token_info, self._hot_embeddings(), dtype)
         super().__init__(options, table, target.dtype)
@@ -213,6 +220,16 @@ class LyannaDrafter(LyannaTrees):
         """Compute the table of token info again, in its place: CUDA graphs read it there."""
         with torch.inference_mode():
             self._module.token_info.collapse_into(self._info.table, self._hot_embeddings())
+
+    def read_head(self, head: Head) -> None:
+        """Copy the hot tokens' part of the target's output head, if it is used."""
+        if self._head is not None:
+            with torch.inference_mode():
+                self._head.read(head)
+
+    def logits(self, states: Tensor, head: Head) -> Tensor:
+        """Logits of the layer's outputs; -inf for tokens that are not hot, with `head=hot`."""
+        return head(states) if self._head is None else self._head.logits(states)
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input `[N, d]` at accepted tokens."""

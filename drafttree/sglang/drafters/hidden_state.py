@@ -85,6 +85,7 @@ class HiddenStateWorker(ModelDraftingWorker):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the layer a KV cache in the same slots."""
         super().alloc_memory_pool(**pools)
+        self.drafter.read_head(self._target_logits)
         self._layer = DraftLayer(
             self.drafter,
             self.req_to_token_pool.req_to_token,
@@ -150,17 +151,22 @@ class HiddenStateWorker(ModelDraftingWorker):
 
     def _trees(self, slots: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors of the trees from the layer's outputs `[B, L, d]`."""
+        logits = self.drafter.logits(outputs.flatten(0, 1), self._target_logits)
+        logits = logits.unflatten(0, outputs.shape[:2])
+        steps = self._states.drafting[slots].long() * outputs.shape[1]
+        trees = self.drafter.propose(slots, self._states.roots[slots], logits, steps)
+        return trees.tokens, trees.parents, trees.tree_size
+
+    def _target_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's logits `[N, V]` of its last hidden states `[N, d]`."""
         # SGLang's own product, as it keeps the head packed on some CPUs. A head with LoRA adapters
         # would take these rows for those of the last batch.
         model = self._runner.model
         head = unwrap_lora_layer(model.lm_head)
-        logits = model.logits_processor._compute_lm_head(outputs.flatten(0, 1), head)
+        logits = model.logits_processor._compute_lm_head(states, head)
         if not drafts_alone(self._group):
             logits = tensor_model_parallel_all_gather(logits)
-        logits = logits[:, : self._vocab_size].unflatten(0, outputs.shape[:2])
-        steps = self._states.drafting[slots].long() * outputs.shape[1]
-        trees = self.drafter.propose(slots, self._states.roots[slots], logits, steps)
-        return trees.tokens, trees.parents, trees.tree_size
+        return logits[:, : self._vocab_size]
 
     def _forward_verify(self, batch: Any) -> GenerationBatchResult:
         return self._target_worker.forward_batch_generation(

@@ -56,6 +56,7 @@ class DraftLayer:
     ) -> None:
         self._drafter = drafter
         self._compute_logits = compute_logits
+        drafter.read_head(compute_logits)
         self._config = config
         self._group = group
         self._graphs: LayerGraphs | None = None
@@ -120,8 +121,8 @@ class DraftLayer:
         self, slots: torch.Tensor, roots: torch.Tensor, states: torch.Tensor, steps: torch.Tensor
     ) -> DraftTree:
         """The trees from the states of chains, `[B, L, d]`."""
-        logits = self._compute_logits(states.flatten(0, 1)).view(*states.shape[:2], -1)
-        return self._drafter.propose(slots, roots, logits, steps)
+        logits = self._drafter.logits(states.flatten(0, 1), self._compute_logits)
+        return self._drafter.propose(slots, roots, logits.view(*states.shape[:2], -1), steps)
 
     def unroll(self, chains: DraftChains, parts: StepParts) -> torch.Tensor:
         """Run the layer on its own outputs, along a chain: each step reads one row of a request.
