@@ -64,8 +64,9 @@ class LyannaOptions(SharingOptions):
     )
     head: Literal["whole", "hot"] = Field(
         default="whole",
-        description="Which tokens are drafted. `whole`: all, by the target's output head. `hot`: the "
-        "drafter's frequent tokens alone, by a copy of their part of the head, which takes less time.",
+        description="Which tokens are drafted. `whole`: all, by the target's output head. `hot`: "
+        "the drafter's frequent tokens alone, by a copy of their part of the head, which takes "
+        "less time.",
     )
     fusion: bool = Field(
         default=True,

@@ -198,10 +198,11 @@ class LyannaDrafter(LyannaTrees):
         _check_steps(options, module.config.steps, target)
         module.to(target.device).requires_grad_(False)
         self._embed, self._module = target.embed, module
-        self._head: HotHead | None = None
+        self._head: Head | None = None
+        self._hot_head: HotHead | None = None
         if options.head == "hot":
             hot, layer = module.token_info.hot_tokens, module.layer_config
-            self._head = HotHead(
+            self._hot_head = HotHead(
                 hot, layer.vocab_size, layer.hidden_size, target.dtype, target.device
             )
         dtype = torch.float8_e4m3fn if options.table == "float8" else target.dtype
@@ -217,19 +218,32 @@ class LyannaDrafter(LyannaTrees):
         return self._embed(self._module.token_info.hot_tokens.long()).float()
 
     def on_new_weights(self) -> None:
-        """Compute the table of token info again, in its place: CUDA graphs read it there."""
+        """Compute the table of token info and read the head again: CUDA graphs read them there."""
+        if self._head is not None:
+            self.read_head(self._head)
         with torch.inference_mode():
             self._module.token_info.collapse_into(self._info.table, self._hot_embeddings())
 
     def read_head(self, head: Head) -> None:
-        """Copy the hot tokens' part of the target's output head, if it is used."""
-        if self._head is not None:
+        """Copy the hot tokens' part of the target's output head, if it is used.
+
+        Raises:
+            ValueError: The logits are not a product with the head alone.
+        """
+        if self._hot_head is None:
+            return
+        self._head = head
+        try:
             with torch.inference_mode():
-                self._head.read(head)
+                self._hot_head.read(head)
+        except ValueError as error:
+            raise ValueError(
+                f"head=hot does not work with this target: {error}. Choose head=whole"
+            ) from error
 
     def logits(self, states: Tensor, head: Head) -> Tensor:
         """Logits of the layer's outputs; -inf for tokens that are not hot, with `head=hot`."""
-        return head(states) if self._head is None else self._head.logits(states)
+        return head(states) if self._hot_head is None else self._hot_head.logits(states)
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input `[N, d]` at accepted tokens."""
