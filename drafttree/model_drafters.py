@@ -245,7 +245,7 @@ class HiddenStateDrafter(ModelDrafter):
             head: The target's output head, from `[N, d]` to `[N, V]`.
 
         Returns:
-            `[N, V]`; -inf for tokens that are not drafted.
+            `[N, C]`: one for each token, C = V, or as `propose` takes them.
         """
         return head(states)
 
@@ -261,7 +261,7 @@ class HiddenStateDrafter(ModelDrafter):
         Args:
             slots: `int64 [B]`, the requests' slots.
             roots: `int32 [B]`, the texts' last tokens.
-            logits: `[B, L, V]`, the result of `logits` for the layer's L steps.
+            logits: `[B, L, C]`, the result of `logits` for the layer's L steps.
             steps: `int64 [B]`, number of steps that are valid for each request; 0 for requests
                 that must not be drafted for.
         """

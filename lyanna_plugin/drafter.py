@@ -126,7 +126,7 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         return choose(alone, second, regular)
 
     def _remaining(self, slots: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits for second trees `[B, L - 1, V]`, and their numbers of valid steps `[B]`."""
+        """The logits for second trees `[B, L - 1, C]`, and their numbers of valid steps `[B]`."""
         remaining, remaining_steps = resample_logits(
             self._logits[slots], self._steps[slots], self._accepted[slots]
         )
@@ -198,18 +198,19 @@ class LyannaDrafter(LyannaTrees):
         _check_steps(options, module.config.steps, target)
         module.to(target.device).requires_grad_(False)
         self._embed, self._module = target.embed, module
+        layer = module.layer_config
         self._head: Head | None = None
         self._hot_head: HotHead | None = None
         if options.head == "hot":
-            hot, layer = module.token_info.hot_tokens, module.layer_config
-            self._hot_head = HotHead(
-                hot, layer.vocab_size, layer.hidden_size, target.dtype, target.device
-            )
+            hot = module.token_info.hot_tokens
+            _check_width(options, len(hot))
+            self._hot_head = HotHead(hot, layer.hidden_size, target.dtype)
         dtype = torch.float8_e4m3fn if options.table == "float8" else target.dtype
         table = TokenTable.of(module.token_info, self._hot_embeddings(), dtype)
+        if self._hot_head is not None:
+            table = table.hot_alone()
         super().__init__(options, table, target.dtype)
         module.cast(target.dtype)
-        layer = module.layer_config
         self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
         self.share_tables(target)
 
@@ -242,7 +243,7 @@ class LyannaDrafter(LyannaTrees):
             ) from error
 
     def logits(self, states: Tensor, head: Head) -> Tensor:
-        """Logits of the layer's outputs; -inf for tokens that are not hot, with `head=hot`."""
+        """Logits `[N, C]` of the layer's outputs; with `head=hot` those of the hot tokens."""
         return head(states) if self._hot_head is None else self._hot_head.logits(states)
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -262,6 +263,15 @@ class LyannaDrafter(LyannaTrees):
 
         result: Tensor = self._module(x[None], positions[None], attend_batch)[0]
         return result
+
+
+def _check_width(options: LyannaOptions, hot: int) -> None:
+    """Raise an error if a node has more children than there are tokens to draft."""
+    if options.width > hot:
+        raise ValueError(
+            f"width={options.width}, but with head=hot only the {hot} frequent tokens of "
+            f"model={options.model!r} are drafted: choose a width up to {hot}, or head=whole"
+        )
 
 
 def _check_steps(options: LyannaOptions, trained: int, target: Target) -> None:

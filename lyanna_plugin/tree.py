@@ -1,7 +1,8 @@
 """Building draft trees from the logits of all steps (Lyanna, algorithms 1 and 2).
 
 All shapes are fixed, and the only loops are over the levels of a tree. B is the batch size, L the
-number of steps, V the vocabulary size, H the number of hot tokens.
+number of steps, V the vocabulary size, H the number of hot tokens, C the number of logits: V, or
+H + 1 where the hot tokens alone are drafted.
 """
 
 from __future__ import annotations
@@ -10,12 +11,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from tree_kernels.merge import merge_trees
 from tree_kernels.token_info import token_info_top
 
-from drafttree.tree import DraftTree
+from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.tree_union import Candidates, unite
 from lyanna_plugin.token_info import TokenInfo
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that are drafted, if these are not all.
+
+    Attributes:
+        columns: `int32 [V]`, the column of each token's logit.
+        tokens: `int32 [C]`, the token of each column.
+    """
+
+    columns: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -24,13 +39,15 @@ class TokenTable:
 
     Attributes:
         table: `[H, H]`, row i is added to the hot tokens' logits after hot token i.
-        row_of: `int32 [V]`, the row and column of each token; -1 for cold tokens.
-        hot_tokens: `int32 [H]`, the token of each row.
+        row_of: `int32 [C]`, the row of each logit in the table; -1 for cold tokens.
+        hot_tokens: `int32 [H]`, the column of each row's logit.
+        drafted: The tokens of the columns; None if columns are tokens.
     """
 
     table: Tensor
     row_of: Tensor
     hot_tokens: Tensor
+    drafted: DraftVocabulary | None = None
 
     @classmethod
     def of(cls, info: TokenInfo, embedded: Tensor, dtype: torch.dtype) -> TokenTable:
@@ -42,6 +59,26 @@ class TokenTable:
             dtype: Data type of the table.
         """
         return cls(info.collapse(embedded, dtype), info.row_of, info.hot_tokens)
+
+    def hot_alone(self) -> TokenTable:
+        """The table, for logits of the hot tokens alone, in the order of the rows.
+
+        Their last column stands for all cold tokens.
+        """
+        hot, row_of = self.hot_tokens, self.row_of
+        columns = torch.arange(len(hot), dtype=torch.int32, device=hot.device)
+        drafted = DraftVocabulary(row_of.masked_fill(row_of < 0, len(hot)), pad(hot, (0, 1)))
+        return TokenTable(self.table, pad(columns, (0, 1), value=-1), columns, drafted)
+
+    def columns_of(self, tokens: Tensor) -> Tensor:
+        """The logits' columns of `tokens`, `int32`."""
+        return tokens.int() if self.drafted is None else self.drafted.columns[tokens.long()]
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """The tokens of the logits' `columns`, `int32`; -1 where these are."""
+        if self.drafted is None:
+            return columns
+        return self.drafted.tokens[columns.clamp(min=0).long()].masked_fill(columns < 0, NO_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -61,13 +98,13 @@ class ExpandedTree:
 
     def under(self, roots: Tensor) -> Candidates:
         """The nodes below `roots`, `int32 [B]`, each with its probability given its parent."""
-        scores = torch.nn.functional.pad(self.scores, (1, 0))
+        scores = pad(self.scores, (1, 0))
         chances = (self.scores - scores.gather(1, self.parents.long())).exp()
         gone = self.tokens < 0
         return Candidates(
             torch.cat((roots.int()[:, None], self.tokens), 1),
-            torch.nn.functional.pad(self.parents.masked_fill(gone, -1), (1, 0), value=-1),
-            torch.nn.functional.pad(chances.masked_fill(gone, 0), (1, 0)),
+            pad(self.parents.masked_fill(gone, -1), (1, 0), value=-1),
+            pad(chances.masked_fill(gone, 0), (1, 0)),
         )
 
 
@@ -102,14 +139,14 @@ def expand_tree(
     paths are expanded.
 
     Args:
-        logits: `[B, L, V]`; step i, counted from 0, predicts the nodes of depth i + 1.
+        logits: `[B, L, C]`; step i, counted from 0, predicts the nodes of depth i + 1.
         steps: `int [B]`, number of valid steps of each request.
         roots: `int32 [B]`, the last accepted tokens.
         info: The token info.
         width: Number of children of a node, and of expanded nodes in a level.
     """
     batch, length, _ = logits.shape
-    expanded = roots[:, None].int()
+    expanded = info.columns_of(roots)[:, None]
     joint = logits.new_zeros(batch, 1, dtype=torch.float32)
     columns = torch.zeros_like(expanded)
     tokens, parents, scores = [], [], []
@@ -130,7 +167,8 @@ def expand_tree(
         expanded, joint = children.flatten(1).gather(1, best), order.values[:, :width]
         columns = (num_found + best).int()
         num_found += joined.shape[1]
-    return ExpandedTree(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
+    drafted = info.tokens_of(torch.cat(tokens, 1))
+    return ExpandedTree(drafted, torch.cat(parents, 1), torch.cat(scores, 1))
 
 
 def united_steps(regular: Candidates, second: Candidates, steps: int) -> Candidates:
@@ -183,12 +221,12 @@ def resample_logits(logits: Tensor, steps: Tensor, accepted: Tensor) -> tuple[Te
     steps predict what follows it, and do not depend on any rejected token.
 
     Args:
-        logits: `[B, L, V]`, of the tree that was verified.
+        logits: `[B, L, C]`, of the tree that was verified.
         steps: `int [B]`, number of valid steps of each request.
         accepted: `int [B]`, number of accepted draft tokens.
 
     Returns:
-        `[B, L - 1, V]`, the logits for `sample_tree` under the bonus token, and `int [B]`, the
+        `[B, L - 1, C]`, the logits for `sample_tree` under the bonus token, and `int [B]`, the
         number of valid steps in them.
     """
     length = logits.shape[1]
@@ -213,7 +251,6 @@ def merge(first: DraftTree, second: DraftTree, depth: int) -> DraftTree:
 def choose(condition: Tensor, first: DraftTree, second: DraftTree) -> DraftTree:
     """The trees of `first` where `condition`, `bool [B]`, is true, else those of `second`."""
     width = max(first.tokens.shape[1], second.tokens.shape[1])
-    pad = torch.nn.functional.pad
     tokens, parents = (
         torch.where(
             condition[:, None],

@@ -106,7 +106,7 @@ def test_ranks_share_the_heads_of_a_layer(kv_heads: int) -> None:
     given = [
         torch.randn(rows, each, SIZE, generator=generator) for each in (heads, *[kv_heads] * 2)
     ]
-    drafter: Any = SimpleNamespace(heads=(heads, kv_heads, SIZE))
+    drafter: Any = SimpleNamespace(heads=(heads, kv_heads, SIZE), read_head=lambda head: None)
     model = SimpleNamespace(get_hidden_size=lambda: SIZE, dtype=torch.float32)
     config = SimpleNamespace(cache_config=None, model_config=model)
 

@@ -36,7 +36,7 @@ CHUNKS = {"vllm": 300, "sglang": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fused": {},
     "not fused": {"fusion": False, "table": "float8"},
-    "without resampling": {"resample": False},
+    "hot tokens alone": {"head": "hot", "resample": False},
 }
 
 
@@ -125,7 +125,8 @@ def test_the_layers_states_are_those_of_pytorch(
 def test_a_drafter_that_has_memorised_the_answers_is_accepted(
     host: Host, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """That proves the layer's KV correct: for single requests, batches and prefix hits."""
+    """That proves the layer's KV correct, for single requests, batches and prefix hits, and the
+    copy of the head: all tokens are hot."""
     learned = make_overfitted(tiny_llama, tmp_path / "drafter")
     settings = {**GREEDY, "max_tokens": LENGTH}
     served, _ = host.run(
@@ -136,7 +137,7 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
             Case(PROMPTS, settings, together=False),
         ],
         "lyanna",
-        {"resample": False},
+        {"head": "hot", "resample": False},
         tmp_path / "drafter",
     )
     assert learned.mean_accepted_tokens > 3.8

@@ -123,16 +123,16 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(tiny_llama: Path) -
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nodes", [8, "auto"])
+@pytest.mark.parametrize("options", [{"nodes": 8, "head": "hot"}, {"nodes": "auto"}], ids=str)
 def test_a_drafter_that_has_memorised_the_answers_is_accepted(
-    tiny_llama: Path, tmp_path: Path, nodes: int | str
+    tiny_llama: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """It is if each rank's layer is right, with whole embeddings and a whole head."""
     make_overfitted(tiny_llama, tmp_path)
     cases = [Case(PROMPTS, GREEDY | {"max_new_tokens": LENGTH})] * 2
     plain, _ = run_sglang(tiny_llama, cases[:1], drafted=False, **TWO_RANKS)
     drafted, _ = run_sglang(
-        *(tiny_llama, cases, {"nodes": nodes}),
+        *(tiny_llama, cases, options),
         method="lyanna",
         draft_model=tmp_path,
         **TWO_RANKS,

@@ -165,7 +165,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
     [
         {},
         pytest.param({"tables": {"memory": 0}}, marks=pytest.mark.full),
-        pytest.param({"nodes": "auto"}, marks=pytest.mark.full),
+        pytest.param({"nodes": "auto", "head": "hot"}, marks=pytest.mark.full),
         pytest.param({"nodes": "auto", "tables": {"memory": 0}}, marks=pytest.mark.full),
     ],
     ids=["fixed", "tables", "auto", "tables alone or with the layer"],

@@ -113,12 +113,15 @@ def overfitted(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_drafter_that_has_memorised_the_answers_is_accepted(
     tiny_llama: Path, overfitted: Path
 ) -> None:
-    """That proves the layer's KV correct, for single requests and batches; no part waits."""
+    """That proves the layer's KV correct, for single requests and batches, and the copy of the
+    head: all tokens are hot. No part waits."""
     settings = GREEDY | {"max_tokens": LENGTH}
     cases = [Case(LEARNED[:4], settings), Case(LEARNED[:2], settings, together=False)]
     plainly, _ = run_v2(tiny_llama, cases)
     answers, log = run_v2(
-        tiny_llama, cases, "lyanna", overfitted, forbid_waiting.ENVIRONMENT, resample=False
+        *(tiny_llama, cases, "lyanna", overfitted, forbid_waiting.ENVIRONMENT),
+        head="hot",
+        resample=False,
     )
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens

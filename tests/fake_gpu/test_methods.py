@@ -110,6 +110,8 @@ def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any
     row_of[hot.long()] = torch.arange(len(hot), dtype=torch.int32)
     table = torch.randn(len(hot), len(hot), generator=generator)
     info = TokenTable(table.to(device), row_of.to(device), hot.to(device))
+    if options.head == "hot":
+        info = info.hot_alone()
     drafter = LyannaTrees(options, info, torch.float32)
     if options.of_tables is not None:
         tables = Tables(VOCAB, 8, device, bigrams=True, hot_start=True, memory=64)
@@ -120,7 +122,7 @@ def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any
         for slot in (1, 2):
             drafter.tables.start(slot, [5, 6, 0, 7, 1, 0, 7])
     slots, steps = tensor([2, 1], device), tensor([options.steps] * 2, device)
-    everything = torch.randn(3, 2, options.steps, VOCAB, generator=generator).to(device)
+    everything = torch.randn(3, 2, options.steps, len(info.row_of), generator=generator).to(device)
     found = []
     with nullcontext() if gpu is None else gpu.no_waiting():
         for step, logits in enumerate(everything.unbind()):
@@ -137,7 +139,9 @@ def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any
     return [values(each) for each in found], record
 
 
-@pytest.mark.parametrize("given", [{}, {"fusion": False}, {"tables": True}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"fusion": False}, {"tables": True}, {"head": "hot"}], ids=str
+)
 def test_lyanna(gpu: Gpu, given: dict[str, Any]) -> None:
     options = LyannaOptions(model="", width=3, nodes=6, resample_nodes=4, **given)
     expected, _ = drafted_by_lyanna(options, None)

@@ -20,7 +20,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from drafttree.model_drafters import Attend
+from drafttree.model_drafters import Attend, Head
 from drafttree.vllm.attention.triton import TritonTreeImpl, TritonTreeMetadataBuilder
 from drafttree.vllm.drafters import draft_layer
 from drafttree.vllm.drafters.draft_chains import DraftChains
@@ -50,6 +50,9 @@ class Drafter:
         self._weights = {
             name: (0.2 * torch.randn(shape)).to("cuda") for name, shape in shapes.items()
         }
+
+    def read_head(self, head: Head) -> None:
+        """The layer's outputs are its drafts: it uses no head."""
 
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The layer's input at known tokens."""

@@ -8,10 +8,12 @@ import pytest
 import torch
 from lyanna_parts import drafter_for, serve
 from tiny_models import make_tiny_llama
-from torch.nn import functional as F
+from torch.nn.functional import linear, pad
 
+from drafttree.tree import Verified
 from lyanna_plugin.checkpoint import save
 from lyanna_plugin.hot_head import HotHead
+from lyanna_plugin.model import LyannaModel
 
 SIZE, VOCAB = 300, 512
 HOT = torch.tensor([3, 7, 500, 1], dtype=torch.int32)
@@ -20,16 +22,16 @@ HOT = torch.tensor([3, 7, 500, 1], dtype=torch.int32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_those_of_the_whole_head(dtype: torch.dtype) -> None:
     head = torch.nn.Linear(SIZE, VOCAB, bias=False, dtype=dtype).requires_grad_(False)
-    hot = HotHead(HOT, VOCAB, SIZE, dtype, torch.device("cpu"))
+    hot = HotHead(HOT, SIZE, dtype)
     states = torch.randn(5, SIZE, dtype=dtype)
     for scale in (1.0, 3.0):
         head.weight *= scale
         hot.read(head)
         logits, whole = hot.logits(states), head(states)
         assert logits.dtype == dtype
-        torch.testing.assert_close(logits[:, HOT], whole[:, HOT], rtol=0.02, atol=0.02)
-        others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, HOT.long(), False)
-        assert logits[:, others].isneginf().all()
+        assert logits.shape == (5, len(HOT) + 1)
+        torch.testing.assert_close(logits[:, :-1], whole[:, HOT], rtol=0.02, atol=0.02)
+        assert logits[:, -1].isneginf().all()
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +50,10 @@ def test_heads_with_a_bias_or_a_cap_are_refused(target: Path, folder: Path) -> N
     weight = 0.1 * torch.randn(512, 128)
 
     def capped(states: torch.Tensor) -> torch.Tensor:
-        return 30 * torch.tanh(F.linear(states, weight) / 30)
+        return 30 * torch.tanh(linear(states, weight) / 30)
 
     def biased(states: torch.Tensor) -> torch.Tensor:
-        return F.linear(states, weight, torch.ones(512))
+        return linear(states, weight, torch.ones(512))
 
     for head in (capped, biased):
         drafter = serve(target, folder, head="hot")
@@ -63,18 +65,54 @@ def test_heads_with_a_bias_or_a_cap_are_refused(target: Path, folder: Path) -> N
         assert torch.equal(whole.logits(states, head), head(states))
 
 
-def test_the_drafter_drafts_hot_tokens_and_reads_new_weights(target: Path, folder: Path) -> None:
+def test_the_drafter_reads_new_weights(target: Path, folder: Path) -> None:
     head = torch.nn.Linear(128, 512, bias=False).requires_grad_(False)
-    drafter = serve(target, folder, head="hot", resample=False)
-    drafter.allocate(2, 64)
+    drafter = serve(target, folder, head="hot")
     drafter.read_head(head)
-    states = torch.randn(2 * 3, 128)
+    states = torch.randn(6, 128)
     first = drafter.logits(states, head)
-    slots, roots = torch.tensor([0, 1]), torch.tensor([400, 5], dtype=torch.int32)
-    trees = drafter.propose(slots, roots, first.view(2, 3, 512), torch.full((2,), 3))
-    assert trees.drafted
-    assert int(trees.tokens[:, 1:].max()) < 64
     head.weight.neg_()
     drafter.on_new_weights()
-    again, is_hot = drafter.logits(states, head), ~first.isneginf()
-    torch.testing.assert_close(again[is_hot], -first[is_hot])
+    torch.testing.assert_close(drafter.logits(states, head)[:, :-1], -first[:, :-1])
+
+
+def test_more_children_than_hot_tokens_are_refused(target: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"width=65, .* head=hot only the 64 .* or head=whole"):
+        serve(target, folder, head="hot", width=65)
+    assert serve(target, folder, head="hot", width=64)
+
+
+@pytest.mark.parametrize("table", ["model", "float8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trees_are_those_of_the_whole_head_without_cold_tokens(
+    target: Path, tmp_path: Path, dtype: torch.dtype, table: str
+) -> None:
+    # Sorted, so that equal logits are in the same order in both.
+    hot = torch.randperm(512)[:64].sort().values
+    made = drafter_for(target)
+    save(LyannaModel(made.layer_config, made.config, hot), tmp_path)
+    of_hot, of_all = (
+        serve(target, tmp_path, dtype=dtype, head=kind, table=table) for kind in ("hot", "whole")
+    )
+    of_all._embed = of_hot._embed
+    of_all.on_new_weights()
+    cold = torch.ones(512, dtype=torch.bool).index_fill(0, hot, False)
+    slots, steps = torch.arange(4), torch.tensor([3, 3, 2, 0])
+    for drafter in (of_hot, of_all):
+        drafter.allocate(4, 64)
+    # Roots of both kinds. In the second round there are second trees too.
+    for roots in (torch.cat((hot[:2], cold.nonzero()[:2, 0])), cold.nonzero()[2:6, 0]):
+        logits = (4 * torch.randn(4, 3, 512)).to(dtype).masked_fill(cold, -torch.inf)
+        given = pad(logits[:, :, hot], (0, 1), value=-torch.inf), logits
+        trees = [
+            drafter.propose(slots, roots.int(), each, steps)
+            for drafter, each in zip((of_hot, of_all), given, strict=True)
+        ]
+        assert trees[0].drafted
+        assert set(trees[0].tokens[:, 1:].unique().tolist()) <= {-1, *hot.tolist()}
+        for name in ("tokens", "parents", "tree_size"):
+            assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
+        none = torch.zeros(4, 4, dtype=torch.int32)
+        for drafter, tree in zip((of_hot, of_all), trees, strict=True):
+            accepted = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
+            drafter.on_verified(slots, tree, Verified(none, none, accepted + 1))

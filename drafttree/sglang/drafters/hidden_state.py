@@ -152,7 +152,7 @@ class HiddenStateWorker(ModelDraftingWorker):
     def _trees(self, slots: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors of the trees from the layer's outputs `[B, L, d]`."""
         logits = self.drafter.logits(outputs.flatten(0, 1), self._target_logits)
-        logits = logits.unflatten(0, outputs.shape[:2])
+        logits = logits.view(*outputs.shape[:2], -1)
         steps = self._states.drafting[slots].long() * outputs.shape[1]
         trees = self.drafter.propose(slots, self._states.roots[slots], logits, steps)
         return trees.tokens, trees.parents, trees.tree_size
