@@ -39,7 +39,7 @@ def regenerate(
     """Write the conversations with new answers as JSON lines in ShareGPT's format.
 
     Args:
-        conversations: The conversations.
+        conversations: The conversations. One without a user turn has no turn in the file.
         target: Folder of the target.
         max_tokens: Maximum number of tokens of an answer.
         context: Maximum number of tokens of a conversation.
@@ -82,6 +82,15 @@ def renderable(tokenizer: Any, chat: Messages) -> Messages:
     return chat
 
 
+def prompts(chat: Messages) -> Messages:
+    """The turns of a chat that the target reads: all up to the last user turn, but no answers.
+
+    A system turn after that asks for nothing.
+    """
+    end = max((number for number, turn in enumerate(chat, 1) if turn["role"] == "user"), default=0)
+    return [message for message in chat[:end] if message["role"] != "assistant"]
+
+
 def whole_lines(file: Path) -> int:
     """The number of lines of a file, after removing an incomplete last line from it."""
     if not file.exists():
@@ -95,11 +104,12 @@ def whole_lines(file: Path) -> int:
 def _answered(
     conversations: Sequence[Messages], answerer: Answerer, max_tokens: int
 ) -> list[Messages]:
-    """The conversations with an answer of the target after every user turn."""
+    """The conversations with an answer of the target after every user turn.
+
+    One without a user turn has no turn in the result.
+    """
     chats: list[Messages] = [[] for _ in conversations]
-    left = [
-        [message for message in chat if message["role"] != "assistant"] for chat in conversations
-    ]
+    left = [prompts(chat) for chat in conversations]
     while any(left):
         asked = []
         for chat, messages in zip(chats, left, strict=True):

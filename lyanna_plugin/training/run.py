@@ -31,7 +31,7 @@ from lyanna_plugin.training.dataset import (
 from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
-from lyanna_plugin.training.regenerate import regenerate, renderable
+from lyanna_plugin.training.regenerate import prompts, regenerate, renderable
 from lyanna_plugin.training.trainer import (
     TrainingProgress,
     TrainingSettings,
@@ -246,7 +246,9 @@ def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> It
     fitting = []
     # Refused conversations are found before the target is loaded, not in the middle of its answers.
     for chat in render_all(conversations, partial(renderable, tokenizer), f"--data {job.data}"):
-        turns = [message["content"] for message in chat if message["role"] != "assistant"]
+        turns = [message["content"] for message in prompts(chat)]
+        if not turns:
+            continue
         # The turns, an answer to each, and the chat template around them.
         needed = sum(len(ids) for ids in tokenizer(turns)["input_ids"])
         needed += (job.answer_tokens + _TEMPLATE) * len(turns)
@@ -254,8 +256,9 @@ def _conversations(job: Job, tokenizer: Any, longest: int, status: Status) -> It
             fitting.append(chat)
     if not fitting:
         raise ValueError(
-            f"--data {job.data}: no conversation leaves room for answers of {job.answer_tokens} "
-            f"tokens in a context of {context}: choose a smaller --max-answer-tokens"
+            f"--data {job.data}: no conversation with a user turn leaves room for answers of "
+            f"{job.answer_tokens} tokens in a context of {context}: give others, or choose a "
+            "smaller --max-answer-tokens"
         )
     done = 0
 

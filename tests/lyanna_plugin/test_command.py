@@ -223,6 +223,31 @@ def test_templates_that_do_not_fit_are_found_before_the_target_is_loaded(
     assert complaint in result.output
 
 
+def test_only_conversations_with_a_question_are_regenerated(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(conversations: Any, *_: Any) -> None:
+        asked.extend(conversations)
+        raise ValueError("no answers here")
+
+    monkeypatch.setattr(module, "regenerate", refuse)
+    file = tmp_path / "data.json"
+    chats = [
+        [{"from": who, "value": "Hello"} for who in roles]
+        for roles in (("system",), ("human", "system"), ("system", "gpt"))
+    ]
+    file.write_text(json.dumps([{"conversations": chat} for chat in chats]))
+    result = train(target, file, tmp_path / "drafter", "--regenerate")
+    assert "no answers here" in result.output
+    assert [[turn["role"] for turn in chat] for chat in asked] == [["user", "system"]]
+    file.write_text(json.dumps([{"conversations": chats[0]}]))
+    result = train(target, file, tmp_path / "drafter", "--regenerate")
+    assert result.exit_code == 2, result.output
+    assert "no conversation with a user turn leaves room" in result.output
+
+
 def test_wrong_target(data: Path, tmp_path: Path) -> None:
     result = train(tmp_path / "absent", data, tmp_path / "drafter")
     assert result.exit_code == 2

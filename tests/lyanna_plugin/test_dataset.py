@@ -190,6 +190,35 @@ def test_every_user_turn_gets_a_new_answer_in_its_place() -> None:
     assert [len(chat) for chat in asked] == [1, 2, 3]
 
 
+def test_system_turns_after_the_last_question_are_left_out(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation without a question has no turn left, and is left out when it is read."""
+
+    @contextmanager
+    def make(target: Path, context: int) -> Iterator[Answerer]:
+        def answer(chats: Sequence[Messages], max_tokens: int) -> list[str]:
+            assert chats
+            return ["Because."] * len(chats)
+
+        yield answer
+
+    monkeypatch.setattr(regeneration, "_vllm", make)
+    monkeypatch.setattr(regeneration, "_transformers", make)
+    system, question = {"role": "system", "content": "Be brief."}, CHAT[0]
+    chats = [[system], [system, question, CHAT[1], system], [question]]
+    # None of them is refused, alone or beside others.
+    assert [renderable(tokenizer, chat) for chat in chats] == chats
+    answer = {"role": "assistant", "content": "Because."}
+    expected = [[system, question, answer], [question, answer]]
+    for given, found in ((chats, expected), (chats[:2], expected[:1])):
+        file = regenerate(given, Path("a"), 5, 40, tmp_path, lambda done: None)
+        assert list(read_conversations(file)) == found
+        done: list[int] = []
+        regenerate(given, Path("a"), 5, 40, tmp_path, done.append)
+        assert done == [len(given)]
+
+
 def test_answers_are_kept_for_the_same_target_and_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
