@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from drafttree.model_files import first_rows_fingerprint
 from lyanna_plugin.checkpoint import layer_config, load, save
@@ -32,6 +31,7 @@ from lyanna_plugin.training.features import Corpus, Features
 from lyanna_plugin.training.initial import initialise
 from lyanna_plugin.training.loss import Columns, DrafterLoss, LossWeights
 from lyanna_plugin.training.regenerate import prompts, regenerate, renderable
+from lyanna_plugin.training.target import check_format, last_layer, load_target
 from lyanna_plugin.training.trainer import (
     TrainingProgress,
     TrainingSettings,
@@ -102,11 +102,12 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     Raises:
         ValueError: The target or the data cannot be used; the message gives the reason.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     accelerator = accelerator_for(job.settings)
     torch.manual_seed(job.settings.seed)
     layer = layer_config(job.target)
+    check_format(job.target, layer)
     if (job.out / "config.json").exists() and not has_state(job.out):
         raise ValueError(f"--out {job.out} already holds a drafter: choose another folder")
     digest = first_rows_fingerprint(job.target)
@@ -122,7 +123,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
         conversations = _conversations(job, tokenizer, layer.max_position_embeddings, status)
         samples = _samples(job, tokenizer, conversations)
     device = accelerator.device
-    target = AutoModelForCausalLM.from_pretrained(job.target, dtype=torch.bfloat16).to(device)
+    target = load_target(job.target).to(device)
     features = Features(job.cache, samples, digest, target.dtype)
     features.compute(
         target,
@@ -147,7 +148,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
         initialise(
             drafter,
             *(training, embeddings.cpu(), head.cpu()),
-            _last_layer(target),
+            last_layer(target),
             target.get_decoder().norm.weight.detach().float().cpu(),
         )
     columns = Columns(frequent[:_FREQUENT], layer.vocab_size, _SAMPLED)
@@ -296,8 +297,3 @@ def _check_unchanged(out: Path, settings: dict[str, Any]) -> None:
 
 def _held_out(count: int, seed: int) -> set[int]:
     return set(random.Random(seed).sample(range(count), max(1, int(_HELD_OUT * count))))
-
-
-def _last_layer(target: Any) -> dict[str, Tensor]:
-    layer = target.get_decoder().layers[-1]
-    return {name: value.detach().float().cpu() for name, value in layer.state_dict().items()}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from chat_templates import STRICT, WITHOUT_THOUGHTS
+from quantised_models import quantise
 from server_process import free_port
 from tiny_models import make_tiny_chat_llama
 from typer.testing import CliRunner
@@ -89,6 +90,29 @@ def test_training_starts_from_another_drafter(target: Path, data: Path, tmp_path
     assert train(target, data, out, *more, "--start", str(first)).exit_code == 0
     assert losses(out)[0] < 0.95 * losses(first)[0]
     assert load(out, target).config == load(first, target).config
+
+
+def test_a_quantised_target_is_trained_for_alike_with_hidden_states_that_are_stored(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    folder = quantise(target, Path(shutil.copytree(target, tmp_path / "target")), "int8")
+    whole, *outs = (tmp_path / name for name in ("whole", "first", "second"))
+    assert train(target, data, whole).exit_code == 0
+    for out in outs:
+        result = train(folder, data, out, "--cache", str(tmp_path / "features"))
+        assert result.exit_code == 0, result.output
+    assert losses(outs[0]) == losses(outs[1])
+    assert losses(outs[0])[0] == pytest.approx(losses(whole)[0], rel=0.05)
+
+
+def test_formats_that_cannot_be_dequantised_are_refused_first(
+    target: Path, data: Path, tmp_path: Path
+) -> None:
+    folder = quantise(target, Path(shutil.copytree(target, tmp_path / "target")), "gptq")
+    result = train(folder, data, tmp_path / "drafter", "--regenerate")
+    assert result.exit_code == 2, result.output
+    assert "is quantised with quant_method='gptq'" in result.output
+    assert not (tmp_path / "drafter").exists()
 
 
 def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Path) -> None:
