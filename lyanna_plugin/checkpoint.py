@@ -50,7 +50,11 @@ def layer_config(target: Path) -> Any:
 
 
 def save(drafter: LyannaModel, folder: Path) -> None:
-    """Write a drafter's folder, with weights in bfloat16. Each file is replaced atomically."""
+    """Write a drafter's folder, with weights in bfloat16. Each file is replaced atomically.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = drafter.layer_config.to_dict() | {
         "architectures": [drafter.architecture],
@@ -64,7 +68,10 @@ def save(drafter: LyannaModel, folder: Path) -> None:
         for name, value in drafter.state_dict().items()
     }
     partial = folder / f".{_WEIGHTS}.partial"
-    save_file(weights, partial, metadata={"format": "pt"})
+    try:
+        save_file(weights, partial, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{partial} cannot be written ({error}): free space") from error
     partial.replace(folder / _WEIGHTS)
     partial = folder / ".config.json.partial"
     partial.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -7,6 +7,7 @@ text, d the hidden size.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tree_kernels.adjacency import top_candidates
 
 from lyanna_plugin.training.dataset import Sample
+
+logger = logging.getLogger(__name__)
 
 TOP = 8
 """Number of most likely next tokens that are stored for each position."""
@@ -56,8 +59,8 @@ class Features:
         self._open: dict[int, Any] = {}
 
     def missing(self) -> list[int]:
-        """Indices of the shards that are not computed yet."""
-        return [shard for shard, file in enumerate(self._files) if not file.exists()]
+        """Indices of the shards that are not computed yet, or whose files are damaged."""
+        return [shard for shard, file in enumerate(self._files) if not _is_stored(file)]
 
     def compute(
         self,
@@ -73,6 +76,9 @@ class Features:
             device: Device of the target.
             advance: `(done, total)`, called before each shard.
             part: `(index, count)`: this process computes every `count`-th shard, from `index` on.
+
+        Raises:
+            OSError: A shard cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         own, parts = part
@@ -95,6 +101,10 @@ class Features:
             try:
                 save_file(tensors, partial)
                 partial.replace(file)
+            except SafetensorError as error:
+                raise OSError(
+                    f"{file} cannot be written ({error}): free space, or choose another --cache"
+                ) from error
             finally:
                 partial.unlink(missing_ok=True)
 
@@ -135,6 +145,19 @@ class Corpus:
     def features(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """The features of a sample, as `Features` returns them."""
         return self.cache[self.indices[index]]
+
+
+def _is_stored(file: Path) -> bool:
+    """Whether a shard is stored whole; logs a warning if it is damaged."""
+    if not file.exists():
+        return False
+    try:
+        # Compares the size of the file with its header.
+        with safe_open(file, "pt"):
+            return True
+    except SafetensorError as error:
+        logger.warning("%s is damaged, and is computed again (%s)", file, error)
+        return False
 
 
 def _features(

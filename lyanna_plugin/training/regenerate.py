@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,8 @@ def whole_lines(file: Path) -> int:
         return 0
     text = file.read_bytes()
     if not text.endswith(b"\n"):
-        file.write_bytes(text[: text.rfind(b"\n") + 1])
+        # To write the lines again would lose them if the disk were full.
+        os.truncate(file, text.rfind(b"\n") + 1)
     return text.count(b"\n")
 
 

@@ -101,6 +101,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
 
     Raises:
         ValueError: The target or the data cannot be used; the message gives the reason.
+        OSError: A file cannot be written.
     """
     from transformers import AutoTokenizer
 
@@ -167,7 +168,7 @@ def run(job: Job, status: Status, report: Callable[[TrainingProgress], None]) ->
     _check_unchanged(job.out, settings)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        _settings_file(job.out).write_text(_as_text(settings), encoding="utf-8")
+        _write_settings(job.out, settings)
     train(model, training, job.settings, job.out, report, accelerator)
     if accelerator.is_main_process:
         save(drafter, job.out)
@@ -279,6 +280,14 @@ def _settings_file(out: Path) -> Path:
 
 def _as_text(settings: dict[str, Any]) -> str:
     return json.dumps(settings, indent=2) + "\n"
+
+
+def _write_settings(out: Path, settings: dict[str, Any]) -> None:
+    """Write the file of settings, or leave the one before whole: without it no run is resumed."""
+    file = _settings_file(out)
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(_as_text(settings), encoding="utf-8")
+    partial.replace(file)
 
 
 def _check_unchanged(out: Path, settings: dict[str, Any]) -> None:

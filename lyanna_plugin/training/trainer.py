@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from lyanna_plugin.training.batches import collate, order
 from lyanna_plugin.training.features import Corpus
@@ -115,6 +116,7 @@ def train(
 
     Raises:
         ValueError: There are more processes than batches.
+        OSError: A checkpoint or the metrics cannot be written.
     """
     from accelerate.utils import set_seed
 
@@ -200,7 +202,14 @@ def _rate(progress: float, warm_up: float) -> float:
 def _save_state(accelerator: Any, out: Path, step: int) -> None:
     old = _states(out)
     partial = out / _PARTIAL
-    accelerator.save_state(str(partial))
+    try:
+        accelerator.save_state(str(partial))
+    # What PyTorch and safetensors raise if, for example, the disk is full.
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(
+            f"the checkpoint {partial} cannot be written ({error}): free space, and repeat the "
+            "command"
+        ) from error
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         partial.replace(out / f"{_STATE}-{step}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +17,16 @@ import pytest
 import torch
 from chat_templates import STRICT, WITHOUT_THOUGHTS
 from quantised_models import quantise
+from safetensors import SafetensorError
 from server_process import free_port
 from tiny_models import make_tiny_chat_llama
 from typer.testing import CliRunner
 
 from drafttree.cli import app
+from lyanna_plugin import checkpoint
 from lyanna_plugin.checkpoint import load
+from lyanna_plugin.training import features, trainer
 from lyanna_plugin.training import run as module
-from lyanna_plugin.training import trainer
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +172,75 @@ def test_an_interrupted_run_only_resumes_with_the_same_settings(
     again = load(out, target).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in trained.items())
     assert not trainer.has_state(out)
+
+
+class FullDisk:
+    """Replaces a function that writes a file: all that it gets written is the file's first byte."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self, _: Any, file: str | Path, *__: Any, **___: Any) -> None:
+        Path(file).write_bytes(b"{")
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("module_of_writer", "writer", "error", "complaint"),
+    [
+        (features, "save_file", SafetensorError, r"-features/\w+.safetensors cannot be written"),
+        (torch, "save", RuntimeError, "the checkpoint .* cannot be written"),
+        (checkpoint, "save_file", SafetensorError, "drafter/.model.* cannot be written"),
+    ],
+)
+def test_a_full_disk_is_named_and_the_run_goes_on_when_there_is_room(
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module_of_writer: Any,
+    writer: str,
+    error: type[Exception],
+    complaint: str,
+) -> None:
+    out = tmp_path / "drafter"
+    with monkeypatch.context() as patch:
+        patch.setattr(module_of_writer, writer, FullDisk(error("No space left on device")))
+        result = train(target, data, out)
+    assert result.exit_code == 1, result.output
+    assert re.search(rf"error: .*{complaint} .*No space left on device", result.output)
+    again = train(target, data, out)
+    assert again.exit_code == 0, again.output
+    assert load(out, target).config.num_hot_tokens == 64
+
+
+def test_the_settings_of_an_interrupted_run_outlive_a_full_disk(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "drafter"
+    write = Path.write_text
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def fail(file: Path, text: str, **options: Any) -> None:
+        if "training.json" in file.name:
+            write(file, "")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(file, text, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "measure", interrupt)
+        assert train(target, data, out).exit_code == 130
+    assert trainer.has_state(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail)
+        result = train(target, data, out)
+    assert result.exit_code == 1, result.output
+    assert "No space left on device" in result.output
+    result = train(target, data, out)
+    assert result.exit_code == 0, result.output
+    assert not list(out.glob(".*"))
 
 
 def test_each_stage_shows_its_own_numbers(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +25,13 @@ from lyanna_plugin.training.dataset import (
     render_all,
     rewrites_answers,
 )
-from lyanna_plugin.training.regenerate import Answerer, _answered, regenerate, renderable
+from lyanna_plugin.training.regenerate import (
+    Answerer,
+    _answered,
+    regenerate,
+    renderable,
+    whole_lines,
+)
 
 CHAT = [
     {"role": "user", "content": "Say hello."},
@@ -217,6 +225,22 @@ def test_system_turns_after_the_last_question_are_left_out(
         done: list[int] = []
         regenerate(given, Path("a"), 5, 40, tmp_path, done.append)
         assert done == [len(given)]
+
+
+def test_answers_outlive_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line that the disk had no room for is removed without writing the others again."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = tmp_path / "answers.jsonl"
+    file.write_bytes(b'{"one": 1}\n{"two": 2}\n{"thr')
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    assert whole_lines(file) == 2
+    assert file.read_bytes() == b'{"one": 1}\n{"two": 2}\n'
+    assert whole_lines(file) == 2
 
 
 def test_answers_are_kept_for_the_same_target_and_limits(

@@ -127,6 +127,31 @@ def test_two_runs_may_compute_the_same_shard(
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
 
 
+@pytest.mark.parametrize("kept", [0, 20, -1])
+def test_damaged_shards_are_computed_again(
+    target: Any,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kept: int,
+) -> None:
+    monkeypatch.setattr(features, "_SHARD", 8)
+    samples = corpus.samples[:16]
+    before = Features(tmp_path, samples, "tiny", torch.float32)
+    before.compute(target, CPU, lambda done, total: None)
+    damaged, intact = before._files
+    content = damaged.read_bytes()
+    written = intact.stat().st_mtime_ns
+    damaged.write_bytes(content[:kept])
+    again = Features(tmp_path, samples, "tiny", torch.float32)
+    again.compute(target, CPU, lambda done, total: None)
+    assert f"{damaged} is damaged, and is computed again" in caplog.text
+    assert damaged.read_bytes() == content
+    assert intact.stat().st_mtime_ns == written
+    assert again.missing() == []
+
+
 TOKEN_INFO = {f"drafter.token_info.{name}" for name in ("w1", "w2", "gain")}
 
 
