@@ -28,6 +28,9 @@ node is not among the children that it proposes for the parent."""
 LEVELS = 4
 """Classes of depth: 1, 2, 3, and 4 or more."""
 
+PROPOSERS = ((False, False), (True, False), (False, True), (True, True))
+"""Whether the first drafter, and the second, propose a node."""
+
 MOST_TRIED = 1 << 12
 """Nodes of a class after which the count is halved, so that new ones count more."""
 
@@ -49,10 +52,18 @@ class TreeWorth:
         device: Where the counts are.
         weight: How much the first drafter's estimate counts in the prior of a node that both
             propose, in [0, 1]; the second's counts for the rest.
+
+    Attributes:
+        stats: Counts by class, where new outcomes count more than old ones.
+        by_proposers: Counts of all outcomes by who proposed a node, as in `PROPOSERS`.
     """
 
     def __init__(self, device: torch.device, weight: float) -> None:
         self.stats = SourceStats.of(_priors(weight).to(device))
+        self.by_proposers = SourceStats.of(torch.zeros(len(PROPOSERS), device=device))
+        first, second = proposed_by(all_classes())
+        # The place in `PROPOSERS` of each class.
+        self._proposers = (first.int() + 2 * second.int()).to(device)
 
     def classes(self, union: TreeUnion, first: Candidates, second: Candidates) -> Tensor:
         """The class of each node, `int32 [B, F]`."""
@@ -77,10 +88,14 @@ class TreeWorth:
         stats = self.stats
         stats.halve(MOST_TRIED)
         count(stats, trees.tokens, trees.parents, classes, verified.path, slots)
+        # The classes are halved one by one, so their sums say nothing of all outcomes.
+        by = self._proposers[classes[slots].long()]
+        count(self.by_proposers, trees.tokens, trees.parents, by, verified.path)
 
     def reset(self) -> None:
         """Forget what was learnt."""
         self.stats.reset()
+        self.by_proposers.reset()
 
 
 def proposed_by(classes: Tensor) -> tuple[Tensor, Tensor]:

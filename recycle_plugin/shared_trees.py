@@ -27,7 +27,7 @@ from drafttree.tree_union import (
     scores_of,
     unite,
 )
-from drafttree.tree_worth import TreeWorth, all_classes, proposed_by
+from drafttree.tree_worth import PROPOSERS, TreeWorth, proposed_by
 from recycle_plugin.dynamic import DynamicTreeDrafter
 from recycle_plugin.shared_ranks import TablesOfFirstRank, broadcast_candidates
 
@@ -182,14 +182,12 @@ class SharedTrees:
         self.tables.reset()
 
     def acceptance(self) -> dict[str, Any]:
-        """Acceptance by who proposed a node."""
-        tried, hit = self._worth.stats.tried.cpu(), self._worth.stats.hit.cpu()
-        first, second = proposed_by(all_classes())
+        """Acceptance by who proposed a node; see `by_source` for the counts."""
+        counts = self._worth.by_proposers
+        tried, hit = counts.tried.tolist(), counts.hit.tolist()
         rows = []
-        for ours, theirs in ((True, False), (False, True), (True, True)):
-            which = (first == ours) & (second == theirs)
-            sums = int(tried[which].sum()), int(hit[which].sum())
-            if sums[0]:
+        for (ours, theirs), *sums in zip(PROPOSERS, tried, hit, strict=True):
+            if sums[0] and (ours or theirs):
                 name, share = self._name(ours, theirs, "tables"), sums[1] / sums[0]
                 rows.append({"source": name, "tried": sums[0], "hit": sums[1], "share": share})
         return {"sources": rows}

@@ -209,3 +209,9 @@ def test_old_outcomes_are_forgotten() -> None:
     for _ in range(2 * MOST_TRIED):
         worth.learn(classes, torch.tensor([0]), trees, outcome(trees, [0, 2]))
     assert worth.chances(classes)[0, 1] < 0.3
+    # But all of them are told: of the nodes 1 to 3, which the first, both and the second propose.
+    outcomes = 5 * MOST_TRIED
+    assert worth.by_proposers.tried.tolist() == [0, outcomes, outcomes, outcomes]
+    assert worth.by_proposers.hit.tolist() == [0, 3 * MOST_TRIED, 0, 2 * MOST_TRIED]
+    worth.reset()
+    assert not worth.by_proposers.tried.any()
