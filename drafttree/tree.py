@@ -359,6 +359,8 @@ class Verified:
         bound: `int64 [B, 2]`, how many nodes of each tree were proposed, the root counted, and how
             many accepted tokens a grammar adds to it whatever is proposed; None if all trees are as
             they were proposed.
+        reads_prompts: Whether a part of a prompt was read in the step too, so that its time says
+            nothing of decoding.
     """
 
     path: torch.Tensor
@@ -366,3 +368,4 @@ class Verified:
     num_emitted: torch.Tensor
     rows: int | None = None
     bound: torch.Tensor | None = None
+    reads_prompts: bool = False

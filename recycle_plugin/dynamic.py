@@ -239,6 +239,12 @@ class DynamicTreeDrafter(ModelFreeDrafter):
 
     def extend(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Append `tokens` (`int32 [B, E]`, padded with -1) to the requests' texts."""
+        if self._budget is not None:
+            # A part of a prompt was read, which may be another than the first.
+            self._budget.discard()
+        self._append(slots, tokens)
+
+    def _append(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         self._texts.extend(slots, tokens)
 
     def previous_tokens(self, slots: torch.Tensor) -> torch.Tensor:
@@ -363,7 +369,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
                 verified.path,
                 slots,
             )
-        self.extend(slots, verified.emitted)
+        self._append(slots, verified.emitted)
 
     def release(self, slots: Sequence[int]) -> None:
         """Release the requests' slots; the shared tables keep what they learned, and the memory

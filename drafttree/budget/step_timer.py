@@ -180,11 +180,14 @@ class StepTimer:
         self._steps.append(_PendingStep(slots, choice, self._began, draft_seconds))
 
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
-        """Note the outcome of the step proposed last; discard it if another one was verified."""
+        """Note the outcome of the step proposed last; discard it if another one was verified.
+
+        It is discarded too if it has read prompts.
+        """
         if not self._steps:
             return
         step = self._steps[-1]
-        if step.emitted is not None or not _equal(slots, step.slots):
+        if step.emitted is not None or verified.reads_prompts or not _equal(slots, step.slots):
             self._steps.clear()
             return
         step.tokens = AsyncHostCopy.of(trees.tokens)

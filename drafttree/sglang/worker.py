@@ -232,6 +232,7 @@ class TreeWorker(GraphWorker):
             path=torch.zeros_like(trees.tokens),
             emitted=sampled_tokens(batch, next_tokens)[:, None],
             num_emitted=torch.ones_like(trees.tree_size),
+            reads_prompts=True,
         )
         self.drafter.on_verified(batch.req_pool_indices, trees, verified)
 

@@ -211,7 +211,8 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
         self._count_forced(step.trees, step.drafts, verified)
         self._step_verified(step, verified)
-        drafts, learned = step.trees.as_proposed(step.drafts, self._learned(verified))
+        learned = self._learned(step.trees, verified)
+        drafts, learned = step.trees.as_proposed(step.drafts, learned)
         self._drafter.on_verified(self._batch_slots(), drafts, learned)
         return output
 
@@ -234,8 +235,14 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         unfinished = self.discard_request_mask.np[: self.input_batch.num_reqs].astype(np.bool_)
         return on_device(unfinished, self.device) if unfinished.any() else None
 
-    def _learned(self, verified: Verified) -> Verified:
-        """The outcome without the tokens that the engine drops after partial prefills."""
+    def _learned(self, trees: StepTrees, verified: Verified) -> Verified:
+        """The outcome without the tokens that the engine drops after partial prefills.
+
+        The last part of a prompt does not stand out otherwise: its request may be that of the step
+        before, and has its first token.
+        """
+        if not trees.counted.all():
+            verified = replace(verified, reads_prompts=True)
         partial = self._partial_prefills()
         if partial is None:
             return verified

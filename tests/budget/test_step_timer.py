@@ -206,6 +206,11 @@ def test_steps_that_were_not_verified_as_proposed_are_discarded() -> None:
     def a_partial_prefill(steps: Steps) -> None:
         steps.verify(1, 0)
 
+    def the_last_part_of_a_prompt(steps: Steps) -> None:
+        one = torch.ones(2, 1, dtype=torch.int32)
+        read = Verified(one - 1, one, one[:, 0], reads_prompts=True)
+        steps.budget.verified(steps.slots, DraftTree.of_roots(one[:, 0]), read)
+
     def two_steps(steps: Steps) -> None:
         steps.verify(1, 1)
         steps.verify(1, 1)
@@ -217,6 +222,7 @@ def test_steps_that_were_not_verified_as_proposed_are_discarded() -> None:
         another_batch,
         a_prefill_between,
         a_partial_prefill,
+        the_last_part_of_a_prompt,
         two_steps,
         never_verified,
     ):

@@ -16,6 +16,7 @@ from fake_gpu.vllm_v1 import Asked, Decoded, decode
 from fake_gpu.vllm_v1_cases import GREEDY, WEIGHTS, asked, both, prompt
 from fake_gpu.vllm_v1_hosts import ModelFreeHost
 
+from drafttree.tree import DraftTree, Verified
 from drafttree.vllm import sampling
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -61,6 +62,35 @@ def test_top_p_alone_waits_for_nothing(gpu: Gpu) -> None:
     # So cold that the noise, which differs, does not matter.
     cold = {"temperature": 0.01, "top_p": 0.9}
     compared("static", cold, GREEDY, cold, gpu=gpu)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_steps_that_read_prompts_are_told_to_the_drafter() -> None:
+    """Also the last part of a prompt, whose request was in the step before and gets a token."""
+    told: list[tuple[bool, bool, int]] = []
+
+    class Host(ModelFreeHost):
+        def set_up_host(self, options: dict[str, Any]) -> None:
+            super().set_up_host(options)
+            on_verified = self._drafter.on_verified
+
+            def note(slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
+                unread = [
+                    each.num_computed_tokens < each.num_prompt_tokens
+                    for each in self.requests.values()
+                ]
+                emitted = int((verified.emitted >= 0).any(1).sum())
+                told.append((verified.reads_prompts, any(unread), emitted - len(unread)))
+                on_verified(slots, trees, verified)
+
+            self._drafter.on_verified = note  # type: ignore[method-assign]
+
+    requests = asked(SIZES, [GREEDY] * len(SIZES))
+    found = decode(Host, DRAFTERS["static"], requests, WEIGHTS, None)
+    assert found.mixed > 0
+    assert (True, True, 0) in told
+    assert (False, False, 0) in told
+    assert all(reads == unread for reads, unread, _ in told)
 
 
 BUDGETS = {"static": (10, 16, 2, 1), "dynamic": (16, 15, 2, 1)}

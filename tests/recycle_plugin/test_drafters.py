@@ -11,7 +11,7 @@ from tree_kernels.copies import BUCKETS
 from tree_kernels.source_stats import SourceStats
 
 from drafttree.target import Target
-from drafttree.tree import DraftTree
+from drafttree.tree import DraftTree, Verified
 from drafttree.verify import verify_target
 from recycle_plugin import (
     DynamicTreeDrafter,
@@ -384,3 +384,22 @@ def test_auto_limits_the_nodes_of_a_step_on_a_gpu_that_is_not_timed(
     assert sizes == {1: [16], 2: [8, 8], 4: [4] * 4}
     monkeypatch.setattr(dynamic, "_UNTIMED_NODES", 7)
     assert not drafter.propose(slots(0, 1, 2, 3), ids(5, 5, 5, 5)).drafted
+
+
+def test_steps_between_which_parts_of_prompts_are_read_are_not_measured() -> None:
+    """A host says where a prompt begins, and passes what follows each of its parts."""
+
+    def measured(*, reads: bool) -> int:
+        drafter = make(nodes="auto", max_nodes=7)
+        drafter.profile(lambda _: 1e-9, 8)
+        drafter.start(0, [5, 6, 5])
+        for _ in range(4):
+            trees = drafter.propose(slots(0), ids(5))
+            path, one = torch.zeros(1, 1, dtype=torch.int32), ids(1)
+            drafter.on_verified(slots(0), trees, Verified(path, path + 5, one))
+            if reads:
+                drafter.extend(slots(1), ids(-1)[None])
+        return sum(int(row["steps"]) for row in drafter.explain())
+
+    assert measured(reads=False) == 3
+    assert not measured(reads=True)

@@ -91,8 +91,11 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         """
         self._known = None
         if (unread := self._unread) is not None:
+            slots = self._batch_slots()
+            if (roots < 0).all():
+                return self._propose_without_model(slots, roots)
             lengths = self.input_batch.num_tokens_no_spec[: len(roots)] - 1
-            texts, slots = list(enumerate(lengths.tolist())), self._batch_slots()
+            texts = list(enumerate(lengths.tolist()))
             shape = shape_of_first_rank(
                 lambda: self._drafter.plan(slots, lambda: unread.count(texts)), get_tp_group()
             )

@@ -80,8 +80,8 @@ class WithoutNgrams(DynamicTreeDrafter):
         super().start(slot, text)
         self._texts.ngrams.index.zero_()
 
-    def extend(self, slots: Tensor, tokens: Tensor) -> None:
-        super().extend(slots, tokens)
+    def _append(self, slots: Tensor, tokens: Tensor) -> None:
+        super()._append(slots, tokens)
         self._texts.ngrams.index.zero_()
 
 
