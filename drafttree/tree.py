@@ -359,8 +359,8 @@ class Verified:
         bound: `int64 [B, 2]`, how many nodes of each tree were proposed, the root counted, and how
             many accepted tokens a grammar adds to it whatever is proposed; None if all trees are as
             they were proposed.
-        reads_prompts: Whether a part of a prompt was read in the step too, so that its time says
-            nothing of decoding.
+        reads_prompts: Whether the step has read a part of a prompt, or of a text again, so that its
+            time says nothing of decoding. Hosts that time steps themselves leave it out.
     """
 
     path: torch.Tensor

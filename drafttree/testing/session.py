@@ -112,7 +112,8 @@ class Session(ABC, Generic[D]):
         """Report the token after a prompt to the drafter, or -1 after a part of one."""
         trees = DraftTree.of_roots(torch.tensor([root], dtype=torch.int32))
         token = torch.tensor([[emitted]], dtype=torch.int32)
-        verified = Verified(torch.zeros_like(token), token, torch.ones_like(trees.tree_size))
+        path, one = torch.zeros_like(token), torch.ones_like(trees.tree_size)
+        verified = Verified(path, token, one, reads_prompts=True)
         self._drafter.on_verified(torch.tensor([slot]), trees, verified)
 
     def _observe(
