@@ -238,8 +238,8 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
     def _learned(self, trees: StepTrees, verified: Verified) -> Verified:
         """The outcome without the tokens that the engine drops after partial prefills.
 
-        It says whether prompts were read: a step with the last part of one looks like a decode step,
-        as its request may have been in the step before and has its first token.
+        It says whether prompts were read. The last part of one looks like a decode step: its
+        request may have been in the step before, and has its first token.
         """
         if not trees.counted.all():
             verified = replace(verified, reads_prompts=True)

@@ -92,6 +92,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._known = None
         if (unread := self._unread) is not None:
             slots = self._batch_slots()
+            # A step that reads prompts alone is not measured, so it is none to try a shape in.
             if (roots < 0).all():
                 return self._propose_without_model(slots, roots)
             lengths = self.input_batch.num_tokens_no_spec[: len(roots)] - 1

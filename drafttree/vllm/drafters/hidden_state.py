@@ -89,6 +89,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         slots, group = self._batch_slots(), get_tp_group()
         most, self._known = self.num_spec_tokens, None
         if self._deferred is not None:
+            # A step that reads prompts alone is not measured, so it is none to try a shape in.
             if (roots < 0).all():
                 return self._propose_without_model(slots, roots)
             planned = shape_of_first_rank(lambda: self._drafter.plan(slots), group)
