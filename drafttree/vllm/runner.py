@@ -7,6 +7,7 @@ acceptance, KV compaction, and the next draft.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -307,7 +308,7 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         share = self._share_of_step()
         if pending is not None:
             left = np.array([*map(self._tokens_left, pending.request_ids)], np.int32)
-            stops = [*map(self._ending_tokens, pending.request_ids)]
+            stops = self._ends_of_drafts(pending.request_ids)
             # Of the candidates of requests with a grammar, the scheduler chooses.
             width = pending.packed.values.shape[1]
             shares = [
@@ -326,8 +327,22 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         return max(share_of_step(self._token_budget, requests, self.max_num_reqs), 1)
 
     def _ending_tokens(self, request_id: str) -> set[int]:
-        """The tokens below which nothing is drafted, because they end the request."""
-        return set()
+        """The tokens that end a request."""
+        parameters = self.requests[request_id].sampling_params
+        if parameters is None:
+            return set()
+        # None where the request ignores it.
+        eos = getattr(parameters, "eos_token_id", None)
+        return {*(parameters.stop_token_ids or ())} | ({eos} if eos is not None else set())
+
+    def _ends_of_drafts(self, request_ids: Sequence[str]) -> list[set[int]] | None:
+        """The tokens below which nothing is drafted for each request; None for no such tokens."""
+        return None
+
+    def _ends_of_seeded(self) -> dict[int, set[int]]:
+        """The tokens that end each seeded request of the batch, by its row."""
+        names = self.input_batch.req_ids
+        return {row: self._ending_tokens(names[row]) for row in self.input_batch.generators}
 
 
 def skip_rejection_sampling(*args: Any) -> None:

@@ -12,7 +12,7 @@ is drawn for every row at once, and one kernel walks along the accepted path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -121,6 +121,7 @@ def sample_trees(
     max_depth: int,
     observe: Observe | None = None,
     rule: AcceptanceRule | None = None,
+    ends: Mapping[int, Collection[int]] | None = None,
 ) -> tuple[SamplerOutput, Verified]:
     """Verify a step's trees.
 
@@ -133,6 +134,7 @@ def sample_trees(
         max_depth: Greatest depth of a node, or more.
         observe: Gets the logits of all rows before they are masked, if it is given.
         rule: Acceptance rule that chooses tokens in place of the sampler's random choice.
+        ends: The tokens that end each seeded request, by its row in the batch.
     """
     metadata: SamplingMetadata = batch.sampling_metadata
     greedy = is_plain_greedy(metadata)
@@ -152,7 +154,7 @@ def sample_trees(
         target = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
         verified = verify_target(drafts, trees.by_node(target), max_depth)
         return SamplerOutput(verified.emitted, logprobs_tensors=None), verified
-    with _Draw.along(batch, sampler, trees, logits, rule) as draw:
+    with _Draw.along(batch, sampler, trees, logits, rule, ends or {}) as draw:
         if isinstance(rule, TreeRule) and not metadata.all_greedy:
             chosen_whole = draw.choose_whole(rule, drafts)
             if chosen_whole.by_level is None and _asks_for_no_logprobs(metadata):
@@ -178,6 +180,7 @@ class _Draw:
         trees: StepTrees,
         logits: StepLogits,
         rule: AcceptanceRule | None,
+        ends: Mapping[int, Collection[int]],
     ) -> None:
         self.levels = 0
         self._sampler = sampler
@@ -190,6 +193,8 @@ class _Draw:
         self._budgets = thinking_budgets(self._metadata)
         self.on_host = _follows_texts(self._metadata, rule)
         self._last: list[int] = []
+        self._ends = ends
+        self._ended: set[int] = set()
         self._logprobs: list[LogprobsTensors] = []
 
     @classmethod
@@ -201,13 +206,14 @@ class _Draw:
         trees: StepTrees,
         logits: StepLogits,
         rule: AcceptanceRule | None,
+        ends: Mapping[int, Collection[int]],
     ) -> Iterator[_Draw]:
         """Sample along the trees, and restore the requests' state afterwards.
 
         Penalties and stateful processors read the requests' output lists, which grow along the
         path. The engine appends the accepted tokens itself afterwards.
         """
-        draw = cls(batch, sampler, trees, logits, rule)
+        draw = cls(batch, sampler, trees, logits, rule, ends)
         lengths = [len(output) for output in draw._outputs]
         try:
             yield draw
@@ -242,9 +248,12 @@ class _Draw:
                 self._append_last(active)
             # Requests that have left their tree must not count a token twice.
             self._set_budgets({row: each for row, each in self._budgets.items() if active[row]})
-            # A generator advances once for each token that its request emits.
+            # A generator advances once for each token that its request emits. Where an accepted
+            # draft has ended the answer, a session's next turn goes on with the generator.
             generators = self._metadata.generators.items()
-            metadata.generators = {row: each for row, each in generators if active[row]}
+            metadata.generators = {
+                row: each for row, each in generators if active[row] and row not in self._ended
+            }
         logits = self._logits.of(self._starts + node)
         if (rule := self._rule) is not None:
             cast("AcceptanceSampler", self._sampler).choose_with(lambda probs: rule(probs, node))
@@ -254,6 +263,7 @@ class _Draw:
         tokens: torch.Tensor = sampled.sampled_token_ids.view(-1)
         if self.on_host:
             self._last = tokens.tolist()
+            self._ended |= {row for row, ends in self._ends.items() if self._last[row] in ends}
         self.levels += 1
         return tokens
 

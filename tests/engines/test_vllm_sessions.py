@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from overfitted_drafter import PROMPTS, make_overfitted
 from random_prompts import some_prompts
 from structured_answers import make_model, tokens_of
 from vllm_sessions import Turn, run_sessions
@@ -50,6 +51,38 @@ def test_a_turn_after_a_stop_token(
     drafted = run_sessions(tiny_llama, [turns] * 3, speculative, runner, **limits)
     assert drafted.tokens == plain.tokens
     assert drafted.counters["accepted_tokens"] > 20
+
+
+@pytest.mark.parametrize("method", ["token_recycling", "lyanna"])
+def test_a_seed_after_a_stop_token(method: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """The next turn goes on with the random numbers that follow those of the answer's tokens.
+
+    A stop token that is an accepted draft takes no more of them than one that is not. Sessions with
+    the same stop tokens come again, as Token Recycling then copies the first ones' answers.
+    """
+    seeded: dict[str, Any] = {**GREEDY, "temperature": 1.0, "seed": 7}
+    probe = run_sessions(tiny_llama, [[(PROMPTS[0], GREEDY)]])
+    answer = probe.tokens[0][0]
+    stops = [token for at, token in enumerate(answer) if at > 3 and token not in answer[:at]][:4]
+    assert len(stops) == 4
+    sessions: list[list[Turn]] = [
+        # Each token takes random numbers, though it is the greedy one. vLLM appends to prompts.
+        [
+            ([*PROMPTS[0]], seeded | {"top_k": 1, "stop_token_ids": [stop]}),
+            ([*SECOND], seeded),
+        ]
+        for stop in stops * 2
+    ]
+    plain = run_sessions(tiny_llama, sessions)
+    assert [turns[0][-1] for turns in plain.tokens] == stops * 2
+    assert len({*map(tuple, (turns[1] for turns in plain.tokens))}) == len(stops)
+    speculative: dict[str, Any] = {"method": method, "nodes": 15}
+    if method == "lyanna":
+        make_overfitted(tiny_llama, tmp_path)
+        speculative["model"] = str(tmp_path)
+    drafted = run_sessions(tiny_llama, sessions, speculative)
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["accepted_tokens"] > 10
 
 
 BOUND: dict[str, Any] = {"structured": {"regex": "[a-d]{300}"}}

@@ -326,4 +326,5 @@ class InStepRunner(TreeModelRunner[I]):
             depth,
             self._observer(step),
             rule,
+            self._ends_of_seeded(),
         )

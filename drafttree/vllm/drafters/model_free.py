@@ -42,13 +42,8 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
             self._drafter = method.drafter(parsed, self._target())
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
 
-    def _ending_tokens(self, request_id: str) -> set[int]:
-        parameters = self.requests[request_id].sampling_params
-        if parameters is None:
-            return set()
-        # None where the request ignores it.
-        eos = getattr(parameters, "eos_token_id", None)
-        return {*(parameters.stop_token_ids or ())} | ({eos} if eos is not None else set())
+    def _ends_of_drafts(self, request_ids: Sequence[str]) -> list[set[int]]:
+        return [*map(self._ending_tokens, request_ids)]
 
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter compute something beforehand, if it can."""
@@ -73,7 +68,14 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         )
         depth = step.trees.max_depth
         return sample_trees(
-            self.input_batch, self.sampler, step.trees, step.drafts, logits, depth, observe
+            self.input_batch,
+            self.sampler,
+            step.trees,
+            step.drafts,
+            logits,
+            depth,
+            observe,
+            ends=self._ends_of_seeded(),
         )
 
     def _row_tokens(self, trees: StepTrees) -> torch.Tensor:
