@@ -17,6 +17,26 @@ from typing import Any
 DIGITS = 16
 """Hexadecimal digits of a fingerprint."""
 
+# The formats that read a model's own files. Others make random weights or fetch them elsewhere.
+_FORMATS_OF_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "layered",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "safetensors",
+        "sharded_state",
+    }
+)
+
 # Files up to this size are hashed whole. Larger files of a folder share this many samples.
 _WHOLE_FILE = 1 << 20
 _SAMPLE_SIZE = 4096
@@ -62,6 +82,14 @@ def local_folder(
     except (OSError, ValueError):  # not in the cache, or no name of a model
         return None
     return Path(found)
+
+
+def reads_files(load_format: str) -> bool:
+    """Whether an engine with this `load_format` reads the weights from the model's own files.
+
+    Random weights (`dummy`) are none of these, and nothing is known of the formats of plugins.
+    """
+    return load_format in _FORMATS_OF_FILES
 
 
 def bos_token(config: Any, vocab_size: int) -> int | None:

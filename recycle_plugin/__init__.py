@@ -72,7 +72,7 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             target.device,
             bos=target.bos,
             seconds=options.prime_seconds,
-            file=PrimedFile(target.folder, options.k, target.logger),
+            file=PrimedFile(target.folder, options.k, target.logger, target.changed_by),
             logger=target.logger,
         )
     if isinstance(options.hot_start, Path):

@@ -140,16 +140,17 @@ class Tables:
         """Forget what was learned; the target's weights may have changed.
 
         Requests that are running stay registered, but are not remembered when they end. Primed rows
-        stay, but no further ones are written to the cache.
+        stay, but no further ones are written to the cache; those of a model that need not be that
+        of its files are dropped.
         """
+        if self.priming is not None:
+            self.priming.stop_saving()
         self._clear()
         self._remembered.clear()
         if self.own is not self._no_table:
             # The tables of other slots are cleared when requests begin there.
             for slot in self._running:
                 self.own[slot] = EMPTY
-        if self.priming is not None:
-            self.priming.stop_saving()
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from drafttree.drafter import Drafter
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
-from drafttree.model_files import bos_token, local_folder
+from drafttree.model_files import bos_token, local_folder, reads_files
 from drafttree.sglang.grammars import BoundTrees, has_grammars, mask_trees
 from drafttree.sglang.graphs.worker import GraphWorker
 from drafttree.sglang.kv_cache import kv_movers
@@ -104,6 +104,7 @@ class TreeWorker(GraphWorker):
             embed=self._embed if method.kind.needs_hidden_states else None,
             bos=bos_token(self._runner.model_config.hf_text_config, self._vocab_size),
             folder=local_folder(server.model_path, server.revision, server.download_dir),
+            changed_by=_changed_by(server),
             pads_trees=True,
             # With overlapping steps a step is launched before the last one's tokens are there.
             late_steps=0 if server.disable_overlap_schedule else 1,
@@ -376,6 +377,14 @@ class TreeWorker(GraphWorker):
         embedding = unwrap_lora_layer(self._runner.model.get_input_embeddings())
         embedded: torch.Tensor = embedding(tokens)
         return embedded
+
+
+def _changed_by(server: Any) -> str | None:
+    """The option with which the target need not be the model of its files, if there is one."""
+    if not reads_files(server.load_format):
+        return f"--load-format {server.load_format!s}"
+    overrides = server.json_model_override_args
+    return "--json-model-override-args" if overrides.strip() != "{}" else None
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from drafttree.drafter import Drafter
 from drafttree.metrics import Counters
-from drafttree.model_files import bos_token, local_folder
+from drafttree.model_files import bos_token, local_folder, reads_files
 from drafttree.target import Target
 from drafttree.vllm.attention.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.priming import blocks_for_priming
@@ -65,9 +65,18 @@ class DraftingRunner:
             embed=embed,
             bos=bos_token(model.hf_text_config, vocab_size),
             folder=local_folder(model.model, model.revision, self.load_config.download_dir),
+            changed_by=self._changed_by(),
             sizes_trees=sizes_trees,
             group=get_tp_group(),
         )
+
+    def _changed_by(self) -> str | None:
+        """The option with which the target need not be the model of its files, if there is one."""
+        load_format = self.load_config.load_format
+        if not reads_files(load_format):
+            return f"load_format={load_format!s}"
+        options = ("hf_overrides", "hf_config_path")
+        return next((name for name in options if getattr(self.model_config, name)), None)
 
     def _step_budget(self) -> int:
         """Greatest number of tokens of a step."""

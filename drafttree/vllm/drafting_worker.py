@@ -146,6 +146,12 @@ class DraftingWorker:
         self._weights_missing = False
         self.model_runner.weights_changed()
 
+    def reset_weights(self) -> None:
+        """Set the weights to zero, until others are loaded in their place."""
+        stock: Any = super()
+        stock.reset_weights()
+        self._weights_missing = True
+
     def start_weight_update(self, *args: object, **kwargs: object) -> None:
         """Begin a transfer of new weights, until whose end there are none."""
         stock: Any = super()

@@ -72,20 +72,34 @@ class PrimedFile:
     """The cache file of one served model, or nothing if the model's files are not known.
 
     Whatever is wrong with the file is logged once, and then the rows are kept in memory only.
+
+    Attributes:
+        path: The file; None if nothing is read or written.
+        is_of_other_model: Whether the served model need not be that of its files.
     """
 
-    def __init__(self, folder: Path | None, k: int, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        k: int,
+        logger: logging.Logger,
+        changed_by: str | None = None,
+    ) -> None:
         """Find the file.
 
         Args:
             folder: Folder of the model's files on this machine; None if it is not known.
             k: Candidates per token.
             logger: Logger for warnings.
+            changed_by: See `Target.changed_by`.
         """
         self._logger = logger
+        self.is_of_other_model = changed_by is not None
         self._identity: dict[str, str] = {}
         self.path: Path | None = None
         try:
+            if changed_by is not None:
+                raise ValueError(f"with {changed_by} the model need not be that of its files")
             if folder is None:
                 raise ValueError("the folder of the model's weights is not known")
             self._identity = primed_identity(folder, k)

@@ -127,8 +127,15 @@ class Priming:
         return left[: len(left) - len(self._left)]
 
     def stop_saving(self) -> None:
-        """Keep further rows in memory only, as the target's weights may have changed."""
+        """Keep further rows in memory only, as the target's weights may have changed.
+
+        Rows of a model that need not be that of its files are dropped: its weights may have been
+        random ones until now.
+        """
         self._file.close()
+        if self._file.is_of_other_model:
+            self.matrix.fill_(EMPTY)
+            self._left = torch.arange(len(self.matrix), dtype=torch.int32)
 
     def _compute(self, forward: PrimeForward, size: int) -> float:
         """Compute the next rows in one forward of `size` tokens; returns the seconds it took."""

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from vllm.config import VllmConfig
+from vllm.config.load import LoadConfig
 
 from drafttree.vllm.drafting import DraftingRunner
 from drafttree.vllm.drafting_worker import DraftingWorker
@@ -48,6 +49,9 @@ class StockWorker:
 
     def reload_weights(self) -> None:
         self.calls.append("new weights")
+
+    def reset_weights(self) -> None:
+        self.calls.append("zeros")
 
     def start_weight_update(self) -> None:
         self.calls.append("transfer")
@@ -98,6 +102,7 @@ def test_nothing_is_primed_without_the_weights() -> None:
     assert worker.drafttree_prime([1, 2]) == (2, 9)
     for loses, restores in (
         (worker.start_weight_update, worker.finish_weight_update),
+        (worker.reset_weights, worker.reload_weights),
         (lambda: worker.sleep(2), worker.reload_weights),
     ):
         loses()
@@ -110,6 +115,33 @@ def test_nothing_is_primed_without_the_weights() -> None:
     worker.device = torch.device("cpu")
     worker.sleep(2)
     assert worker.drafttree_prime([1, 2]) == (2, 9)
+
+
+def test_vllm_can_set_the_weights_to_zero() -> None:
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
+
+    assert hasattr(VllmWorker, "reset_weights")
+
+
+@pytest.mark.parametrize(
+    ("load_format", "options", "expected"),
+    [
+        ("auto", {}, None),
+        ("safetensors", {}, None),
+        ("dummy", {}, "load_format=dummy"),
+        ("of_a_plugin", {"hf_overrides": {"num_hidden_layers": 2}}, "load_format=of_a_plugin"),
+        ("auto", {"hf_overrides": {"num_hidden_layers": 2}}, "hf_overrides"),
+        ("auto", {"hf_overrides": lambda config: config}, "hf_overrides"),
+        ("auto", {"hf_config_path": "another"}, "hf_config_path"),
+    ],
+)
+def test_options_with_which_the_model_need_not_be_that_of_its_files(
+    load_format: str, options: dict[str, Any], expected: str | None
+) -> None:
+    runner: Any = DraftingRunner()
+    runner.load_config = LoadConfig(load_format=load_format)
+    runner.model_config = SimpleNamespace(**{"hf_overrides": {}, "hf_config_path": None, **options})
+    assert runner._changed_by() == expected
 
 
 def test_a_transfer_that_does_not_begin_leaves_the_weights(

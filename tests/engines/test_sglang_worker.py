@@ -148,6 +148,25 @@ def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("load_format", "overrides", "expected"),
+    [
+        ("auto", "{}", None),
+        ("safetensors", " {} ", None),
+        ("dummy", "{}", "--load-format dummy"),
+        ("remote_instance", "{}", "--load-format remote_instance"),
+        ("auto", '{"num_hidden_layers": 2}', "--json-model-override-args"),
+    ],
+)
+def test_options_with_which_the_model_need_not_be_that_of_its_files(
+    load_format: str, overrides: str, expected: str | None
+) -> None:
+    from drafttree.sglang.worker import _changed_by
+
+    server = SimpleNamespace(load_format=load_format, json_model_override_args=overrides)
+    assert _changed_by(server) == expected
+
+
+@pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({}, None),

@@ -84,10 +84,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 Drafter = DynamicTreeDrafter | StaticTreeDrafter
 
 
-def make(folder: Path | None, bos: int | None = BOS, **options: object) -> Drafter:
+def make(
+    folder: Path | None,
+    bos: int | None = BOS,
+    changed_by: str | None = None,
+    **options: object,
+) -> Drafter:
     parsed = RecycleOptions.model_validate({"prime_seconds": math.inf, **options})
     described = Target(
-        "a model", VOCAB, torch.device("cpu"), torch.float32, LOGGER, bos=bos, folder=folder
+        "a model",
+        VOCAB,
+        torch.device("cpu"),
+        torch.float32,
+        LOGGER,
+        bos=bos,
+        folder=folder,
+        changed_by=changed_by,
     )
     drafter = make_drafter(parsed, described)
     drafter.allocate(4, 64)
@@ -292,6 +304,27 @@ def test_rows_of_other_weights_are_not_saved(target: RandomTarget, folder: Path)
     assert torch.equal(drafter.tables.matrix, target.best())
     assert torch.equal(load(folder), saved)
     assert (saved[:, 0] < 0).any()
+
+
+def test_rows_of_another_model_than_the_files_hold_are_kept_from_the_cache(
+    target: RandomTarget, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows in the cache are not used either, and all are dropped when other weights may come."""
+    make(folder).prime(target, 64, idle=False)
+    file = primed_file(folder, K)
+    drafter = make(folder, changed_by="load_format=dummy")
+    (warning,) = warnings(caplog)
+    assert "load_format=dummy" in warning
+    assert (drafter.tables.matrix == -1).all()
+    file.unlink()
+    finish(drafter, target)
+    assert torch.equal(drafter.tables.matrix, target.best())
+    assert not file.exists()
+    drafter.reset()
+    assert (drafter.tables.matrix == -1).all()
+    finish(drafter, target)
+    assert torch.equal(drafter.tables.matrix, target.best())
+    assert not file.exists()
 
 
 def prepare(*arguments: str) -> tuple[int, str]:

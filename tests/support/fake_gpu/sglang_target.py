@@ -251,6 +251,8 @@ class _Runner:
             model_path="no model",
             revision=None,
             download_dir=None,
+            load_format="auto",
+            json_model_override_args="{}",
             disable_overlap_schedule=get_schedule().disable_overlap_schedule,
         )
         self.model = Model(weights.after.to(device))
