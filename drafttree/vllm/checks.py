@@ -112,6 +112,15 @@ def check_engine(
             f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to more "
             "than the number of draft tokens of a tree"
         )
+    # A quarter of a step is left for prompts; see `share_of_step`.
+    if engine.enable_chunked_prefill is False and model.max_model_len > (budget or 0) // 4:
+        logger.warning(
+            "With enable_chunked_prefill=False, prompts that are longer than a quarter of "
+            "max_num_batched_tokens may wait until running requests have ended, because of their "
+            "drafts: leave it out, or set max_num_batched_tokens to at least %d, four times "
+            "max_model_len",
+            4 * model.max_model_len,
+        )
     without_trees += _check_model(method, model)
     if device == "cuda":
         without_trees += _check_backend(method, engine)

@@ -350,6 +350,28 @@ def test_host_options_are_understood(tiny_llama: Path) -> None:
     assert config.speculative_config.num_speculative_tokens == 3 + 6 + 6
 
 
+@pytest.mark.parametrize(
+    ("engine", "warns"),
+    [
+        ({"enable_chunked_prefill": False}, True),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2047}, True),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}, False),
+        ({"max_num_batched_tokens": 1024}, False),
+    ],
+)
+def test_prompts_that_have_to_fit_in_a_step(
+    tiny_llama: Path, engine: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttree.vllm import checks
+
+    said: list[str] = []
+    monkeypatch.setattr(checks.logger, "warning", lambda text, *values: said.append(text % values))
+    configure(tiny_llama, **engine)
+    about = [text for text in said if "enable_chunked_prefill=False" in text]
+    assert len(about) == warns
+    assert all("max_num_batched_tokens to at least 2048" in text for text in about)
+
+
 def test_other_methods_pass_through(tiny_llama: Path) -> None:
     """vLLM still refuses the same for its own methods after a drafttree method was requested."""
     from vllm.exceptions import VLLMValidationError
