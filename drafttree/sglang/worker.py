@@ -32,6 +32,7 @@ from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import limit_trees, whole_trees
 from drafttree.sglang.options import parse_options
 from drafttree.sglang.patches import (
+    check_stops_in_order,
     keep_computed_kv_of_sessions,
     report_counters,
     widen_request_rows,
@@ -121,6 +122,7 @@ class TreeWorker(GraphWorker):
         self._unread: set[str] = set()
         widen_request_rows()
         report_counters()
+        check_stops_in_order()
         if getattr(server, "enable_streaming_session", False):
             keep_computed_kv_of_sessions()
 

@@ -22,6 +22,7 @@ from sglang.srt.arg_groups import lora_hook
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers import tokenizer_control_mixin
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator
@@ -85,6 +86,7 @@ def apply(runner, who):
     patches.report_counters()
     patches.prime_when_idle()
     patches.refuse_recaptures()
+    patches.check_stops_in_order()
     patches.widen_request_rows()
     patches.count_layer_memory()
     patches.match_prefixes_by_bigrams()
@@ -233,6 +235,8 @@ refused("maybe_sleep_on_idle", patches.prime_when_idle)
 SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
     "update_weights_from_disk", "self, recv_req, more")
 refused("update_weights_from_disk", patches.refuse_recaptures)
+Req.update_finish_state = stub("update_finish_state", "self, tokens")
+refused("update_finish_state", patches.check_stops_in_order)
 refused("shared_read_done_event", lambda: patches.publish_reads(SimpleNamespace(device="cpu")))
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 bare = SimpleNamespace(attn_backend=TritonAttnBackend.__new__(TritonAttnBackend))
@@ -349,7 +353,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 14
+    assert len(report["unknown"]) == 15
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

@@ -25,6 +25,7 @@ from drafttree.sglang.patches.runner import (
     verify_in_graphs,
 )
 from drafttree.sglang.patches.scheduler import (
+    check_stops_in_order,
     prime_when_idle,
     refuse_recaptures,
     report_counters,
@@ -34,6 +35,7 @@ from drafttree.sglang.patches.server import accept_adapters, route_attention, ta
 __all__ = [
     "PATCHES",
     "accept_adapters",
+    "check_stops_in_order",
     "count_layer_memory",
     "exchange_graphs",
     "install_acceptance_sampler",

@@ -32,6 +32,13 @@ PATCHES: tuple[Patch, ...] = (
         "asked to. Those that drafttree has captured beside them would go on with what they were "
         "captured with, so it is refused.",
     ),
+    Patch(
+        target="sglang.srt.managers.schedule_batch:Req.update_finish_state",
+        when=WITH_A_WORKER,
+        reason="Of the tokens that one step accepts, SGLang looks for stop strings before it looks "
+        "for ending tokens, and for each string in the order of the request's list. So a request "
+        "could end later than with plain decoding, at a stop that comes after the first one.",
+    ),
 )
 
 
@@ -115,3 +122,50 @@ def refuse_recaptures() -> None:
         expected=["self", "recv_req"],
         unknown=unknown,
     )
+
+
+def check_stops_in_order() -> None:
+    """With stop strings, let SGLang check a step's tokens one by one, as in plain decoding.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.runtime_context import get_spec
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from drafttree.sglang.algorithm import TreeAlgorithm
+
+    def is_checked_at_once(request: Any, new_accepted_len: int) -> bool:
+        parameters = request.sampling_params
+        if new_accepted_len < 2 or not (parameters.stop_strs or parameters.stop_regex_strs):
+            return True
+        if request.finished() or request.to_finish:
+            return True
+        algorithm = SpeculativeAlgorithm.from_string(get_spec().speculative_algorithm)
+        return not isinstance(algorithm, TreeAlgorithm)
+
+    def wrap(stock: Callable[..., None]) -> Callable[..., None]:
+        def update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
+            if is_checked_at_once(self, new_accepted_len):
+                stock(self, new_accepted_len)
+                return
+            accepted, grammar = self.output_ids[-new_accepted_len:], self.grammar
+            del self.output_ids[-new_accepted_len:]
+            for count, token in enumerate(accepted, 1):
+                self.output_ids.append(token)
+                # The grammar has read all of them, so it can have ended with the last one alone.
+                self.grammar = grammar if count == new_accepted_len else None
+                stock(self)
+                if self.finished():
+                    # Where there is no length, SGLang would take that of all tokens.
+                    if self.finished_len is None:
+                        self.finished_len = len(self.output_ids)
+                    self.output_ids.extend(accepted[count:])
+                    break
+            self.grammar = grammar
+
+        return update_finish_state
+
+    expected = ["self", "new_accepted_len"]
+    replace_function(Req, "update_finish_state", wrap, expected=expected, unknown=unknown)
