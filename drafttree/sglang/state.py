@@ -141,8 +141,10 @@ def asks_for_tokens_alone(batch: Any) -> bool:
 
 def may_draft(request: Any) -> bool:
     """Whether a request allows drafts and they can be verified for it."""
-    allowed = (request.sampling_params.custom_params or {}).get(OPT_OUT) is not False
-    return allowed and why_undrafted(request) is None
+    given = request.sampling_params.custom_params
+    # SGLang takes any JSON there, also what is no object.
+    opted_out = isinstance(given, dict) and given.get(OPT_OUT) is False
+    return not opted_out and why_undrafted(request) is None
 
 
 def why_undrafted(request: Any) -> str | None:

@@ -157,7 +157,7 @@ def test_texts_that_are_copied_end_where_plain_decoding_ends_them(smollm2: Path)
         Case(prompts, stops, stream=True),
         Case(prompts, stops, logprobs=1),
     ]
-    settings = {"skip_tokenizer_init": False}
+    settings: dict[str, Any] = {"skip_tokenizer_init": False}
     (longer, *plain), _ = run_sglang(smollm2, [beyond, *ended], drafted=False, **settings)
     (_, *drafted), _ = run_sglang(smollm2, [beyond, *ended], **settings)
     for text, stop in zip(longer.texts, TEXTS.values(), strict=True):

@@ -167,6 +167,28 @@ def test_options_with_which_the_model_need_not_be_that_of_its_files(
 
 
 @pytest.mark.parametrize(
+    ("given", "drafted"),
+    [
+        (None, True),
+        ({}, True),
+        ({"drafttree": True}, True),
+        ({"drafttree": False}, False),
+        (["drafttree"], True),
+        ("drafttree", True),
+        (3, True),
+    ],
+    ids=str,
+)
+def test_a_request_opts_out_with_an_object(given: Any, drafted: bool) -> None:
+    """SGLang serves requests with custom parameters of any JSON type."""
+    from drafttree.sglang.state import may_draft
+
+    made = request("name", 3)
+    made.sampling_params.custom_params = given
+    assert may_draft(made) == drafted
+
+
+@pytest.mark.parametrize(
     ("options", "fix"),
     [
         ({}, None),
