@@ -44,6 +44,34 @@ def test_prompts_as_embeddings_beside_a_draft_model_of_another_width(
     proves_drafting(from_embeddings)
 
 
+@pytest.fixture
+def with_learned_positions(tmp_path: Path) -> Path:
+    """A tiny random GPT-2, which has an embedding for each of 128 positions."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(11)
+    shape = {"vocab_size": 512, "n_positions": 128, "n_embd": 128, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=1))
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_texts_reach_the_end_of_a_context_of_learned_positions(
+    with_learned_positions: Path,
+) -> None:
+    """The deepest nodes would lie beyond the last position."""
+    prompts = some_prompts(4, shortest=90, longest=120)
+    left = [GREEDY | {"max_new_tokens": 128 - len(prompt)} for prompt in prompts]
+    model, case = with_learned_positions, Case(prompts, left)
+    (plain,), _ = run_sglang(model, [case], drafted=False, context_length=128)
+    (drafted,), _ = run_sglang(
+        model, [case], {"tree": "beam:2x6"}, method="rsd", draft_model=model, context_length=128
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["accepted_tokens"] > 20
+
+
 def test_updates_of_weights_leave_the_draft_model_alone(tiny_llama: Path, tmp_path: Path) -> None:
     """The draft model is the target itself, then another model, and the target again."""
     other = make_tiny_llama(tmp_path, seed=12)

@@ -217,8 +217,9 @@ class DraftModelWorker(ModelDraftingWorker):
             # columns again, and that of columns without a node yet before it is read.
             read, cached = whole_trees(trees, self._num_draft_tokens), 0
         depth = depths(read.parents, read.tree_size)
-        if self.drafter.tables is not None:
-            # Copies may be longer than an answer; nodes beyond its end are not verified.
+        if self.drafter.tables is not None or self._near_the_end(batch):
+            # Copies may be longer than an answer, and models may have no position beyond the
+            # context's end; nodes beyond an answer's end are not verified.
             left = self._states.limits[batch.req_pool_indices] - batch.seq_lens
             depth = depth.minimum((left - 1).clamp(min=0).int()[:, None])
         prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
@@ -227,6 +228,11 @@ class DraftModelWorker(ModelDraftingWorker):
             output = worker.forward_batch_generation(batch, is_verify=True).logits_output
         logits: torch.Tensor = output.next_token_logits
         return logits.view(len(depth), -1, self._vocab_size)[:, first - cached : columns - cached]
+
+    def _near_the_end(self, batch: Any) -> bool:
+        """Whether the model's nodes may reach beyond the context's end, as the host can tell."""
+        deepest = int(batch.seq_lens_cpu.max()) + self.drafter.max_depth
+        return bool(deepest >= self._runner.model_config.context_len)
 
     def _verify(self, step: Step, output: Any) -> Verified:
         return self._verify_trees(step, output, self._observe_trees(step, output))

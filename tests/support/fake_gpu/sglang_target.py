@@ -241,6 +241,7 @@ class _Runner:
             vocab_size=len(weights.after),
             hf_text_config=config,
             hidden_size=len(weights.after),
+            context_len=1024,
             is_encoder_decoder=False,
             is_multimodal=False,
             model_is_mrope=False,
