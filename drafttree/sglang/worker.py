@@ -35,6 +35,7 @@ from drafttree.sglang.patches import (
     check_stops_in_order,
     keep_computed_kv_of_sessions,
     report_counters,
+    report_new_weights,
     widen_request_rows,
 )
 from drafttree.sglang.penalties import Penalties, has_penalties
@@ -122,6 +123,7 @@ class TreeWorker(GraphWorker):
         self._unread: set[str] = set()
         widen_request_rows()
         report_counters()
+        report_new_weights()
         check_stops_in_order()
         if getattr(server, "enable_streaming_session", False):
             keep_computed_kv_of_sessions()
@@ -171,22 +173,25 @@ class TreeWorker(GraphWorker):
         self.drafter.allocate(slots, length)
 
     def clear_cache_pool(self) -> None:
-        """Forget everything learned and counted; SGLang calls this for `flush_cache`.
+        """Forget everything learned and counted; SGLang calls this for `flush_cache`."""
+        self.weights_changed()
+        self.counters = Counters(self._device)
 
-        SGLang flushes its cache when it updates weights too, so nothing learned from old weights
-        remains.
+    def weights_changed(self) -> None:
+        """Forget everything learned from the old weights; called after each update of weights.
+
+        The drafter reads the new weights at the next batch, when the update is complete.
         """
         self.drafter.reset()
         self._may_have_new_weights = True
         self._forget_corpora()
-        self.counters = Counters(self._device)
         self._forced = ForcedTokens(self._device)
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         """None: SGLang's updates of weights bring those of the target, whose names may be alike.
 
-        SGLang calls this in updates of all models, also in those that do not flush its cache. The
-        drafter reads the new weights at the next batch, when the update is complete.
+        SGLang calls this in updates of all models, also where others write the weights, and in
+        checks of weights. So the drafter reads them again, but nothing is forgotten.
         """
         self._may_have_new_weights = True
         return []

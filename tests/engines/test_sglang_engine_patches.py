@@ -86,6 +86,7 @@ def apply(runner, who):
     patches.report_counters()
     patches.prime_when_idle()
     patches.refuse_recaptures()
+    patches.report_new_weights()
     patches.check_stops_in_order()
     patches.widen_request_rows()
     patches.count_layer_memory()
@@ -237,6 +238,8 @@ SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
 refused("update_weights_from_disk", patches.refuse_recaptures)
 Req.update_finish_state = stub("update_finish_state", "self, tokens")
 refused("update_finish_state", patches.check_stops_in_order)
+del SchedulerWeightUpdaterManager.flush_cache_after_weight_update
+refused("flush_cache_after_weight_update", patches.report_new_weights)
 refused("shared_read_done_event", lambda: patches.publish_reads(SimpleNamespace(device="cpu")))
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 bare = SimpleNamespace(attn_backend=TritonAttnBackend.__new__(TritonAttnBackend))
@@ -353,7 +356,7 @@ def test_each_worker_reports_its_own_counters(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_host_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["unknown"]) == 15
+    assert len(report["unknown"]) == 16
     for name, said in report["unknown"].items():
         assert name in said
         assert "does not support this SGLang" in said

@@ -293,3 +293,57 @@ def test_the_drafter_reads_new_weights_before_the_next_batch(
     told = [name for name, _ in worker.drafter.calls]
     again = ["new weights", "decode"]
     assert told == ["decode", *again, "decode", *again]
+
+
+@pytest.mark.parametrize("flush_cache", [True, False])
+def test_each_update_of_weights_is_told_to_the_drafter(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, flush_cache: bool
+) -> None:
+    """Also one of the target alone, and one that does not flush the cache."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    from drafttree.sglang.patches import report_new_weights
+
+    name = "flush_cache_after_weight_update"
+    monkeypatch.setattr(
+        SchedulerWeightUpdaterManager, name, getattr(SchedulerWeightUpdaterManager, name)
+    )
+    report_new_weights()
+    worker._corpora, worker._device = {"texts": 4}, torch.device("cpu")
+    worker.drafter.reset = lambda: worker.drafter.calls.append(("reset", None))
+    updated = SimpleNamespace(
+        weight_updater=SimpleNamespace(update_weights_from_disk=lambda *_, **__: (True, ""))
+    )
+    flushed: list[Any] = []
+
+    def flush(**given: Any) -> bool:
+        flushed.append(given)
+        return True
+
+    updates: Any = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    updates.metrics_collector = None
+    updates.scheduler = SimpleNamespace(record_weight_version_change=lambda **_: None)
+    updates.tp_worker = SimpleNamespace(weight_update_runners=lambda: [("target", updated)])
+    updates.draft_worker = worker
+    updates.flush_cache = flush
+    given = SimpleNamespace(
+        model_path="model",
+        load_format=None,
+        recapture_cuda_graph=False,
+        weight_version=None,
+        torch_empty_cache=False,
+        flush_cache=flush_cache,
+    )
+    # As with a selector of the target alone, which other updates have.
+    monkeypatch.setattr(
+        SchedulerWeightUpdaterManager, "_select_runners", lambda self: [("target", updated)]
+    )
+    assert updates.update_weights_from_disk(given).success
+    assert bool(flushed) == flush_cache
+    assert worker.drafter.calls == [("reset", None)]
+    assert worker.list_external_corpora() == {}
+    assert worker._may_have_new_weights
+    updates.draft_worker = None
+    assert updates.update_weights_from_disk(given).success

@@ -29,6 +29,7 @@ from drafttree.sglang.patches.scheduler import (
     prime_when_idle,
     refuse_recaptures,
     report_counters,
+    report_new_weights,
 )
 from drafttree.sglang.patches.server import accept_adapters, route_attention, take_corpora
 
@@ -46,6 +47,7 @@ __all__ = [
     "publish_reads",
     "refuse_recaptures",
     "report_counters",
+    "report_new_weights",
     "route_attention",
     "take_corpora",
     "verify_in_graphs",

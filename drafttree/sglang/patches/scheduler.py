@@ -33,6 +33,14 @@ PATCHES: tuple[Patch, ...] = (
         "captured with, so it is refused.",
     ),
     Patch(
+        target="sglang.srt.managers.scheduler_components.weight_updater:"
+        "SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
+        when=WITH_A_WORKER,
+        reason="SGLang tells methods of updates of weights by flushing its cache, which users may "
+        "turn off. What was learned from the old weights must go all the same, and rows that are "
+        "primed with the new ones must not get into the old ones' file.",
+    ),
+    Patch(
         target="sglang.srt.managers.schedule_batch:Req.update_finish_state",
         when=WITH_A_WORKER,
         reason="Of the tokens that one step accepts, SGLang looks for stop strings before it looks "
@@ -120,6 +128,36 @@ def refuse_recaptures() -> None:
         "update_weights_from_disk",
         wrap,
         expected=["self", "recv_req"],
+        unknown=unknown,
+    )
+
+
+def report_new_weights() -> None:
+    """Let SGLang's updates of weights tell a tree method's worker that there are new ones.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def flush_cache_after_weight_update(self: Any, *given: Any) -> Any:
+            # SGLang calls this after each update, and it looks whether to flush.
+            changed = getattr(self.draft_worker, "weights_changed", None)
+            if changed is not None:
+                changed()
+            return stock(self, *given)
+
+        return flush_cache_after_weight_update
+
+    # Newer versions give it more arguments.
+    replace_function(
+        SchedulerWeightUpdaterManager,
+        "flush_cache_after_weight_update",
+        wrap,
+        expected=None,
         unknown=unknown,
     )
 
