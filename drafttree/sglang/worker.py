@@ -245,24 +245,28 @@ class TreeWorker(GraphWorker):
         self.drafter.on_verified(batch.req_pool_indices, trees, verified)
 
     def _start(self, batch: Any) -> None:
-        """Release requests that finished, and start those whose prompts are read."""
-        finished = [name for name, request in self._running.items() if request.finished()]
-        for name in finished:
+        """Release requests that finished or were retracted, and start those whose prompts are read.
+
+        Those that were retracted start again, or never come back: SGLang does not mark as finished
+        what is aborted while it waits.
+        """
+        gone = [
+            name
+            for name, request in self._running.items()
+            if request.finished() or not _holds_kv(request)
+        ]
+        for name in gone:
             del self._running[name]
         # Users name their requests, and may give the name of one that they aborted to another.
         arrived = [each for each in batch.reqs if self._running.get(each.rid) is not each]
-        # Requests that were retracted start again; those whose prompts are being read go on.
+        # Those whose prompts are being read go on.
         starting = [
             (request, slot)
             for request, slot in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True)
             if not self._goes_on(request, slot)
         ]
-        self._release([*finished, *(request.rid for request, _ in starting)])
+        self._release([*gone, *(request.rid for request, _ in starting)])
         for request, slot in starting:
-            for name in [name for name, held in self._slots.items() if held == slot]:
-                # Retracted, and may never come back: SGLang does not mark as finished what is
-                # aborted while it waits.
-                del self._slots[name], self._running[name]
             self._slots[request.rid] = slot
             self._running[request.rid] = request
             self._start_request(request, slot)
@@ -392,6 +396,13 @@ def _changed_by(server: Any) -> str | None:
         return f"--load-format {server.load_format!s}"
     overrides = server.json_model_override_args
     return "--json-model-override-args" if overrides.strip() != "{}" else None
+
+
+def _holds_kv(request: Any) -> bool:
+    """Whether a request has a row of SGLang's slot table."""
+    # Newer versions keep its number with what else is known of the request's KV.
+    holder = request if hasattr(request, "req_pool_idx") else request.kv
+    return holder.req_pool_idx is not None
 
 
 @functools.cache

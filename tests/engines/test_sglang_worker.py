@@ -21,6 +21,7 @@ def request(name: str, tokens: int) -> Any:
         output_ids=[],
         grammar=None,
         custom_logit_processor=None,
+        kv=SimpleNamespace(req_pool_idx=None),
         sampling_params=SimpleNamespace(
             max_new_tokens=8,
             custom_params=None,
@@ -34,6 +35,8 @@ def request(name: str, tokens: int) -> Any:
 
 def prefill(*read: tuple[Any, int, int]) -> Any:
     """A batch of `(request, slot, length read so far)`."""
+    for each, slot, _ in read:
+        each.kv.req_pool_idx = slot
     return SimpleNamespace(
         reqs=[each for each, _, _ in read],
         input_ids=torch.zeros(len(read), dtype=torch.int64),
@@ -88,11 +91,16 @@ def worker() -> Any:
     return made
 
 
-def test_a_request_that_lost_its_slot_is_forgotten(worker: Any) -> None:
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_request_that_lost_its_slot_is_forgotten(worker: Any, slot: int) -> None:
     """It was retracted, and aborted while it waited: SGLang never marks it as finished."""
-    worker._prefill(prefill((request("first", 5), 1, 5)), None)
-    worker._prefill(prefill((request("second", 5), 1, 5)), None)
+    first = request("first", 5)
+    worker._prefill(prefill((first, 1, 5)), None)
+    first.kv.req_pool_idx = None
+    worker.drafter.calls.clear()
+    worker._prefill(prefill((request("second", 5), slot, 5)), None)
     assert list(worker._running) == list(worker._slots) == ["second"]
+    assert worker.drafter.calls[:2] == [("release", [1]), ("start", (slot, 5))]
 
 
 def test_a_prompt_that_is_read_in_parts_starts_once(worker: Any) -> None:
