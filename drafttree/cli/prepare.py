@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tree_kernels.cache import cache_root
+from tree_kernels.cache import cache_root, make_private
 
 from drafttree.bench.engine_process import ENGINES, EngineProcess, check_name
 from drafttree.bench.errors import EngineError, InputError
@@ -66,7 +66,7 @@ def prepare(
         if option:
             raise InputError(f"--option {option[0]} is for --corpus alone: leave it out")
         found = _method(method)
-        cache_root().mkdir(parents=True, exist_ok=True)
+        make_private(cache_root())
         spec = EngineSpec(
             model=str(folder),
             dtype=dtype,

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tree_kernels import _build
-from tree_kernels.cache import cache_root
+from tree_kernels.cache import cache_root, make_private
 from tree_kernels.machine import find_compiler, processor_flags, processor_name
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _library(program: str, source: Path) -> Path:
         return library
     try:
         # Whoever can write here can run code in the engine.
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        make_private(folder)
         scratch = Path(tempfile.mkdtemp(prefix=f".{source.stem}-", dir=folder))
     except OSError as error:
         logger.warning(

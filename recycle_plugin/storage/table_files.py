@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from tree_kernels.cache import make_private
 
 from drafttree.model_files import tokenizer_fingerprint
 
@@ -36,7 +37,7 @@ _IDLE_SECONDS = 1.0
 # Partial files of killed writers are removed after this many seconds.
 _STALE_SECONDS = 3600.0
 
-_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
+_FILE_MODE = 0o600
 
 NamedTensors = Mapping[str, torch.Tensor]
 Identity = Mapping[str, str]
@@ -89,7 +90,7 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     """
     contents = {name: table.detach().cpu().contiguous() for name, table in tables.items()}
     data = save(contents, {**identity, "format": FORMAT, "version": VERSION})
-    file.parent.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+    make_private(file.parent)
     _remove_stale(file)
     mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else _FILE_MODE
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
@@ -127,7 +128,7 @@ def claim(file: Path) -> bool:
         return True
     lock = file.with_name(f".{file.name}.lock")
     try:
-        file.parent.mkdir(_FOLDER_MODE, parents=True, exist_ok=True)
+        make_private(file.parent)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
     except OSError:
         return True  # saving will fail too, and say so

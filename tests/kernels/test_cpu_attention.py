@@ -265,6 +265,7 @@ def test_a_kernel_is_compiled_once_and_cached(source, tmp_path, monkeypatch):
     assert _native.load_native(source).one() == 1
     kept = list((tmp_path / "cache" / "kernels").iterdir())
     assert [path.suffix for path in kept] == [".so"]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     _native.load_native.cache_clear()
     calls = []
     run = _build.run
