@@ -199,6 +199,21 @@ def load(path: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Remembered:
+    """What is kept of the texts that were given to `Method.remember`, in tokens.
+
+    Attributes:
+        given: All tokens of the texts.
+        kept: How many of them are kept.
+        dropped: How many of earlier texts are no longer kept.
+    """
+
+    given: int
+    kept: int
+    dropped: int
+
+
+@dataclass(frozen=True)
 class Method(Generic[D]):
     """A drafting method.
 
@@ -213,8 +228,8 @@ class Method(Generic[D]):
         models: Folders of models that come with the method, by the name of the target's recipe.
         primes: Whether its drafters compute something by `ModelFreeDrafter.prime` and keep it, so
             that `drafttree prepare` can let them do so before anything is served.
-        remember: `(target's folder, options, texts) -> tokens`, which keeps texts for the drafters
-            of later engines, and returns their number of tokens. Raises ValueError if it cannot.
+        remember: `(target's folder, options, texts) -> Remembered`, which keeps texts for the
+            drafters of later engines. Raises ValueError if it cannot.
     """
 
     name: str
@@ -225,7 +240,7 @@ class Method(Generic[D]):
     check_model: Callable[[str, str], None] | None = None
     models: Mapping[str, Path] = field(default_factory=dict)
     primes: bool = False
-    remember: Callable[[Path, Any, Iterable[str]], int] | None = None
+    remember: Callable[[Path, Any, Iterable[str]], Remembered] | None = None
 
     def drafter(self, options: MethodOptions, target: Target) -> D:
         """Make a drafter.

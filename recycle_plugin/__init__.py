@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from drafttree.method import MODEL_FREE, Method
+from drafttree.method import MODEL_FREE, Method, Remembered
 from drafttree.target import Target
 from recycle_plugin.config import RecycleOptions
 from recycle_plugin.dynamic import DynamicTreeDrafter
@@ -75,9 +75,9 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             file=PrimedFile(target.folder, options.k, target.logger, target.changed_by),
             logger=target.logger,
         )
-    if isinstance(options.hot_start, Path):
+    if (file := options.hot_start_file) is not None:
         folder = target.folder or Path(target.model)
-        tables.saver = open_hot_start(tables, options.hot_start, folder, target.logger)
+        tables.saver = open_hot_start(tables, file, folder, target.logger)
     tables.fill_unknown()
     longest = target.longest_chain
     drafter: DynamicTreeDrafter | StaticTreeDrafter
@@ -100,7 +100,7 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
     return drafter
 
 
-def _remember(folder: Path, options: RecycleOptions, texts: Iterable[str]) -> int:
+def _remember(folder: Path, options: RecycleOptions, texts: Iterable[str]) -> Remembered:
     from recycle_plugin.storage.hot_start import remember_corpus
 
     return remember_corpus(folder, options, texts)

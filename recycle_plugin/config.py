@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cached_property
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -179,6 +180,12 @@ class RecycleOptions(MethodOptions):
                 f"ranks 0 to {self.k - 1}: raise k or narrow the tree"
             )
         return self
+
+    @property
+    def hot_start_file(self) -> Path | None:
+        """The file that `hot_start` names, without symbolic links; None if it names none."""
+        given = self.hot_start
+        return Path(os.path.realpath(given)) if isinstance(given, Path) else None
 
     @property
     def memory_tokens(self) -> int:

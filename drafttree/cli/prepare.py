@@ -20,7 +20,7 @@ from drafttree.bench.engine_process import ENGINES, EngineProcess, check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import parse_pairs
 from drafttree.bench.protocol import EngineSpec
-from drafttree.method import Method, find_method, installed_methods
+from drafttree.method import Method, Remembered, find_method, installed_methods
 from drafttree.model_files import local_folder
 
 _CONTEXT = 256  # tokens; nothing but trees of depth 1 is computed
@@ -60,8 +60,9 @@ def prepare(
                 "whose files are on this machine"
             )
         if corpus:
-            count = _remember(method, folder, corpus, option or [])
-            console.print(f"{count} tokens of {len(corpus)} files are kept", markup=False)
+            remembered = _remember(method, folder, corpus, option or [])
+            for line in _kept(remembered, len(corpus)):
+                console.print(line, markup=False)
             return
         if option:
             raise InputError(f"--option {option[0]} is for --corpus alone: leave it out")
@@ -102,7 +103,9 @@ def prepare(
     console.print(f"{found.title} is primed for {model}", markup=False)
 
 
-def _remember(name: str, folder: Path, corpus: Sequence[Path], options: Sequence[str]) -> int:
+def _remember(
+    name: str, folder: Path, corpus: Sequence[Path], options: Sequence[str]
+) -> Remembered:
     found = find_method(name)
     if found.remember is None:
         raise InputError(f"{found.title} copies no texts: leave --corpus out")
@@ -113,6 +116,19 @@ def _remember(name: str, folder: Path, corpus: Sequence[Path], options: Sequence
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--corpus {file} cannot be read: {error}") from error
     return found.remember(folder, found.parse(parse_pairs(options)), texts)
+
+
+def _kept(remembered: Remembered, files: int) -> Iterator[str]:
+    """What is said of a corpus of so many files."""
+    given, kept, dropped = remembered.given, remembered.kept, remembered.dropped
+    if kept == given:
+        yield f"{given} tokens of {files} files are kept"
+    else:
+        yield f"the last {kept} of {given} tokens of {files} files are kept"
+    if dropped:
+        yield f"{dropped} tokens of earlier texts, the oldest, are no longer kept"
+    if dropped or kept < given:
+        yield "the memory is full: give a larger one, here and to the engine, by the option memory=N"
 
 
 def _method(name: str) -> Method[Any]:

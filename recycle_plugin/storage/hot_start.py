@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tree_kernels.memory import remember
+from tree_kernels.memory import TextMemory, remember
 
+from drafttree.method import Remembered
 from drafttree.model_files import vocabulary_size
 from recycle_plugin.storage.table_files import (
     TableSaver,
@@ -37,7 +38,7 @@ class _Learned:
 
     def __init__(self, tables: Tables, target: Path) -> None:
         self._vocab_size, k = tables.matrix.shape
-        self._memory = tables.memory
+        self._owner = tables
         self._stats = tables.source_stats
         self._tables = {
             "matrix": tables.matrix,
@@ -50,8 +51,15 @@ class _Learned:
             "vocabulary": str(self._vocab_size),
         }
 
-    def load(self, file: Path) -> None:
+    def load(self, file: Path, *, grows: bool = False) -> int:
         """Fill the tables from a file; what files of earlier versions lack stays empty.
+
+        Args:
+            file: The file.
+            grows: Whether a memory that is too small for the texts in the file becomes larger.
+
+        Returns:
+            The number of tokens of the texts in the file.
 
         Raises:
             TablesError: The file is damaged or belongs to other tables.
@@ -72,8 +80,13 @@ class _Learned:
         while bool((self._stats.tried > self._stats.MOST_TRIED).any()):
             self._stats.halve()
         self._stats.refresh()
-        if texts is not None:
-            remember(self._memory, texts)
+        if texts is None:
+            return 0
+        memory = self._owner.memory
+        if grows and len(texts) > memory.capacity:
+            self._owner.memory = TextMemory.of(len(texts), memory.tokens.device)
+        remember(self._owner.memory, texts)
+        return int((texts >= 0).sum())
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Copies in CPU memory."""
@@ -81,7 +94,7 @@ class _Learned:
         copies = {name: table.to("cpu", copy=True) for name, table in tables.items()}
         # The engine may count between two copies, or set the counts back.
         copies["hit_by_source"].clamp_(max=copies["tried_by_source"])
-        return {**copies, "memory": self._memory.text()}
+        return {**copies, "memory": self._owner.memory.text()}
 
 
 def _check_counts(file: Path, loaded: dict[str, torch.Tensor]) -> None:
@@ -128,24 +141,24 @@ def open_hot_start(
     return TableSaver(file, learned.snapshot, learned.identity, logger=logger)
 
 
-def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str]) -> int:
+def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str]) -> Remembered:
     """Put texts into the memory of the file that `hot_start` names, for the engine's next start.
+
+    The memory is as large as the options say or, if they do not name its size, as what the file
+    holds. What came last is kept.
 
     Args:
         target: The target's folder.
         options: The options that the engine will have.
         texts: The texts.
 
-    Returns:
-        The number of tokens of the texts. If the memory is smaller, it keeps the last of them.
-
     Raises:
         ValueError: The options name no file or have no memory, the file belongs to another model
             or an engine saves to it, or the target has no tokenizer.
         OSError: The file cannot be written.
     """
-    file = options.hot_start
-    if not isinstance(file, Path):
+    file = options.hot_start_file
+    if file is None:
         raise ValueError("a corpus needs a file to be kept in: give the option hot_start=FILE")
     if not options.memory_tokens:
         raise ValueError(f"memory={options.memory} keeps no corpus: leave memory out")
@@ -168,15 +181,19 @@ def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str])
     with claimed(file) as is_claimed:
         if not is_claimed:
             raise ValueError(
-                f"an engine saves to hot_start={file}, and would replace the file: stop it first, "
-                "or give texts to a running SGLang server by /add_external_corpus"
+                f"an engine saves to hot_start={options.hot_start}, and would replace the file: "
+                "stop it first, or give texts to a running SGLang server by /add_external_corpus"
             )
+        earlier = 0
         if file.exists():
-            learned.load(file)
+            earlier = learned.load(file, grows="memory" not in options.model_fields_set)
         count = 0
         for text in texts:
             tokens = tokenizer.encode(text, add_special_tokens=False)
             remember(tables.memory, torch.tensor(tokens, dtype=torch.int32))
             count += len(tokens)
         save_tables(file, learned.snapshot(), learned.identity)
-    return count
+    # Whatever leaves the memory is older than what stays.
+    kept = int((tables.memory.tokens >= 0).sum())
+    of_texts = min(count, kept)
+    return Remembered(given=count, kept=of_texts, dropped=earlier - (kept - of_texts))

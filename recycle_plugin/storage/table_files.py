@@ -83,7 +83,8 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     """Write a file of tables atomically: readers see the old file or the new one, never a part.
 
     Missing folders are created. If several processes write the same file, the last one wins. A new
-    file can be read by its owner alone; one that exists keeps its permissions.
+    file can be read by its owner alone; one that exists keeps its permissions. A symbolic link
+    would be replaced, not followed.
 
     Raises:
         OSError: The file cannot be written.
@@ -118,11 +119,13 @@ def claim(file: Path) -> bool:
 
     The lock is on a hidden file beside it, as saving replaces the file itself.
 
+    Args:
+        file: The file's one name, without symbolic links: another would have a lock of its own.
+
     Returns:
         Whether no other process has claimed it. Where files cannot be locked, that is not known and
         assumed.
     """
-    file = file.resolve()
     # Closing any other descriptor of the same file would give up a process's own lock.
     if file in _claimed:
         return True
@@ -144,7 +147,6 @@ def claim(file: Path) -> bool:
 @contextlib.contextmanager
 def claimed(file: Path) -> Iterator[bool]:
     """A context in which this process has claimed a file, if no other has; see `claim`."""
-    file = file.resolve()
     is_new = file not in _claimed
     try:
         yield claim(file)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from drafttree.cli import app
 from drafttree.target import Target
 from recycle_plugin import DynamicTreeDrafter, RecycleOptions, make_drafter
-from recycle_plugin.storage.table_files import claim
+from recycle_plugin.storage.table_files import TableSpec, claim, load_tables
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all."
 
@@ -42,8 +42,9 @@ def prepare(model: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output + result.stderr
 
 
-def drafter_of(model: Path, file: Path) -> DynamicTreeDrafter:
-    options = RecycleOptions.model_validate({"prime": False, "nodes": 80, "hot_start": file})
+def drafter_of(model: Path, file: Path, **more: int) -> DynamicTreeDrafter:
+    given = {"prime": False, "nodes": 80, "hot_start": file, **more}
+    options = RecycleOptions.model_validate(given)
     logger = logging.getLogger(__name__)
     target = Target(str(model), VOCAB, torch.device("cpu"), torch.float32, logger)
     drafter = make_drafter(options, target)
@@ -72,6 +73,47 @@ def test_a_corpus_is_copied_from_by_the_next_engine(model: Path, tmp_path: Path)
         assert deepest == tokens[6 : 6 + len(deepest)]
         # A second corpus is added to the first.
         assert prepare(model, "--corpus", str(second), *kept)[0] == 0
+
+
+def tokens_in(file: Path) -> int:
+    """Number of tokens that a file remembers."""
+    memory = load_tables(file, {"memory": TableSpec((None,))}, {})["memory"]
+    return int((memory >= 0).sum())
+
+
+def test_a_larger_memory_of_an_engine_is_kept_whole(model: Path, tmp_path: Path) -> None:
+    file, text = tmp_path / "tables", tmp_path / "a.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    drafter = drafter_of(model, file, memory=1 << 21)
+    count = 3 << 19
+    drafter.remember(torch.arange(count, dtype=torch.int32) % VOCAB)
+    assert drafter.tables.saver is not None
+    assert drafter.tables.saver.save()
+    status, said = prepare(model, "--corpus", str(text), "--option", f"hot_start={file}")
+    assert status == 0
+    assert f"{len(TEXT)} tokens of 1 files are kept" in said
+    assert "the memory is full" not in said
+    assert tokens_in(file) == count + len(TEXT)
+
+
+def test_what_leaves_a_memory_that_is_full_is_said(model: Path, tmp_path: Path) -> None:
+    file, text = tmp_path / "tables", tmp_path / "a.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    given = "--corpus", str(text), "--option", f"hot_start={file}", "--option"
+    for size in (256, 128):
+        status, said = prepare(model, *given, f"memory={size}")
+        assert status == 0
+        assert f"{len(TEXT)} tokens of 1 files are kept" in said
+        assert ("the memory is full" in said) == (size == 128)
+    # A text takes one place more than it has tokens.
+    dropped = 2 * (len(TEXT) + 1) - 128
+    assert f"{dropped} tokens of earlier texts" in said
+    assert tokens_in(file) == 2 * len(TEXT) - dropped
+    status, said = prepare(model, *given, "memory=64")
+    assert status == 0
+    assert f"the last 63 of {len(TEXT)} tokens of 1 files are kept" in said
+    assert f"{2 * len(TEXT) - dropped} tokens of earlier texts" in said
+    assert tokens_in(file) == 63
 
 
 def save_until_told(pipe: Connection, file: Path) -> None:
