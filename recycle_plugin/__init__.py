@@ -93,6 +93,8 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             by_score=target.sizes_trees,
             chains=longest is not None,
         )
+        if tables.saver is not None:
+            tables.saver.before_close = drafter.release_all
     else:
         tree = options.topology
         drafter = StaticTreeDrafter(tables, tree if longest is None else tree.first_path(longest))

@@ -194,6 +194,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """
         self.check_remembers()
         remember(self.tables.memory, tokens)
+        self.tables.changed()
 
     def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:
         """With `auto`, measure forwards of up to `max_tokens` tokens and set up the node budget."""
@@ -374,8 +375,16 @@ class DynamicTreeDrafter(ModelFreeDrafter):
     def release(self, slots: Sequence[int]) -> None:
         """Release the requests' slots; the shared tables keep what they learned, and the memory
         their texts."""
-        self._remember([slot for slot in slots if self.tables.is_remembered(slot)])
+        remembered = [slot for slot in slots if self.tables.is_remembered(slot)]
+        self._remember(remembered)
         self.tables.end(slots)
+        if remembered:
+            self.tables.changed()
+
+    def release_all(self) -> None:
+        """Release all slots before the tables are saved for the last time: a host that takes no
+        further step does not release the requests of the last one."""
+        self.release(self.tables.remembered)
 
     def preserved(self) -> AbstractContextManager[None]:
         """A context after which the tables are as before."""

@@ -131,6 +131,11 @@ class Tables:
         """Whether a request is registered in a slot and no reset has come since it began."""
         return slot in self._remembered
 
+    @property
+    def remembered(self) -> list[int]:
+        """The slots of which that is so."""
+        return sorted(self._remembered)
+
     def end(self, slots: Sequence[int]) -> None:
         """Unregister finished requests."""
         self._running.difference_update(slots)
@@ -141,7 +146,7 @@ class Tables:
 
         Requests that are running stay registered, but are not remembered when they end. Primed rows
         stay, but no further ones are written to the cache; those of a model that need not be that
-        of its files are dropped.
+        of its files are dropped. The hot start file is saved soon.
         """
         if self.priming is not None:
             self.priming.stop_saving()
@@ -151,6 +156,8 @@ class Tables:
             # The tables of other slots are cleared when requests begin there.
             for slot in self._running:
                 self.own[slot] = EMPTY
+        if self.saver is not None:
+            self.saver.touch_emptied()
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -235,6 +242,10 @@ class Tables:
             alone = torch.full_like(tokens, ALONE)
             update_bigrams(self.own, slots, tokens, alone, candidates)
             update_bigrams(self.own, slots, tokens, previous, candidates)
+        self.changed()
+        return candidates[:, 0]
+
+    def changed(self) -> None:
+        """Record that there is something new to save to the hot start file."""
         if self.saver is not None:
             self.saver.touch()
-        return candidates[:, 0]

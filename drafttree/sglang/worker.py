@@ -245,18 +245,8 @@ class TreeWorker(GraphWorker):
         self.drafter.on_verified(batch.req_pool_indices, trees, verified)
 
     def _start(self, batch: Any) -> None:
-        """Release requests that finished or were retracted, and start those whose prompts are read.
-
-        Those that were retracted start again, or never come back: SGLang does not mark as finished
-        what is aborted while it waits.
-        """
-        gone = [
-            name
-            for name, request in self._running.items()
-            if request.finished() or not _holds_kv(request)
-        ]
-        for name in gone:
-            del self._running[name]
+        """Release requests that are gone, and start those whose prompts are read."""
+        gone = self._forget_gone()
         # Users name their requests, and may give the name of one that they aborted to another.
         arrived = [each for each in batch.reqs if self._running.get(each.rid) is not each]
         # Those whose prompts are being read go on.
@@ -276,6 +266,26 @@ class TreeWorker(GraphWorker):
         for reason in filter(None, map(why_undrafted, arrived)):
             _warn_of_undrafted(reason)
         self._states.start(batch.req_pool_indices, batch.reqs)
+
+    def _forget_gone(self) -> list[str]:
+        """Forget the requests that finished or were retracted, and return their names.
+
+        Those that were retracted start again, or never come back: SGLang does not mark as finished
+        what is aborted while it waits.
+        """
+        gone = [
+            name
+            for name, request in self._running.items()
+            if request.finished() or not _holds_kv(request)
+        ]
+        for name in gone:
+            del self._running[name]
+        return gone
+
+    def drafttree_release(self) -> None:
+        """While no request is running: release those that are gone, whose texts are then kept."""
+        if gone := self._forget_gone():
+            self._release(gone)
 
     def _goes_on(self, request: Any, slot: int) -> bool:
         """Whether the last batch read a part of this request's prompt, in this slot."""

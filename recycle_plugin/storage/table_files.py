@@ -242,6 +242,9 @@ class TableSaver:
     row can mix values from before and after a step. That may lower acceptance but cannot change the
     output, because the target verifies every draft. `snapshot` must return copies in CPU memory
     that nothing else writes to.
+
+    Attributes:
+        before_close: Called before the last save, to write to the tables what they still lack.
     """
 
     def __init__(
@@ -271,8 +274,10 @@ class TableSaver:
         self._identity = dict(identity)
         self._every = every
         self._logger = logger or logging.getLogger(__name__)
+        self.before_close: Callable[[], None] | None = None
         self._changed = False
         self._touched = False
+        self._emptied = False
         self._failing = False
         self._saving = threading.Lock()
         self._closing = threading.Event()
@@ -285,10 +290,14 @@ class TableSaver:
         """Record that the tables have changed; cheap enough to call in every step."""
         self._changed = self._touched = True
 
+    def touch_emptied(self) -> None:
+        """Record that the tables were emptied: the thread saves soon, however much they change."""
+        self._changed = self._emptied = True
+
     def save(self) -> bool:
         """Save now and return whether it worked; repeated failures are logged once."""
         with self._saving:
-            self._changed = False
+            self._changed = self._emptied = False
             try:
                 save_tables(self._file, self._snapshot(), self._identity)
             except (OSError, RuntimeError) as error:
@@ -311,6 +320,10 @@ class TableSaver:
     def _finish(self) -> None:
         self._closing.set()
         self._thread.join()
+        if self.before_close is not None:
+            # If a device failed, saving fails too, and says so.
+            with contextlib.suppress(RuntimeError):
+                self.before_close()
         if self._changed:
             self.save()
 
@@ -319,6 +332,7 @@ class TableSaver:
         saved = time.monotonic()
         while not self._closing.wait(min(self._every, _IDLE_SECONDS)):
             idle, self._touched = not self._touched, False
-            if self._changed and (idle or time.monotonic() - saved >= self._every):
+            due = idle or self._emptied or time.monotonic() - saved >= self._every
+            if self._changed and due:
                 self.save()
                 saved = time.monotonic()

@@ -12,6 +12,8 @@ from hosts import Answer, Case, Host, on_v2_too
 from random_prompts import some_prompts
 from recycling_options import OPTIONS
 
+from recycle_plugin.storage.table_files import TableSpec, load_tables
+
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "ignore_eos": True}
 FIRST = some_prompts(12)
 # A second turn after each prompt, with chunked prefill beside the other requests.
@@ -66,7 +68,10 @@ def test_tables_are_saved_to_a_file_and_loaded_from_it(
     options = {"nodes": 31, "hot_start": str(file)}
     once = [Case(FIRST[:1], GREEDY)]
     (cold,), _ = serve(host, tiny_llama, once, options)
-    assert file.is_file()
+    (answer,) = cold.tokens
+    remembered = load_tables(file, {"memory": TableSpec((None,))}, {})["memory"].tolist()
+    places = range(len(remembered))
+    assert any(remembered[at : at + len(answer)] == answer for at in places)
     (warm,), _ = serve(host, tiny_llama, once, options)
     assert warm.tokens == cold.tokens == [plain_answers(host, tiny_llama)[0].tokens[0]]
     # The same text was decoded before, so its second decoding takes far fewer steps.

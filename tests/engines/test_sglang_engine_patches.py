@@ -84,7 +84,7 @@ def apply(runner, who):
     patches.take_corpora()
     patches.accept_adapters()
     patches.report_counters()
-    patches.prime_when_idle()
+    patches.use_idle_rounds()
     patches.refuse_recaptures()
     patches.report_new_weights()
     patches.check_stops_in_order()
@@ -165,7 +165,7 @@ for name in ("EAGLE", "token-recycling"):
     report["adapters"][name] = len(seen)
 report["idle"] = {}
 Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self", lambda: None)
-patches.prime_when_idle()
+patches.use_idle_rounds()
 for name, worker in {
     "plain": None,
     "unfinished": SimpleNamespace(drafttree_prime=lambda cache: (1, 2)),
@@ -175,6 +175,10 @@ for name, worker in {
     seen.clear()
     Scheduler.maybe_sleep_on_idle(SimpleNamespace(draft_worker=worker, tree_cache=None))
     report["idle"][name] = len(seen)
+released = []
+worker = SimpleNamespace(drafttree_release=lambda: released.append("finished"))
+Scheduler.maybe_sleep_on_idle(SimpleNamespace(draft_worker=worker, tree_cache=None))
+report["released"] = released
 StreamingSession.try_cache_finished_req = stub(
     "try_cache_finished_req", "self, req", lambda: True)
 runtime_context.get_spec = lambda: SimpleNamespace(speculative_algorithm=served)
@@ -232,7 +236,7 @@ refused("check_lora_speculative_compatibility", patches.accept_adapters)
 Scheduler.get_internal_state = stub("get_internal_state", "self")
 refused("get_internal_state", patches.report_counters)
 Scheduler.maybe_sleep_on_idle = stub("maybe_sleep_on_idle", "self, more")
-refused("maybe_sleep_on_idle", patches.prime_when_idle)
+refused("maybe_sleep_on_idle", patches.use_idle_rounds)
 SchedulerWeightUpdaterManager.update_weights_from_disk = stub(
     "update_weights_from_disk", "self, recv_req, more")
 refused("update_weights_from_disk", patches.refuse_recaptures)
@@ -340,6 +344,10 @@ def test_turns_of_sessions_keep_what_was_computed(report: dict[str, Any]) -> Non
 
 def test_a_scheduler_sleeps_when_nothing_can_be_primed(report: dict[str, Any]) -> None:
     assert report["idle"] == {"plain": 1, "unfinished": 0, "finished": 1, "without room": 1}
+
+
+def test_a_scheduler_without_requests_releases_those_that_finished(report: dict[str, Any]) -> None:
+    assert report["released"] == ["finished"]
 
 
 def test_graphs_are_not_captured_again_beside_our_own(report: dict[str, Any]) -> None:

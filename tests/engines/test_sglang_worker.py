@@ -141,6 +141,21 @@ def test_another_request_of_the_same_name_starts(worker: Any, is_marked: bool) -
     assert logits[0, 7] < 1
 
 
+def test_finished_requests_are_released_once_while_none_is_running(worker: Any) -> None:
+    first, second = request("first", 5), request("second", 5)
+    worker._prefill(prefill((first, 1, 5), (second, 2, 5)), None)
+    del worker.drafter.calls[:]
+    worker.drafttree_release()
+    assert worker.drafter.calls == []
+    first.finished = lambda: True
+    worker.drafttree_release()
+    worker.drafttree_release()
+    assert worker.drafter.calls == [("release", [1])]
+    worker._prefill(prefill((request("third", 4), 1, 4)), None)
+    assert worker.drafter.calls[1:] == [("start", (1, 4)), ("extend", ([1], [7]))]
+    assert worker._slots == {"second": 2, "third": 1}
+
+
 def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
     again = request("again", 4)
     worker._prefill(prefill((again, 3, 4)), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -236,6 +236,71 @@ def test_a_file_keeps_the_memory(tmp_path: Path) -> None:
         again.tables.saver.close()
         again.start(1, ANSWER[20:30])
         assert drafted(again, 1, ANSWER[29])[:8] == ANSWER[30:38]
+
+
+def closed(drafter: DynamicTreeDrafter) -> DynamicTreeDrafter:
+    """The drafter, once its file is saved for the last time."""
+    assert drafter.tables.saver is not None
+    drafter.tables.saver.close()
+    return drafter
+
+
+def copies(drafter: DynamicTreeDrafter) -> bool:
+    """Whether the answer is remembered."""
+    drafter.start(3, ANSWER[20:30])
+    return drafted(drafter, 3, ANSWER[29])[:8] == ANSWER[30:38]
+
+
+def answer(drafter: DynamicTreeDrafter) -> None:
+    """A request that ends without a step in which its slot is released."""
+    drafter.start(0, PROMPT)
+    drafter.extend(slots(0), ids(*ANSWER)[None])
+
+
+def release(drafter: DynamicTreeDrafter) -> None:
+    serve(drafter, 0, PROMPT, ANSWER)
+
+
+def remember(drafter: DynamicTreeDrafter) -> None:
+    drafter.remember(ids(*ANSWER))
+
+
+@pytest.mark.parametrize("learn", [answer, release, remember])
+def test_texts_reach_the_file_whenever_they_came(
+    tmp_path: Path, learn: Callable[[DynamicTreeDrafter], None]
+) -> None:
+    file = tmp_path / "tables"
+    drafter = make(hot_start=file)
+    learn(drafter)
+    closed(drafter)
+    kept = drafter.tables.memory.text()
+    drafter.release([0])
+    assert kept.equal(drafter.tables.memory.text())
+    assert copies(closed(make(hot_start=file)))
+
+
+def test_what_is_forgotten_leaves_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tables"
+    drafter = make(hot_start=file)
+    release(drafter)
+    assert drafter.tables.saver is not None
+    drafter.tables.saver.save()
+    answer(drafter)
+    drafter.reset()
+    closed(drafter)
+    again = closed(make(hot_start=file))
+    assert not len(again.tables.memory.text())
+
+
+def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
+    file, link = tmp_path / "folder" / "tables", tmp_path / "link"
+    link.symlink_to(file)
+    drafter = make(hot_start=link)
+    release(drafter)
+    closed(drafter)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "link"]
+    assert link.is_symlink()
+    assert copies(closed(make(hot_start=file)))
 
 
 def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:

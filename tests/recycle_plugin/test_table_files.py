@@ -55,6 +55,18 @@ def test_idle_tables_are_saved(tmp_path: Path) -> None:
     saver.close()
 
 
+def test_emptied_tables_are_saved_while_they_keep_changing(tmp_path: Path) -> None:
+    file = tmp_path / "tables"
+    saver = TableSaver(file, Counter(), IDENTITY, every=3600)
+    saver.touch_emptied()
+    deadline = time.monotonic() + 60
+    while not file.is_file():
+        assert time.monotonic() < deadline
+        saver.touch()
+        time.sleep(0.05)
+    saver.close()
+
+
 def test_saved_tables_are_loaded(file: Path) -> None:
     loaded = load_tables(file, EXPECTED, IDENTITY)
     assert loaded.keys() == EXPECTED.keys()

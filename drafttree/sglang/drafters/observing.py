@@ -9,7 +9,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.drafter import ModelFreeDrafter
 from drafttree.sglang.model_inputs import text_without_placeholders, without_placeholders
-from drafttree.sglang.patches import observe_prefill, prime_when_idle
+from drafttree.sglang.patches import observe_prefill, use_idle_rounds
 from drafttree.sglang.priming import MAX_TOKENS, child_logits, lent_slots
 from drafttree.sglang.state import Step
 from drafttree.sglang.worker import Publish, TreeWorker
@@ -24,7 +24,7 @@ class ObservingWorker(TreeWorker):
         self._primed = 0, 0
         if self._observing is not None:
             observe_prefill(self._runner, self._observe_prefill)
-            prime_when_idle()
+            use_idle_rounds()
 
     @property
     def _observing(self) -> ModelFreeDrafter | None:

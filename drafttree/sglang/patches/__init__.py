@@ -26,10 +26,10 @@ from drafttree.sglang.patches.runner import (
 )
 from drafttree.sglang.patches.scheduler import (
     check_stops_in_order,
-    prime_when_idle,
     refuse_recaptures,
     report_counters,
     report_new_weights,
+    use_idle_rounds,
 )
 from drafttree.sglang.patches.server import accept_adapters, route_attention, take_corpora
 
@@ -43,13 +43,13 @@ __all__ = [
     "keep_computed_kv_of_sessions",
     "match_prefixes_by_bigrams",
     "observe_prefill",
-    "prime_when_idle",
     "publish_reads",
     "refuse_recaptures",
     "report_counters",
     "report_new_weights",
     "route_attention",
     "take_corpora",
+    "use_idle_rounds",
     "verify_in_graphs",
     "widen_request_rows",
 ]

@@ -22,7 +22,8 @@ PATCHES: tuple[Patch, ...] = (
         target="sglang.srt.managers.scheduler:Scheduler.maybe_sleep_on_idle",
         when=f"{WITH_A_WORKER}, for methods that learn from logits",
         reason="SGLang calls it in each round of its loop in which no request is running, and then "
-        "looks for requests again. Drafters prime there, one short forward in a round.",
+        "looks for requests again. Drafters prime there, one short forward in a round, and the "
+        "requests that finished are released.",
     ),
     Patch(
         target="sglang.srt.managers.scheduler_components.weight_updater:"
@@ -74,8 +75,8 @@ def report_counters() -> None:
     replace_function(Scheduler, "get_internal_state", wrap, expected=expected, unknown=unknown)
 
 
-def prime_when_idle() -> None:
-    """Let a tree method's worker prime while its scheduler has no request.
+def use_idle_rounds() -> None:
+    """Let a tree method's worker release requests that finished, and prime, while none is running.
 
     Raises:
         RuntimeError: The patch does not fit this SGLang.
@@ -84,6 +85,9 @@ def prime_when_idle() -> None:
 
     def wrap(stock: Callable[[Any], None]) -> Callable[[Any], None]:
         def maybe_sleep_on_idle(self: Any) -> None:
+            release = getattr(self.draft_worker, "drafttree_release", None)
+            if release is not None:
+                release()
             prime = getattr(self.draft_worker, "drafttree_prime", None)
             # Older versions keep this in the scheduler itself.
             weights = getattr(self, "weight_updater", self)
