@@ -128,7 +128,7 @@ def _kept(remembered: Remembered, files: int) -> Iterator[str]:
     if dropped:
         yield f"{dropped} tokens of earlier texts, the oldest, are no longer kept"
     if dropped or kept < given:
-        yield "the memory is full: give a larger one, here and to the engine, by the option memory=N"
+        yield "the memory is full: give a larger one, here and to the engine, by memory=N"
 
 
 def _method(name: str) -> Method[Any]:
