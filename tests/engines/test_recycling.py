@@ -62,7 +62,7 @@ def test_auto_drafts_where_it_pays(host: Host, tiny_llama: Path) -> None:
 
 @on_v2_too
 def test_tables_are_saved_to_a_file_and_loaded_from_it(
-    host: Host, tiny_llama: Path, proves_drafting: Callable[[Answer], None], tmp_path: Path
+    host: Host, tiny_llama: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "tables" / "learned.safetensors"
     options = {"nodes": 31, "hot_start": str(file)}
@@ -74,8 +74,8 @@ def test_tables_are_saved_to_a_file_and_loaded_from_it(
     assert any(remembered[at : at + len(answer)] == answer for at in places)
     (warm,), _ = serve(host, tiny_llama, once, options)
     assert warm.tokens == cold.tokens == [plain_answers(host, tiny_llama)[0].tokens[0]]
-    # The same text was decoded before, so its second decoding takes far fewer steps.
-    proves_drafting(warm)
+    # More than a tree of eight levels without a copy of the answer can give.
+    assert warm.counters["accepted_tokens"] > 12 * warm.counters["drafted_steps"]
     assert warm.counters["steps"] < 0.7 * cold.counters["steps"]
 
     content = file.read_bytes()
