@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils.async_probe import sanitize_nan_logits
@@ -395,6 +394,9 @@ class TreeWorker(GraphWorker):
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The target's embeddings `[N, d]` of `tokens [N]`; all ranks ask for the same together."""
+        # Older versions, which serve other methods, do not have it.
+        from sglang.srt.lora.layers import unwrap_lora_layer
+
         embedding = unwrap_lora_layer(self._runner.model.get_input_embeddings())
         embedded: torch.Tensor = embedding(tokens)
         return embedded
