@@ -27,8 +27,8 @@ class Target:
             needs hidden states.
         bos: The token that texts begin with; None if there is none.
         folder: Folder of the target's files on this machine; None if it is not known.
-        changed_by: The option with which the target need not be the model of the files in `folder`:
-            weights from elsewhere, or another configuration; None if it is that model.
+        changed_by: The option with which the target may differ from the model in `folder`, by other
+            weights or another configuration; None if it is the same.
         pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
         late_steps: How many further steps the host proposes before it knows a step's outcome.
         sizes_trees: Whether the host chooses the number of draft tokens of each step, and announces

@@ -360,7 +360,8 @@ class Verified:
             many accepted tokens a grammar adds to it whatever is proposed; None if all trees are as
             they were proposed.
         reads_prompts: Whether the step has read a part of a prompt, or of a text again, so that its
-            time says nothing of decoding. Hosts that time steps themselves leave it out.
+            time says nothing of decoding. Where the host itself times steps, as vLLM's V2
+            model runner does, it is not set.
     """
 
     path: torch.Tensor

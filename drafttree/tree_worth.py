@@ -55,7 +55,8 @@ class TreeWorth:
 
     Attributes:
         stats: Counts by class, where new outcomes count more than old ones.
-        by_proposers: Counts of all outcomes by who proposed a node, as in `PROPOSERS`.
+        by_proposers: Counts by who proposed a node, as in `PROPOSERS`; like those by source, they
+            are halved where they would overflow.
     """
 
     def __init__(self, device: torch.device, weight: float) -> None:
@@ -88,7 +89,7 @@ class TreeWorth:
         stats = self.stats
         stats.halve(MOST_TRIED)
         count(stats, trees.tokens, trees.parents, classes, verified.path, slots)
-        # The classes are halved one by one, so their sums say nothing of all outcomes.
+        # Frequent classes are halved often, so sums over classes would underrate them.
         by = self._proposers[classes[slots].long()]
         count(self.by_proposers, trees.tokens, trees.parents, by, verified.path)
 

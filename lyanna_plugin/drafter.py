@@ -220,9 +220,9 @@ class LyannaDrafter(LyannaTrees):
 
     def on_new_weights(self) -> None:
         """Compute the table of token info and read the head again: CUDA graphs read them there."""
-        if self._head is not None:
-            self.read_head(self._head)
         with torch.inference_mode():
+            if self._hot_head is not None and self._head is not None:
+                self._hot_head.read(self._head)
             self._module.token_info.collapse_into(self._info.table, self._hot_embeddings())
 
     def read_head(self, head: Head) -> None:
@@ -236,6 +236,7 @@ class LyannaDrafter(LyannaTrees):
         self._head = head
         try:
             with torch.inference_mode():
+                self._hot_head.check(head)
                 self._hot_head.read(head)
         except ValueError as error:
             raise ValueError(

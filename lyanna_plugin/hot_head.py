@@ -32,21 +32,25 @@ class HotHead:
         self._tokens = tokens.long()
         self._weight = torch.zeros(len(tokens), width, dtype=dtype, device=tokens.device)
 
+    def check(self, head: Head) -> None:
+        """Check that the logits are a product with weights.
+
+        Raises:
+            ValueError: They have a bias, or are capped.
+        """
+        states = self._weight.new_zeros(3, self._weight.shape[1])
+        states[:, 0] = torch.tensor([0, 1, _FACTOR])
+        zero, one, many = head(states)
+        if bool((zero != 0).any()) or not torch.allclose(many, _FACTOR * one, rtol=0.02, atol=1e-3):
+            raise ValueError("the target's logits have a bias or are capped")
+
     def read(self, head: Head) -> None:
         """Read the rows: the logits of unit vectors are the columns of a head's weights.
 
         It is so also where the weights are packed, quantized or spread over ranks. They are written
         where they were, as CUDA graphs may read them.
-
-        Raises:
-            ValueError: The logits are not linear in the states: they have a bias, or are capped.
         """
         weight = self._weight
-        states = weight.new_zeros(3, weight.shape[1])
-        states[:, 0] = torch.tensor([0, 1, _FACTOR])
-        zero, one, many = head(states)
-        if bool((zero != 0).any()) or not torch.allclose(many, _FACTOR * one, rtol=0.02, atol=1e-3):
-            raise ValueError("the target's logits have a bias or are capped")
         for first in range(0, weight.shape[1], _ROWS):
             columns = weight[:, first : first + _ROWS]
             units = weight.new_zeros(columns.shape[1], weight.shape[1])

@@ -145,8 +145,8 @@ class Tables:
         """Forget what was learned; the target's weights may have changed.
 
         Requests that are running stay registered, but are not remembered when they end. Primed rows
-        stay, but no further ones are written to the cache; those of a model that need not be that
-        of its files are dropped. The hot start file is saved soon.
+        stay, but no further ones are written to the cache; those of a model that may differ from
+        its files are dropped. The hot start file is saved soon.
         """
         if self.priming is not None:
             self.priming.stop_saving()

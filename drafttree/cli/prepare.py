@@ -121,14 +121,15 @@ def _remember(
 def _kept(remembered: Remembered, files: int) -> Iterator[str]:
     """What is said of a corpus of so many files."""
     given, kept, dropped = remembered.given, remembered.kept, remembered.dropped
+    source = "of 1 file" if files == 1 else f"of {files} files"
     if kept == given:
-        yield f"{given} tokens of {files} files are kept"
+        yield f"{given} tokens {source} are kept"
     else:
-        yield f"the last {kept} of {given} tokens of {files} files are kept"
+        yield f"the last {kept} of {given} tokens {source} are kept"
     if dropped:
-        yield f"{dropped} tokens of earlier texts, the oldest, are no longer kept"
+        yield f"the oldest {dropped} tokens of earlier texts were dropped"
     if dropped or kept < given:
-        yield "the memory is full: give a larger one, here and to the engine, by memory=N"
+        yield "the memory is full: set a larger memory=N, here and for the engine"
 
 
 def _method(name: str) -> Method[Any]:

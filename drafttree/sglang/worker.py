@@ -177,7 +177,7 @@ class TreeWorker(GraphWorker):
         self.counters = Counters(self._device)
 
     def weights_changed(self) -> None:
-        """Forget everything learned from the old weights; called after each update of weights.
+        """Forget everything learned from the old weights; called after SGLang has loaded new ones.
 
         The drafter reads the new weights at the next batch, when the update is complete.
         """
@@ -403,7 +403,7 @@ class TreeWorker(GraphWorker):
 
 
 def _changed_by(server: Any) -> str | None:
-    """The option with which the target need not be the model of its files, if there is one."""
+    """The option with which the target may differ from the model in its files, if any."""
     if not reads_files(server.load_format):
         return f"--load-format {server.load_format!s}"
     overrides = server.json_model_override_args

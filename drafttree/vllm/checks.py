@@ -112,8 +112,10 @@ def check_engine(
             f"max_num_batched_tokens={budget} leaves no token of a step for drafts: set it to more "
             "than the number of draft tokens of a tree"
         )
-    # A quarter of a step is left for prompts; see `share_of_step`.
-    if engine.enable_chunked_prefill is False and model.max_model_len > (budget or 0) // 4:
+    # A quarter of a step is left for prompts; see `share_of_step`. The engine's own choice of the
+    # budget is not known yet.
+    fits = budget is None or 4 * model.max_model_len <= budget
+    if engine.enable_chunked_prefill is False and not fits:
         logger.warning(
             "With enable_chunked_prefill=False, prompts that are longer than a quarter of "
             "max_num_batched_tokens may wait until running requests have ended, because of their "

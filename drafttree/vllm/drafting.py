@@ -71,7 +71,7 @@ class DraftingRunner:
         )
 
     def _changed_by(self) -> str | None:
-        """The option with which the target need not be the model of its files, if there is one."""
+        """The option with which the target may differ from the model in its files, if any."""
         load_format = self.load_config.load_format
         if not reads_files(load_format):
             return f"load_format={load_format!s}"

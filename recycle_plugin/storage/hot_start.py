@@ -18,6 +18,7 @@ from recycle_plugin.storage.table_files import (
     TableSpec,
     claim,
     claimed,
+    close_earlier,
     load_tables,
     save_tables,
     tokenizer_identity,
@@ -116,7 +117,8 @@ def open_hot_start(
     """Load the tables from a file, if it exists, and save them to it from now on.
 
     A file that cannot be used is left untouched: a warning with the reason is logged, None is
-    returned and nothing is saved. One process at a time saves to a file; others load it alone.
+    returned and nothing is saved. One process at a time saves to a file; others load it alone. In
+    one process the engine that was started last saves to it.
 
     Args:
         tables: Tables to fill and to save.
@@ -125,6 +127,7 @@ def open_hot_start(
         logger: Logger for the warning.
     """
     learned = _Learned(tables, target)
+    close_earlier(file)
     try:
         if file.exists():
             learned.load(file)

@@ -75,7 +75,7 @@ class PrimedFile:
 
     Attributes:
         path: The file; None if nothing is read or written.
-        is_of_other_model: Whether the served model need not be that of its files.
+        is_of_other_model: Whether the served model may differ from its files.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PrimedFile:
         self.path: Path | None = None
         try:
             if changed_by is not None:
-                raise ValueError(f"with {changed_by} the model need not be that of its files")
+                raise ValueError(f"with {changed_by} the model may differ from its files")
             if folder is None:
                 raise ValueError("the folder of the model's weights is not known")
             self._identity = primed_identity(folder, k)

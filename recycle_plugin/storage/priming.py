@@ -129,8 +129,8 @@ class Priming:
     def stop_saving(self) -> None:
         """Keep further rows in memory only, as the target's weights may have changed.
 
-        Rows of a model that need not be that of its files are dropped: its weights may have been
-        random ones until now.
+        Rows of a model that may differ from its files are dropped: its weights may have been random
+        until now.
         """
         self._file.close()
         if self._file.is_of_other_model:

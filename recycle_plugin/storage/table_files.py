@@ -112,6 +112,7 @@ def _for_owner(path: str, flags: int) -> int:
 
 
 _claimed: dict[Path, int] = {}
+_savers: dict[Path, TableSaver] = {}
 
 
 def claim(file: Path) -> bool:
@@ -142,6 +143,15 @@ def claim(file: Path) -> bool:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     _claimed[file] = descriptor
     return True
+
+
+def close_earlier(file: Path) -> None:
+    """Let an engine of this process save to a file for the last time, if one has done so.
+
+    Otherwise it might save once more when the process ends, over what a later engine has learned.
+    """
+    if (saver := _savers.pop(file, None)) is not None:
+        saver.close()
 
 
 @contextlib.contextmanager
@@ -285,6 +295,7 @@ class TableSaver:
         # Unlike atexit, this also runs in processes that multiprocessing forked.
         self._finalizer = Finalize(None, self._finish, exitpriority=10)
         self._thread.start()
+        _savers[file] = self
 
     def touch(self) -> None:
         """Record that the tables have changed; cheap enough to call in every step."""
@@ -324,6 +335,7 @@ class TableSaver:
             # If a device failed, saving fails too, and says so.
             with contextlib.suppress(RuntimeError):
                 self.before_close()
+            self.before_close = None
         if self._changed:
             self.save()
 

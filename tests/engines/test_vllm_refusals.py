@@ -353,7 +353,7 @@ def test_host_options_are_understood(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "warns"),
     [
-        ({"enable_chunked_prefill": False}, True),
+        ({"enable_chunked_prefill": False}, False),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2047}, True),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}, False),
         ({"max_num_batched_tokens": 1024}, False),

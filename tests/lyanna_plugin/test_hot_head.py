@@ -74,6 +74,10 @@ def test_the_drafter_reads_new_weights(target: Path, folder: Path) -> None:
     head.weight.neg_()
     drafter.on_new_weights()
     torch.testing.assert_close(drafter.logits(states, head)[:, :-1], -first[:, :-1])
+    # Such weights are the target's own fault, and do not end the engine.
+    head.weight.fill_(torch.nan)
+    drafter.on_new_weights()
+    assert drafter.logits(states, head)[:, :-1].isnan().all()
 
 
 def test_more_children_than_hot_tokens_are_refused(target: Path, folder: Path) -> None:

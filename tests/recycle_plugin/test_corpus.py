@@ -91,7 +91,7 @@ def test_a_larger_memory_of_an_engine_is_kept_whole(model: Path, tmp_path: Path)
     assert drafter.tables.saver.save()
     status, said = prepare(model, "--corpus", str(text), "--option", f"hot_start={file}")
     assert status == 0
-    assert f"{len(TEXT)} tokens of 1 files are kept" in said
+    assert f"{len(TEXT)} tokens of 1 file are kept" in said
     assert "the memory is full" not in said
     assert tokens_in(file) == count + len(TEXT)
 
@@ -103,7 +103,7 @@ def test_what_leaves_a_memory_that_is_full_is_said(model: Path, tmp_path: Path) 
     for size in (256, 128):
         status, said = prepare(model, *given, f"memory={size}")
         assert status == 0
-        assert f"{len(TEXT)} tokens of 1 files are kept" in said
+        assert f"{len(TEXT)} tokens of 1 file are kept" in said
         assert ("the memory is full" in said) == (size == 128)
     # A text takes one place more than it has tokens, and one more when a file is read.
     dropped = 2 * len(TEXT) + 3 - 128
@@ -111,7 +111,7 @@ def test_what_leaves_a_memory_that_is_full_is_said(model: Path, tmp_path: Path) 
     assert tokens_in(file) == 2 * len(TEXT) - dropped
     status, said = prepare(model, *given, "memory=64")
     assert status == 0
-    assert f"the last 63 of {len(TEXT)} tokens of 1 files are kept" in said
+    assert f"the last 63 of {len(TEXT)} tokens of 1 file are kept" in said
     assert f"{2 * len(TEXT) - dropped} tokens of earlier texts" in said
     assert tokens_in(file) == 63
 

@@ -279,6 +279,22 @@ def test_texts_reach_the_file_whenever_they_came(
     assert copies(closed(make(hot_start=file)))
 
 
+def test_a_later_engine_of_the_process_takes_over_the_file(tmp_path: Path) -> None:
+    """The earlier one saves once more when the later one starts, and not when the process ends."""
+    file = tmp_path / "tables"
+    earlier = make(hot_start=file)
+    answer(earlier)
+    later = make(hot_start=file)
+    assert copies(later)
+    later.remember(ids(*reversed(ANSWER)))
+    closed(later)
+    texts = later.tables.memory.text()
+    answer(earlier)
+    closed(earlier)
+    kept = closed(make(hot_start=file)).tables.memory.text()
+    assert kept[kept >= 0].equal(texts[texts >= 0])
+
+
 def test_what_is_forgotten_leaves_the_file(tmp_path: Path) -> None:
     file = tmp_path / "tables"
     drafter = make(hot_start=file)

@@ -37,6 +37,12 @@ class ObservingWorker(TreeWorker):
         if self._observing is not None:
             self._prime(None, idle=False)
 
+    def weights_changed(self) -> None:
+        """Forget everything learned from the old weights, and look again for what to prime."""
+        super().weights_changed()
+        if self._observing is not None:
+            self._primed = 0, 1
+
     def drafttree_prime(self, tree_cache: Any) -> tuple[int, int] | None:
         """While no request is running: let the drafter prime in one short forward.
 
