@@ -284,6 +284,12 @@ def test_priming_waits_while_open_sessions_hold_the_kv_pool(
     assert worker.drafttree_prime(None) == (30, 90)
     assert primed == [39]
     assert worker.token_to_kv_pool_allocator.available_size() == 48
+    worker._primed, worker._corpora = (90, 90), {}
+    assert worker.drafttree_prime(None) == (90, 90)
+    # Rows of the old weights may have been dropped.
+    worker.weights_changed()
+    assert worker.drafttree_prime(None) == (30, 90)
+    assert primed == [39, 39]
 
 
 def test_the_drafter_reads_new_weights_before_the_next_batch(
