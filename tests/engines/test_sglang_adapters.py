@@ -243,6 +243,7 @@ def test_drafts_are_of_the_head_without_adapters() -> None:
     worker._states = SimpleNamespace(drafting=torch.ones(2), roots=torch.zeros(2))
     worker._drafts = lambda slots, lengths: (torch.ones(1, 3, 4),)
     worker.drafter = SimpleNamespace(
+        logits=lambda states, head: head(states),
         propose=lambda slots, roots, *given: DraftTree.of_roots(roots),
         proposes_in_graphs=False,
         drafted=lambda *args, **kwargs: None,
