@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,20 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
+def wait_for(file: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Wait until a saver's thread has written the file."""
+    deadline = time.monotonic() + 60
+    while not file.is_file():
+        assert time.monotonic() < deadline
+        meanwhile()
+        time.sleep(0.05)
+
+
 def test_idle_tables_are_saved(tmp_path: Path) -> None:
     file = tmp_path / "tables"
     saver = TableSaver(file, Counter(), IDENTITY, every=3600)
     saver.touch()
-    deadline = time.monotonic() + 60
-    while not file.is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(file)
     saver.close()
 
 
@@ -59,11 +66,7 @@ def test_emptied_tables_are_saved_while_they_keep_changing(tmp_path: Path) -> No
     file = tmp_path / "tables"
     saver = TableSaver(file, Counter(), IDENTITY, every=3600)
     saver.touch_emptied()
-    deadline = time.monotonic() + 60
-    while not file.is_file():
-        assert time.monotonic() < deadline
-        saver.touch()
-        time.sleep(0.05)
+    wait_for(file, saver.touch)
     saver.close()
 
 
