@@ -70,6 +70,12 @@ class BudgetConstants(BaseModel):
         description="Weight of the ratio of the next larger group of steps against the outcomes "
         "of one group, in expected draft tokens or in steps.",
     )
+    most_expected: float = Field(
+        default=4.0,
+        gt=0,
+        description="Expected draft tokens of a request count as at most this many outcomes, as a "
+        "long copy is accepted as a whole or breaks off.",
+    )
     most_paid: float = Field(
         default=60.0,
         gt=1,

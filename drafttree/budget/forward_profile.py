@@ -10,7 +10,11 @@ from time import perf_counter
 from drafttree.drafter import Drafter
 
 CONTEXT = 128
-"""Cached tokens of the request whose forwards are timed."""
+"""Cached tokens of each request whose forwards are timed."""
+
+MOST_ON_CPU = 256
+"""Greatest number of tokens of a forward that is timed on a CPU, where larger ones are bound by
+arithmetic: each further token takes as long as the last ones did."""
 
 _TOKEN_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 81, 128, 256, 512, 1024, 2048, 4096, 8192)
 _REPEATS = 3
@@ -24,17 +28,35 @@ Forwards = Callable[[int, int, int, bool, int], list[float]]
 repeats) -> seconds of each forward`."""
 
 
-def of_one_request(forwards: Forwards, room: int) -> Callable[[int], float]:
+def of_trees(
+    forwards: Forwards, tree_tokens: int, longest: int, pool: int
+) -> Callable[[int], float]:
     """Make a drafter's `measure_forward(num_tokens)` from a host's function.
+
+    Up to `tree_tokens` tokens are of one request. More are of as few requests as can have equally
+    many each.
 
     Args:
         forwards: The host's function.
-        room: Largest number of tokens of one request that fit in the host's KV cache.
+        tree_tokens: Nodes of the largest tree, root included.
+        longest: Largest number of tokens of one request.
+        pool: Number of tokens that fit in the host's KV cache.
 
     Returns:
-        A function that runs one forward of one request and returns its seconds.
+        A function that runs one forward and returns its seconds.
     """
-    return lambda tokens: forwards(1, tokens, min(CONTEXT, room - tokens), tokens > 1, 1)[0]
+
+    def measure(num_tokens: int) -> float:
+        requests = next(
+            count
+            for count in range(-(-num_tokens // tree_tokens), num_tokens + 1)
+            if num_tokens % count == 0
+        )
+        tokens = num_tokens // requests
+        context = max(0, min(CONTEXT, longest - tokens, pool // requests - tokens))
+        return forwards(requests, tokens, context, tokens > 1, 1)[0]
+
+    return measure
 
 
 def profile_drafter(

@@ -188,6 +188,7 @@ class NodeBudget:
             step.emitted_tokens,
             step.added_rows,
             step.given_tokens,
+            step.verified,
         )
 
 

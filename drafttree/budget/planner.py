@@ -30,7 +30,7 @@ import numpy as np
 
 from drafttree.arrays import FloatArray
 from drafttree.budget.allowance import Allowance
-from drafttree.budget.calibration import AcceptanceCalibration
+from drafttree.budget.calibration import AcceptanceCalibration, VerifiedDrafts
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
@@ -146,6 +146,7 @@ class Planner:
         emitted_tokens: float,
         added_rows: int = 0,
         given_tokens: float = 0.0,
+        verified: VerifiedDrafts | None = None,
     ) -> None:
         """Learn from a step.
 
@@ -158,6 +159,7 @@ class Planner:
             emitted_tokens: Tokens emitted for the whole batch.
             added_rows: Part of the rows that grammars have added.
             given_tokens: Part of the emitted tokens that grammars make certain or likely.
+            verified: The drafts of each request; None for as many of each, as many as chosen.
         """
         state, costs = self._state(batch_size), self.costs
         bucket, plan = batch_bucket(batch_size), None
@@ -178,14 +180,17 @@ class Planner:
             lookup = min(lookup, state.draft_seconds)
         if costs.observe(batch_size, chosen_rows, seconds - lookup, added_rows):
             self.trials.allowance.renew()
+        expected_tokens = plan.calibrated * batch_size
         if choice.drafts:
-            self._calibration.add(
-                bucket,
-                choice.num_draft_tokens,
-                batch_size * (plan.expected - 1),
-                own_tokens - batch_size,
-                costs.clock,
-            )
+            if verified is None:
+                drafts = np.full(batch_size, plan.expected - 1)
+                accepted = np.full(batch_size, own_tokens / batch_size - 1)
+            else:
+                drafts = plan.expected_drafts(verified.draft_tokens)
+                accepted = verified.accepted
+                ratio = (plan.calibrated - 1) / (plan.expected - 1) if plan.expected > 1 else 1.0
+                expected_tokens = batch_size + ratio * float(drafts.sum())
+            self._calibration.add(bucket, choice.num_draft_tokens, drafts, accepted, costs.clock)
         self._settle(state, batch_size, plan, seconds)
         self.report.add(
             MeasuredStep(
@@ -195,7 +200,7 @@ class Planner:
                 rows=rows,
                 predicted_seconds=predicted,
                 seconds=seconds,
-                expected_tokens=batch_size * plan.calibrated + given_tokens,
+                expected_tokens=expected_tokens + given_tokens,
                 emitted_tokens=emitted_tokens,
                 is_trial=plan.is_trial,
                 is_wasted=plan.is_wasted,
@@ -272,6 +277,10 @@ class Planner:
             if trial is not None:
                 index, is_trial = trial, True
         choice, taken = TreeChoice(sizes[index]), float(seconds[index])
+        counts, drafts = np.array(sizes), expected_tokens - 1
+        if scores is not None:
+            counts = np.arange(1 + scores.shape[1])
+            drafts = np.pad(np.cumsum(scores, 1), ((0, 0), (1, 0)))
         plan = StepPlan(
             choice,
             float(expected[index]),
@@ -280,6 +289,8 @@ class Planner:
             float(lowest[index]),
             is_trial=is_trial,
             is_wasted=index == 0,
+            counts=counts,
+            drafts=drafts,
         )
         if scores is not None and not is_trial:
             size, ratio = sizes[index], float(self._ratios(batch_size)[index])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
@@ -67,7 +69,7 @@ class BucketState:
         self.draft_seconds += constants.smoothing * (bounded - usual)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """The decision for the current step.
 
@@ -79,6 +81,9 @@ class StepPlan:
         lowest: Calibrated tokens of the request that gains least, which may delay the batch.
         is_trial: Whether the step is taken only to measure its size.
         is_wasted: Whether drafts were looked up and are not used.
+        counts: `[C]`, numbers of draft tokens, ascending from 0.
+        drafts: `[R, C]`, draft tokens of each request that the drafter expects to be accepted of
+            that many; None if they are not known.
     """
 
     choice: TreeChoice
@@ -88,6 +93,28 @@ class StepPlan:
     lowest: float = 1.0
     is_trial: bool = False
     is_wasted: bool = False
+    counts: FloatArray = field(default_factory=lambda: np.zeros(1), repr=False)
+    drafts: FloatArray | None = field(default=None, repr=False)
+
+    def expected_drafts(self, draft_tokens: FloatArray) -> FloatArray:
+        """Draft tokens that were expected to be accepted of those that were verified.
+
+        Args:
+            draft_tokens: `[B]`, draft tokens of each request that were verified.
+        """
+        if self.drafts is None:
+            return np.full(len(draft_tokens), self.expected - 1)
+        drafts = self.drafts
+        if len(drafts) != len(draft_tokens):  # those of an earlier step
+            drafts = np.broadcast_to(drafts.mean(0), (len(draft_tokens), drafts.shape[1]))
+        right = np.searchsorted(self.counts, draft_tokens).clip(0, len(self.counts) - 1)
+        left = np.maximum(right - 1, 0)
+        between = np.maximum(self.counts[right] - self.counts[left], 1)
+        weight = (draft_tokens - self.counts[left]) / between
+        requests = np.arange(len(drafts))
+        lower, upper = drafts[requests, left], drafts[requests, right]
+        expected: FloatArray = lower + weight * (upper - lower)
+        return expected
 
 
 @dataclass(frozen=True, eq=False)

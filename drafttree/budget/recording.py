@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drafttree.arrays import FloatArray
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
@@ -53,6 +54,9 @@ class RecordedStep(BaseModel):
         emitted_tokens: Tokens emitted for the whole batch.
         added_rows: Part of the rows that grammars have added.
         given_tokens: Part of the emitted tokens that grammars make certain or likely.
+        draft_tokens: `[B]`, draft tokens of each request that were verified, without those that
+            grammars add; None if they are not known.
+        accepted: `[B]`, those that were accepted.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -69,6 +73,8 @@ class RecordedStep(BaseModel):
     emitted_tokens: float = 0.0
     added_rows: int = 0
     given_tokens: float = 0.0
+    draft_tokens: list[int] | None = None
+    accepted: list[int] | None = None
 
     @property
     def choice(self) -> TreeChoice | None:
@@ -76,6 +82,13 @@ class RecordedStep(BaseModel):
         if self.expected_tokens is None and self.scores is None:
             return None
         return TreeChoice(self.num_draft_tokens, self.spine, self.min_score)
+
+    @property
+    def verified(self) -> VerifiedDrafts | None:
+        """The drafts of each request; None if they are not known."""
+        if self.draft_tokens is None or self.accepted is None:
+            return None
+        return VerifiedDrafts(np.array(self.draft_tokens), np.array(self.accepted))
 
     def score_array(self, most: int) -> FloatArray | None:
         """`scores` as they were passed to the planner, `float32 [R, most]`."""
@@ -144,6 +157,7 @@ class RecordingPlanner(Planner):
         emitted_tokens: float,
         added_rows: int = 0,
         given_tokens: float = 0.0,
+        verified: VerifiedDrafts | None = None,
     ) -> None:
         super().record_step(
             batch_size,
@@ -154,12 +168,16 @@ class RecordingPlanner(Planner):
             emitted_tokens,
             added_rows,
             given_tokens,
+            verified,
         )
         if self._step is not None:
             self._step.rows, self._step.seconds = rows, seconds
             self._step.draft_seconds = draft_seconds
             self._step.emitted_tokens = emitted_tokens
             self._step.added_rows, self._step.given_tokens = added_rows, given_tokens
+            if choice.drafts and verified is not None:
+                self._step.draft_tokens = verified.draft_tokens.tolist()
+                self._step.accepted = verified.accepted.tolist()
         self._write()
 
     def _write(self) -> None:

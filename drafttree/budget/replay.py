@@ -185,6 +185,7 @@ class _Replayer:
         reference, planner, batch_size = self._reference, self._planner, step.batch_size
         rows, tokens, draft_seconds = step.rows, step.emitted_tokens, step.draft_seconds
         added_rows, given_tokens = step.added_rows, step.given_tokens
+        verified = step.verified if choice == step.choice else None
         recorded_seconds = seconds
         if choice != step.choice:
             rows, tokens = self._drafts(batch_size).outcome(reference, batch_size, choice)
@@ -210,6 +211,7 @@ class _Replayer:
             step.emitted_tokens,
             step.added_rows,
             step.given_tokens,
+            step.verified,
         )
         planner.record_step(
             batch_size,
@@ -220,6 +222,7 @@ class _Replayer:
             tokens,
             added_rows,
             given_tokens,
+            verified,
         )
         self.result.recorded.add(step.choice, step.emitted_tokens, recorded_seconds)
         self.result.replayed.add(choice, tokens, seconds)

@@ -258,8 +258,8 @@ class ShapePlanner:
             self._calibration.add(
                 batch_bucket(batch_size),
                 shape.nodes,
-                batch_size * (step.expected - 1),
-                emitted - batch_size,
+                np.full(batch_size, step.expected - 1),
+                np.full(batch_size, emitted / batch_size - 1),
                 costs.clock,
             )
         self.acceptance.pass_step()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.transfer import AsyncHostCopy
 from drafttree.tree import DraftTree, Verified
@@ -39,6 +40,7 @@ class StepOutcome:
         added_rows: Part of the rows that grammars have added to those that were proposed.
         given_tokens: Part of the emitted tokens that grammars make certain or likely, and that
             steps without drafts emit too.
+        verified: The drafts of each request, without what grammars add.
     """
 
     batch_size: int
@@ -47,6 +49,7 @@ class StepOutcome:
     seconds: float
     draft_seconds: float
     emitted_tokens: int
+    verified: VerifiedDrafts
     catch_up_seconds: float = 0.0
     added_rows: int = 0
     given_tokens: int = 0
@@ -138,6 +141,7 @@ class StepTimer:
         if not (emitted > 0).all():
             return None
         rows = self._rows(step.tokens) if step.rows is None else step.rows
+        nodes, own = _is_token(step.tokens).sum(1), emitted
         added_rows = given_tokens = 0
         if step.bound is not None:
             proposed, given = step.bound.wait().numpy().T
@@ -145,6 +149,7 @@ class StepTimer:
             chosen = np.minimum(proposed, 1 + step.choice.num_draft_tokens + step.choice.spine)
             added_rows = rows - self._rows_of(chosen)
             given_tokens = int(given.sum())
+            nodes, own = np.minimum(nodes, chosen), emitted - given
         return StepOutcome(
             len(slots),
             step.choice,
@@ -152,6 +157,7 @@ class StepTimer:
             seconds,
             step.draft_seconds,
             int(emitted.sum()),
+            VerifiedDrafts(nodes - 1, own - 1),
             step.catch_up_seconds,
             added_rows,
             given_tokens,

@@ -116,7 +116,9 @@ class TierController:
         self.costs = CostModel(sizes, forward_seconds, self.constants)
         self.trials = Trials(self.costs, self.constants)
         self.probes = Allowance(self.constants.learning_share, self.constants.probe_capacity)
-        self._calibration = AcceptanceCalibration(self.constants)
+        # What a step gains is known late, so that one copy must not change many steps.
+        learning = self.constants.model_copy(update={"most_expected": 1.0})
+        self._calibration = AcceptanceCalibration(learning)
         self._gains = ExpectedGains(len(self.sizes), self.constants)
         self._choice: TierChoice | None = None
         self._measured: list[MeasuredStep] = []
@@ -273,15 +275,7 @@ class TierController:
         bucket = batch_bucket(batch_size)
         ratio = self._calibration.ratios(bucket, self.sizes, self.costs.clock)[index]
         drafts, accepted = drafts[known], outcome.emitted[known] - 1
-        # A long copy is accepted as a whole or breaks off: that counts as one token.
-        weights = 1 / np.maximum(drafts, 1.0)
-        self._calibration.add(
-            bucket,
-            size,
-            float((weights * drafts).sum()),
-            float((weights * accepted).sum()),
-            self.costs.clock,
-        )
+        self._calibration.add(bucket, size, drafts, accepted, self.costs.clock)
         return batch_size + ratio * float(drafts.sum())
 
 

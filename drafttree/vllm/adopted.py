@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from drafttree.budget.forward_profile import of_one_request, profile_drafter
+from drafttree.budget.forward_profile import MOST_ON_CPU, of_trees, profile_drafter
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.tensor_parallel import (
@@ -155,8 +155,14 @@ class AdoptedRunner(DraftingRunner, GPUModelRunner):
             return lambda tokens: step_seconds(self, tokens), self._max_step_rows
         spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         # The engine keeps one block for itself.
-        room = min(self.max_model_len, (self.kv_cache_config.num_blocks - 1) * spec.block_size)
+        pool = (self.kv_cache_config.num_blocks - 1) * spec.block_size
+        longest, tree_tokens = min(self.max_model_len, pool), self.num_spec_tokens + 1
         return (
-            of_one_request(lambda *shape: forward_seconds(self, *shape), room),
-            min(room, self._token_budget, self.num_spec_tokens + 1),
+            of_trees(
+                lambda *shape: forward_seconds(self, *shape),
+                min(tree_tokens, longest),
+                longest,
+                pool,
+            ),
+            min(pool, self._max_step_rows, max(tree_tokens, MOST_ON_CPU)),
         )

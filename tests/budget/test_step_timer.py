@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from drafttree.budget import NodeBudget, candidate_sizes, measure_forwards
+from drafttree.budget.calibration import VerifiedDrafts
+from drafttree.budget.forward_profile import of_trees
 from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.transfer import AsyncHostCopy
@@ -32,6 +34,7 @@ class FixedPlanner(Planner):
         self.expected: list[list[list[float]]] = []
         self.recorded: list[tuple[int, TreeChoice, int, float, float, float]] = []
         self.of_grammars: list[tuple[int, float]] = []
+        self.verified = VerifiedDrafts(np.empty(0), np.empty(0))
         self.skips = False
 
     def should_skip_drafting(self, batch_size: int) -> bool:
@@ -55,9 +58,12 @@ class FixedPlanner(Planner):
         emitted_tokens: float,
         added_rows: int = 0,
         given_tokens: float = 0.0,
+        verified: VerifiedDrafts | None = None,
     ) -> None:
         self.recorded.append((batch_size, choice, rows, seconds, draft_seconds, emitted_tokens))
         self.of_grammars.append((added_rows, given_tokens))
+        assert verified is not None
+        self.verified = verified
 
 
 class Steps:
@@ -245,6 +251,28 @@ def test_steps_that_the_host_truncated_count_with_their_rows() -> None:
     steps.now = 2.0
     steps.propose(4, 2)
     assert steps.planner.recorded == [(2, CHOICE, 4, 2.0, DRAFT_SECONDS, 3)]
+    draft_tokens, accepted = steps.planner.verified
+    assert (draft_tokens.tolist(), accepted.tolist()) == ([1, 1], [0, 1])
+
+
+def test_forwards_of_several_trees_are_measured() -> None:
+    shapes: list[tuple[int, int, int, bool, int]] = []
+
+    def forwards(*shape: int | bool) -> list[float]:
+        shapes.append(shape)  # type: ignore[arg-type]
+        return [1.0]
+
+    measure = of_trees(forwards, 16, longest=100, pool=600)
+    for num_tokens in (1, 16, 24, 33, 128, 256):
+        measure(num_tokens)
+    assert shapes == [
+        (1, 1, 99, False, 1),
+        (1, 16, 84, True, 1),
+        (2, 12, 88, True, 1),
+        (3, 11, 89, True, 1),
+        (8, 16, 59, True, 1),
+        (16, 16, 21, True, 1),
+    ]
 
 
 def test_forwards_are_measured_up_to_the_largest_step() -> None:

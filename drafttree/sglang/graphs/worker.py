@@ -11,7 +11,12 @@ import torch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from drafttree.budget import candidate_sizes
-from drafttree.budget.forward_profile import CONTEXT, of_one_request, profile_drafter
+from drafttree.budget.forward_profile import (
+    CONTEXT,
+    MOST_ON_CPU,
+    of_trees,
+    profile_drafter,
+)
 from drafttree.ranks import Group
 from drafttree.sglang.corpus import CorpusWorker
 from drafttree.sglang.forward import forward_seconds, verification_seconds
@@ -97,19 +102,25 @@ class GraphWorker(CorpusWorker):
         """SGLang's last call before it serves: let the drafter time forwards of the target."""
         super().init_cuda_graphs()
         if self._device.type == "cpu":
-            self._time_one_request()
+            self._time_trees()
         elif self._graphs is not None:
             self._graphs.capture()
             profile_drafter(self.drafter, self._replay_seconds, self._sizes.most_rows, logger)
 
-    def _time_one_request(self) -> None:
-        room = min(self.token_to_kv_pool_allocator.size, self._runner.model_config.context_len)
-        measure = of_one_request(lambda *shape: forward_seconds(self._runner, *shape), room)
+    def _time_trees(self) -> None:
+        pool = self.token_to_kv_pool_allocator.size
+        longest = min(pool, self._runner.model_config.context_len)
+        tree_tokens = min(longest, self._num_draft_tokens + 1)
+        measure = of_trees(
+            lambda *shape: forward_seconds(self._runner, *shape), tree_tokens, longest, pool
+        )
         if not is_drafting_rank(self._group):
             follow_measurements(measure, self._group, self._device)
             return
+        requests = self.req_to_token_pool.size
+        most = min(pool, requests * tree_tokens, max(tree_tokens, MOST_ON_CPU))
         with leading_measurements(measure, self._group, self._device) as led:
-            profile_drafter(self.drafter, led, min(room, self._num_draft_tokens + 1), logger)
+            profile_drafter(self.drafter, led, most, logger)
 
     def _replay_seconds(self, rows: int) -> float:
         """Seconds of the step with a graph that has that many rows, or a few more.
