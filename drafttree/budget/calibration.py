@@ -6,9 +6,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafttree.arrays import FloatArray
+from drafttree.arrays import FloatArray, LongArray
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.decaying_ratio import DecayingRatio
+
+_LEVELS = 3
+
+
+def certainty(expected_tokens: FloatArray, sizes: tuple[int, ...]) -> LongArray:
+    """How certain the drafts of each request are, `[R]`: 0, 1 or 2.
+
+    What is accepted of guesses says little of copies, whose tokens are nearly certain.
+
+    Args:
+        expected_tokens: `[R, S]`, tokens that each request is expected to emit at each of `sizes`.
+        sizes: Numbers of draft tokens, ascending from 0.
+    """
+    if len(sizes) == 1:
+        return np.zeros(len(expected_tokens), np.int64)
+    mean_scores = (expected_tokens[:, 1] - 1) / sizes[1]
+    levels: LongArray = np.minimum(_LEVELS * mean_scores, _LEVELS - 1).astype(np.int64)
+    return levels
 
 
 class VerifiedDrafts(NamedTuple):
@@ -24,11 +42,11 @@ class VerifiedDrafts(NamedTuple):
 
 
 class AcceptanceCalibration:
-    """The ratio of accepted to expected draft tokens, by batch bucket and size.
+    """The ratio of accepted to expected draft tokens, by groups of requests and size.
 
-    The estimate is hierarchical: the ratio over all steps is the prior of a batch bucket's ratio,
-    which is the prior of the ratio of one size in that bucket. Without new samples all of them
-    decay to 1. The bonus token, which a plain step emits as well, is not counted.
+    The estimate is hierarchical: the ratio over all steps is the prior of a group's ratio, which is
+    the prior of the ratio of one size in that group. Without new samples all of them decay to 1.
+    The bonus token, which a plain step emits as well, is not counted.
 
     A long copy is accepted as a whole or breaks off, so its tokens do not count as so many
     outcomes: they count as `most_expected` at most.
@@ -37,12 +55,12 @@ class AcceptanceCalibration:
     def __init__(self, constants: BudgetConstants) -> None:
         self._constants = constants
         self._overall = DecayingRatio(constants)
-        self._by_bucket: dict[int, DecayingRatio] = {}
+        self._by_group: dict[int, DecayingRatio] = {}
         self._by_size: dict[tuple[int, int], DecayingRatio] = {}
 
     def add(
         self,
-        bucket: int,
+        groups: LongArray,
         num_draft_tokens: int,
         expected: FloatArray,
         accepted: FloatArray,
@@ -51,34 +69,43 @@ class AcceptanceCalibration:
         """Add the outcome of one step.
 
         Args:
-            bucket: Batch bucket of the step, from `batch_bucket`.
+            groups: `[B]`, group of each request.
             num_draft_tokens: Draft tokens of each request.
             expected: `[B]`, draft tokens of each request that the drafter expected to be accepted.
             accepted: `[B]`, draft tokens that were accepted.
             clock: Number of steps observed so far.
         """
-        of_bucket = self._by_bucket.setdefault(bucket, DecayingRatio(self._constants))
-        of_size = self._by_size.setdefault(
-            (bucket, num_draft_tokens), DecayingRatio(self._constants)
-        )
         weights = 1 / np.maximum(expected / self._constants.most_expected, 1.0)
-        predicted, actual = float(weights @ expected), float(weights @ accepted)
-        for ratio in (self._overall, of_bucket, of_size):
-            ratio.add(predicted, actual, clock)
+        predicted, actual = weights * expected, weights * accepted
+        self._overall.add(float(predicted.sum()), float(actual.sum()), clock)
+        for group in np.unique(groups).tolist():
+            own = groups == group
+            sums = float(predicted[own].sum()), float(actual[own].sum())
+            of_group = self._by_group.setdefault(group, DecayingRatio(self._constants))
+            of_size = self._by_size.setdefault(
+                (group, num_draft_tokens), DecayingRatio(self._constants)
+            )
+            of_group.add(*sums, clock)
+            of_size.add(*sums, clock)
 
     def calibrate(
-        self, expected_tokens: FloatArray, bucket: int, sizes: tuple[int, ...], clock: int
+        self, expected_tokens: FloatArray, groups: LongArray, sizes: tuple[int, ...], clock: int
     ) -> FloatArray:
         """Correct expected tokens, `[R, S]`, by the ratios; a plain step emits one token."""
-        ratios = np.array(self.ratios(bucket, sizes, clock))
-        calibrated: FloatArray = 1 + ratios * (expected_tokens - 1)
+        calibrated: FloatArray = 1 + self.ratios(groups, sizes, clock) * (expected_tokens - 1)
         calibrated[:, 0] = 1.0
         return calibrated
 
-    def ratios(self, bucket: int, sizes: tuple[int, ...], clock: int) -> list[float]:
-        """The ratio of accepted to expected draft tokens at each of `sizes`."""
+    def ratios(self, groups: LongArray, sizes: tuple[int, ...], clock: int) -> FloatArray:
+        """The ratio of accepted to expected draft tokens at each of `sizes`, `[R, S]`."""
+        found, places = np.unique(groups, return_inverse=True)
+        ratios = np.array([self._of_group(group, sizes, clock) for group in found.tolist()])
+        of_requests: FloatArray = ratios[places]
+        return of_requests
+
+    def _of_group(self, group: int, sizes: tuple[int, ...], clock: int) -> list[float]:
         ratio = self._overall.value(1.0, clock)
-        if (of_bucket := self._by_bucket.get(bucket)) is not None:
-            ratio = of_bucket.value(ratio, clock)
-        known = (self._by_size.get((bucket, size)) for size in sizes)
+        if (of_group := self._by_group.get(group)) is not None:
+            ratio = of_group.value(ratio, clock)
+        known = (self._by_size.get((group, size)) for size in sizes)
         return [of_size.value(ratio, clock) if of_size else ratio for of_size in known]

@@ -28,9 +28,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from drafttree.arrays import FloatArray
+from drafttree.arrays import FloatArray, LongArray
 from drafttree.budget.allowance import Allowance
-from drafttree.budget.calibration import AcceptanceCalibration, VerifiedDrafts
+from drafttree.budget.calibration import AcceptanceCalibration, VerifiedDrafts, certainty
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
@@ -190,7 +190,10 @@ class Planner:
                 accepted = verified.accepted
                 ratio = (plan.calibrated - 1) / (plan.expected - 1) if plan.expected > 1 else 1.0
                 expected_tokens = batch_size + ratio * float(drafts.sum())
-            self._calibration.add(bucket, choice.num_draft_tokens, drafts, accepted, costs.clock)
+            levels = plan.levels
+            if len(levels) != batch_size:  # those of an earlier step
+                levels = np.full(batch_size, round(levels.mean()))
+            self._calibration.add(levels, choice.num_draft_tokens, drafts, accepted, costs.clock)
         self._settle(state, batch_size, plan, seconds)
         self.report.add(
             MeasuredStep(
@@ -207,15 +210,19 @@ class Planner:
             )
         )
 
-    def calibrate(self, batch_size: int, expected_tokens: FloatArray) -> FloatArray:
+    def calibrate(self, expected_tokens: FloatArray) -> FloatArray:
         """Correct expected tokens, `[R, S]`, by the ratio of accepted to expected drafts."""
-        return self._calibration.calibrate(
-            expected_tokens, batch_bucket(batch_size), self.candidate_sizes, self.costs.clock
-        )
+        sizes, clock = self.candidate_sizes, self.costs.clock
+        levels = certainty(expected_tokens, sizes)
+        return self._calibration.calibrate(expected_tokens, levels, sizes, clock)
 
-    def ratio(self, batch_size: int, num_draft_tokens: int) -> float:
-        """The ratio of accepted to expected draft tokens at a candidate size."""
-        return float(self._ratios(batch_size)[self.candidate_sizes.index(num_draft_tokens)])
+    def ratios(self, levels: LongArray) -> FloatArray:
+        """The ratio of accepted to expected draft tokens at each size, `[R, S]`.
+
+        Args:
+            levels: `[R]`, how certain the drafts of each request are; see `certainty`.
+        """
+        return self._calibration.ratios(levels, self.candidate_sizes, self.costs.clock)
 
     def outlook(self, batch_size: int) -> Outlook:
         """What the steps that are chosen for a batch are expected to give, in the mean."""
@@ -229,13 +236,6 @@ class Planner:
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
         return self.report.rows()
-
-    def _ratios(self, batch_size: int) -> FloatArray:
-        return np.array(
-            self._calibration.ratios(
-                batch_bucket(batch_size), self.candidate_sizes, self.costs.clock
-            )
-        )
 
     def _state(self, batch_size: int) -> BucketState:
         return self._states.setdefault(batch_bucket(batch_size), BucketState())
@@ -266,7 +266,8 @@ class Planner:
             )
         state = self._state(batch_size)
         state.is_tried = False
-        calibrated = self.calibrate(batch_size, expected_tokens)
+        levels = certainty(expected_tokens, sizes)
+        calibrated = self.calibrate(expected_tokens)
         expected, mean = expected_tokens.mean(0), calibrated.mean(0)
         gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
         seconds = self._step_seconds(state, batch_size)
@@ -289,16 +290,17 @@ class Planner:
             float(lowest[index]),
             is_trial=is_trial,
             is_wasted=index == 0,
+            levels=levels,
             counts=counts,
             drafts=drafts,
         )
         if scores is not None and not is_trial:
-            size, ratio = sizes[index], float(self._ratios(batch_size)[index])
+            size, ratios = sizes[index], self.ratios(levels)[:, index]
             spine = worthwhile_spine(
                 scores[:, size:],
                 calibrated[:, index],
                 [larger - size for larger in sizes[index + 1 :]],
-                ratio,
+                ratios,
                 batch_size,
                 batch_size * (size + 1),
                 lambda rows: state.draft_seconds + self.costs.seconds(batch_size, rows),
@@ -307,12 +309,12 @@ class Planner:
             )
             if spine is not None:
                 choice, taken = TreeChoice(size, spine.nodes, spine.min_score), spine.seconds
-                added = float(spine.tokens.mean()) - plan.calibrated
+                further = spine.tokens - calibrated[:, index]
                 plan = replace(
                     plan,
                     choice=choice,
-                    expected=plan.expected + added / ratio,
-                    calibrated=plan.calibrated + added,
+                    expected=plan.expected + float((further / ratios).mean()),
+                    calibrated=float(spine.tokens.mean()),
                     gain=1 / float((1 / spine.tokens).mean()),
                     is_wasted=False,
                 )

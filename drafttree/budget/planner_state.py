@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafttree.arrays import FloatArray
+from drafttree.arrays import FloatArray, LongArray
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree_shape import TreeShape
@@ -81,6 +81,7 @@ class StepPlan:
         lowest: Calibrated tokens of the request that gains least, which may delay the batch.
         is_trial: Whether the step is taken only to measure its size.
         is_wasted: Whether drafts were looked up and are not used.
+        levels: `[R]`, how certain the drafts of each request are; see `certainty`.
         counts: `[C]`, numbers of draft tokens, ascending from 0.
         drafts: `[R, C]`, draft tokens of each request that the drafter expects to be accepted of
             that many; None if they are not known.
@@ -93,6 +94,7 @@ class StepPlan:
     lowest: float = 1.0
     is_trial: bool = False
     is_wasted: bool = False
+    levels: LongArray = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
     counts: FloatArray = field(default_factory=lambda: np.zeros(1), repr=False)
     drafts: FloatArray | None = field(default=None, repr=False)
 

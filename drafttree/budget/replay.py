@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from drafttree.arrays import FloatArray
+from drafttree.budget.calibration import certainty
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import batch_bucket
 from drafttree.budget.planner import Planner
@@ -124,13 +125,14 @@ class _Drafts:
         """Rows and tokens that a planner predicts for a choice, without those of grammars."""
         nodes = choice.num_draft_tokens if choice else 0
         index = planner.candidate_sizes.index(nodes)
-        tokens = planner.calibrate(batch_size, self.expected_tokens)[:, index]
+        tokens = planner.calibrate(self.expected_tokens)[:, index]
         rows = batch_size * (nodes + 1)
         if choice and choice.spine and self.scores is not None:
             further = self.scores[:, nodes : nodes + choice.spine]
             taken = further >= choice.min_score
-            ratio = planner.ratio(batch_size, nodes)
-            tokens = tokens + ratio * (further * taken).sum(1)
+            levels = certainty(self.expected_tokens, planner.candidate_sizes)
+            ratios = planner.ratios(levels)[:, index]
+            tokens = tokens + ratios * (further * taken).sum(1)
             rows += round(batch_size * float(taken.sum(1).mean()))
         return rows, batch_size * float(tokens.mean())
 

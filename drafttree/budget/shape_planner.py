@@ -256,7 +256,7 @@ class ShapePlanner:
             self._base.costs.observe(batch_size, rows, verifying)
         if index and rows == batch_size * (1 + shape.nodes):
             self._calibration.add(
-                batch_bucket(batch_size),
+                np.full(batch_size, batch_bucket(batch_size)),
                 shape.nodes,
                 np.full(batch_size, step.expected - 1),
                 np.full(batch_size, emitted / batch_size - 1),
@@ -348,7 +348,7 @@ class ShapePlanner:
     def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
         calibrated = self._calibration.calibrate(
             expected[None],
-            batch_bucket(batch_size),
+            np.array([batch_bucket(batch_size)]),
             self.costs.candidate_sizes,
             self.costs.clock,
         )

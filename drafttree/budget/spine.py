@@ -41,7 +41,7 @@ def worthwhile_spine(
     scores: FloatArray,
     tokens: FloatArray,
     lengths: Sequence[int],
-    ratio: float,
+    ratios: FloatArray,
     batch_size: int,
     rows: int,
     seconds: Callable[[int], float],
@@ -54,7 +54,8 @@ def worthwhile_spine(
         scores: `[R, M]`, scores of the nodes that are left, the best first.
         tokens: `[R]`, tokens that each request is expected to emit without further nodes.
         lengths: Numbers of further nodes to choose from, ascending, at most M.
-        ratio: Ratio of the probability of acceptance to the score.
+        ratios: `[R]`, ratio of the probability of acceptance to the score. A further node is
+            chosen by its score alone, as if the ratio of all were that of the most certain one.
         batch_size: Number of requests in the step.
         rows: Rows of the step without further nodes.
         seconds: Predicted seconds of a step by its rows.
@@ -69,11 +70,12 @@ def worthwhile_spine(
         return None
     now = seconds(rows)
     cost_of_row = (seconds(rows + lengths[-1]) - now) / lengths[-1]
-    min_score = batch_size * cost_of_row * float(tokens.max()) / (now * ratio)
+    most_certain = float(ratios[scores[:, 0].argmax()])
+    min_score = batch_size * cost_of_row * float(tokens.max()) / (now * most_certain)
     if scores[:, 0].max() < min_score:
         return None
     counts = (scores >= min_score).sum(1)
-    sums = np.cumsum(scores, 1) * ratio
+    sums = np.cumsum(scores, 1) * ratios[:, None]
     best, most_saved = None, (margin - 1) * now
     for length in lengths:
         taken = np.minimum(counts, length)

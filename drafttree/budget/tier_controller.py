@@ -21,7 +21,7 @@ import numpy as np
 
 from drafttree.arrays import FloatArray
 from drafttree.budget.allowance import Allowance
-from drafttree.budget.calibration import AcceptanceCalibration
+from drafttree.budget.calibration import AcceptanceCalibration, certainty
 from drafttree.budget.candidates import best_size, checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
@@ -136,7 +136,7 @@ class TierController:
         batch_size = len(requests)
         expected = self._gains.of(requests)
         calibrated = self._calibration.calibrate(
-            expected, batch_bucket(batch_size), self.sizes, self.costs.clock
+            expected, certainty(expected, self.sizes), self.sizes, self.costs.clock
         )
         gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
         seconds = self.costs.of_sizes(batch_size)
@@ -272,11 +272,11 @@ class TierController:
         known = ~np.isnan(drafts)
         if not size or not known.any():
             return float(outcome.emitted.sum())
-        bucket = batch_bucket(batch_size)
-        ratio = self._calibration.ratios(bucket, self.sizes, self.costs.clock)[index]
+        levels = certainty(expected[known], self.sizes)
+        ratios = self._calibration.ratios(levels, self.sizes, self.costs.clock)[:, index]
         drafts, accepted = drafts[known], outcome.emitted[known] - 1
-        self._calibration.add(bucket, size, drafts, accepted, self.costs.clock)
-        return batch_size + ratio * float(drafts.sum())
+        self._calibration.add(levels, size, drafts, accepted, self.costs.clock)
+        return batch_size + float((ratios * drafts).sum())
 
 
 def _reason(plan: TierPlan, *, is_limited: bool) -> str:

@@ -11,12 +11,14 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import mean
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
@@ -269,15 +271,15 @@ def test_it_comes_back_when_drafts_begin_to_hit() -> None:
 @pytest.mark.parametrize("period", [1, 7, 300])
 @pytest.mark.parametrize("cost", [memory_bound, compute_bound])
 def test_batches_that_come_and_go(cost: Cost, period: int) -> None:
-    machine = Machine(cost, noise=0.05, outliers=True)
-    score = play(
-        machine,
-        Planner(CPU, machine.forwards()),
-        2400,
-        batch=lambda step: (1, 8, 32)[step // period % 3],
-    )
-    assert score.over_plain >= 0.98
-    assert score.over_best >= 0.94
+    scores = []
+    for seed in range(4):
+        machine = Machine(cost, noise=0.05, outliers=True, rng=np.random.default_rng(seed))
+        planner = Planner(CPU, machine.forwards())
+        scores.append(
+            play(machine, planner, 2400, batch=lambda step: (1, 8, 32)[step // period % 3])
+        )
+    assert min(score.over_plain for score in scores) >= 0.98
+    assert mean(score.over_best for score in scores) >= 0.94
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -500,3 +502,41 @@ def test_steps_that_are_always_truncated_cannot_lose_for_long() -> None:
             planner.record_step(1, TreeChoice(7), 4, 3.0, 0.0, 1)
             lost += 2.0
     assert 0 < lost < 0.02 * 2000
+
+
+def outcomes(draft_tokens: list[int], accepted: list[int]) -> VerifiedDrafts:
+    return VerifiedDrafts(np.array(draft_tokens), np.array(accepted))
+
+
+def test_what_is_accepted_of_guesses_says_little_of_copies() -> None:
+    planner = Planner((0, 3, 7), {1: 1.0, 1000: 1.0})
+    guess, copy = [0.3] + 6 * [0.2], 7 * [0.95]
+    for _ in range(40):
+        choice = planner.choose_best_first(2, np.array([guess, copy], np.float32))
+        nodes = choice.num_draft_tokens + choice.spine
+        verified = outcomes([nodes, nodes], [0, nodes])
+        planner.record_step(*(2, choice, 2 + 2 * nodes, 1.0, 0.0, 2.0 + nodes), verified=verified)
+    expected = planner.expected_tokens(np.array([guess, copy], np.float32))
+    of_guess, of_copy = (planner.calibrate(expected) - 1)[:, 2] / (expected - 1)[:, 2]
+    assert of_guess < 0.4
+    assert of_copy > 0.95
+
+
+def test_a_tree_that_the_host_cut_is_expected_to_give_as_much_as_its_part() -> None:
+    planner = Planner((0, 3, 7), {1: 1.0, 1000: 1.0})
+    scores = np.full((2, 7), 0.9, np.float32)
+    for _ in range(20):
+        choice = planner.choose_best_first(2, scores)
+        planner.record_step(2, choice, 3, 1.0, 0.0, 3.0, verified=outcomes([0, 1], [0, 1]))
+    expected = planner.expected_tokens(scores)
+    assert (planner.calibrate(expected) >= expected).all()
+
+
+def test_a_copy_that_breaks_off_counts_as_few_outcomes() -> None:
+    planner = Planner((0, 63), {1: 1.0, 1000: 1.0})
+    scores = np.full((1, 63), 0.98, np.float32)
+    choice = planner.choose_best_first(1, scores)
+    assert choice.num_draft_tokens == 63
+    planner.record_step(1, choice, 64, 1.0, 0.0, 1.0, verified=outcomes([63], [0]))
+    expected = planner.expected_tokens(scores)
+    assert 0.5 < (planner.calibrate(expected) - 1)[0, 1] / (expected - 1)[0, 1] < 0.9
