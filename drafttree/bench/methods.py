@@ -146,8 +146,13 @@ def resolve_variants(name: str, options: Iterable[str], varied: Iterable[str]) -
     return variants or [resolve_method(name, given)]
 
 
-def check_engine(engine: str, method: BenchMethod) -> None:
+def check_engine(engine: str, method: BenchMethod, temperature: float = 0.0) -> None:
     """Refuse a method that the engine cannot run.
+
+    Args:
+        engine: `vllm` or `sglang`.
+        method: The method.
+        temperature: Temperature of the requests; 0 for greedy decoding.
 
     Raises:
         InputError: The engine cannot run it; the message gives the reason.
@@ -156,6 +161,19 @@ def check_engine(engine: str, method: BenchMethod) -> None:
         raise InputError(f"--method {method.name} {_NOT_IN_SGLANG[method.name]}")
     if method.name == "suffix" and find_spec("arctic_inference") is None:
         raise InputError(_BUILD_SUFFIX)
+    own = engine == "vllm" and not method.drafts_trees and method.speculative_config is not None
+    if own and temperature > 0 and not _has_gpu():
+        raise InputError(
+            f"--method {method.name} is not measured at --temperature {temperature:g} on a CPU: "
+            "there vLLM 0.32 divides logits by uninitialised memory when it verifies its own "
+            "drafts, so its answers are not the model's. Use --temperature 0"
+        )
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:

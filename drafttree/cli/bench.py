@@ -122,7 +122,7 @@ def bench(
         if runner is not None and engine != "vllm":
             raise InputError(f"--runner {runner.value} is vLLM's own: use --engine vllm")
         variants = resolve_variants(method, option or [], vary or [])
-        check_engine(engine, variants[0])
+        check_engine(engine, variants[0], temperature)
         asked = load_prompts(prompts or default_prompts_path(), limit)
         settings = BenchSettings(
             engine=engine,

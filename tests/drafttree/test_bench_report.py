@@ -236,6 +236,20 @@ def test_a_draft_model_of_vllm() -> None:
         resolve_method("draft-model", {})
 
 
+@pytest.mark.parametrize("name", ["draft-model", "ngram"])
+def test_speculation_of_vllm_is_not_measured_at_a_temperature_on_a_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = resolve_method(name, {"model": "DRAFT"} if name == "draft-model" else {})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match=r"--temperature 0\.7 on a CPU.* Use --temperature 0"):
+        check_engine("vllm", method, 0.7)
+    for others in ("none", "token-recycling"):
+        check_engine("vllm", resolve_method(others, {}), 0.7)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    check_engine("vllm", method, 0.7)
+
+
 def test_tree_methods() -> None:
     for name in ("token-recycling", "token_recycling"):
         method = resolve_method(name, {"nodes": 15})
