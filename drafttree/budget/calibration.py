@@ -37,7 +37,7 @@ class VerifiedDrafts(NamedTuple):
         accepted: `[B]`, draft tokens that were accepted.
     """
 
-    draft_tokens: FloatArray
+    draft_tokens: LongArray
     accepted: FloatArray
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from drafttree.arrays import FloatArray
+from drafttree.arrays import FloatArray, LongArray
+from drafttree.budget.tree_choice import TreeChoice
 
 
 def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -19,6 +20,21 @@ def checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     if list(sizes[:1]) != [0] or any(a >= b for a, b in pairwise(sizes)):
         raise ValueError(f"candidate_sizes={list(sizes)}: sizes must start at 0 and ascend")
     return tuple(sizes)
+
+
+def drafted(scores: FloatArray, choice: TreeChoice) -> tuple[LongArray, FloatArray]:
+    """How many draft tokens each request has, and how many of them it is expected to accept.
+
+    Args:
+        scores: `[R, M]`, the probability that each node is accepted, the best first; 0 where there
+            is none.
+        choice: The trees, which take their nodes best first.
+    """
+    size = choice.num_draft_tokens
+    taken = scores > 0
+    taken[:, size:] &= scores[:, size:] >= choice.min_score
+    taken[:, size + choice.spine :] = False
+    return taken.sum(1), (scores * taken).sum(1)
 
 
 def best_size(

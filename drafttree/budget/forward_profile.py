@@ -33,8 +33,8 @@ def of_trees(
 ) -> Callable[[int], float]:
     """Make a drafter's `measure_forward(num_tokens)` from a host's function.
 
-    Up to `tree_tokens` tokens are of one request. More are of as few requests as can have equally
-    many each.
+    Up to `tree_tokens` tokens are of one request. More are of as few requests as have room for
+    them, all with equally many; for the few tokens that are then missing, the time is prolonged.
 
     Args:
         forwards: The host's function.
@@ -47,14 +47,11 @@ def of_trees(
     """
 
     def measure(num_tokens: int) -> float:
-        requests = next(
-            count
-            for count in range(-(-num_tokens // tree_tokens), num_tokens + 1)
-            if num_tokens % count == 0
-        )
+        requests = -(-num_tokens // tree_tokens)
         tokens = num_tokens // requests
         context = max(0, min(CONTEXT, longest - tokens, pool // requests - tokens))
-        return forwards(requests, tokens, context, tokens > 1, 1)[0]
+        seconds = forwards(requests, tokens, context, tokens > 1, 1)[0]
+        return seconds * num_tokens / (requests * tokens)
 
     return measure
 

@@ -130,8 +130,9 @@ class NodeBudget:
         if most is not None:
             # What cannot be verified is worth nothing, and the planner chooses no such size.
             best_first[:, max(size for size in sizes if size <= most) :] = 0
-        if is_current and not (self.pads_trees and len(slots) > 1):
-            choice = self.planner.choose_best_first(len(slots), best_first)
+        if is_current:
+            extends = not (self.pads_trees and len(slots) > 1)
+            choice = self.planner.choose_best_first(len(slots), best_first, extends=extends)
         else:
             expected_tokens = self.planner.expected_tokens(best_first)
             choice = TreeChoice(self.planner.choose(len(slots), expected_tokens))

@@ -31,7 +31,7 @@ import numpy as np
 from drafttree.arrays import FloatArray, LongArray
 from drafttree.budget.allowance import Allowance
 from drafttree.budget.calibration import AcceptanceCalibration, VerifiedDrafts, certainty
-from drafttree.budget.candidates import best_size, checked_sizes
+from drafttree.budget.candidates import best_size, checked_sizes, drafted
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner_state import BucketState, Outlook, StepPlan
@@ -108,15 +108,18 @@ class Planner:
         Raises:
             ValueError: `expected_tokens` does not have S columns.
         """
-        return self._choose(batch_size, expected_tokens, None).num_draft_tokens
+        return self._choose(batch_size, expected_tokens).num_draft_tokens
 
-    def choose_best_first(self, batch_size: int, scores: FloatArray) -> TreeChoice:
+    def choose_best_first(
+        self, batch_size: int, scores: FloatArray, *, extends: bool = True
+    ) -> TreeChoice:
         """Choose the trees of the next step, which take their nodes best first.
 
         Args:
             batch_size: Number of requests in the step.
             scores: `[R, M]`, the probability that each node is accepted, the best first, for M the
                 largest candidate size.
+            extends: Whether some requests may have further nodes.
 
         Raises:
             ValueError: `scores` does not have M columns.
@@ -127,7 +130,7 @@ class Planner:
                 f"scores has {scores.shape[1]} columns: give one for each of the {most} nodes of "
                 "the largest size"
             )
-        return self._choose(batch_size, self.expected_tokens(scores), scores)
+        return self._choose(batch_size, self.expected_tokens(scores), scores, extends=extends)
 
     def expected_tokens(self, scores: FloatArray) -> FloatArray:
         """Tokens expected at each candidate size, `[R, S]`, of trees that take nodes best first."""
@@ -183,16 +186,14 @@ class Planner:
         expected_tokens = plan.calibrated * batch_size
         if choice.drafts:
             if verified is None:
-                drafts = np.full(batch_size, plan.expected - 1)
+                levels, drafts = plan.of_mean(batch_size)
                 accepted = np.full(batch_size, own_tokens / batch_size - 1)
             else:
-                drafts = plan.expected_drafts(verified.draft_tokens)
-                accepted = verified.accepted
+                whole, levels, drafts = plan.of_whole_trees(verified.draft_tokens)
+                accepted = verified.accepted[whole]
                 ratio = (plan.calibrated - 1) / (plan.expected - 1) if plan.expected > 1 else 1.0
-                expected_tokens = batch_size + ratio * float(drafts.sum())
-            levels = plan.levels
-            if len(levels) != batch_size:  # those of an earlier step
-                levels = np.full(batch_size, round(levels.mean()))
+                of_cut = float(verified.accepted[~whole].sum())
+                expected_tokens = batch_size + ratio * float(drafts.sum()) + of_cut
             self._calibration.add(levels, choice.num_draft_tokens, drafts, accepted, costs.clock)
         self._settle(state, batch_size, plan, seconds)
         self.report.add(
@@ -256,7 +257,12 @@ class Planner:
         )
 
     def _choose(
-        self, batch_size: int, expected_tokens: FloatArray, scores: FloatArray | None
+        self,
+        batch_size: int,
+        expected_tokens: FloatArray,
+        scores: FloatArray | None = None,
+        *,
+        extends: bool = False,
     ) -> TreeChoice:
         sizes = self.candidate_sizes
         if expected_tokens.shape[1] != len(sizes):
@@ -278,10 +284,6 @@ class Planner:
             if trial is not None:
                 index, is_trial = trial, True
         choice, taken = TreeChoice(sizes[index]), float(seconds[index])
-        counts, drafts = np.array(sizes), expected_tokens - 1
-        if scores is not None:
-            counts = np.arange(1 + scores.shape[1])
-            drafts = np.pad(np.cumsum(scores, 1), ((0, 0), (1, 0)))
         plan = StepPlan(
             choice,
             float(expected[index]),
@@ -291,10 +293,8 @@ class Planner:
             is_trial=is_trial,
             is_wasted=index == 0,
             levels=levels,
-            counts=counts,
-            drafts=drafts,
         )
-        if scores is not None and not is_trial:
+        if scores is not None and extends and not is_trial:
             size, ratios = sizes[index], self.ratios(levels)[:, index]
             spine = worthwhile_spine(
                 scores[:, size:],
@@ -318,6 +318,9 @@ class Planner:
                     gain=1 / float((1 / spine.tokens).mean()),
                     is_wasted=False,
                 )
+        if scores is not None:
+            proposed, drafts = drafted(scores, choice)
+            plan = replace(plan, proposed=proposed, drafts=drafts)
         state.index, state.gain = best, float(gains[best])
         if is_trial:
             state.expect(state.gain, float(seconds[best]))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from drafttree.arrays import FloatArray, LongArray
+from drafttree.arrays import BoolArray, FloatArray, LongArray
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree_shape import TreeShape
@@ -82,9 +82,8 @@ class StepPlan:
         is_trial: Whether the step is taken only to measure its size.
         is_wasted: Whether drafts were looked up and are not used.
         levels: `[R]`, how certain the drafts of each request are; see `certainty`.
-        counts: `[C]`, numbers of draft tokens, ascending from 0.
-        drafts: `[R, C]`, draft tokens of each request that the drafter expects to be accepted of
-            that many; None if they are not known.
+        proposed: `[R]`, draft tokens of each request; None if they are not known.
+        drafts: `[R]`, how many of them the drafter expects to be accepted; None as before.
     """
 
     choice: TreeChoice
@@ -95,28 +94,31 @@ class StepPlan:
     is_trial: bool = False
     is_wasted: bool = False
     levels: LongArray = field(default_factory=lambda: np.zeros(1, np.int64), repr=False)
-    counts: FloatArray = field(default_factory=lambda: np.zeros(1), repr=False)
+    proposed: LongArray | None = field(default=None, repr=False)
     drafts: FloatArray | None = field(default=None, repr=False)
 
-    def expected_drafts(self, draft_tokens: FloatArray) -> FloatArray:
-        """Draft tokens that were expected to be accepted of those that were verified.
+    def of_mean(self, count: int) -> tuple[LongArray, FloatArray]:
+        """The mean over the requests for `count` requests: how certain their drafts are, and how
+        many draft tokens are expected to be accepted."""
+        levels = np.full(count, round(float(self.levels.mean())))
+        return levels, np.full(count, self.expected - 1)
+
+    def of_whole_trees(self, draft_tokens: LongArray) -> tuple[BoolArray, LongArray, FloatArray]:
+        """The requests whose trees were verified whole, and what was expected of them.
 
         Args:
             draft_tokens: `[B]`, draft tokens of each request that were verified.
+
+        Returns:
+            `[B]`, whether a request is one of the W with whole trees; `[W]`, how certain their
+            drafts are; `[W]`, draft tokens that were expected to be accepted. Where the scores are
+            those of other requests, the mean is expected of all.
         """
-        if self.drafts is None:
-            return np.full(len(draft_tokens), self.expected - 1)
-        drafts = self.drafts
-        if len(drafts) != len(draft_tokens):  # those of an earlier step
-            drafts = np.broadcast_to(drafts.mean(0), (len(draft_tokens), drafts.shape[1]))
-        right = np.searchsorted(self.counts, draft_tokens).clip(0, len(self.counts) - 1)
-        left = np.maximum(right - 1, 0)
-        between = np.maximum(self.counts[right] - self.counts[left], 1)
-        weight = (draft_tokens - self.counts[left]) / between
-        requests = np.arange(len(drafts))
-        lower, upper = drafts[requests, left], drafts[requests, right]
-        expected: FloatArray = lower + weight * (upper - lower)
-        return expected
+        count = len(draft_tokens)
+        if self.proposed is None or self.drafts is None or len(self.drafts) != count:
+            return np.ones(count, np.bool_), *self.of_mean(count)
+        whole = draft_tokens >= self.proposed
+        return whole, self.levels[whole], self.drafts[whole]
 
 
 @dataclass(frozen=True, eq=False)

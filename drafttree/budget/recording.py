@@ -45,6 +45,7 @@ class RecordedStep(BaseModel):
         expected_tokens: `[R, S]`, argument of `Planner.choose` if it was called.
         scores: Argument of `Planner.choose_best_first` if it was called, in thousandths; zeros at
             the end of a request's scores are left out.
+        extends: Whether some requests might have further nodes.
         num_draft_tokens: The planner's choice, as in `TreeChoice`; 0 if drafting was skipped.
         spine: The same.
         min_score: The same.
@@ -64,6 +65,7 @@ class RecordedStep(BaseModel):
     batch_size: int
     expected_tokens: list[list[float]] | None = None
     scores: list[list[int]] | None = None
+    extends: bool = True
     num_draft_tokens: int = 0
     spine: int = 0
     min_score: float = 0.0
@@ -133,16 +135,19 @@ class RecordingPlanner(Planner):
             self._step.num_draft_tokens = chosen
         return chosen
 
-    def choose_best_first(self, batch_size: int, scores: FloatArray) -> TreeChoice:
+    def choose_best_first(
+        self, batch_size: int, scores: FloatArray, *, extends: bool = True
+    ) -> TreeChoice:
         # Chosen from the rounded scores, so that a replay makes the same choice.
         thousandths = np.round(scores * 1000).astype(np.int32)
         rounded = thousandths.astype(np.float32) / np.float32(1000)
-        chosen = super().choose_best_first(batch_size, rounded)
+        chosen = super().choose_best_first(batch_size, rounded, extends=extends)
         if self._step is not None:
             counts = (thousandths > 0).sum(1).tolist()
             self._step.scores = [
                 row[:count].tolist() for row, count in zip(thousandths, counts, strict=True)
             ]
+            self._step.extends = extends
             self._step.num_draft_tokens = chosen.num_draft_tokens
             self._step.spine, self._step.min_score = chosen.spine, chosen.min_score
         return chosen

@@ -102,21 +102,23 @@ class _Drafts:
     Attributes:
         expected_tokens: `[R, S]`, tokens that each request is expected to emit at each size.
         scores: `[R, M]`, scores of the nodes if trees take them best first.
+        extends: Whether some requests may have further nodes.
     """
 
     expected_tokens: FloatArray
     scores: FloatArray | None
+    extends: bool = True
 
     @classmethod
     def of(cls, step: RecordedStep, planner: Planner) -> _Drafts:
         scores = step.score_array(planner.candidate_sizes[-1])
         if scores is not None:
-            return cls(planner.expected_tokens(scores), scores)
+            return cls(planner.expected_tokens(scores), scores, step.extends)
         return cls(np.array(step.expected_tokens, np.float32), None)
 
     def choose(self, planner: Planner, batch_size: int) -> TreeChoice:
         if self.scores is not None:
-            return planner.choose_best_first(batch_size, self.scores)
+            return planner.choose_best_first(batch_size, self.scores, extends=self.extends)
         return TreeChoice(planner.choose(batch_size, self.expected_tokens))
 
     def outcome(

@@ -522,14 +522,33 @@ def test_what_is_accepted_of_guesses_says_little_of_copies() -> None:
     assert of_copy > 0.95
 
 
-def test_a_tree_that_the_host_cut_is_expected_to_give_as_much_as_its_part() -> None:
+@pytest.mark.parametrize("extends", [True, False])
+def test_trees_that_the_host_cut_say_nothing_of_acceptance(extends: bool) -> None:
     planner = Planner((0, 3, 7), {1: 1.0, 1000: 1.0})
-    scores = np.full((2, 7), 0.9, np.float32)
+    # The third tree has no more than four nodes.
+    scores = np.array([7 * [0.9], 7 * [0.9], 4 * [0.9] + 3 * [0.0]], np.float32)
     for _ in range(20):
-        choice = planner.choose_best_first(2, scores)
-        planner.record_step(2, choice, 3, 1.0, 0.0, 3.0, verified=outcomes([0, 1], [0, 1]))
+        choice = planner.choose_best_first(3, scores, extends=extends)
+        assert choice.num_draft_tokens + choice.spine == 7
+        step = (3, choice, 3 + 12, 1.0, 0.0, 3 + 5.6)
+        planner.record_step(*step, verified=outcomes([7, 1, 4], [6, 0, 0]))
     expected = planner.expected_tokens(scores)
-    assert (planner.calibrate(expected) >= expected).all()
+    ratios = (planner.calibrate(expected) - 1)[:, 2] / (expected - 1)[:, 2]
+    # 6 of 6.3, and 0 of 3.6: with the second request it would be 6 of 16.2.
+    assert ratios == pytest.approx(np.full(3, 0.49), abs=0.08)
+
+
+def test_of_other_requests_scores_the_mean_is_expected() -> None:
+    planner = Planner((0, 3, 7), {1: 1.0, 1000: 1.0})
+    scores = np.array([7 * [0.9], 7 * [0.9]], np.float32)
+    for _ in range(40):
+        choice = planner.choose_best_first(3, scores)
+        assert choice.num_draft_tokens == 7
+        step = (3, choice, 3 + 21, 1.0, 0.0, 3 + 9)
+        planner.record_step(*step, verified=outcomes([7, 7, 7], [3, 3, 3]))
+    expected = planner.expected_tokens(scores)
+    ratios = (planner.calibrate(expected) - 1)[:, 2] / (expected - 1)[:, 2]
+    assert ratios == pytest.approx(np.full(2, 3 / 6.3), abs=0.05)
 
 
 def test_a_copy_that_breaks_off_counts_as_few_outcomes() -> None:

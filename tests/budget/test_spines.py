@@ -12,6 +12,7 @@ from planner_policy import SIZES, Planned
 from simulated_decoding import Decoder, Scenario
 
 from drafttree.budget import NodeBudget, TreeChoice
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.planner import Planner
 
 FORWARDS = {rows: 0.03 + 0.0006 * rows for rows in (1, 8, 64, 512, 2560)}
@@ -111,19 +112,29 @@ def test_many_requests_that_copy_do_not_make_the_others_slower_than_plain() -> N
 def test_scores_that_prove_too_high_end_the_further_nodes() -> None:
     planner = Planner(SIZES, FORWARDS)
     scores = with_copies(4, 1)
-    spines = []
-    for step in range(400):
+    spines, spent, emitted = [], 0.0, 0
+    for step in range(450):
+        if step == 120:
+            spent = emitted = 0
         if planner.should_skip_drafting(4):
             planner.record_step(4, TreeChoice(0), 4, 0.0324, 0.0, 4)
+            spent, emitted = spent + 0.0324, emitted + 4
             continue
         choice = planner.choose_best_first(4, scores)
         further = 40 - choice.num_draft_tokens if choice.spine else 0
         rows = 4 * (1 + choice.num_draft_tokens) + further
-        emitted = 7 + choice.num_draft_tokens + further if step < 120 else 5
-        planner.record_step(4, choice, rows, 0.03 + 0.0006 * rows, 0.0005, emitted)
+        nodes = np.array([choice.num_draft_tokens + further, *3 * [choice.num_draft_tokens]])
+        accepted = np.array([nodes[0], 1, 1, 1] if step < 120 else [0, 1, 0, 0])
+        step_seconds, tokens = 0.03 + 0.0006 * rows, 4 + int(accepted.sum())
+        planner.record_step(
+            *(4, choice, rows, step_seconds, 0.0005, tokens),
+            verified=VerifiedDrafts(nodes, accepted),
+        )
+        spent, emitted = spent + step_seconds, emitted + tokens
         spines.append(choice.spine > 0)
     assert sum(spines[60:120]) > 40
     assert sum(spines[-50:]) <= 5
+    assert emitted / spent > 0.7 * 4 / 0.0324
 
 
 @pytest.mark.parametrize(("batch_size", "gain"), [(1, 0.97), (4, 1.03), (8, 1.03), (16, 1.0)])

@@ -44,9 +44,11 @@ class FixedPlanner(Planner):
         self.expected.append(expected_tokens.tolist())
         return 3
 
-    def choose_best_first(self, batch_size: int, scores: np.ndarray[Any, Any]) -> TreeChoice:
+    def choose_best_first(
+        self, batch_size: int, scores: np.ndarray[Any, Any], *, extends: bool = True
+    ) -> TreeChoice:
         self.choose(batch_size, self.expected_tokens(scores))
-        return CHOICE
+        return CHOICE if extends else TreeChoice(3)
 
     def record_step(
         self,
@@ -186,6 +188,8 @@ def test_what_grammars_add_is_told_apart(pads_trees: bool, chosen: int, further:
     steps.propose(4, 2)
     assert [step[2] for step in steps.planner.recorded] == [14]
     assert steps.planner.of_grammars == [(6, 2)]
+    draft_tokens, accepted = steps.planner.verified
+    assert (draft_tokens.tolist(), accepted.tolist()) == ([3, 1], [1, 0])
     steps.verify(1, 1)
     steps.now = 4.0
     steps.propose(4, 2)
@@ -263,8 +267,8 @@ def test_forwards_of_several_trees_are_measured() -> None:
         return [1.0]
 
     measure = of_trees(forwards, 16, longest=100, pool=600)
-    for num_tokens in (1, 16, 24, 33, 128, 256):
-        measure(num_tokens)
+    measured = [measure(num_tokens) for num_tokens in (1, 16, 24, 33, 128, 256, 81)]
+    assert measured == [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, pytest.approx(81 / 78)]
     assert shapes == [
         (1, 1, 99, False, 1),
         (1, 16, 84, True, 1),
@@ -272,6 +276,7 @@ def test_forwards_of_several_trees_are_measured() -> None:
         (3, 11, 89, True, 1),
         (8, 16, 59, True, 1),
         (16, 16, 21, True, 1),
+        (6, 13, 87, True, 1),
     ]
 
 

@@ -69,7 +69,9 @@ def enable() -> None:
             index = 0
         return self._planned(index, StepPlan(TreeChoice(self.shapes[index].nodes)))
 
-    def choose_best_first(self: Planner, batch_size: int, scores: FloatArray) -> TreeChoice:
+    def choose_best_first(
+        self: Planner, batch_size: int, scores: FloatArray, *, extends: bool = True
+    ) -> TreeChoice:
         return TreeChoice(min(next(sizes), self.candidate_sizes[-1]))
 
     def record(
