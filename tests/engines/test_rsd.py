@@ -102,9 +102,9 @@ def test_greedy_tokens_equal_plain_decoding(
 
 
 def check_calls(calls: Path, served: list[Answer], tree_size: int) -> None:
-    """The drafter could measure forwards up to a whole tree, and every token was reported to it."""
+    """The drafter could measure forwards of several trees, and every token was reported to it."""
     seconds, emitted = drafter_calls.recorded(calls)
-    assert max(seconds) == tree_size
+    assert max(seconds) == 8 * tree_size, "as many requests run at once"
     assert min(seconds.values()) > 0
     answered = sum(len(tokens) for answer in served for tokens in answer.tokens)
     # An engine drops what a step accepts beyond the end of a text.
