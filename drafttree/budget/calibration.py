@@ -33,7 +33,8 @@ class VerifiedDrafts(NamedTuple):
     """What was verified of each request's drafts in a step, without what a grammar adds.
 
     Attributes:
-        draft_tokens: `[B]`, draft tokens that were verified; the host may have cut the tree.
+        draft_tokens: `[B]`, draft tokens that were verified, and those that a grammar forbids; the
+            host may have cut the tree.
         accepted: `[B]`, draft tokens that were accepted.
     """
 

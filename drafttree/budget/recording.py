@@ -55,9 +55,8 @@ class RecordedStep(BaseModel):
         emitted_tokens: Tokens emitted for the whole batch.
         added_rows: Part of the rows that grammars have added.
         given_tokens: Part of the emitted tokens that grammars make certain or likely.
-        draft_tokens: `[B]`, draft tokens of each request that were verified, without those that
-            grammars add; None if they are not known.
-        accepted: `[B]`, those that were accepted.
+        draft_tokens: As in `VerifiedDrafts`; None if they are not known.
+        accepted: As in `VerifiedDrafts`.
     """
 
     model_config = ConfigDict(extra="forbid")

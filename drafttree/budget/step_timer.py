@@ -146,10 +146,12 @@ class StepTimer:
         if step.bound is not None:
             proposed, given = step.bound.wait().numpy().T
             # What a grammar adds may be among the drafter's further candidates.
-            chosen = np.minimum(proposed, 1 + step.choice.num_draft_tokens + step.choice.spine)
+            most = 1 + step.choice.num_draft_tokens + step.choice.spine
+            chosen = np.minimum(proposed, most)
             added_rows = rows - self._rows_of(chosen)
             given_tokens = int(given.sum())
-            nodes, own = np.minimum(nodes, chosen), emitted - given
+            # Nodes that a grammar forbids are missing, and count as not accepted.
+            nodes, own = np.full(len(emitted), most), emitted - given
         return StepOutcome(
             len(slots),
             step.choice,

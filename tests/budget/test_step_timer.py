@@ -189,7 +189,7 @@ def test_what_grammars_add_is_told_apart(pads_trees: bool, chosen: int, further:
     assert [step[2] for step in steps.planner.recorded] == [14]
     assert steps.planner.of_grammars == [(6, 2)]
     draft_tokens, accepted = steps.planner.verified
-    assert (draft_tokens.tolist(), accepted.tolist()) == ([3, 1], [1, 0])
+    assert (draft_tokens.tolist(), accepted.tolist()) == (2 * [chosen - 1], [1, 0])
     steps.verify(1, 1)
     steps.now = 4.0
     steps.propose(4, 2)
