@@ -33,8 +33,8 @@ def of_trees(
 ) -> Callable[[int], float]:
     """Make a drafter's `measure_forward(num_tokens)` from a host's function.
 
-    Up to `tree_tokens` tokens are of one request. More are of as few requests as have room for
-    them, all with equally many; for the few tokens that are then missing, the time is prolonged.
+    Up to `tree_tokens` tokens are of one request. More are divided equally among as few requests
+    as have room for them; if a few tokens remain, the measured time is scaled up to include them.
 
     Args:
         forwards: The host's function.

@@ -162,7 +162,8 @@ class Planner:
             emitted_tokens: Tokens emitted for the whole batch.
             added_rows: Part of the rows that grammars have added.
             given_tokens: Part of the emitted tokens that grammars make certain or likely.
-            verified: The drafts of each request; None for as many of each, as many as chosen.
+            verified: The drafts of each request; None if only their sum is known, so that each
+                is taken for the mean.
         """
         state, costs = self._state(batch_size), self.costs
         bucket, plan = batch_bucket(batch_size), None
@@ -273,7 +274,7 @@ class Planner:
         state = self._state(batch_size)
         state.is_tried = False
         levels = certainty(expected_tokens, sizes)
-        calibrated = self.calibrate(expected_tokens)
+        calibrated = self._calibration.calibrate(expected_tokens, levels, sizes, self.costs.clock)
         expected, mean = expected_tokens.mean(0), calibrated.mean(0)
         gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
         seconds = self._step_seconds(state, batch_size)

@@ -54,8 +54,8 @@ def worthwhile_spine(
         scores: `[R, M]`, scores of the nodes that are left, the best first.
         tokens: `[R]`, tokens that each request is expected to emit without further nodes.
         lengths: Numbers of further nodes to choose from, ascending, at most M.
-        ratios: `[R]`, ratio of the probability of acceptance to the score. A further node is
-            chosen by its score alone, as if the ratio of all were that of the most certain one.
+        ratios: `[R]`, ratio of the probability of acceptance to the score. `min_score` is
+            the same for all requests and follows from the ratio of the one with the best node.
         batch_size: Number of requests in the step.
         rows: Rows of the step without further nodes.
         seconds: Predicted seconds of a step by its rows.
