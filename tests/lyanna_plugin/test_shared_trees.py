@@ -156,7 +156,7 @@ def test_trees_of_tables_alone_are_those_of_token_recycling(parts: tuple[Target,
     budget = drafter.tables._budget
     assert budget is not None
     budget.planner.should_skip_drafting = lambda *_: False  # type: ignore[method-assign]
-    budget.planner.choose_best_first = lambda *_: TreeChoice(7)  # type: ignore[method-assign]
+    budget.planner.choose_best_first = lambda *_, **__: TreeChoice(7)  # type: ignore[method-assign]
     logits = torch.randn(2, 2, 96, generator=torch.Generator().manual_seed(0))
     for shape in (given.shapes[1], NO_DRAFTS, given.shapes[0], NO_DRAFTS):
         if shape.depth:

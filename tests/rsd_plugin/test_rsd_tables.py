@@ -178,7 +178,7 @@ def planned_drafter(*shapes: TreeShape) -> RsdDrafter:
     assert budget is not None
     planner, sizes = budget.planner, cycle([TreeChoice(7), TreeChoice(0)])
     planner.should_skip_drafting = lambda *_: False  # type: ignore[method-assign]
-    planner.choose_best_first = lambda *_: next(sizes)  # type: ignore[method-assign]
+    planner.choose_best_first = lambda *_, **__: next(sizes)  # type: ignore[method-assign]
     drafter._budget = ScriptedBudget.of(*shapes)
     return drafter
 
