@@ -185,6 +185,7 @@ class LyannaDrafter(LyannaTrees):
     def __init__(self, options: LyannaOptions, target: Target) -> None:
         # Loads transformers, which the options alone do not need.
         from lyanna_plugin.checkpoint import load
+        from lyanna_plugin.served_layer import ServedLayer
 
         assert target.embed is not None, "hidden-state drafters get the target's embeddings"
         options.check_device(target.device)
@@ -197,7 +198,7 @@ class LyannaDrafter(LyannaTrees):
             )
         _check_steps(options, module.config.steps, target)
         module.to(target.device).requires_grad_(False)
-        self._embed, self._module = target.embed, module
+        self._embed, self._token_info = target.embed, module.token_info
         layer = module.layer_config
         self._head: Head | None = None
         self._hot_head: HotHead | None = None
@@ -211,19 +212,25 @@ class LyannaDrafter(LyannaTrees):
             table = table.hot_alone()
         super().__init__(options, table, target.dtype)
         module.cast(target.dtype)
-        self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+        self._layer = ServedLayer(module)
+        self.heads = self._layer.heads
         self.share_tables(target)
+
+    def allocate(self, max_requests: int, max_model_len: int) -> None:
+        """Allocate the state of the slots, and what the layer knows of positions ahead."""
+        super().allocate(max_requests, max_model_len)
+        self._layer.allocate(max_model_len + self._options.steps)
 
     def _hot_embeddings(self) -> Tensor:
         """The target's embeddings of the hot tokens, `float32 [H, d]`."""
-        return self._embed(self._module.token_info.hot_tokens.long()).float()
+        return self._embed(self._token_info.hot_tokens.long()).float()
 
     def on_new_weights(self) -> None:
         """Compute the table of token info and read the head again: CUDA graphs read them there."""
         with torch.inference_mode():
             if self._hot_head is not None and self._head is not None:
                 self._hot_head.read(self._head)
-            self._module.token_info.collapse_into(self._info.table, self._hot_embeddings())
+            self._token_info.collapse_into(self._info.table, self._hot_embeddings())
 
     def read_head(self, head: Head) -> None:
         """Copy the hot tokens' part of the target's output head, if it is used.
@@ -249,21 +256,15 @@ class LyannaDrafter(LyannaTrees):
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input `[N, d]` at accepted tokens."""
-        return self._module.fuse(hidden, self._embed(tokens))
+        return self._layer.fuse(hidden, self._embed(tokens))
 
     def between(self, states: Tensor) -> Tensor:
         """The layer's input `[N, d]` at the steps after the first."""
-        result: Tensor = self._module.between(states)
-        return result
+        return self._layer.between(states)
 
     def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One step of the layer: `[N, d]` at `positions [N]` to `[N, d]`."""
-
-        def attend_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q[0], k[0], v[0])[None]
-
-        result: Tensor = self._module(x[None], positions[None], attend_batch)[0]
-        return result
+        return self._layer(x, positions, attend)
 
 
 def _check_width(options: LyannaOptions, hot: int) -> None:

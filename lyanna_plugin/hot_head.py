@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from drafttree.model_drafters import Head
+from lyanna_plugin.linear import Linear
 
 _ROWS = 64
 """States whose logits are computed at once to read the head."""
@@ -56,7 +57,8 @@ class HotHead:
             units = weight.new_zeros(columns.shape[1], weight.shape[1])
             units[:, first:].fill_diagonal_(1)
             columns.copy_(head(units)[:, self._tokens].T)
+        self._product = Linear(weight)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits `[N, H + 1]` of states `[N, d]`: those of the hot tokens, and -inf for others."""
-        return pad(linear(states, self._weight), (0, 1), value=-torch.inf)
+        return pad(self._product(states), (0, 1), value=-torch.inf)

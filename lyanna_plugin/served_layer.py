@@ -1,0 +1,116 @@
+"""Lyanna's layer as engines run it: the function of `LyannaModel`, in fewer operations.
+
+A step of the layer is short, so the number of operations counts as much as what they read. Products
+with the same input are one, and the angles of the rotary embedding are read from a table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from drafttree.model_drafters import Attend
+from lyanna_plugin.linear import Linear
+from lyanna_plugin.model import Attention, LyannaModel
+
+
+class ServedLayer:
+    """The maps and the layer of a trained drafter, for rows of any requests.
+
+    Args:
+        model: The drafter, whose weights have the data type to serve in.
+
+    Attributes:
+        heads: The layer's query heads, KV heads and head size.
+    """
+
+    def __init__(self, model: LyannaModel) -> None:
+        layer, attention, mlp = model.layer_config, model.self_attn, model.mlp
+        self.heads = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+        self._embedding_scale = model.config.embedding_scale
+        self._fuse = _joined(model.fuse_proj)
+        self._between = _joined(model.between) if isinstance(model.between, nn.Linear) else None
+        self._qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = _joined(attention.o_proj)
+        self._gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+        self._down = _joined(mlp.down_proj)
+        norms = model.input_layernorm, model.post_attention_layernorm, model.norm
+        self._before_attention, self._before_mlp, self._after = (each.weight for each in norms)
+        self._epsilon = layer.rms_norm_eps
+        self._rotary = Rotary(attention)
+
+    def allocate(self, positions: int) -> None:
+        """Allocate what is known ahead of `positions` positions of a text."""
+        self._rotary.allocate(positions, self._after)
+
+    def fuse(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """The layer's input `[N, d]`, as `LyannaModel.fuse`."""
+        scaled = self._embedding_scale * embedded.to(hidden.dtype)
+        return self._fuse(torch.cat((hidden, scaled), -1))
+
+    def between(self, states: Tensor) -> Tensor:
+        """The layer's input `[N, d]` at the steps after the first."""
+        return states if self._between is None else self._between(states)
+
+    def __call__(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """One step: `[N, d]` at `positions [N]` to the next hidden states, `[N, d]`."""
+        heads, kv_heads, size = self.heads
+        states = self._qkv(self._norm(x, self._before_attention)).view(len(x), -1, size)
+        rotated = self._rotary(states[:, : heads + kv_heads], positions)
+        q, k, v = rotated[:, :heads], rotated[:, heads:], states[:, heads + kv_heads :]
+        attended = attend(q.contiguous(), k.contiguous(), v.contiguous())
+        x = x + self._out(attended.flatten(1))
+        gate, up = self._gate_up(self._norm(x, self._before_mlp)).chunk(2, -1)
+        return self._norm(x + self._down(silu(gate) * up), self._after)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight.shape, weight, self._epsilon)
+
+
+class Rotary:
+    """The layer's rotary embedding, from a table of the angles at all positions.
+
+    Args:
+        attention: The layer's attention. Frequencies that follow the longest position of a step
+            have no table, and are computed.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        self._embedding = attention.rotary
+        self._has_table = not attention.reads_positions
+
+    def allocate(self, positions: int, like: Tensor) -> None:
+        """Compute the table, `[2, positions, D]`.
+
+        Args:
+            positions: Number of positions.
+            like: A tensor of the data type and device of the states.
+        """
+        if self._has_table:
+            self._table = self._angles(like, torch.arange(positions, device=like.device))
+
+    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotate `states [N, heads, D]` to their `positions [N]`."""
+        if self._has_table:
+            # Rows that pad a batch may have any position.
+            known = positions.clamp(0, self._table.shape[1] - 1)
+            angles = self._table[:, known, None]
+        else:
+            angles = self._angles(states, positions)[:, :, None]
+        swapped = states.roll(states.shape[-1] // 2, -1)
+        return states * angles[0] + swapped * angles[1]
+
+    def _angles(self, like: Tensor, positions: Tensor) -> Tensor:
+        """Cosines, and the sines by which the swapped halves of a head are multiplied."""
+        cosines, sines = (each[0] for each in self._embedding(like, positions[None]))
+        first, second = sines.chunk(2, -1)
+        return torch.stack((cosines, torch.cat((-first, second), -1)))
+
+
+def _joined(*maps: nn.Linear) -> Linear:
+    """Linear maps of the same input, as one."""
+    weights = [each.weight.data for each in maps]
+    biases = [each.bias.data for each in maps if each.bias is not None]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return Linear(weight, torch.cat(biases) if biases else None)

@@ -1,0 +1,127 @@
+"""The layer as engines run it is the trained one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lyanna_parts import drafter_for
+from tiny_models import make_tiny_llama
+from torch import Tensor
+from torch.nn.functional import linear
+
+from lyanna_plugin.linear import Linear
+from lyanna_plugin.model import LyannaModel
+from lyanna_plugin.served_layer import ServedLayer
+
+POSITIONS = torch.tensor([3, 0, 40, 41])
+HALF = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512"
+)
+
+
+def target_of(folder: Path, family: str, rope: dict[str, Any]) -> Path:
+    made = make_tiny_llama(folder)
+    file = made / "config.json"
+    given = {"rope_theta": 10000.0, **rope}
+    changed = {"model_type": family, "rope_parameters": given, "rope_scaling": given}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    return made
+
+
+def model_for(target: Path, dtype: torch.dtype) -> LyannaModel:
+    """Random, also in what a new drafter has zeros or ones in, with scaled embeddings."""
+    model = drafter_for(target, embedding_scale=2.0).requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            weight.data += torch.rand_like(weight)
+    model.cast(dtype)
+    return model
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A stand-in that mixes rows and depends on all three; of a batch or of rows alone."""
+    groups = q.shape[-2] // k.shape[-2]
+    k, v = k.repeat_interleave(groups, -2), v.repeat_interleave(groups, -2)
+    return v.cumsum(-3) * (q * k).sum(-1, keepdim=True).tanh()
+
+
+def both(model: LyannaModel, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """What the model and the served layer give: inputs and states of two steps."""
+    served = ServedLayer(model)
+    served.allocate(64)
+    width = model.layer_config.hidden_size
+    hidden, embedded = torch.randn(2, 4, width, generator=torch.manual_seed(1)).to(dtype)
+
+    fused = model.fuse(hidden, embedded)
+    first = model(fused[None], POSITIONS[None], attend)[0]
+    after = model.between(first)
+    expected = [fused, first, after, model(after[None], POSITIONS[None] + 1, attend)[0]]
+
+    found = [served.fuse(hidden, embedded)]
+    found.append(served(found[0], POSITIONS, attend))
+    found.append(served.between(found[1]))
+    found.append(served(found[2], POSITIONS + 1, attend))
+    return expected, found
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_it_is_the_trained_layer(tmp_path: Path, family: str, rope: dict[str, Any]) -> None:
+    model = model_for(target_of(tmp_path / "target", family, rope), torch.float32)
+    assert (model.self_attn.q_proj.bias is not None) == (family == "qwen2")
+    expected, found = both(model, torch.float32)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    model.self_attn.k_proj.weight[0, 0] += 1
+    assert not torch.allclose(both(model, torch.float32)[1][1], found[1], rtol=1e-5, atol=1e-5)
+
+
+@HALF
+def test_it_is_the_trained_layer_with_packed_weights(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "qwen2", {"rope_type": "default"})
+    expected, found = both(model_for(target, torch.bfloat16), torch.bfloat16)
+    for one, other in zip(expected, found, strict=True):
+        assert other.dtype == torch.bfloat16
+        torch.testing.assert_close(other.float(), one.float(), rtol=0.03, atol=0.06)
+
+
+def test_a_layer_of_one_step_has_no_map_between_steps(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "llama", {"rope_type": "default"})
+    served = ServedLayer(drafter_for(target, steps=1).requires_grad_(False))
+    states = torch.randn(3, 128)
+    assert torch.equal(served.between(states), states)
+
+
+def test_rows_that_pad_a_batch_may_have_any_position(tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target", "llama", {"rope_type": "default"})
+    model = model_for(target, torch.float32)
+    served = ServedLayer(model)
+    served.allocate(8)
+    width = model.layer_config.hidden_size
+    states = served(torch.randn(3, width), torch.tensor([-1, 7, 2**40]), lambda q, k, v: q)
+    assert states.isfinite().all()
+
+
+@HALF
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_products(rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(96, 64).bfloat16(), torch.randn(96).bfloat16()
+    x = torch.randn(rows, 64).bfloat16()
+    found = Linear(weight, bias if has_bias else None)(x)
+    expected = linear(x, weight, bias if has_bias else None)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=0.05)
