@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from tree_kernels.layer_parts import add_norm, gate, rotate
 
 from drafttree.model_drafters import Attend
 from lyanna_plugin.linear import Linear
@@ -55,17 +55,14 @@ class ServedLayer:
 
     def __call__(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One step: `[N, d]` at `positions [N]` to the next hidden states, `[N, d]`."""
-        heads, kv_heads, size = self.heads
-        states = self._qkv(self._norm(x, self._before_attention)).view(len(x), -1, size)
-        rotated = self._rotary(states[:, : heads + kv_heads], positions)
-        q, k, v = rotated[:, :heads], rotated[:, heads:], states[:, heads + kv_heads :]
-        attended = attend(q.contiguous(), k.contiguous(), v.contiguous())
-        x = x + self._out(attended.flatten(1))
-        gate, up = self._gate_up(self._norm(x, self._before_mlp)).chunk(2, -1)
-        return self._norm(x + self._down(silu(gate) * up), self._after)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self._epsilon)
+        heads, kv_heads, _ = self.heads
+        _, normed = add_norm(x, None, self._before_attention, self._epsilon)
+        angles, places = self._rotary.angles(x, positions)
+        attended = attend(*rotate(self._qkv(normed), angles, places, heads, kv_heads))
+        mixed = self._out(attended.flatten(1))
+        x, normed = add_norm(x, mixed, self._before_mlp, self._epsilon)
+        _, states = add_norm(x, self._down(gate(self._gate_up(normed))), self._after, self._epsilon)
+        return states
 
 
 class Rotary:
@@ -90,16 +87,11 @@ class Rotary:
         if self._has_table:
             self._table = self._angles(like, torch.arange(positions, device=like.device))
 
-    def __call__(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotate `states [N, heads, D]` to their `positions [N]`."""
+    def angles(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """A table of angles, and the places in it of rows at `positions [N]`."""
         if self._has_table:
-            # Rows that pad a batch may have any position.
-            known = positions.clamp(0, self._table.shape[1] - 1)
-            angles = self._table[:, known, None]
-        else:
-            angles = self._angles(states, positions)[:, :, None]
-        swapped = states.roll(states.shape[-1] // 2, -1)
-        return states * angles[0] + swapped * angles[1]
+            return self._table, positions
+        return self._angles(like, positions), torch.arange(len(positions), device=like.device)
 
     def _angles(self, like: Tensor, positions: Tensor) -> Tensor:
         """Cosines, and the sines by which the swapped halves of a head are multiplied."""

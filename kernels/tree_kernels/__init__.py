@@ -21,6 +21,9 @@ with it. It also runs on devices for which the table has no kernel.
 | `gather.gather_tree` | Token Recycling, static trees | yes | yes | Token Recycling, algorithm 1 |
 | `gumbel_top.gumbel_top` | RSD | yes | - | Gumbel-top-k (arXiv 1903.06059, 2.3) |
 | `kv_move.KvMover` | all methods | yes | yes | this project |
+| `layer_parts.add_norm` | Lyanna | - | yes | RMSNorm (arXiv 1910.07467) |
+| `layer_parts.gate` | Lyanna | - | yes | SwiGLU (arXiv 2002.05202) |
+| `layer_parts.rotate` | Lyanna | - | yes | RoPE (arXiv 2104.09864) |
 | `mask.depths` | all methods | yes | yes | pointer doubling |
 | `mask.tree_mask` | all methods | yes | yes | Token Recycling, 3.3 |
 | `mask_rows.mask_rows` | vLLM on GPUs | yes | - | this project |
