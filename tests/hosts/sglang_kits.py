@@ -11,6 +11,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from typing import Any, ClassVar
 
 import openai
@@ -89,24 +90,32 @@ class Server(SpecEagleServerBase):  # type: ignore[misc]
 
     def setUp(self) -> None:
         super().setUp()
+        self.counts: Counter[str] = Counter()
         self.before = {} if PLAIN else counters_of(self.base_url)
         self.start = time.monotonic()
 
     def tearDown(self) -> None:
-        """Drafts were accepted in the very test; a flush of the cache sets the counters to zero."""
+        """Drafts were accepted in the very test."""
         super().tearDown()
+        self.count()
         if PLAIN:
             return
         seconds = time.monotonic() - self.start
-        after = counters_of(self.base_url)
-        before = self.before if after["steps"] >= self.before["steps"] else dict.fromkeys(after, 0)
-        steps, accepted = (
-            after[name] - before[name] for name in ("drafted_steps", "accepted_tokens")
-        )
-        name = self._testMethodName
+        name, accepted = self._testMethodName, self.counts["accepted_tokens"]
+        steps = self.counts["drafted_steps"]
         print(f"{name}: {accepted} drafts accepted in {steps} drafted steps, {seconds:.0f} s")
         if name not in self.undrafted:
             assert accepted > 0, "no draft was accepted"
+
+    def count(self) -> None:
+        """Add what the server counted since `before`; a flush of its cache sets that to zero."""
+        if PLAIN:
+            return
+        after = counters_of(self.base_url)
+        flushed = after["steps"] < self.before["steps"]
+        for name in ("drafted_steps", "accepted_tokens"):
+            self.counts[name] += after[name] - (0 if flushed else self.before[name])
+        self.before = after
 
     def send_request(self) -> None:
         time.sleep(random.uniform(0, 2))
@@ -155,6 +164,12 @@ class TestSpeculation(
     bs_1_speed_thres = 0.0
     logprob_match_delta = 1e-3  # of SGLang's 0.5 for bfloat16: this is float32
     undrafted = frozenset({"test_first_token_finish", "test_logprob_start_len"})
+
+    def flush_cache_for_spec_benchmark(self) -> None:
+        """Flush the cache, which `test_bs_1_speed` does at its end too, and keep the counts."""
+        self.count()
+        super().flush_cache_for_spec_benchmark()
+        self.before = {} if PLAIN else counters_of(self.base_url)
 
     @pytest.fixture(autouse=True)
     def small_radix_tree(self, monkeypatch: pytest.MonkeyPatch) -> None:
