@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import LLM
+from vllm import LLM, SamplingParams
 
 from drafttree.bench.models import ensure
 
@@ -51,6 +51,9 @@ def replace_init(stock: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+TO_THE_LIMIT = frozenset({"test_engine_metrics"})
+"""Tests that expect answers of full length, some of which the model ends before."""
+
 ACCEPTED: list[float] = []
 """Accepted draft tokens of the engines of the running test, so far at each call."""
 
@@ -84,6 +87,21 @@ def drafts_are_accepted() -> Iterator[None]:
     yield
     print(f"accepted drafts, after each call of an engine: {ACCEPTED}")
     assert PLAIN or any(ACCEPTED), "no draft was accepted"
+
+
+@pytest.fixture(autouse=True)
+def answers_reach_their_limit(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ignore the end of sequence in the tests of `TO_THE_LIMIT`."""
+    if request.node.name in TO_THE_LIMIT:
+        stock = LLM.generate
+
+        def generate(self: LLM, prompts: Any, sampling_params: SamplingParams) -> Any:
+            sampling_params.ignore_eos = True
+            return stock(self, prompts, sampling_params)
+
+        monkeypatch.setattr(LLM, "generate", generate)
 
 
 def pytest_configure() -> None:
