@@ -20,11 +20,11 @@ from drafttree.bench.models import ensure
 
 MODEL = str(ensure("smollm2-135m"))
 PLAIN = bool(os.environ.get("HOSTS_PLAIN"))
-NODES = 15
+NODES = "auto"
 """Draft tokens where the test does not name a number."""
 
 BLOCK = 32
-"""Tokens of a block where a test limits their number: the least on a CPU, where it is 128 otherwise."""
+"""Tokens of a block where a test limits their number: the least that a CPU can have."""
 
 
 def with_token_recycling(asked: dict[str, Any] | None) -> dict[str, Any] | None:
