@@ -15,6 +15,7 @@ from tree_kernels import (
     cpu_attention,
     full_mask,
     kv_move,
+    layer_parts,
     mask,
     mask_rows,
     merge,
@@ -125,6 +126,29 @@ def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work
         lambda: token_info._token_info_reference(*given),
         moved,
     )
+
+
+def _layer_parts(rows: int, heads: int, kv_heads: int, head_size: int, gates: int) -> Work:
+    x, added = torch.randn(2, rows, heads * head_size)
+    weight, gate_up = torch.rand(heads * head_size), torch.randn(rows, 2 * gates)
+    states = torch.randn(rows, (heads + 2 * kv_heads) * head_size)
+    angles = torch.randn(2, 512, head_size)
+    positions = torch.randint(0, 512, (rows,))
+    of_norm, of_rotation = (x, added, weight, 1e-5), (states, angles, positions, heads, kv_heads)
+
+    def ours() -> Sequence[Tensor]:
+        parts = *layer_parts.add_norm(*of_norm), *layer_parts.rotate(*of_rotation)
+        return (*parts, layer_parts.gate(gate_up))
+
+    def reference() -> Sequence[Tensor]:
+        normed = layer_parts._add_norm_reference(*of_norm)
+        rotated = layer_parts._rotate_reference(*of_rotation)
+        return (*normed, *rotated, layer_parts._gate_reference(gate_up))
+
+    read = 2 * x.nbytes + weight.nbytes + gate_up.nbytes + 2 * states.nbytes
+    # The angles of each row's position, both results of the norm, and the gated half.
+    moved = read + 2 * rows * head_size * 4 + 2 * x.nbytes + gate_up.nbytes // 2
+    return Work(ours, reference, moved)
 
 
 def _merge(requests: int, tree_size: int) -> Work:
@@ -339,6 +363,13 @@ CASES: dict[str, Case] = {
         _token_info,
         grid(requests=_BATCHES, width=(12,), vocab=(49152, VOCAB), hot=(8192,), k=(4,)),
         {"requests": 2, "width": 21, "vocab": 1000, "hot": 64, "k": 4},
+        tolerance=1e-4,
+    ),
+    "layer_parts": Case(
+        _layer_parts,
+        grid(rows=(1, 8, 512), heads=(9,), kv_heads=(3,), head_size=(64,), gates=(1536,)),
+        {"rows": 3, "heads": 3, "kv_heads": 1, "head_size": 16, "gates": 40},
+        ("cpu",),
         tolerance=1e-4,
     ),
     "merge": Case(_merge, grid(requests=_BATCHES, tree_size=(13, 81)), _QUICK),
