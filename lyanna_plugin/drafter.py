@@ -217,7 +217,7 @@ class LyannaDrafter(LyannaTrees):
         self.share_tables(target)
 
     def allocate(self, max_requests: int, max_model_len: int) -> None:
-        """Allocate the state of the slots, and what the layer knows of positions ahead."""
+        """Allocate the state of the slots, and compute the layer's rotary table."""
         super().allocate(max_requests, max_model_len)
         self._layer.allocate(max_model_len + self._options.steps)
 

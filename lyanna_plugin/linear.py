@@ -10,8 +10,8 @@ from torch.nn.functional import linear
 class Linear:
     """`x W^T + b`, for inference alone.
 
-    On a CPU, bfloat16 products read weights in an order of their own. torch brings them into it in
-    each product, which takes longer than a product of a few rows; here it is done once.
+    On a CPU, oneDNN's bfloat16 products read weights in a blocked layout. torch reorders plain
+    weights in each product, which takes longer than a product of a few rows; here it is done once.
 
     Args:
         weight: `[N, K]`.

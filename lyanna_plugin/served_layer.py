@@ -41,7 +41,7 @@ class ServedLayer:
         self._rotary = Rotary(attention)
 
     def allocate(self, positions: int) -> None:
-        """Allocate what is known ahead of `positions` positions of a text."""
+        """Compute the rotary table of the first `positions` positions."""
         self._rotary.allocate(positions, self._after)
 
     def fuse(self, hidden: Tensor, embedded: Tensor) -> Tensor:

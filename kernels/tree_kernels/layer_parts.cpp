@@ -10,7 +10,7 @@
 #include "floats.h"
 #include "vectors.h"
 
-constexpr int64_t kManyRows = 32;  // fewer are not worth waking threads
+constexpr int64_t kManyRows = 32;  // fewer are not worth starting threads
 
 template <typename T>
 static void add_norm(const T* x, const T* added, const T* weight, float epsilon, T* sum, T* normed,

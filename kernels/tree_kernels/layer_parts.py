@@ -1,7 +1,7 @@
 """The parts of a transformer layer between its matrix products: norm, rotary embedding and gate.
 
 Here N is the number of rows, d the hidden size, Hq and Hkv the numbers of heads and D their size.
-All tensors have one floating type; that of the weights is the states'.
+All floating tensors of a call have the same data type.
 """
 
 from __future__ import annotations

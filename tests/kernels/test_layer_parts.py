@@ -113,7 +113,7 @@ def test_positions_outside_the_table_are_its_nearest():
         assert torch.equal(found, expected)
 
 
-def test_strided_rows_are_read_where_they_are():
+def test_strided_rows_give_the_same():
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(4, 24, generator=generator)
     x, weight = wide[:, ::2], torch.ones(12)

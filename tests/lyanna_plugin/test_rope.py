@@ -64,10 +64,9 @@ def test_other_frequencies_are_served(target: Path, tmp_path: Path) -> None:
 def test_frequencies_are_not_rounded_to_the_targets_data_type(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "drafter"
     save(drafter_for(target), folder)
-    served = load(folder, target)
-    served.cast(torch.bfloat16)
-    assert {served.fuse_proj.weight.dtype, served.norm.weight.dtype} == {torch.bfloat16}
-    found = dict(served.self_attn.rotary.named_buffers())
+    layer = serve(target, folder, dtype=torch.bfloat16)._layer
+    assert {layer._fuse._weight.dtype, layer._after.dtype} == {torch.bfloat16}
+    found = dict(layer._rotary._embedding.named_buffers())
     expected = dict(load(folder, target).self_attn.rotary.named_buffers())
     assert "inv_freq" in found
     for name, exact in expected.items():

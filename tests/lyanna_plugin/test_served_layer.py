@@ -18,7 +18,7 @@ from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.served_layer import ServedLayer
 
 POSITIONS = torch.tensor([3, 0, 40, 41])
-HALF = pytest.mark.skipif(
+NEEDS_PACKING = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512"
 )
 
@@ -88,7 +88,7 @@ def test_it_is_the_trained_layer(tmp_path: Path, family: str, rope: dict[str, An
     assert not torch.allclose(both(model, torch.float32)[1][1], found[1], rtol=1e-5, atol=1e-5)
 
 
-@HALF
+@NEEDS_PACKING
 def test_it_is_the_trained_layer_with_packed_weights(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", "qwen2", {"rope_type": "default"})
     expected, found = both(model_for(target, torch.bfloat16), torch.bfloat16)
@@ -114,7 +114,7 @@ def test_rows_that_pad_a_batch_may_have_any_position(tmp_path: Path) -> None:
     assert states.isfinite().all()
 
 
-@HALF
+@NEEDS_PACKING
 @pytest.mark.parametrize("rows", [1, 7, 300])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_packed_products(rows: int, has_bias: bool) -> None:
