@@ -176,7 +176,7 @@ class DraftingRunner:
                         f"attention backend {backend.get_name()} itself. Leave the speculative "
                         "method out."
                     )
-                rows.append(backend.kv_rows(layers[name].kv_cache))
+                rows.append(backend.kv_rows(layers[name]))
             movers.append(movers_of(chain.from_iterable(rows)))
         return movers
 

@@ -75,8 +75,8 @@ class CppFunction:
 
     @property
     def is_available(self) -> bool:
-        """Whether the file's library is shipped or could be compiled."""
-        return self._library is not None
+        """Whether the file's library is shipped or could be compiled, with this function in it."""
+        return hasattr(self._library, self.name)
 
     @cached_property
     def call(self) -> Callable[..., None]:

@@ -1,8 +1,8 @@
 // Tree attention over a paged KV cache, on a CPU.
 //
-// An item of work is some nodes of one tree, one KV head and a share of the keys. Its rows are the nodes times
-// the query heads that share the KV head, so that scores and weighted sums are small matrix products in
-// registers. Finally the shares of the same rows are merged.
+// An item of work is some nodes of one tree, one KV head and a share of the keys. Its rows are the nodes times the query
+// heads that share the KV head, so that scores and weighted sums are small matrix products. Finally the shares
+// of the same rows are merged.
 
 #include <algorithm>
 #include <cmath>
@@ -10,10 +10,9 @@
 #include <limits>
 #include <vector>
 
-#include "floats.h"
-#include "row_groups.h"
 #include "share_attention.h"
-#include "vectors.h"
+#include "tile_products.h"
+#include "vector_products.h"
 
 constexpr int64_t kRowsAtOnce = 48;  // the weights and sums of more would not fit into the L1 cache
 constexpr int64_t kItemsPerThread = 4;
@@ -21,8 +20,9 @@ constexpr int64_t kItemsPerThread = 4;
 // Merges the shares of the same rows into the first, one after another, and writes the rows.
 template <typename T>
 static void write_rows(const Layer<T>& layer, const Trees& trees, const Item* item, const Item* end) {
+  const Share<T> first(layer, trees, *item);
   const int64_t size = layer.head_size, rows = item->rows;
-  for (int64_t r = 0; r < (item->last_node - item->first_node) * layer.group; ++r) {
+  for (int64_t r = 0; r < first.used; ++r) {
     float* row = item->sums + r * size;
     float maximum = item->sums[rows * size + r], weight = item->sums[rows * (size + 1) + r];
     for (const Item* share = item + 1; share < end; ++share) {
@@ -39,21 +39,22 @@ static void write_rows(const Layer<T>& layer, const Trees& trees, const Item* it
       }
     }
     const float inverse = 1.0f / weight;
-    T* to = layer.output + row_offset(layer, trees, *item, r, layer.output_stride);
+    T* to = layer.output + first.offset(r, layer.output_stride);
     for (int64_t d = 0; d < size; ++d) narrow(inverse * row[d], to[d]);
   }
 }
 
 // The items of all rows; those of the same rows follow each other. `starts` is where others begin.
 static void list_items(const std::vector<RowGroup>& groups, int64_t kv_heads, int64_t most_nodes,
-                       int64_t heads, std::vector<Item>& items, std::vector<int64_t>& starts) {
+                       int64_t heads, int64_t rows_at_a_time, std::vector<Item>& items,
+                       std::vector<int64_t>& starts) {
   for (const RowGroup& group : groups) {
     const int64_t nodes = group.nodes.size();
     const int64_t parts = (nodes + most_nodes - 1) / most_nodes;
     for (int64_t kv_head = 0; kv_head < kv_heads; ++kv_head)
       for (int64_t part = 0; part < parts; ++part) {
         const int64_t first = part * nodes / parts, last = (part + 1) * nodes / parts;
-        const int64_t rows = round_up((last - first) * heads, kRows);
+        const int64_t rows = round_up((last - first) * heads, rows_at_a_time);
         starts.push_back(items.size());
         for (size_t share = 0; share <= group.cuts.size(); ++share)
           items.push_back({&group, kv_head, first, last, share == 0 ? 0 : group.cuts[share - 1],
@@ -65,7 +66,7 @@ static void list_items(const std::vector<RowGroup>& groups, int64_t kv_heads, in
   starts.push_back(items.size());
 }
 
-template <typename T>
+template <typename Products, typename T>
 static void attend(const Layer<T>& layer, const Trees& trees, const DecodeOrder& order,
                    int64_t threads) {
   const int64_t most_nodes = std::max<int64_t>(kRowsAtOnce / layer.group, 1);
@@ -81,7 +82,7 @@ static void attend(const Layer<T>& layer, const Trees& trees, const DecodeOrder&
   static thread_local std::vector<float> results;
   items.clear();
   starts.clear();
-  list_items(groups, layer.kv_heads, most_nodes, layer.group, items, starts);
+  list_items(groups, layer.kv_heads, most_nodes, layer.group, Products::kRowsAtATime, items, starts);
   int64_t room = 0;
   for (const Item& item : items) room += item.rows * (layer.head_size + 2);
   results.resize(room);
@@ -97,8 +98,12 @@ static void attend(const Layer<T>& layer, const Trees& trees, const DecodeOrder&
 #pragma omp parallel num_threads(threads)
   {
     static thread_local Scratch scratch;
+    {
+      const typename Products::Session session(layer);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_items; ++i) ShareAttention<T>(layer, trees, all[i], scratch).run();
+      for (int64_t i = 0; i < num_items; ++i)
+        ShareAttention<Products>(layer, trees, all[i], scratch).run();
+    }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < num_rows; ++i)
       write_rows(layer, trees, all + begins[i], all + begins[i + 1]);
@@ -111,10 +116,11 @@ struct Shape {
   float scale, soft_cap;
 };
 
-template <typename T>
+template <typename Products>
 static void attend(const Trees* trees, const Shape* shape, const DecodeOrder* order,
                    const void* query, int64_t query_stride, void* output, int64_t output_stride,
                    const void* keys, const void* values, int64_t threads) {
+  using T = typename Products::Element;
   const Layer<T> layer{static_cast<const T*>(query),
                        query_stride,
                        static_cast<T*>(output),
@@ -131,17 +137,20 @@ static void attend(const Trees* trees, const Shape* shape, const DecodeOrder* or
                        shape->sinks,
                        shape->scale,
                        shape->soft_cap};
-  attend(layer, *trees, *order, threads);
+  attend<Products>(layer, *trees, *order, threads);
 }
 
-#define EXPORT(NAME, TYPE)                                                                        \
-  extern "C" void NAME(const Trees* trees, const Shape* shape, const DecodeOrder* order,          \
-                       const void* query, int64_t query_stride, void* output,                     \
-                       int64_t output_stride, const void* keys, const void* values,               \
-                       int64_t threads) {                                                         \
-    attend<TYPE>(trees, shape, order, query, query_stride, output, output_stride, keys, values,   \
-                 threads);                                                                        \
+#define EXPORT(NAME, PRODUCTS)                                                                       \
+  extern "C" void NAME(const Trees* trees, const Shape* shape, const DecodeOrder* order,             \
+                       const void* query, int64_t query_stride, void* output,                        \
+                       int64_t output_stride, const void* keys, const void* values,                  \
+                       int64_t threads) {                                                            \
+    attend<PRODUCTS>(trees, shape, order, query, query_stride, output, output_stride, keys, values,  \
+                     threads);                                                                       \
   }
-EXPORT(attend_float32, float)
-EXPORT(attend_bfloat16, BFloat16)
-EXPORT(attend_float16, Float16)
+EXPORT(attend_float32, VectorProducts<float>)
+EXPORT(attend_bfloat16, VectorProducts<BFloat16>)
+EXPORT(attend_float16, VectorProducts<Float16>)
+#if defined(HAS_TILES)
+EXPORT(attend_tiles, TileProducts)
+#endif

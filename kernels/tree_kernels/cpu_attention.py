@@ -24,7 +24,9 @@ _ATTEND = {
         (torch.float16, "float16"),
     )
 }
+_ATTEND_TILES = CppFunction("cpu_attention.cpp", "attend_tiles", "ppppipippi")
 _MULTIPLE = 16  # float32 values in the widest vector register
+_TILE = 32  # bfloat16 values in a row of an AMX tile
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ class TreeAttention:
         dtype: Element type of the query, the cache and the output: float32, bfloat16 or float16.
         value_size: Size of a value, if not that of a head; the C++ kernel needs the same.
         order: The engine's order of summation, by which the C++ kernel rounds; None for any order.
+        tiles: Whether keys and values are stored as AMX tiles, for which `tiles_fit` must be true.
 
     Raises:
         ValueError: `heads` is not a multiple of `kv_heads`.
@@ -180,6 +183,7 @@ class TreeAttention:
         dtype: torch.dtype,
         value_size: int | None = None,
         order: DecodeOrder | None = None,
+        tiles: bool = False,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
@@ -189,8 +193,10 @@ class TreeAttention:
             and value_size in (None, head_size)
             and dtype in _ATTEND
         )
-        self._attend = _TREE_ATTENTION.on_cpu if fits else _attend_reference
-        self.dtype = dtype
+        op = _TILE_ATTENTION if tiles else _TREE_ATTENTION
+        self._attend = op.on_cpu if fits else _attend_reference
+        self.kernel = _ATTEND_TILES if tiles else _ATTEND.get(dtype)
+        self.tiles = tiles
         self.shape = _Shape(
             kv_heads=kv_heads,
             group=heads // kv_heads,
@@ -223,9 +229,13 @@ class TreeAttention:
         Args:
             trees: The trees of the step.
             query: `[tokens, heads, head_size]`, the heads of a token contiguous.
-            keys: `[blocks, kv_heads, head_size, block_size]`, each head of a block contiguous.
+            keys: `[blocks, kv_heads, head_size, block_size]`, each head of a block contiguous. As
+                tiles `[blocks, kv_heads, block_size / 16, head_size / 2, 16, 2]`: adjacent elements
+                of 16 tokens.
             values: `[blocks, kv_heads, block_size, value_size]`, each head of a block contiguous,
-                with the strides of the keys between blocks and between heads.
+                with the strides of the keys between blocks and between heads. As tiles
+                `[blocks, kv_heads, value_size / 16, block_size / 2, 16, 2]`: 16 elements of
+                adjacent tokens.
             output: `[tokens, heads, value_size]`, written in the rows of the trees only.
             scale: Factor of the attention scores.
             variant: How the layer's attention differs from softmax attention to all tokens.
@@ -261,6 +271,8 @@ def _attend_reference(
     scale: float,
     variant: AttentionVariant = PLAIN,
 ) -> None:
+    if layer.tiles:
+        keys, values = untiled(keys, values)
     heads, size, block_size = layer.shape.kv_heads, layer.shape.head_size, keys.shape[3]
     group, value_size = layer.shape.group, values.shape[3]
     firsts = trees.first_nodes
@@ -328,7 +340,8 @@ def _attend_cpp(
     shape.scale, shape.soft_cap, shape.window = scale, variant.soft_cap, variant.window
     sinks = None if variant.sinks is None else variant.sinks.float()
     shape.sinks = None if sinks is None else sinks.data_ptr()
-    _ATTEND[layer.dtype].call(
+    assert layer.kernel is not None
+    layer.kernel.call(
         ctypes.addressof(layer.step[1]),
         ctypes.addressof(shape),
         ctypes.addressof(layer.order),
@@ -342,9 +355,41 @@ def _attend_cpp(
     )
 
 
+def tiles_fit(
+    heads: int, kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
+) -> bool:
+    """Whether the C++ kernel can compute a layer whose keys and values are stored as AMX tiles."""
+    group = heads // kv_heads
+    return (
+        dtype == torch.bfloat16
+        and head_size % _TILE == 0
+        and block_size % _TILE == 0
+        and (group <= _MULTIPLE or group % _MULTIPLE == 0)
+        # The kernel asks for tile registers once in a process.
+        and torch.cpu._is_amx_tile_supported()
+        and torch.cpu._init_amx()
+        and _TILE_ATTENTION.on_cpu is _attend_cpp
+    )
+
+
+def untiled(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys `[blocks, kv_heads, head_size, block_size]` and values `[blocks, kv_heads, block_size,
+    value_size]` that are stored as AMX tiles."""
+    return (
+        keys.permute(0, 1, 3, 5, 2, 4).flatten(2, 3).flatten(3, 4),
+        values.permute(0, 1, 3, 5, 2, 4).flatten(2, 3).flatten(3, 4),
+    )
+
+
 _TREE_ATTENTION = Op(
     "cpu_attention.TreeAttention",
     _attend_reference,
     cpp=_attend_cpp,
     needs=_ATTEND[torch.float32],
+)
+_TILE_ATTENTION = Op(
+    "cpu_attention.TreeAttention",
+    _attend_reference,
+    cpp=_attend_cpp,
+    needs=_ATTEND_TILES,
 )

@@ -99,10 +99,19 @@ def _move_reference(
     request, place = torch.nonzero(_moves(path), as_tuple=True)
     old, new = slots[request, path[request, place].long()], slots[request, place]
     for cache in mover.caches:
-        block_size = cache.shape[2]
         bits = cache.view(_BITS[cache.element_size()])
-        rows = bits[old // block_size, :, old % block_size]
-        bits[new // block_size, :, new % block_size] = rows
+        rows = bits[*_place(cache, old)]
+        bits[*_place(cache, new)] = rows
+
+
+def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor | slice, ...]:
+    """The index of slots in a cache."""
+    tokens = 1 if cache.dim() == 4 else cache.shape[3]
+    block_size = cache.shape[2] * tokens
+    block, offset = slots // block_size, slots % block_size
+    if cache.dim() == 4:
+        return block, slice(None), offset
+    return block, slice(None), offset // tokens, offset % tokens
 
 
 def _moves(path: Tensor) -> Tensor:
@@ -127,8 +136,9 @@ class _Layout(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            *("heads", "block_size", "head_dim"),
-            *("block_stride", "head_stride", "offset_stride", "dim_stride"),
+            *("heads", "block_size", "tokens", "parts", "dims"),
+            *("block_stride", "head_stride", "group_stride"),
+            *("token_stride", "part_stride", "dim_stride"),
         )
     )
 
@@ -142,21 +152,27 @@ class KvMover:
 
     Args:
         caches: At least one tensor `[num_blocks, heads, block_size, head_dim]`, all of the same
-            shape, strides, element type and device.
+            shape, strides, element type and device. On a CPU also `[num_blocks, heads, groups,
+            tokens, parts, dims]`, if the tokens of a block, and the elements of a row, cannot be
+            one dimension of a view.
 
     Raises:
         ValueError: There is no cache, or the caches differ.
     """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
-        if len(set(map(_kind, caches))) != 1 or caches[0].dim() != 4:
+        if len(set(map(_kind, caches))) != 1 or caches[0].dim() not in (4, 6):
             shapes = sorted({str([*cache.shape]) for cache in caches})
-            raise ValueError(f"caches must have the same layout and four dimensions, not {shapes}")
+            raise ValueError(
+                f"caches must have the same layout and four or six dimensions, not {shapes}"
+            )
         self.caches = list(caches)
         cache = self.caches[0]
         addresses = [cache.data_ptr() for cache in self.caches]
         self.addresses = torch.tensor(addresses, device=cache.device)
-        self.layout = _Layout(*cache.shape[1:], *cache.stride())
+        one = cache if cache.dim() == 6 else cache.unsqueeze(3).unsqueeze(4)
+        _, heads, groups, tokens, parts, dims = one.shape
+        self.layout = _Layout(heads, groups * tokens, tokens, parts, dims, *one.stride())
 
     def __call__(self, slots: Tensor, path: Tensor, places: Tensor | None = None) -> None:
         """Move the row of node `path[b, d]` to the slot of node d, for all heads.

@@ -3,7 +3,8 @@
 // All rows read the context before the tree, so each of its keys is read once for them; the rest of a row's
 // keys are those of its path. A row sums its keys in the order of their positions, as a text without branches
 // does. Where keys are compared with a maximum, which floats are added in which lane, and where a product is
-// rounded, is as in vLLM's kernels.
+// rounded, is as in vLLM's kernels. How keys and values are stored and multiplied is left to `Products`, which
+// is `VectorProducts` or `TileProducts`.
 
 #pragma once
 
@@ -28,8 +29,8 @@ struct Layer {
   int64_t query_stride;
   T* output;
   int64_t output_stride;
-  const T* keys;    // each head of a block is [head_size, block_size]
-  const T* values;  // each head of a block is [block_size, head_size]
+  const T* keys;
+  const T* values;
   int64_t block_stride, head_stride, kv_heads, group, head_size, block_size;
   int64_t window;      // number of positions that a node attends to; 0 for all
   const float* sinks;  // [heads], or null
@@ -42,191 +43,142 @@ struct Item {
   int64_t kv_head, first_node, last_node;
   int64_t first, last;  // the positions of its share
   bool has_sinks;
-  int64_t rows;  // a multiple of kRows
+  int64_t rows;  // a multiple of the rows that products compute at a time
   float* sums;   // [rows, head_size], followed by the maxima and the weights of the rows
-
-  const Node& node(int64_t r, int64_t heads) const { return group->nodes[first_node + r / heads]; }
 };
 
-// Floats that are allocated once and hold anything at first.
-class Floats {
+// Memory that is allocated once, begins with a cache line and holds anything at first.
+template <typename T>
+class Room {
  public:
-  float* of(int64_t count) {
-    if (static_cast<int64_t>(memory_.size()) < count) memory_.resize(count);
-    return memory_.data();
+  T* of(int64_t count) {
+    const size_t needed = count * sizeof(T) + kLine;
+    if (memory_.size() < needed) memory_.resize(needed);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory_.data());
+    return reinterpret_cast<T*>(round_up(address, kLine));
   }
 
  private:
-  std::vector<float> memory_;
+  static constexpr int64_t kLine = 64;
+  std::vector<char> memory_;
 };
 
 // The memory of a thread.
 struct Scratch {
-  Floats query, wide, scores, tree_scores, tree_values, highest, lanes, factors;
+  Room<float> query, wide, scores, tree_scores, tree_values, highest, lanes, factors;
+  Room<BFloat16> narrow_query, weights, path_values;
 };
 
-// The offset of row r of an item in the query or the output, in elements.
+// An item with its layer and the context of its tree.
 template <typename T>
-static int64_t row_offset(const Layer<T>& layer, const Trees& trees, const Item& item, int64_t r,
-                          int64_t stride) {
-  const int64_t token = trees.starts[item.group->tree] + item.node(r, layer.group).index;
-  return token * stride + (item.kv_head * layer.group + r % layer.group) * layer.head_size;
-}
-
-template <typename T>
-static void widen_rows(const T* from, int64_t from_stride, float* wide, int64_t stride, int64_t rows,
-                       int64_t columns) {
-  if (columns == kTile) {
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < kTile; ++j) wide[i * stride + j] = widen(from[i * from_stride + j]);
-  } else {
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) wide[i * stride + j] = widen(from[i * from_stride + j]);
-  }
-}
-
-// Widens the keys at positions [at, at + count) to columns of a tile, [head_size, kTile].
-template <typename T>
-static void widen_keys(const Layer<T>& layer, const Item& item, const int32_t* blocks, int64_t at,
-                       int64_t count, float* wide) {
-  const T* head = layer.keys + item.kv_head * layer.head_stride;
-  if (layer.block_size == 1) {
-    for (int64_t j = 0; j < count; ++j) {
-      const T* from = head + blocks[at + j] * layer.block_stride;
-      for (int64_t d = 0; d < layer.head_size; ++d) wide[d * kTile + j] = widen(from[d]);
+struct Share {
+  Share(const Layer<T>& layer, const Trees& trees, const Item& item)
+      : layer(layer),
+        item(item),
+        blocks(trees.blocks + item.group->tree * trees.blocks_stride),
+        size(layer.head_size),
+        rows(item.rows),
+        used((item.last_node - item.first_node) * layer.group),
+        start(trees.starts[item.group->tree]),
+        root(trees.root(item.group->tree)) {
+    for (int64_t i = item.first_node; i < item.last_node; ++i) {
+      const Node& node = item.group->nodes[i];
+      earliest = std::min(earliest, node.first);
+      latest = std::max(latest, node.first);
+      end = std::max(end, node.last);
+      nodes = std::max(nodes, node.index + 1);
     }
-    return;
   }
-  for (int64_t run; count > 0; at += run, wide += run, count -= run) {
-    const int64_t offset = at % layer.block_size;
-    run = std::min(count, layer.block_size - offset);
-    widen_rows(head + blocks[at / layer.block_size] * layer.block_stride + offset, layer.block_size,
-               wide, kTile, layer.head_size, run);
-  }
-}
 
-// Widens the values at positions [at, at + count), [count, head_size].
-template <typename T>
-static void widen_values(const Layer<T>& layer, const Item& item, const int32_t* blocks, int64_t at,
-                         int64_t count, float* wide) {
-  const T* head = layer.values + item.kv_head * layer.head_stride;
-  for (int64_t run; count > 0; at += run, wide += run * layer.head_size, count -= run) {
-    const int64_t offset = at % layer.block_size;
-    run = std::min(count, layer.block_size - offset);
-    const T* from = head + blocks[at / layer.block_size] * layer.block_stride + offset * layer.head_size;
-    for (int64_t i = 0; i < run * layer.head_size; ++i) wide[i] = widen(from[i]);
+  const Node& node(int64_t row) const {
+    return item.group->nodes[item.first_node + row / layer.group];
   }
-}
+  const int32_t* path(const Node& node) const { return item.group->paths.data() + node.path; }
 
-// Adds values of a path's nodes to a row's sums, in the order of their depths.
-static void add_path(const float* weights, const int32_t* path, int64_t count, const float* values,
-                     int64_t size, float* sums) {
-  for (int64_t d = 0; d < size; d += kWidth) {
-    Vector sum = load(sums + d);
-    for (int64_t i = 0; i < count; ++i) sum += weights[i] * load(values + path[i] * size + d);
-    store(sums + d, sum);
+  // The offset of a row in the query or the output, in elements.
+  int64_t offset(int64_t row, int64_t stride) const {
+    return (start + node(row).index) * stride +
+           (item.kv_head * layer.group + row % layer.group) * size;
   }
+
+  // The positions before the tree that columns [at, at + kTile) have within [first, last).
+  std::pair<int64_t, int64_t> context(int64_t at, int64_t first, int64_t last) const {
+    return {std::max({at, first, earliest}), std::min({at + kTile, last, root})};
+  }
+
+  // The positions of a node's path that `columns` columns from `at` have within [first, last).
+  std::pair<int64_t, int64_t> path(const Node& node, int64_t at, int64_t columns, int64_t first,
+                                   int64_t last) const {
+    return {std::max({at, first, root, node.first}), std::min({at + columns, last, node.last})};
+  }
+
+  const Layer<T>& layer;
+  const Item& item;
+  const int32_t* const blocks;
+  const int64_t size, rows, used, start, root;
+  int64_t earliest = std::numeric_limits<int64_t>::max(), latest = 0;  // first positions of nodes
+  int64_t end = 0, nodes = 0;
+};
+
+// The scores of rows with a layer's soft cap.
+static void cap(float* scores, int64_t stride, int64_t rows, int64_t columns, float soft_cap) {
+  if (soft_cap == 0) return;
+  const float inverse = 1.0f / soft_cap;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t t = 0; t < columns; t += kWidth) {
+      float* at = scores + r * stride + t;
+      store(at, tangent(load(at) * inverse) * soft_cap);
+    }
 }
 
 // Attention of an item's rows to its share of their keys, without the division by the weights.
-template <typename T>
+template <typename Products>
 class ShareAttention {
+  using T = typename Products::Element;
+
  public:
   ShareAttention(const Layer<T>& layer, const Trees& trees, const Item& item, Scratch& scratch)
-      : layer_(layer),
-        item_(item),
-        blocks_(trees.blocks + item.group->tree * trees.blocks_stride),
-        size_(layer.head_size),
-        rows_(item.rows),
-        used_((item.last_node - item.first_node) * layer.group),
-        root_(trees.root(item.group->tree)),
+      : share_(layer, trees, item),
         maxima_(item.sums + item.rows * layer.head_size),
         weights_(maxima_ + item.rows),
-        query_(scratch.query.of(rows_ * size_)),
-        wide_(scratch.wide.of(kTile * size_)),
-        highest_(scratch.highest.of(rows_ * kWidth)),
-        lanes_(scratch.lanes.of(rows_ * kLanes)),
-        factors_(scratch.factors.of(rows_)),
-        scratch_(scratch) {
-    for (int64_t i = item.first_node; i < item.last_node; ++i) {
-      const Node& node = item.group->nodes[i];
-      earliest_ = std::min(earliest_, node.first);
-      latest_ = std::max(latest_, node.first);
-      end_ = std::max(end_, node.last);
-      nodes_ = std::max(nodes_, node.index + 1);
+        highest_(scratch.highest.of(item.rows * kWidth)),
+        lanes_(scratch.lanes.of(item.rows * kLanes)),
+        factors_(scratch.factors.of(item.rows)),
+        scratch_(scratch),
+        products_(share_, scratch) {
+    std::fill(item.sums, maxima_, 0.0f);
+    for (int64_t r = 0; r < item.rows; ++r) {
+      const bool has_sink = item.has_sinks && layer.sinks;
+      maxima_[r] = has_sink ? layer.sinks[item.kv_head * layer.group + r % layer.group] : kLowest;
+      weights_[r] = has_sink ? 1.0f : 0.0f;
     }
-    start(trees);
   }
 
   void run() {
-    const RowGroup& group = *item_.group;
-    const int64_t first = std::max(item_.first, group.tile > 0 ? group.origin : earliest_);
-    const int64_t last = std::min(item_.last, end_);
+    const Item& item = share_.item;
+    const int64_t first = std::max(item.first, item.group->tile > 0 ? item.group->origin : share_.earliest);
+    const int64_t last = std::min(item.last, share_.end);
     if (first >= last) return;
-    if (last > root_) read_tree();
-    const int64_t tile = group.tile > 0 ? group.tile : last - first;
+    products_.read_query();
+    if (last > share_.root) products_.read_tree();
+    const int64_t tile = item.group->tile > 0 ? item.group->tile : last - first;
     for (int64_t at = first; at < last; at += tile) attend(at, std::min(at + tile, last));
   }
 
  private:
-  void start(const Trees& trees) {
-    std::fill(query_, query_ + rows_ * size_, 0.0f);
-    std::fill(item_.sums, item_.sums + rows_ * size_, 0.0f);
-    for (int64_t r = 0; r < rows_; ++r) {
-      const bool has_sink = item_.has_sinks && layer_.sinks;
-      maxima_[r] = has_sink ? layer_.sinks[item_.kv_head * layer_.group + r % layer_.group] : kLowest;
-      weights_[r] = has_sink ? 1.0f : 0.0f;
-    }
-    for (int64_t r = 0; r < used_; ++r) {
-      const T* from = layer_.query + row_offset(layer_, trees, item_, r, layer_.query_stride);
-      float* to = query_ + r * size_;
-      for (int64_t d = 0; d < size_; ++d) to[d] = widen(from[d]) * layer_.scale;
-    }
-  }
-
-  // Scores and values of the tree's nodes, from which each row takes those of its path.
-  void read_tree() {
-    tree_stride_ = round_up(nodes_, kTile);
-    tree_scores_ = scratch_.tree_scores.of(rows_ * tree_stride_);
-    tree_values_ = scratch_.tree_values.of(nodes_ * size_);
-    for (int64_t i = 0; i < nodes_; i += kTile) {
-      const int64_t count = std::min<int64_t>(kTile, nodes_ - i);
-      widen_keys(layer_, item_, blocks_, root_ + i, count, wide_);
-      score(count, tree_scores_ + i, tree_stride_);
-    }
-    widen_values(layer_, item_, blocks_, root_, nodes_, tree_values_);
-  }
-
-  // Scores of all rows and `columns` keys, which have been widened.
-  void score(int64_t columns, float* scores, int64_t stride) const {
-    const int64_t width = round_up(columns, kWidth);
-    for (int64_t r = 0; r < rows_; r += kRows)
-      multiply<false>(query_ + r * size_, size_, wide_, kTile, scores + r * stride, stride, size_,
-                      width);
-    if (layer_.soft_cap == 0) return;
-    const float inverse = 1.0f / layer_.soft_cap;
-    for (int64_t r = 0; r < rows_; ++r)
-      for (int64_t t = 0; t < width; t += kWidth) {
-        float* at = scores + r * stride + t;
-        store(at, tangent(load(at) * inverse) * layer_.soft_cap);
-      }
-  }
-
   // Adds the keys at positions [first, last), which are compared with a running maximum at once.
   void attend(int64_t first, int64_t last) {
     const int64_t base = round_down(first, kTile), end = round_up(last, kTile);
-    float* const tiles = scratch_.scores.of(rows_ * (end - base));
-    std::fill(highest_, highest_ + rows_ * kWidth, kHidden);
+    const int64_t rows = share_.rows, used = share_.used;
+    float* const tiles = scratch_.scores.of(rows * (end - base));
+    std::fill(highest_, highest_ + rows * kWidth, kHidden);
     for (int64_t at = base; at < end; at += kTile) {
-      float* scores = tiles + rows_ * (at - base);
-      const auto [from, to] = context(at, first, last);
-      if (from < to) {
-        widen_keys(layer_, item_, blocks_, from, to - from, wide_ + (from - at));
-        score(to - at, scores, kTile);
-      }
-      if (at < std::max(first, latest_) || at + kTile > std::min(last, root_))
+      float* scores = tiles + rows * (at - base);
+      const auto [from, to] = share_.context(at, first, last);
+      if (from < to) products_.score(at, from, to, scores);
+      if (at < std::max(first, share_.latest) || at + kTile > std::min(last, share_.root))
         finish_scores(at, first, last, scores);
-      for (int64_t r = 0; r < used_; ++r) {
+      for (int64_t r = 0; r < used; ++r) {
         float* highest = highest_ + r * kWidth;
         Vector most = load(highest);
         for (int t = 0; t < kTile; t += kWidth) {
@@ -237,36 +189,25 @@ class ShareAttention {
       }
     }
     raise_maxima();
-    std::fill(lanes_, lanes_ + rows_ * kLanes, 0.0f);
+    std::fill(lanes_, lanes_ + rows * kLanes, 0.0f);
     for (int64_t at = base; at < end; at += kTile) {
-      float* scores = tiles + rows_ * (at - base);
-      for (int64_t r = 0; r < used_; ++r) weigh(scores + r * kTile, r);
-      add_values(at, first, last, scores);
+      float* scores = tiles + rows * (at - base);
+      for (int64_t r = 0; r < used; ++r) weigh(scores + r * kTile, r);
+      products_.add_values(at, first, last, scores);
     }
-    for (int64_t r = 0; r < used_; ++r) {
+    for (int64_t r = 0; r < used; ++r)
       weights_[r] = std::fma(factors_[r], weights_[r], lane_sum(lanes_ + r * kLanes));
-    }
-  }
-
-  // The positions before the tree that columns [at, at + kTile) have within [first, last).
-  std::pair<int64_t, int64_t> context(int64_t at, int64_t first, int64_t last) const {
-    return {std::max({at, first, earliest_}), std::min({at + kTile, last, root_})};
-  }
-
-  // The positions of a row's path that columns [at, at + kTile) have within [first, last).
-  std::pair<int64_t, int64_t> path(const Node& node, int64_t at, int64_t first, int64_t last) const {
-    return {std::max({at, first, root_, node.first}), std::min({at + kTile, last, node.last})};
   }
 
   // Takes the scores of the rows' paths, and hides what a row does not attend to.
   void finish_scores(int64_t at, int64_t first, int64_t last, float* scores) const {
-    for (int64_t r = 0; r < used_; ++r) {
-      const Node& node = item_.node(r, layer_.group);
-      const int32_t* nodes = item_.group->paths.data() + node.path;
+    for (int64_t r = 0; r < share_.used; ++r) {
+      const Node& node = share_.node(r);
+      const int32_t* nodes = share_.path(node);
       float* row = scores + r * kTile;
-      const auto [from, to] = path(node, at, first, last);
+      const auto [from, to] = share_.path(node, at, kTile, first, last);
       for (int64_t p = from; p < to; ++p)
-        row[p - at] = tree_scores_[r * tree_stride_ + nodes[p - root_]];
+        row[p - at] = products_.tree_score(r, nodes[p - share_.root]);
       const auto column = [&](int64_t p) { return std::clamp<int64_t>(p - at, 0, kTile); };
       std::fill(row, row + column(std::max(first, node.first)), kHidden);
       std::fill(row + column(std::min(last, node.last)), row + kTile, kHidden);
@@ -274,7 +215,8 @@ class ShareAttention {
   }
 
   void raise_maxima() {
-    for (int64_t r = 0; r < used_; ++r) {
+    const int64_t size = share_.size;
+    for (int64_t r = 0; r < share_.used; ++r) {
       const float* highest = highest_ + r * kWidth;
       const float most = std::max(maxima_[r], *std::max_element(highest, highest + kWidth));
       const float fall = maxima_[r] - most;
@@ -282,7 +224,7 @@ class ShareAttention {
       if (!(fall < -kRise)) continue;
       factors_[r] = std::exp(fall);
       maxima_[r] = most;
-      for (int64_t d = 0; d < size_; ++d) item_.sums[r * size_ + d] *= factors_[r];
+      for (int64_t d = 0; d < size; ++d) share_.item.sums[r * size + d] *= factors_[r];
     }
   }
 
@@ -297,33 +239,9 @@ class ShareAttention {
     }
   }
 
-  void add_values(int64_t at, int64_t first, int64_t last, const float* weights) {
-    const auto [from, to] = context(at, first, last);
-    if (from < to) {
-      widen_values(layer_, item_, blocks_, from, to - from, wide_);
-      for (int64_t r = 0; r < rows_; r += kRows)
-        multiply<true>(weights + r * kTile + (from - at), kTile, wide_, size_,
-                       item_.sums + r * size_, size_, to - from, size_);
-    }
-    if (std::min(at + kTile, last) <= root_) return;
-    for (int64_t r = 0; r < used_; ++r) {
-      const Node& node = item_.node(r, layer_.group);
-      const auto [begin, end] = path(node, at, first, last);
-      if (begin < end)
-        add_path(weights + r * kTile + (begin - at),
-                 item_.group->paths.data() + node.path + (begin - root_), end - begin,
-                 tree_values_, size_, item_.sums + r * size_);
-    }
-  }
-
-  const Layer<T>& layer_;
-  const Item& item_;
-  const int32_t* const blocks_;
-  const int64_t size_, rows_, used_, root_;
+  const Share<T> share_;
   float *const maxima_, *const weights_;
-  float *const query_, *const wide_, *const highest_, *const lanes_, *const factors_;
+  float *const highest_, *const lanes_, *const factors_;
   Scratch& scratch_;
-  float *tree_scores_ = nullptr, *tree_values_ = nullptr;
-  int64_t earliest_ = std::numeric_limits<int64_t>::max(), latest_ = 0;  // first positions of nodes
-  int64_t end_ = 0, nodes_ = 0, tree_stride_ = 0;
+  Products products_;
 };

@@ -20,8 +20,17 @@ from drafttree.vllm.attention.cpu import decode_order, isa_of, kv_views
 PAGE = 128
 NODES = 10
 pytestmark = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="only its AVX-512 kernels are followed"
+    not torch.cpu._is_avx512_supported(), reason="only its AVX-512 and AMX kernels are followed"
 )
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+KERNELS = [
+    (torch.float32, "vec"),
+    (torch.bfloat16, "vec"),
+    pytest.param(
+        torch.bfloat16, "amx", marks=pytest.mark.skipif(not HAS_AMX, reason="the CPU has no AMX")
+    ),
+]
+"""Element types and the kernels that the engine chooses for them."""
 
 
 @pytest.fixture
@@ -40,6 +49,16 @@ class Shape:
     kv_heads: int
     size: int
     dtype: torch.dtype
+    stock: str = "vec"
+
+    @property
+    def isa(self) -> str:
+        """The engine's kernels."""
+        layer = (self.heads, self.kv_heads, self.size, PAGE, self.dtype)
+        return isa_of(self.stock if self.size % 32 == 0 else "vec16", *layer)
+
+    def order(self, window: int = 0) -> DecodeOrder:
+        return decode_order(self.isa, self.size, window)
 
 
 class Texts:
@@ -84,13 +103,15 @@ class Texts:
         places = position + torch.arange(len(rows))
         slots = self.table[request].long()[places // PAGE] * PAGE + places % PAGE
         given = self.keys[request][rows], self.values[request][rows]
-        ops.cpu_attn_reshape_and_cache(*given, *self.halves, slots, isa_of(self.shape.size))
+        ops.cpu_attn_reshape_and_cache(*given, *self.halves, slots, self.shape.isa)
 
     def attend(self, order: DecodeOrder, variant: AttentionVariant) -> torch.Tensor:
         """Rows of all nodes, `[B, NODES, heads, size]`."""
         shape, count = self.shape, len(self.contexts)
         attend = TreeAttention(
-            shape.heads, shape.kv_heads, shape.size, PAGE, shape.dtype, order=order
+            *(shape.heads, shape.kv_heads, shape.size, PAGE, shape.dtype),
+            order=order,
+            tiles=shape.isa == "amx",
         )
         assert attend.is_cpp
         trees = PagedTrees(
@@ -101,7 +122,7 @@ class Texts:
             masks=self.masks,
         )
         found = torch.empty_like(self.query)
-        rows = self.query.flatten(0, 1), *kv_views(self.cache), found.flatten(0, 1)
+        rows = self.query.flatten(0, 1), *kv_views(self.cache, shape.isa), found.flatten(0, 1)
         attend(trees, *rows, shape.size**-0.5, variant)
         return found
 
@@ -134,7 +155,7 @@ class Texts:
             query_start_loc=starts,
             causal=True,
             sliding_window_size=window,
-            isa=isa_of(shape.size),
+            isa=shape.isa,
             enable_kv_split=True,
         )
         found = torch.empty_like(self.query[:, node])
@@ -174,7 +195,7 @@ class Texts:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "stock"), KERNELS)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize(
     "contexts",
@@ -195,40 +216,60 @@ class Texts:
     ("heads", "kv_heads", "size"), [(9, 3, 64), (4, 4, 128), (8, 1, 80), (14, 2, 96)]
 )
 def test_rows_are_those_of_plain_decoding(
-    heads: int, kv_heads: int, size: int, contexts: list[int], count: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    size: int,
+    contexts: list[int],
+    count: int,
+    dtype: torch.dtype,
+    stock: str,
 ) -> None:
     torch.set_num_threads(count)
-    texts = Texts(Shape(heads, kv_heads, size, dtype), contexts)
-    assert texts.differences(decode_order(size, 0)) == 0
+    shape = Shape(heads, kv_heads, size, dtype, stock)
+    assert Texts(shape, contexts).differences(shape.order()) == 0
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "stock"), KERNELS)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (70, 0.0), (0, 20.0), (70, 20.0)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_rows_of_windows_soft_caps_and_sinks_are_those_of_plain_decoding(
-    window: int, cap: float, has_sinks: bool, count: int, dtype: torch.dtype
+    window: int, cap: float, has_sinks: bool, count: int, dtype: torch.dtype, stock: str
 ) -> None:
     torch.set_num_threads(count)
-    texts = Texts(Shape(6, 2, 64, dtype), [300, 45, 90])
+    shape = Shape(6, 2, 64, dtype, stock)
+    texts = Texts(shape, [300, 45, 90])
     variant = AttentionVariant(window, cap, texts.sinks if has_sinks else None)
-    assert texts.differences(decode_order(64, window), variant) == 0
+    assert texts.differences(shape.order(window), variant) == 0
 
 
-def test_a_context_of_several_tiles() -> None:
-    order = decode_order(64, 0)
-    texts = Texts(Shape(2, 1, 64, torch.float32), [order.tile - 4])
+@pytest.mark.parametrize(("dtype", "stock"), KERNELS)
+def test_a_context_of_several_tiles(dtype: torch.dtype, stock: str) -> None:
+    shape = Shape(2, 1, 64, dtype, stock)
+    order = shape.order()
+    texts = Texts(shape, [order.tile - 4])
     assert texts.differences(order) == 0
-    assert texts.differences(replace(order, tile=order.tile - order.unit)) > 0
+    if dtype == torch.float32:
+        assert texts.differences(replace(order, tile=order.tile - order.unit)) > 0
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="the CPU has no AMX")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "isa"), [(9, 3, "amx"), (71, 1, "vec"), (64, 1, "amx")]
+)
+def test_the_engines_amx_kernels_are_kept(heads: int, kv_heads: int, isa: str) -> None:
+    """Unless a node has rows for part of a tile."""
+    assert isa_of("amx", heads, kv_heads, 64, PAGE, torch.bfloat16) == isa
 
 
 @pytest.mark.usefixtures("threads")
-def test_rows_differ_if_keys_are_shared_otherwise() -> None:
+@pytest.mark.parametrize(("dtype", "stock"), KERNELS[1:])
+def test_rows_differ_if_keys_are_shared_otherwise(dtype: torch.dtype, stock: str) -> None:
     """What is tested above can be seen: rounding depends on the order of summation."""
     torch.set_num_threads(2)
-    texts = Texts(Shape(9, 3, 64, torch.bfloat16), [500])
-    order = decode_order(64, 0)
+    shape = Shape(9, 3, 64, dtype, stock)
+    texts, order = Texts(shape, [500]), shape.order()
     assert texts.differences(order) == 0
     assert texts.differences(replace(order, least_share=0)) > 0
     assert texts.differences(replace(order, tile=64)) > 0

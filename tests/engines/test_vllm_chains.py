@@ -35,7 +35,8 @@ CHAINS = {"method": "token_recycling"}
 ANNOUNCED = "Token Recycling drafts chains of up to"
 
 ENGINE: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {},
+    # The other backend, which the engine prefers on a CPU with AMX, needs bfloat16.
+    "deepseek_v2": {"attention_backend": "CPU_MLA"},
     # The engine's CPU kernels for its linear attention need bfloat16, and verification is refused
     # with prefix caching there.
     "qwen3_next": {"dtype": "bfloat16", "enable_prefix_caching": False},
@@ -76,9 +77,9 @@ def check_drafted(family: str, drafted: list[Answer], log: str) -> None:
 
 
 def test_tokens_are_those_of_plain_decoding(without_trees: Callable[[str], Path]) -> None:
-    model = without_trees("deepseek_v2")
-    plain, _ = run_vllm(model, some_cases())
-    drafted, log = run_vllm(model, some_cases(), CHAINS)
+    model, engine = without_trees("deepseek_v2"), ENGINE["deepseek_v2"]
+    plain, _ = run_vllm(model, some_cases(), **engine)
+    drafted, log = run_vllm(model, some_cases(), CHAINS, **engine)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     check_drafted("deepseek_v2", drafted, log)
 
@@ -92,7 +93,7 @@ def test_grammars(tmp_path: Path) -> None:
         Case(some_prompts(len(bound), seed, 40), [each | {"seed": seed} for each in bound])
         for seed in (1, 2, 3, 2)
     ]
-    engine = {"skip_tokenizer_init": False}
+    engine = ENGINE["deepseek_v2"] | {"skip_tokenizer_init": False}
     plain, _ = run_vllm(model, cases, **engine)
     drafted, _ = run_vllm(model, cases, CHAINS, **engine)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
@@ -168,9 +169,9 @@ def test_a_kv_connector(tiny_llama: Path, tmp_path: Path) -> None:
 def test_a_static_tree(without_trees: Callable[[str], Path]) -> None:
     """Its first path is drafted."""
     cases = [Case(some_prompts(8), GREEDY)]
-    model = without_trees("deepseek_v2")
-    plain, _ = run_vllm(model, cases)
-    drafted, _ = run_vllm(model, cases, CHAINS | {"tree": "branch:2-2-1-1"})
+    model, engine = without_trees("deepseek_v2"), ENGINE["deepseek_v2"]
+    plain, _ = run_vllm(model, cases, **engine)
+    drafted, _ = run_vllm(model, cases, CHAINS | {"tree": "branch:2-2-1-1"}, **engine)
     assert drafted[0].tokens == plain[0].tokens
     proves_chains(drafted[0].counters, 4)
 
@@ -200,7 +201,8 @@ OWN_LOOP = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 @pytest.fixture(scope="module")
 def unprimed(without_trees: Callable[[str], Path]) -> Answer:
     method = CHAINS | {"prime": False}
-    (answer,), _ = run_vllm(without_trees("deepseek_v2"), [SHORT], method, OWN_LOOP)
+    model, engine = without_trees("deepseek_v2"), ENGINE["deepseek_v2"]
+    (answer,), _ = run_vllm(model, [SHORT], method, OWN_LOOP, **engine)
     return answer
 
 
@@ -219,7 +221,8 @@ def test_tables_are_primed(
     file = primed_file(model, 8)
     cases = [SHORT] if seconds else [SHORT, replace(SHORT, after=file)]
     method = CHAINS | {"prime": True, "prime_seconds": seconds, "nodes": 15}
-    answers, log = run_vllm(model, cases, method, OWN_LOOP | {"DRAFTTREE_CACHE": str(tmp_path)})
+    variables = OWN_LOOP | {"DRAFTTREE_CACHE": str(tmp_path)}
+    answers, log = run_vllm(model, cases, method, variables, **ENGINE["deepseek_v2"])
     assert "is primed for 512 of 512 tokens" in log
     assert unprimed.counters["drafted_steps"] == 0
     assert answers[-1].tokens == unprimed.tokens

@@ -10,25 +10,34 @@ from hypothesis import strategies as st
 from property_settings import CASES
 from tree_kernels import _build, _native
 from tree_kernels.attention_variant import PLAIN, AttentionVariant
-from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention
+from tree_kernels.cpu_attention import (
+    DecodeOrder,
+    PagedTrees,
+    TreeAttention,
+    tiles_fit,
+    untiled,
+)
 from tree_kernels.mask import tree_mask
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 @st.composite
-def steps(draw):
+def steps(draw, tiles=False):
     """Trees of different sizes between rows of other requests, with scattered KV blocks.
 
     The rows of the first nodes of a tree may be missing.
     """
     torch.manual_seed(draw(st.integers(0, 99)))
-    dtype = draw(st.sampled_from(list(TOLERANCE)))
-    kv_heads, group = draw(st.sampled_from([(1, 1), (3, 3), (2, 7), (1, 16)]))
-    size, block_size = (
-        draw(st.sampled_from([32, 64, 80, 112])),
-        draw(st.sampled_from([1, 16, 32, 128])),
-    )
+    if tiles:
+        dtype, (sizes, blocks) = torch.bfloat16, ((32, 64, 96, 128), (32, 64, 128))
+        groups = [(1, 1), (3, 3), (2, 7), (1, 16), (1, 32)]
+    else:
+        dtype = draw(st.sampled_from(list(TOLERANCE)))
+        sizes, blocks = (32, 64, 80, 112), (1, 16, 32, 128)
+        groups = [(1, 1), (3, 3), (2, 7), (1, 16)]
+    kv_heads, group = draw(st.sampled_from(groups))
+    size, block_size = draw(st.sampled_from(sizes)), draw(st.sampled_from(blocks))
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     lengths = [n + draw(st.integers(0, 300)) for n in sizes]
     gaps = [draw(st.integers(0, 2)) for _ in sizes]
@@ -66,6 +75,14 @@ def views(cache, size, block_size):
     halves = cache.view(*cache.shape[:2], 2, -1)
     keys = halves[:, :, 0].unflatten(-1, (size, block_size))
     return keys, halves[:, :, 1].unflatten(-1, (block_size, size))
+
+
+def tiled(keys, values):
+    """The same keys and values, stored as AMX tiles."""
+    return (
+        keys.unflatten(2, (-1, 2)).unflatten(4, (-1, 16)).permute(0, 1, 4, 2, 5, 3).contiguous(),
+        values.unflatten(2, (-1, 2)).unflatten(4, (-1, 16)).permute(0, 1, 4, 2, 5, 3).contiguous(),
+    )
 
 
 def first_nodes(trees):
@@ -180,6 +197,45 @@ def test_keys_are_summed_in_shares_and_tiles(cpu_path, step, order, threads, win
     expected = defined(trees, query, keys, values, 0.3, before, variant)
     tolerance = TOLERANCE[query.dtype]
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="the CPU has no AMX")
+@CASES
+@given(
+    step=steps(tiles=True),
+    order=st.sampled_from([None, DecodeOrder(32, 32, 64), DecodeOrder(32, 128, 4096)]),
+    window=st.sampled_from([0, 3, 100]),
+    soft_cap=st.sampled_from([0.0, 5.0]),
+    has_sinks=st.booleans(),
+)
+def test_amx_tiles(cpu_path, step, order, window, soft_cap, has_sinks):
+    """Weights are rounded to bfloat16 before they are multiplied, as the engine rounds them."""
+    trees, query, cache, kv_heads, size, block_size = step
+    keys, values = views(cache, size, block_size)
+    as_tiles = tiled(keys, values)
+    for stored, restored in zip((keys, values), untiled(*as_tiles), strict=True):
+        assert torch.equal(stored, restored)
+    sinks = 5 * torch.randn(query.shape[1]).to(query.dtype) if has_sinks else None
+    variant = AttentionVariant(window, soft_cap, sinks)
+    layer = query.shape[1], kv_heads, size, block_size, query.dtype
+    if order is not None:
+        order = replace(order, window=window)
+        lengths = trees.lengths - trees.tree_sizes + 1
+        trees = replace(trees, requests=torch.arange(len(lengths)), step_lengths=lengths)
+    attend = TreeAttention(*layer, order=order, tiles=True)
+    assert attend.is_cpp == tiles_fit(*layer) == (cpu_path != "reference")
+    before = torch.randn_like(query)
+    output = before.clone()
+    attend(trees, query, *as_tiles, output, 0.3, variant)
+    expected = defined(trees, query, keys, values, 0.3, before, variant)
+    torch.testing.assert_close(output, expected, rtol=2e-2, atol=3e-2)
+
+
+def test_tiles_need_whole_rows():
+    assert not tiles_fit(4, 2, 64, 128, torch.float32)
+    assert not tiles_fit(4, 2, 80, 128, torch.bfloat16)
+    assert not tiles_fit(4, 2, 64, 16, torch.bfloat16)
+    assert not tiles_fit(40, 2, 64, 128, torch.bfloat16)
 
 
 def test_trees_without_a_mask_have_one_node(cpu_path):

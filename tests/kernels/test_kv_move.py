@@ -70,6 +70,17 @@ def test_rows_move_as_if_all_were_read_first(cpu_path, case):
     assert torch.equal(case[0].float(), expected)
 
 
+def test_rows_of_tiles_move_on_a_cpu(cpu_path):
+    """Neither the tokens of a block nor the elements of a row are one dimension of a view."""
+    rows = torch.arange(4 * 2 * 8 * 12.0).view(4, 2, 8, 12)
+    # 4 blocks, 2 heads, 2 groups of 4 tokens, 3 parts of 4 elements; tokens are stored last.
+    stored = rows.view(4, 2, 2, 4, 3, 4).permute(0, 1, 4, 2, 5, 3).contiguous()
+    tiles = stored.permute(0, 1, 3, 5, 2, 4)
+    assert torch.equal(tiles.flatten(4, 5).flatten(2, 3), rows)
+    KvMover([tiles])(SLOTS, PATH)
+    assert torch.equal(tiles.flatten(4, 5).flatten(2, 3), moved(rows, SLOTS, PATH))
+
+
 @CASES
 @given(moves())
 def test_kernel_moves_the_same_rows(interpreter, case):
@@ -114,7 +125,7 @@ def test_rows_move_bit_by_bit(cpu_path, interpreter):
 
 
 def test_shapes_that_do_not_fit_are_errors():
-    with pytest.raises(ValueError, match="four dimensions"):
+    with pytest.raises(ValueError, match="four or six dimensions"):
         KvMover([torch.zeros(2, 3, 4)])
     with pytest.raises(ValueError, match="same layout"):
         KvMover([torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 6)])

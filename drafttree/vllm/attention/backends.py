@@ -15,8 +15,8 @@ class TreeBackend(AttentionBackend):
     """An attention backend that the tree runner can use."""
 
     @staticmethod
-    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's cache: keys and values, `[blocks, heads, block_size, head_size]`."""
+    def kv_rows(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's keys and values in its cache, as `KvMover` takes them."""
         raise NotImplementedError
 
 

@@ -2,7 +2,7 @@
 
 Nodes of a draft tree attend to the context, their ancestors and themselves. The engine's CPU kernel
 supports causal masks only: it computes steps without trees and prefill, and this module computes
-the rows of trees. It rounds them as the engine's AVX-512 kernels do in plain decoding.
+the rows of trees. It rounds them as the engine's AVX-512 and AMX kernels do in plain decoding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention
+from tree_kernels.cpu_attention import (
+    DecodeOrder,
+    PagedTrees,
+    TreeAttention,
+    tiles_fit,
+    untiled,
+)
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -33,27 +39,41 @@ from drafttree.vllm.step_masks import StepMasks
 from drafttree.vllm.versions import unknown
 
 
-def isa_of(head_size: int) -> str:
-    """The engine's kernels for a head size whose KV layout `kv_views` reads.
+def isa_of(
+    stock: str, heads: int, kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
+) -> str:
+    """Those of the engine's kernels that compute a layer without trees.
 
-    The engine may prefer AMX tiles, whose layout it does not publish; the builder then falls back
-    to these.
+    Args:
+        stock: The engine's choice.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        head_size: Size of a head.
+        block_size: Tokens in a KV block.
+        dtype: Element type of the query and the cache.
+
+    Returns:
+        "amx" if the engine chose it and trees can be computed from its layout; else "vec16" or
+        "vec", by the head's size.
     """
+    if stock == "amx" and tiles_fit(heads, kv_heads, head_size, block_size, dtype):
+        return stock
     return "vec16" if head_size % 32 else "vec"
 
 
-def decode_order(head_size: int, window: int) -> DecodeOrder:
-    """How the kernels that `isa_of` names sum the keys of a row in plain decoding.
+def decode_order(isa: str, head_size: int, window: int) -> DecodeOrder:
+    """How the engine's kernels sum the keys of a row in plain decoding.
 
     Args:
+        isa: The kernels, as `isa_of` names them.
         head_size: Size of a head.
         window: Positions that all layers of a group attend to; 0 for all.
     """
-    # Tokens that a kernel reads at a time, and rows that it computes at a time.
-    unit, rows = (16, 16) if isa_of(head_size) == "vec16" else (32, 8)
-    # Half of the L2 cache holds float32 queries, sums and scores.
+    # Tokens that a kernel reads at a time, rows that it computes at a time, and bytes of a query.
+    unit, rows, wide = {"vec16": (16, 16, 4), "vec": (32, 8, 4), "amx": (32, 32, 2)}[isa]
+    # Half of the L2 cache holds queries, and float32 sums and scores.
     cache = int(torch.cpu.get_capabilities().get("l2_cache_size", 0)) // 2
-    tile = (cache - 2 * 4 * rows * head_size) // (4 * rows) // unit * unit
+    tile = (cache - (wide + 4) * rows * head_size) // (4 * rows) // unit * unit
     return DecodeOrder(
         unit=unit,
         least_share=4 * rows if envs.VLLM_CPU_ATTN_SPLIT_KV else 0,
@@ -91,10 +111,9 @@ class CpuTreeBackend(CPUAttentionBackend, TreeBackend):
         return CpuTreeMetadataBuilder
 
     @staticmethod
-    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of keys and values; a block stores its keys, transposed, before its values."""
-        keys, values = kv_views(kv_cache)
-        return keys.transpose(2, 3), values
+    def kv_rows(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of keys and values, as `row_views` makes them."""
+        return row_views(layer.kv_cache, layer.isa)
 
 
 class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
@@ -107,18 +126,16 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        isa = isa_of(self.head_dim)
+        layer = (self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype)
+        isa = isa_of(self.isa, *layer)
         if self.isa != isa:
             self.isa = isa
             self._set_isa_to_layers(self.layer_names)
-        check_kv_layout(self.num_kv_heads, self.block_size, self.head_dim, self.dtype)
+        check_kv_layout(*layer[1:], isa)
         self._attend = TreeAttention(
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.block_size,
-            self.dtype,
-            order=decode_order(self.head_dim, max(self.window_size, 0)),
+            *layer,
+            order=decode_order(isa, self.head_dim, max(self.window_size, 0)),
+            tiles=isa == "amx",
         )
 
     def build(
@@ -217,27 +234,46 @@ class CpuTreeImpl(CPUAttentionBackendImpl):
         assert attn_metadata.attend is not None
         if kv_cache is not self._cache:
             # The cache does not change, and making five views per layer in each step takes time.
-            self._cache, self._kv = kv_cache, kv_views(kv_cache)
+            self._cache, self._kv = kv_cache, kv_views(kv_cache, layer.isa)
         keys, values = self._kv
         variant = variant_of(self, max(self.sliding_window, 0))
         attn_metadata.attend(attn_metadata.trees, query, keys, values, output, self.scale, variant)
         return output
 
 
-def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def kv_views(kv_cache: torch.Tensor, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of a layer's cache, declared as `[blocks, heads, block_size, 2 * head_size]`.
 
     Returns:
-        Keys `[blocks, heads, head_size, block_size]`, which the layout stores transposed, and
-        values `[blocks, heads, block_size, head_size]`.
+        Keys and values as `TreeAttention` takes them, as tiles if `isa` is "amx". A block stores
+        its keys before its values.
     """
     blocks, heads, block_size, both = kv_cache.shape
-    halves = kv_cache.view(blocks, heads, 2, block_size * both // 2)
-    keys = halves[:, :, 0].view(blocks, heads, both // 2, block_size)
-    return keys, halves[:, :, 1].view(blocks, heads, block_size, both // 2)
+    size = both // 2
+    halves = kv_cache.view(blocks, heads, 2, block_size * size)
+    keys, values = halves[:, :, 0], halves[:, :, 1]
+    if isa == "amx":
+        return (
+            keys.view(blocks, heads, block_size // 16, size // 2, 16, 2),
+            values.view(blocks, heads, size // 16, block_size // 2, 16, 2),
+        )
+    return keys.view(blocks, heads, size, block_size), values.view(blocks, heads, block_size, size)
 
 
-def check_kv_layout(heads: int, block_size: int, head_size: int, dtype: torch.dtype) -> None:
+def row_views(kv_cache: torch.Tensor, isa: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a layer's keys and values for `KvMover`, with the elements of a token last.
+
+    The elements of AMX tiles' keys are moved in pairs.
+    """
+    keys, values = kv_views(kv_cache, isa)
+    if isa == "amx":
+        return keys.view(torch.int32).transpose(3, 4), values.permute(0, 1, 3, 5, 2, 4)
+    return keys.transpose(2, 3), values
+
+
+def check_kv_layout(
+    heads: int, head_size: int, block_size: int, dtype: torch.dtype, isa: str
+) -> None:
     """Let the engine write a few rows, and check that `kv_views` finds them.
 
     Raises:
@@ -250,8 +286,9 @@ def check_kv_layout(heads: int, block_size: int, head_size: int, dtype: torch.dt
     )
     cache = torch.zeros(2, heads, block_size, 2 * head_size, dtype=dtype)
     halves = cache.view(2, heads, 2 * block_size, head_size).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa_of(head_size))
-    keys, values = kv_views(cache)
+    ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa)
+    views = kv_views(cache, isa)
+    keys, values = untiled(*views) if isa == "amx" else views
     block, offset = slots // block_size, slots % block_size
     if not (
         torch.equal(keys[block, :, :, offset], key) and torch.equal(values[block, :, offset], value)

@@ -82,10 +82,9 @@ class TritonTreeBackend(TritonAttentionBackend, TreeBackend):
         return TritonTreeMetadataBuilder
 
     @staticmethod
-    def kv_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of keys and values; a token's value is stored right after its key."""
-        keys, values = kv_cache.chunk(2, dim=-1)
-        return keys, values
+    def kv_rows(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of a layer's keys and values, `[blocks, heads, block_size, head_size]`."""
+        return kv_views(layer.kv_cache)
 
     # Features that the engine's own kernel computes and `tree_attention` does not.
 
@@ -286,7 +285,7 @@ class TritonTreeImpl(TritonAttentionImpl):
             return output.fill_(0)
         assert isinstance(attn_metadata, TritonTreeMetadata)
         rows = slice(attn_metadata.num_actual_tokens)
-        keys, values = (each.transpose(1, 2) for each in TritonTreeBackend.kv_rows(kv_cache))
+        keys, values = (each.transpose(1, 2) for each in kv_views(kv_cache))
         # The engine counts the positions before a token's own.
         variant = variant_of(self, self.sliding_window[0] + 1)
         if self._is_quantised:
@@ -326,3 +325,9 @@ def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
             "speculative method out, or the quantised KV cache"
         )
     return scales
+
+
+def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of keys and values; a token's value is stored right after its key."""
+    keys, values = kv_cache.chunk(2, dim=-1)
+    return keys, values
