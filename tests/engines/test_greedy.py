@@ -63,7 +63,7 @@ CHOSEN = {
     "vllm": [
         Setting(80, True, running=1),
         Setting(80, False, processes=True, compiled=True),
-        Setting(32, False, running=1, compiled=True),
+        Setting(32, False),
         Setting(8, True, compiled=True),
     ],
     "sglang": [
@@ -197,7 +197,10 @@ def test_preemption_does_not_change_tokens(
 
 
 @pytest.mark.parametrize(
-    ("host", "running"), [(VLLM, 1), (VLLM, 8), (SGLANG, 8)], indirect=["host"], ids=str
+    ("host", "running"),
+    [pytest.param(VLLM, 1, marks=pytest.mark.full), (VLLM, 8), (SGLANG, 8)],
+    indirect=["host"],
+    ids=str,
 )
 def test_smollm2_tokens_equal_plain_decoding(
     host: Host, smollm2: Path, proves_drafting: Callable[[Answer], None], running: int

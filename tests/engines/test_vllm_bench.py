@@ -74,6 +74,7 @@ def report_of(model: Path, prompts: Path, *arguments: str, waves: int = 1) -> di
     return report
 
 
+@pytest.mark.full
 def test_ngram(model: Path, prompts: Path) -> None:
     report = report_of(
         model, prompts, "--method", "ngram", "--repeat", "2", "--option", "num_speculative_tokens=3"

@@ -20,6 +20,7 @@ SHARED = LyannaOptions(model="any", nodes="auto", tables=True).shapes
 DEPTHS = {shape.nodes: shape.depth for shape in LyannaOptions(model="any", nodes="auto").shapes}
 
 
+@pytest.mark.full
 def test_a_drafter_that_has_memorised_the_answers_is_accepted_after_rests(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

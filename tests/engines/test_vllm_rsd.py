@@ -34,7 +34,9 @@ def test_a_draft_model_reads_each_row_of_a_step_once(
     draft_rows.check_levels(log, [3, 3, 3, 3])
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.full)], ids=["eager", "compiled"]
+)
 def test_trees_of_shapes_that_change_from_step_to_step(tiny_llama: Path, compiled: bool) -> None:
     """A draft model that equals the target: all its drafts are accepted if it has read the texts.
 
