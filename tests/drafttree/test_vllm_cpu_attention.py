@@ -19,12 +19,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from drafttree.vllm.attention.cpu import (
-    CpuTreeImpl,
-    CpuTreeMetadata,
-    CpuTreeMetadataBuilder,
-    isa_of,
-)
+from drafttree.vllm.attention.cpu import CpuTreeImpl, CpuTreeMetadata, CpuTreeMetadataBuilder
 from drafttree.vllm.step_masks import StepMasks
 
 HEADS, KV_HEADS, SIZE, PAGE, PAGES = 9, 3, 64, 32, 4
@@ -81,7 +76,7 @@ class Layer(NamedTuple):
 
     def attend(self, kind: Any, query: torch.Tensor, metadata: CpuTreeMetadata) -> torch.Tensor:
         """What a layer of some kind makes of queries, `[R, heads, size]`."""
-        layer: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
+        layer: Any = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0, isa=self.builder.isa)
         with patch.object(cpu_attn, "get_current_vllm_config", lambda: CONFIG):
             impl = kind(HEADS, SIZE, SIZE**-0.5, KV_HEADS, None, None, "auto")
         none: Any = None
@@ -105,7 +100,7 @@ def layer() -> Layer:
     halves = cache.view(pages, KV_HEADS, 2 * PAGE, SIZE).chunk(2, dim=2)
     tokens = pages * PAGE
     key, value = (drawn(tokens, KV_HEADS, SIZE) for _ in range(2))
-    ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(tokens), isa_of(SIZE))
+    ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(tokens), builder.isa)
     return Layer(builder, cache, drawn(len(CONTEXTS), len(CHAIN), HEADS, SIZE))
 
 
