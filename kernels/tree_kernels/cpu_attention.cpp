@@ -1,8 +1,8 @@
 // Tree attention over a paged KV cache, on a CPU.
 //
-// An item of work is some nodes of one tree, one KV head and a share of the keys. Its rows are the nodes times the query
-// heads that share the KV head, so that scores and weighted sums are small matrix products. Finally the shares
-// of the same rows are merged.
+// An item of work is some nodes of one tree, one KV head and a share of the keys. Its rows are the nodes times
+// the query heads that share the KV head, so that scores and weighted sums are small matrix products. Finally
+// the shares of the same rows are merged.
 
 #include <algorithm>
 #include <cmath>

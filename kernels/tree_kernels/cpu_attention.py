@@ -168,7 +168,8 @@ class TreeAttention:
         dtype: Element type of the query, the cache and the output: float32, bfloat16 or float16.
         value_size: Size of a value, if not that of a head; the C++ kernel needs the same.
         order: The engine's order of summation, by which the C++ kernel rounds; None for any order.
-        tiles: Whether keys and values are stored as AMX tiles, for which `tiles_fit` must be true.
+        tiles: Whether keys and values are stored as AMX tiles. The C++ kernel needs what
+            `tiles_fit` checks.
 
     Raises:
         ValueError: `heads` is not a multiple of `kv_heads`.
@@ -193,8 +194,9 @@ class TreeAttention:
             and value_size in (None, head_size)
             and dtype in _ATTEND
         )
-        op = _TILE_ATTENTION if tiles else _TREE_ATTENTION
-        self._attend = op.on_cpu if fits else _attend_reference
+        if tiles:
+            fits = tiles_fit(heads, kv_heads, head_size, block_size, dtype)
+        self._attend = _TREE_ATTENTION.on_cpu if fits else _attend_reference
         self.kernel = _ATTEND_TILES if tiles else _ATTEND.get(dtype)
         self.tiles = tiles
         self.shape = _Shape(
@@ -358,27 +360,34 @@ def _attend_cpp(
 def tiles_fit(
     heads: int, kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
 ) -> bool:
-    """Whether the C++ kernel can compute a layer whose keys and values are stored as AMX tiles."""
+    """Whether the C++ kernel computes a layer whose keys and values are stored as AMX tiles.
+
+    It asks Linux for this process's permission to use tile registers; asking again does no harm.
+    """
     group = heads // kv_heads
     return (
         dtype == torch.bfloat16
         and head_size % _TILE == 0
         and block_size % _TILE == 0
         and (group <= _MULTIPLE or group % _MULTIPLE == 0)
-        # The kernel asks for tile registers once in a process.
+        and _TREE_ATTENTION.on_cpu is _attend_cpp
+        and _ATTEND_TILES.is_available
         and torch.cpu._is_amx_tile_supported()
         and torch.cpu._init_amx()
-        and _TILE_ATTENTION.on_cpu is _attend_cpp
     )
 
 
 def untiled(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys `[blocks, kv_heads, head_size, block_size]` and values `[blocks, kv_heads, block_size,
-    value_size]` that are stored as AMX tiles."""
-    return (
-        keys.permute(0, 1, 3, 5, 2, 4).flatten(2, 3).flatten(3, 4),
-        values.permute(0, 1, 3, 5, 2, 4).flatten(2, 3).flatten(3, 4),
+    """Copies of keys and values that are stored as AMX tiles.
+
+    Returns:
+        Keys `[blocks, kv_heads, head_size, block_size]` and values `[blocks, kv_heads, block_size,
+        value_size]`.
+    """
+    keys, values = (
+        each.permute(0, 1, 3, 5, 2, 4).flatten(2, 3).flatten(3, 4) for each in (keys, values)
     )
+    return keys, values
 
 
 _TREE_ATTENTION = Op(
@@ -386,10 +395,4 @@ _TREE_ATTENTION = Op(
     _attend_reference,
     cpp=_attend_cpp,
     needs=_ATTEND[torch.float32],
-)
-_TILE_ATTENTION = Op(
-    "cpu_attention.TreeAttention",
-    _attend_reference,
-    cpp=_attend_cpp,
-    needs=_ATTEND_TILES,
 )

@@ -4,7 +4,7 @@
 // keys are those of its path. A row sums its keys in the order of their positions, as a text without branches
 // does. Where keys are compared with a maximum, which floats are added in which lane, and where a product is
 // rounded, is as in vLLM's kernels. How keys and values are stored and multiplied is left to `Products`, which
-// is `VectorProducts` or `TileProducts`.
+// is `VectorProducts` or `TileProducts`. Its `Session` is what a thread does before and after its items.
 
 #pragma once
 

@@ -2,11 +2,11 @@
 //
 // A head of a block of keys is [block_size / 16, head_size / 2, 16, 2], 16 tokens and 2 adjacent elements last;
 // of values [head_size / 16, block_size / 2, 16, 2], 16 elements and 2 adjacent tokens last. Either is a row of
-// tiles that the instructions take as they are. A product adds 32 terms at a time to a float32 sum.
+// AMX tiles, which the instructions take as they are. A product adds 32 terms at a time to a float32 sum.
 
 #pragma once
 
-// All processors with AMX have AVX-512, whose wider registers the columns below need.
+// All processors with AMX have AVX-512, with whose registers `finish` and the tiles have the same columns.
 #if defined(__AVX512F__) && __has_include(<amxbf16intrin.h>)
 #define HAS_TILES
 
@@ -25,7 +25,8 @@ class TileProducts {
   using Element = BFloat16;
   static constexpr int64_t kRowsAtATime = 16;
 
-  // Configures a thread's tiles while it computes: 0 to 2 have 16 rows, 3 and 4 those of a node's heads.
+  // Configures a thread's tiles while it computes: 0 to 2 have 16 rows, 3 and 4 those of a node's heads, at
+  // most 16 of them.
   class Session {
    public:
     TILES explicit Session(const Layer<BFloat16>& layer) {
@@ -35,7 +36,8 @@ class TileProducts {
         tiles.row_bytes[tile] = 64;
         tiles.rows[tile] = tile < 3 ? 16 : static_cast<uint8_t>(std::min<int64_t>(layer.group, 16));
       }
-      _tile_loadconfig(&tiles);
+      // GCC's intrinsic says that it reads a part of the configuration only, and the rest may not be stored.
+      asm volatile("ldtilecfg %0" : : "m"(tiles));
     }
     TILES ~Session() { _tile_release(); }
     Session(const Session&) = delete;
@@ -83,7 +85,7 @@ class TileProducts {
   void add_values(int64_t at, int64_t first, int64_t last, const float* weights) {
     for (int64_t r = 0; r < share_.used; ++r)
       for (int64_t t = 0; t < kTile; ++t) narrow(weights[r * kTile + t], weights_[r * kTile + t]);
-    // A key outside of a row's has a weight of 0, so all of a group's values can be added.
+    // A key outside of a row's has a weight of 0, so all of a group's values are added, as the engine adds them.
     const int64_t from = std::max(at, round_down(std::max(first, share_.earliest), kTokens));
     const int64_t to = std::min(at + kTile, last), alike = std::min(to, round_down(share_.root, kTokens));
     if (from < alike) add_context(at, from, round_up(alike, kTokens));
@@ -97,6 +99,7 @@ class TileProducts {
   static constexpr int64_t kColumns = 16;  // of a tile
   static constexpr int64_t kTokens = 32;   // of a tile of values
   static constexpr int64_t kElements = 512;
+  static_assert(kWidth == kColumns && kTile % kTokens == 0);
 
   struct Configuration {
     uint8_t palette, start_row, unused[14];
@@ -123,6 +126,7 @@ class TileProducts {
   // Scores of all rows and the 16 keys at a position.
   TILES void score_tile(int64_t at, float* scores, int64_t stride) const {
     const BFloat16* const tiles = keys(at);
+    finish_stores();
     for (int64_t r = 0; r < share_.rows; r += kRowsAtATime) {
       _tile_zero(2);
       for (int64_t d = 0; d < share_.size; d += 32) {
@@ -143,6 +147,7 @@ class TileProducts {
   // Adds the values at positions [from, to), all of which lie before the tree.
   TILES void add_context(int64_t at, int64_t from, int64_t to) const {
     const int64_t size = share_.size;
+    finish_stores();
     for (int64_t d = 0; d < size; d += kColumns)
       for (int64_t r = 0; r < share_.rows; r += kRowsAtATime) {
         float* const sums = share_.item.sums + r * size + d;
@@ -175,6 +180,7 @@ class TileProducts {
         }
         tile = changed;
       }
+      finish_stores();
       for (int64_t head = 0; head < share_.layer.group; head += kRowsAtATime) {
         float* const sums = share_.item.sums + (row + head) * size + d;
         _tile_loadd(4, sums, size * sizeof(float));
@@ -185,6 +191,9 @@ class TileProducts {
       }
     }
   }
+
+  // GCC's intrinsics do not say that they read memory, so it could store what they read after them.
+  static void finish_stores() { asm volatile("" : : : "memory"); }
 
   static void copy_token(const BFloat16* from, int64_t token, BFloat16* to, int64_t place) {
     from += token / 2 * kTokens + token % 2;

@@ -15,7 +15,6 @@ class VectorProducts {
   using Element = T;
   static constexpr int64_t kRowsAtATime = kRows;
 
-  // What a thread does before and after its items.
   struct Session {
     explicit Session(const Layer<T>&) {}
   };

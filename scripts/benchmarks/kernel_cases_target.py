@@ -278,9 +278,16 @@ def _attention_after_flash(
 
 
 def _cpu_attention(
-    requests: int, tree_size: int, context: int, heads: int, kv_heads: int, head_size: int
+    requests: int,
+    tree_size: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    tiles: bool = False,
 ) -> Work:
-    page, dtype, length = 128, torch.float32, context + tree_size
+    page, length = 128, context + tree_size
+    dtype = torch.bfloat16 if tiles else torch.float32
     blocks, pages = _paged(requests, length, page)
     trees = cpu_attention.PagedTrees(
         starts=torch.arange(requests) * tree_size,
@@ -289,11 +296,18 @@ def _cpu_attention(
         blocks=blocks,
         masks=mask.tree_mask(*parents_of(budget_tree(tree_size), requests)),
     )
-    keys = torch.randn(pages, kv_heads, head_size, page)
-    values = torch.randn(pages, kv_heads, page, head_size)
-    query = torch.randn(requests * tree_size, heads, head_size)
+    of_keys, of_values = (head_size, page), (page, head_size)
+    if tiles:
+        of_keys, of_values = (
+            (rows // 16, columns // 2, 16, 2)
+            for rows, columns in ((page, head_size), (head_size, page))
+        )
+    keys, values = (
+        torch.randn(pages, kv_heads, *shape).to(dtype) for shape in (of_keys, of_values)
+    )
+    query = torch.randn(requests * tree_size, heads, head_size).to(dtype)
 
-    layer = cpu_attention.TreeAttention(heads, kv_heads, head_size, page, dtype)
+    layer = cpu_attention.TreeAttention(heads, kv_heads, head_size, page, dtype, tiles=tiles)
     mine, other = torch.empty_like(query), torch.empty_like(query)
     given, scale = (trees, query, keys, values), head_size**-0.5
 
@@ -424,5 +438,20 @@ CASES: dict[str, Case] = {
         _QUICK_ATTENTION,
         ("cpu",),
         tolerance=1e-4,
+    ),
+    "cpu_attention_tiles": Case(
+        _cpu_attention,
+        grid(
+            requests=(1, 8),
+            tree_size=(10, 81),
+            context=(256, 1024),
+            heads=(9,),
+            kv_heads=(3,),
+            head_size=(64,),
+            tiles=(True,),
+        ),
+        {**_QUICK_ATTENTION, "tiles": True},
+        ("cpu",),
+        tolerance=2e-2,
     ),
 }
