@@ -6,7 +6,7 @@
 
 #pragma once
 
-// All processors with AMX have AVX-512, with whose registers `finish` and the tiles have the same columns.
+// All processors with AMX have AVX-512, whose registers are as wide as a tile has columns.
 #if defined(__AVX512F__) && __has_include(<amxbf16intrin.h>)
 #define HAS_TILES
 
