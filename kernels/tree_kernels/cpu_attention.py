@@ -195,7 +195,7 @@ class TreeAttention:
             and dtype in _ATTEND
         )
         if tiles:
-            fits = tiles_fit(heads, kv_heads, head_size, block_size, dtype)
+            fits = fits and tiles_fit(heads, kv_heads, head_size, block_size, dtype)
         self._attend = _TREE_ATTENTION.on_cpu if fits else _attend_reference
         self.kernel = _ATTEND_TILES if tiles else _ATTEND.get(dtype)
         self.tiles = tiles

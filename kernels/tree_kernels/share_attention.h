@@ -66,7 +66,7 @@ class Room {
 // The memory of a thread.
 struct Scratch {
   Room<float> query, wide, scores, tree_scores, tree_values, highest, lanes, factors;
-  Room<BFloat16> narrow_query, weights, path_values;
+  Room<BFloat16> narrow_query, weights, path_tile;
 };
 
 // An item with its layer and the context of its tree.

@@ -48,7 +48,7 @@ class TileProducts {
       : share_(share),
         query_(scratch.narrow_query.of(share.rows * share.size)),
         weights_(scratch.weights.of(share.rows * kTile)),
-        values_(scratch.path_values.of(kTokens * share.size)),
+        path_tile_(scratch.path_tile.of(kElements)),
         scratch_(scratch) {}
 
   void read_query() {
@@ -67,7 +67,7 @@ class TileProducts {
     tree_scores_ = scratch_.tree_scores.of(share_.rows * tree_stride_);
     for (int64_t at = 0; at < tree_stride_; at += kColumns)
       score_tile(first + at, tree_scores_ + at, tree_stride_);
-    finish(tree_scores_, tree_stride_, tree_stride_);
+    scale_and_cap(tree_scores_, tree_stride_, tree_stride_);
     tree_scores_ += share_.root - first;
   }
 
@@ -78,7 +78,7 @@ class TileProducts {
   void score(int64_t at, int64_t from, int64_t to, float* scores) {
     const int64_t first = round_down(from, kColumns);
     for (int64_t p = first; p < to; p += kColumns) score_tile(p, scores + (p - at), kTile);
-    finish(scores + (first - at), kTile, round_up(to - first, kColumns));
+    scale_and_cap(scores + (first - at), kTile, round_up(to - first, kColumns));
   }
 
   // Adds the values at columns [at, at + kTile) within [first, last), weighted by [rows, kTile].
@@ -138,7 +138,7 @@ class TileProducts {
     }
   }
 
-  void finish(float* scores, int64_t stride, int64_t columns) const {
+  void scale_and_cap(float* scores, int64_t stride, int64_t columns) const {
     for (int64_t r = 0; r < share_.used; ++r)
       for (int64_t t = 0; t < columns; ++t) scores[r * stride + t] *= share_.layer.scale;
     cap(scores, stride, share_.used, columns, share_.layer.soft_cap);
@@ -172,13 +172,12 @@ class TileProducts {
     for (int64_t d = 0; d < size; d += kColumns) {
       const BFloat16* tile = values(at, d);
       if (!is_chain) {
-        BFloat16* const changed = values_ + d * kTokens;
-        std::memcpy(changed, tile, kElements * sizeof(BFloat16));
+        std::memcpy(path_tile_, tile, kElements * sizeof(BFloat16));
         for (int64_t p = begin; p < end; ++p) {
           const int64_t from = share_.root + path[p - share_.root], group = round_down(from, kTokens);
-          copy_token(values(group, d), from - group, changed, p - at);
+          copy_token(values(group, d), from - group, path_tile_, p - at);
         }
-        tile = changed;
+        tile = path_tile_;
       }
       finish_stores();
       for (int64_t head = 0; head < share_.layer.group; head += kRowsAtATime) {
@@ -202,7 +201,7 @@ class TileProducts {
   }
 
   const Share<BFloat16>& share_;
-  BFloat16 *const query_, *const weights_, *const values_;
+  BFloat16 *const query_, *const weights_, *const path_tile_;
   Scratch& scratch_;
   float* tree_scores_ = nullptr;
   int64_t tree_stride_ = 0;
