@@ -38,10 +38,10 @@ class LyannaOptions(SharingOptions):
     nodes: int | Literal["auto"] = Field(
         default=LARGEST,
         description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
-        "cost model chooses up to 12, and up to `steps` levels, in each step, and no drafts when "
-        "drafting would not help, on a CPU and with vLLM's V2 model runner; elsewhere it is 12. "
-        "There are no second trees with it. With `tables`, on a CPU alone, it may also choose the "
-        "tables' candidates without the layer, as many as Token Recycling's own `nodes=auto`.",
+        "cost model chooses up to 12, and up to `steps` levels, from step to step, and no drafts "
+        "when drafting would not help, on a CPU and with vLLM's V2 model runner; elsewhere it is "
+        "12. There are no second trees with it. With `tables`, on a CPU alone, it may also choose "
+        "the tables' candidates without the layer, as many as Token Recycling's own `nodes=auto`.",
     )
     resample: bool = Field(
         default=True,

@@ -23,6 +23,7 @@ from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.hot_head import HotHead
 from lyanna_plugin.tree import (
     TokenTable,
+    candidates,
     choose,
     expand_tree,
     merge,
@@ -141,10 +142,10 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         width, depth = self._options.width, self._options.steps
         largest = self._shape.nodes if self.plans else None
         most = self.max_draft_tokens(slots).masked_fill(steps == 0, 0)
-        own = expand_tree(logits, steps, roots, self._info, width).under(roots)
+        own = candidates(expand_tree(logits, steps, roots, self._info, width))
         if self._resamples:
             second = expand_tree(*self._remaining(slots, steps), roots, self._info, width)
-            own = united_steps(own, second.under(roots), depth)
+            own = united_steps(own, candidates(second), depth)
             self._steps[slots] = steps
             self._logits[slots] = logits
         return shared.choose(slots, own, most, largest)
@@ -152,6 +153,8 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
     def on_verified(self, slots: Tensor, trees: DraftTree, verified: Verified) -> None:
         """Record the number of accepted tokens; a step without drafts discards the kept logits."""
         super().on_verified(slots, trees, verified)
+        if not self._resamples:
+            return
         drafted = trees.tree_size > 1
         accepted = (verified.num_emitted - 1).long()
         self._accepted[slots] = torch.where(drafted, accepted, self._accepted[slots])

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from tree_kernels.expansion import ExpandedTrees
 from tree_kernels.merge import merge_trees
-from tree_kernels.token_info import token_info_top
+from tree_kernels.selection import best_nodes
+from tree_kernels.token_tree import expand_token_trees
 
 from drafttree.tree import NO_TOKEN, DraftTree
 from drafttree.tree_union import Candidates, unite
@@ -81,33 +83,6 @@ class TokenTable:
         return self.drafted.tokens[columns.clamp(min=0).long()].masked_fill(columns < 0, NO_TOKEN)
 
 
-@dataclass(frozen=True)
-class ExpandedTree:
-    """All nodes from which a tree is chosen, without their roots, in breadth-first order.
-
-    Attributes:
-        tokens: `int32 [B, N]`; -1 where there is no node.
-        parents: `int32 [B, N]`, the position of each node's parent, where the root is 0.
-        scores: `float32 [B, N]`, logarithms of joint probabilities; the score of a node is no
-            higher than its parent's.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    scores: Tensor
-
-    def under(self, roots: Tensor) -> Candidates:
-        """The nodes below `roots`, `int32 [B]`, each with its probability given its parent."""
-        scores = pad(self.scores, (1, 0))
-        chances = (self.scores - scores.gather(1, self.parents.long())).exp()
-        gone = self.tokens < 0
-        return Candidates(
-            torch.cat((roots.int()[:, None], self.tokens), 1),
-            pad(self.parents.masked_fill(gone, -1), (1, 0), value=-1),
-            pad(chances.masked_fill(gone, 0), (1, 0)),
-        )
-
-
 def sample_tree(
     logits: Tensor,
     steps: Tensor,
@@ -126,13 +101,12 @@ def sample_tree(
         width: As in `expand_tree`.
         num_draft_tokens: Maximum number of nodes, excluding the root.
     """
-    expanded = expand_tree(logits, steps, roots, info, width)
-    return prune(roots, expanded.tokens, expanded.parents, expanded.scores, num_draft_tokens)
+    return prune(expand_tree(logits, steps, roots, info, width), num_draft_tokens)
 
 
 def expand_tree(
     logits: Tensor, steps: Tensor, roots: Tensor, info: TokenTable, width: int
-) -> ExpandedTree:
+) -> ExpandedTrees:
     """Token-info sampling (algorithm 1) without pruning.
 
     Every expanded node gets its `width` most likely children. In each level the `width` most likely
@@ -144,31 +118,32 @@ def expand_tree(
         roots: `int32 [B]`, the last accepted tokens.
         info: The token info.
         width: Number of children of a node, and of expanded nodes in a level.
+
+    Returns:
+        The trees, whose scores are joint probabilities.
     """
-    batch, length, _ = logits.shape
-    expanded = info.columns_of(roots)[:, None]
-    joint = logits.new_zeros(batch, 1, dtype=torch.float32)
-    columns = torch.zeros_like(expanded)
-    tokens, parents, scores = [], [], []
-    num_found = 1
-    for step in range(length):
-        live = expanded.masked_fill((steps <= step)[:, None], -1)
-        children, log_probs = token_info_top(
-            logits[:, step], live, info.table, info.row_of, info.hot_tokens, width
-        )
-        # Rounding must not score a child above its parent.
-        joined = (joint[:, :, None] + log_probs.clamp(max=0)).flatten(1)
-        tokens.append(children.flatten(1))
-        parents.append(columns[:, :, None].expand_as(children).flatten(1))
-        scores.append(joined)
-        # As in `prune`, the order is stable: on a tie a parent precedes its children.
-        order = joined.sort(dim=1, descending=True, stable=True)
-        best = order.indices[:, :width]
-        expanded, joint = children.flatten(1).gather(1, best), order.values[:, :width]
-        columns = (num_found + best).int()
-        num_found += joined.shape[1]
-    drafted = info.tokens_of(torch.cat(tokens, 1))
-    return ExpandedTree(drafted, torch.cat(parents, 1), torch.cat(scores, 1))
+    columns, parents, scores = expand_token_trees(
+        logits, steps, info.columns_of(roots), info.table, info.row_of, info.hot_tokens, width
+    )
+    tokens = info.tokens_of(columns)
+    if info.drafted is not None:
+        tokens[:, 0] = roots  # which need not be one of the drafted tokens
+    return ExpandedTrees(tokens, parents, torch.zeros_like(tokens), scores)
+
+
+def prune(expanded: ExpandedTrees, num_draft_tokens: int) -> DraftTree:
+    """Keep the nodes of the highest scores, at most `num_draft_tokens` below each root."""
+    count = min(num_draft_tokens, expanded.tokens.shape[1] - 1)
+    tokens, parents, _, tree_size = best_nodes(expanded, count)
+    return DraftTree(tokens, parents, tree_size)
+
+
+def candidates(expanded: ExpandedTrees) -> Candidates:
+    """The nodes of expanded trees, each with its probability given its parent."""
+    scores, parents = expanded.scores, expanded.parents
+    above = scores.gather(1, parents.clamp(min=0).long())
+    chances = torch.where(scores > 0, scores / above, 0)
+    return Candidates(expanded.tokens, parents, chances)
 
 
 def united_steps(regular: Candidates, second: Candidates, steps: int) -> Candidates:
@@ -181,37 +156,6 @@ def united_steps(regular: Candidates, second: Candidates, steps: int) -> Candida
         second.chances.gather(1, other.clamp(min=0)),
     ).masked_fill((at < 0) & (other < 0), 0)
     return Candidates(union.tokens, union.parents, chances)
-
-
-def prune(
-    roots: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, num_draft_tokens: int
-) -> DraftTree:
-    """Keep the `num_draft_tokens` nodes of the highest scores below each root.
-
-    Args:
-        roots: `int32 [B]`, the roots.
-        tokens: `int32 [B, N]`, the nodes in breadth-first order; -1 where there is no node.
-        parents: `int32 [B, N]`, the position of each node's parent, where the root is 0.
-        scores: `float32 [B, N]`; the score of a node is no higher than its parent's.
-        num_draft_tokens: Number of nodes to keep.
-    """
-    count = min(num_draft_tokens, tokens.shape[1])
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    kept = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, order, True) & (tokens >= 0)
-    # The kept nodes first, in their breadth-first order.
-    order = (~kept).to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
-    new_column = kept.cumsum(1).int()
-    new_column = torch.cat([torch.zeros_like(new_column[:, :1]), new_column], 1)
-    is_node = kept.gather(1, order)
-    new_parents = new_column.gather(1, parents.gather(1, order).long())
-    no_parent = torch.full_like(roots, -1).int()[:, None]
-    return DraftTree(
-        tokens=torch.cat(
-            [roots.int()[:, None], tokens.gather(1, order).masked_fill(~is_node, -1)], 1
-        ),
-        parents=torch.cat([no_parent, new_parents.masked_fill(~is_node, -1)], 1),
-        tree_size=(1 + is_node.sum(1)).int(),
-    )
 
 
 def resample_logits(logits: Tensor, steps: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:

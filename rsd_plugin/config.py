@@ -59,10 +59,10 @@ class RsdOptions(SharingOptions):
         "levels (RSD-S in the paper). `branch:b0-b1-...` samples b0 children of the root, b1 "
         "children of each of those, and so on (RSD-C). `beam:1xL` and `branch:1-...-1` are "
         "speculative sampling with a chain of L draft tokens. `auto`: a cost model chooses a beam "
-        "of up to 3x5 in each step, and no drafts when drafting would not help, on a CPU and with "
-        "vLLM's V2 model runner; elsewhere it is `beam:3x5`. With `tables`, on a CPU alone, it may "
-        "also choose the tables' candidates without the draft model, as many as Token Recycling's "
-        "own `nodes=auto`.",
+        "of up to 3x5 from step to step, and no drafts when drafting would not help, on a CPU and "
+        "with vLLM's V2 model runner; elsewhere it is `beam:3x5`. With `tables`, on a CPU alone, "
+        "it may also choose the tables' candidates without the draft model, as many as Token "
+        "Recycling's own `nodes=auto`.",
     )
     verify: Literal["recursive", "traversal"] = Field(
         default="recursive",

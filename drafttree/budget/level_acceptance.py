@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from tree_kernels.mask import depths
 
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
@@ -66,20 +67,19 @@ class LevelAcceptance:
         self._tried *= weight
         self._updated_at = self._clock
         parents, path = trees.parents.numpy(), verified.path.numpy()
-        level = _depths(parents)
-        rows = np.arange(len(path))
-        for depth in range(1, min(shape.depth, path.shape[1] - 1) + 1):
-            # A tree that the host cut above this level tells nothing of it.
-            reached = (path[:, depth - 1] >= 0) & (level == depth).any(1)
-            width = min(shape.width, self._hits.shape[1])
-            self._tried[depth - 1, :width] += reached.sum()
-            column = path[:, depth]
-            hit = reached & (column > 0)
-            above = parents[rows, np.maximum(column, 0)]
-            siblings = parents == above[:, None]
-            earlier = siblings & (np.arange(parents.shape[1]) < column[:, None])
-            ranks = np.minimum(earlier.sum(1), width - 1)
-            np.add.at(self._hits[depth - 1], ranks[hit], 1.0)
+        levels = min(shape.depth, path.shape[1] - 1)
+        width = min(shape.width, self._hits.shape[1])
+        # A tree that the host cut above a level tells nothing of it.
+        level = depths(trees.parents, trees.tree_size).numpy()
+        has_level = (level[:, :, None] == np.arange(1, levels + 1)).any(1)
+        reached = (path[:, :levels] >= 0) & has_level
+        self._tried[:levels, :width] += reached.sum(0)[:, None]
+        requests, hit = (reached & (path[:, 1 : levels + 1] > 0)).nonzero()
+        columns, siblings = path[requests, hit + 1], parents[requests]
+        above = siblings[np.arange(len(requests)), columns]
+        earlier = np.arange(parents.shape[1]) < columns[:, None]
+        ranks = ((siblings == above[:, None]) & earlier).sum(1)
+        np.add.at(self._hits, (hit, np.minimum(ranks, width - 1)), 1.0)
 
     @property
     def evidence(self) -> float:
@@ -127,14 +127,3 @@ class LevelAcceptance:
 
     def _kept(self) -> float:
         return math.exp((self._updated_at - self._clock) / _AGE_MEMORY)
-
-
-def _depths(parents: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Depth of each node, `[B, N]`; -1 where there is no node."""
-    level = np.full(parents.shape, -1, np.int64)
-    level[:, 0] = 0
-    rows = np.arange(len(parents))
-    for column in range(1, parents.shape[1]):
-        above = parents[:, column]
-        level[:, column] = np.where(above >= 0, level[rows, np.maximum(above, 0)] + 1, -1)
-    return level

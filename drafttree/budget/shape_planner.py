@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,7 +63,38 @@ _EVIDENCE = 8.0
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
+_DRAFTS = 4
+"""Steps with drafts from one decision to the next; a step that measures or explores is decided by
+itself, and so is the one after it."""
 _PLAIN = StepPlan(TreeChoice(0))
+
+
+@dataclass
+class _Kept:
+    """A decision that holds in some more steps.
+
+    Attributes:
+        plan: The decision.
+        batch_size: Number of requests for which it was made.
+        steps: In how many more steps it holds.
+    """
+
+    plan: ShapePlan
+    batch_size: int
+    steps: int
+
+    def holds(self, batch_size: int, most: int | None) -> bool:
+        """Whether it holds in the next step, which is then counted.
+
+        Args:
+            batch_size: Number of requests in the step.
+            most: As in `ShapePlanner.choose`.
+        """
+        is_too_large = most is not None and self.plan.shape.nodes > most
+        if not self.steps or batch_size != self.batch_size or is_too_large:
+            return False
+        self.steps -= 1
+        return True
 
 
 class ShapePlanner:
@@ -114,6 +146,7 @@ class ShapePlanner:
         self._saved = _AT_START
         self._reading_credit = _READING_CREDIT
         self._rests = 0
+        self._kept: _Kept | None = None
 
     def choose(
         self,
@@ -123,7 +156,7 @@ class ShapePlanner:
         most: int | None = None,
         may_try: bool = True,
     ) -> ShapePlan:
-        """Choose the shape of a step's trees.
+        """Choose the shape of a step's trees, or keep to one that was chosen for several steps.
 
         Args:
             batch_size: Number of requests in the step.
@@ -137,6 +170,9 @@ class ShapePlanner:
         if not state.index and self._rests:
             self._rests -= 1
             return self._planned(0)
+        if self._kept is not None and self._kept.holds(batch_size, most):
+            return self._kept.plan
+        self._kept = None
         seconds = self._step_seconds(batch_size)
         is_plain = self._base is None
         if state.index and may_try and is_plain and self._wants_plain(state, batch_size, seconds):
@@ -172,7 +208,10 @@ class ShapePlanner:
         gain = float(gains[index])
         choice = TreeChoice(self.shapes[index].nodes)
         step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
-        return self._planned(index, step, at_stake, gains, seconds)
+        plan = self._planned(index, step, at_stake, gains, seconds)
+        if best and may_try and not is_trial and fits.all():
+            self._kept = _Kept(plan, batch_size, _DRAFTS - 1)
+        return plan
 
     def _explored(
         self,
@@ -300,6 +339,7 @@ class ShapePlanner:
         self._saved = max(self._saved, _AT_START)
         self._reading_credit = _READING_CREDIT
         self._rests = 0
+        self._kept = None
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`.
@@ -311,7 +351,7 @@ class ShapePlanner:
     def _rest(
         self, gains: FloatArray | None = None, seconds: FloatArray | None = None
     ) -> ShapePlan:
-        self._rests = _RESTS - 1
+        self._rests, self._kept = _RESTS - 1, None
         return self._planned(0, gains=gains, seconds=seconds)
 
     def _planned(

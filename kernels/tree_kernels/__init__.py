@@ -41,7 +41,8 @@ with it. It also runs on devices for which the table has no kernel.
 | `selection.best_nodes` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.2 |
 | `source_stats.count` | Token Recycling | yes | yes | this project |
 | `step_counts.count_step` | all methods | yes | yes | this project |
-| `token_info.token_info_top` | Lyanna | yes | yes | Lyanna, 4.2, algorithm 1 |
+| `token_info.token_info_top` | Lyanna | yes | - | Lyanna, 4.2, algorithm 1 |
+| `token_tree.expand_token_trees` | Lyanna | - | yes | Lyanna, 4.2, algorithm 1 |
 | `traversal.traverse_trees` | RSD | yes | yes | arXiv 2505.12398, algorithm 2 |
 | `tree_attention.tree_attention` | vLLM on GPUs | yes | - | Token Recycling, 3.3 |
 

@@ -13,6 +13,9 @@ from tree_kernels.expansion import ExpandedTrees
 
 _BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiiifipppp")
 _BLOCK = 32
+_MOST = 1024
+"""The most columns of the kernel, which has those of a tree in registers; beyond it, trees are
+sorted."""
 
 
 # Slices of one tensor: the alignment of their addresses depends on the batch.
@@ -83,6 +86,8 @@ def _best_triton(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
+    if columns > _MOST:
+        return _best_reference(expanded, num_draft_tokens, spine, min_score, by_score, into)
     device = expanded.tokens.device
     shape = (batch, num_draft_tokens + spine + 1)
     # Each has memory of its own: a kernel is compiled again for tensors that begin elsewhere.
@@ -126,7 +131,7 @@ def _best_reference(
     by_score: bool = False,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = expanded.scores.clone()
+    scores = torch.where(expanded.scores > 0, expanded.scores, 0.0)  # NaN is no node, either
     scores[:, 0] = torch.inf  # the root is always kept
     best = scores.sort(dim=1, descending=True, stable=True).indices
     best = best[:, : num_draft_tokens + spine + 1]

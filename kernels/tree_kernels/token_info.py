@@ -9,27 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tree_kernels._dispatch import CppFunction, Op
+from tree_kernels._dispatch import Op
 from tree_kernels._running_top import keep_largest, no_keys
 from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels.adjacency import top_reference
 
 FLOAT8 = torch.float8_e4m3fn
-_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    FLOAT8: "float8",
-}
-_TOP = {
-    (logits, table): CppFunction(
-        "token_info.cpp",
-        f"token_info_{_NAMES[logits]}_{_NAMES[table]}",
-        "ppiiipippippi",
-    )
-    for logits in (torch.float32, torch.bfloat16, torch.float16)
-    for table in (logits, FLOAT8)
-}
 _FLOAT8_SCALE = tl.constexpr(2.0**120) if tl is not None else None
 _BLOCK = 1024
 
@@ -128,31 +113,7 @@ def _token_info_reference(
     return best.masked_fill(missing, -1), log_probs.masked_fill(missing, -torch.inf)
 
 
-def _token_info_cpp(
-    logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
-) -> tuple[Tensor, Tensor]:
-    kind = logits.dtype, table.dtype
-    top = _TOP.get(kind)
-    if top is None:
-        return _token_info_reference(logits, tokens, table, row_of, hot_tokens, k)
-    logits, tokens, table = logits.contiguous(), tokens.contiguous(), table.contiguous()
-    best = torch.full((*tokens.shape, k), -1, dtype=torch.int32)
-    log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
-    top.call(
-        *(logits.data_ptr(), tokens.data_ptr(), *tokens.shape, logits.shape[1]),
-        *(table.data_ptr(), len(hot_tokens), row_of.data_ptr(), hot_tokens.data_ptr(), k),
-        *(best.data_ptr(), log_probs.data_ptr(), torch.get_num_threads()),
-    )
-    return best, log_probs
-
-
-_TOKEN_INFO_TOP = Op(
-    "token_info.token_info_top",
-    _token_info_reference,
-    triton=_token_info_triton,
-    cpp=_token_info_cpp,
-    needs=_TOP[torch.float32, torch.float32],
-)
+_TOKEN_INFO_TOP = Op("token_info.token_info_top", _token_info_reference, triton=_token_info_triton)
 
 
 def token_info_top(

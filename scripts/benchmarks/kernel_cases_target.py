@@ -22,6 +22,7 @@ from tree_kernels import (
     rejection,
     scheduled_trees,
     token_info,
+    token_tree,
     traversal,
     tree_attention,
 )
@@ -124,6 +125,23 @@ def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work
     return Work(
         lambda: token_info.token_info_top(*given),
         lambda: token_info._token_info_reference(*given),
+        moved,
+    )
+
+
+def _token_tree(requests: int, steps: int, width: int, vocab: int, hot: int) -> Work:
+    logits = torch.randn(requests, steps, vocab, dtype=torch.bfloat16)
+    table = torch.randn(hot, hot, dtype=torch.bfloat16)
+    hot_tokens = torch.randperm(vocab)[:hot].int()
+    row_of = torch.full((vocab,), -1, dtype=torch.int32)
+    row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    roots, valid = hot_tokens[:requests], torch.full((requests,), steps)
+    given = logits, valid, roots, table, row_of, hot_tokens, width
+    rows = requests * (1 + (steps - 1) * width)
+    moved = logits.nbytes + hot_tokens.nbytes + rows * (hot * table.element_size() + 12 * width)
+    return Work(
+        lambda: token_tree.expand_token_trees(*given)[2:],
+        lambda: token_tree._expand_reference(*given)[2:],
         moved,
     )
 
@@ -377,6 +395,14 @@ CASES: dict[str, Case] = {
         _token_info,
         grid(requests=_BATCHES, width=(12,), vocab=(49152, VOCAB), hot=(8192,), k=(4,)),
         {"requests": 2, "width": 21, "vocab": 1000, "hot": 64, "k": 4},
+        _GPU,
+        tolerance=1e-4,
+    ),
+    "token_tree": Case(
+        _token_tree,
+        grid(requests=_BATCHES, steps=(3,), width=(4,), vocab=(49152,), hot=(8192,)),
+        {"requests": 2, "steps": 3, "width": 4, "vocab": 1000, "hot": 64},
+        ("cpu",),
         tolerance=1e-4,
     ),
     "layer_parts": Case(

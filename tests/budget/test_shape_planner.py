@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
 from simulated_drafting import BEAMS, Fixed, Planned, Scenario, beams, run
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
+from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
 from drafttree.tree import Verified
 from drafttree.tree_shape import TreeShape
@@ -150,6 +152,45 @@ def test_shapes_are_a_function_of_what_was_before() -> None:
     first, second = (run(scenario, Planned(scenario), 300) for _ in range(2))
     assert [step.shape for step in first.steps] == [step.shape for step in second.steps]
     assert len(first.shapes()) > 2
+
+
+def test_a_decision_to_draft_holds_for_four_steps_of_the_same_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner, decided = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03}), []
+    expected_tokens = planner.acceptance.expected_tokens
+
+    def counted(*args: Any) -> Any:
+        decided.append(True)
+        return expected_tokens(*args)
+
+    monkeypatch.setattr(planner.acceptance, "expected_tokens", counted)
+
+    def step(requests: int = 1, most: int | None = None) -> tuple[ShapePlan, bool]:
+        """A plan, and whether it was decided now; as many tokens are accepted as there can be."""
+        decided.clear()
+        plan = planner.choose(requests, most=most)
+        path = torch.arange(6)[None].masked_fill(torch.arange(6) > plan.shape.depth, -1)
+        if plan.shape.depth:
+            planner.acceptance.add(
+                plan.shape, beams(plan.shape, 1), Verified(path, *2 * [torch.empty(0)])
+            )
+        rows = requests * (1 + plan.shape.nodes)
+        planner.record_step(plan, requests, rows, 0.035, 0.005, 1.0 + plan.shape.depth)
+        return plan, bool(decided)
+
+    steps = [step() for _ in range(400)]
+    last = max(at for at, (_, is_new) in enumerate(steps[:-4]) if is_new)
+    plan, *_ = steps[last]
+    assert plan.shape.depth
+    assert [each is plan for each, _ in steps[last : last + 5]] == [True] * 4 + [False]
+    while not step()[1]:
+        pass
+    assert not step()[1]
+    assert step(requests=2)[1]  # a decision for one request says nothing of two
+    while not step()[1]:
+        pass
+    assert step(most=1)[0].shape.nodes <= 1
 
 
 @pytest.mark.parametrize("shapes", [BEAMS[::-1], BEAMS[:2] + BEAMS[1:]])

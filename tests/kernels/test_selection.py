@@ -85,6 +85,27 @@ def test_kernel_keeps_the_same_nodes(interpreter, width, depth):
                 assert lists(found) == expected(lines, *size, by_score)
 
 
+def test_on_a_gpu_trees_of_too_many_columns_for_the_kernel_are_sorted(monkeypatch):
+    expanded, lines = random_trees(3, 2, 5, 3)
+    monkeypatch.setattr(selection, "_MOST", expanded.tokens.shape[1] - 1)
+    monkeypatch.setattr(selection, "_best_kernel", None)
+    for by_score in (False, True):
+        found = selection._best_triton(expanded, 4, 2, 0.1, by_score)
+        assert lists(found) == expected(lines, 4, 2, 0.1, by_score)
+
+
+def test_scores_that_are_no_numbers_are_those_of_no_nodes(cpu_path):
+    expanded, _ = random_trees(4, 2, 5, 3)
+    for line in range(2):
+        lost = {int(expanded.scores[line, 1:].argmax()) + 1}
+        for column, parent in enumerate(expanded.parents[line].tolist()):
+            lost |= {column} if parent in lost else set()
+        expanded.scores[line, [*lost]] = torch.nan
+    tree_size = best_nodes(expanded, 6)[3]
+    assert torch.equal(tree_size, 1 + (expanded.scores[:, 1:] > 0).sum(1).clamp(max=6).int())
+    assert (tree_size > 1).any()
+
+
 @CASES
 @given(st.integers(0, 99), st.integers(0, 30))
 def test_the_selection_is_a_tree_in_breadth_first_order_with_siblings_adjacent(

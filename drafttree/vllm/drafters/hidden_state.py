@@ -11,10 +11,9 @@ Tensor-parallel ranks all run the layer, and share its attention. They verify th
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +44,39 @@ class HiddenStateStep(InStepState):
     """
 
     context: Any = field(init=False)
+
+
+class AcceptedRows(NamedTuple):
+    """The R rows of a step's accepted paths, request by request.
+
+    Attributes:
+        requests: The request of each row, `int64 [R]`.
+        columns: Its place on the accepted path, `int64 [R]`.
+        sources: The step's row with the target's hidden state, `int [R]`.
+        tokens: The token after it, `int32 [R]`.
+        positions: The position that it has in the text, `int64 [R]`.
+    """
+
+    requests: torch.Tensor
+    columns: torch.Tensor
+    sources: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, step: HiddenStateStep, verified: Verified) -> AcceptedRows:
+        """The rows of a step that reads no prompt; the host waits for their number."""
+        requests, columns = (verified.path >= 0).nonzero(as_tuple=True)
+        nodes = verified.path[requests, columns]
+        return cls(
+            *(requests, columns, step.rows[requests, nodes.long()]),
+            *(verified.emitted[requests, columns], step.root_positions[requests] + columns),
+        )
+
+
+def _decodes_alone(trees: StepTrees) -> bool:
+    """Whether a step has the rows of trees alone, none of a prompt."""
+    return len(trees.position_offsets) == len(trees.rows) and bool(trees.counted.all())
 
 
 class HiddenStateRunner(InStepRunner[HiddenStateStep]):
@@ -140,20 +172,17 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _defers(self, step: HiddenStateStep, verified: Verified) -> bool:
         """Whether what was accepted in a step is read later, as nothing else is to be read."""
-        deferred, trees = self._deferred, step.trees
+        deferred = self._deferred
         if deferred is None or step.model_drafts:
             return False
-        if len(trees.position_offsets) > len(trees.rows) or not trees.counted.all():
+        if not _decodes_alone(step.trees):
             self._read_deferred(step)
             return False
-        accepted = verified.path >= 0
-        requests, columns = accepted.nonzero(as_tuple=True)
+        rows = AcceptedRows.of(step, verified)
         names = self.input_batch.req_ids
         if deferred.add(
-            [names[request] for request in requests.tolist()],
-            step.hidden[step.rows[requests, verified.path[accepted].long()].long()],
-            verified.emitted[accepted],
-            step.root_positions[requests] + columns,
+            [names[request] for request in rows.requests.tolist()],
+            *(step.hidden[rows.sources], rows.tokens, rows.positions),
         ):
             self._read_deferred(step)
         return True
@@ -171,6 +200,32 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
     def _read_accepted(self, step: HiddenStateStep, verified: Verified) -> None:
         """Run the layer on the step's accepted rows, and store its output after the last."""
+        # A GPU would have to wait until the host knows which rows these are.
+        on_host = self.device.type == "cpu" and step.trees.drafted
+        read = self._read_paths if on_host and _decodes_alone(step.trees) else self._read_step
+        with override_forward_context(step.context):
+            states = read(step, verified)
+        stored = self._layer.states
+        stored[self._batch_slots()] = states.to(stored.dtype)
+
+    def _read_paths(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
+        """Let the layer read the rows of accepted paths alone; its outputs after them, `[B, d]`.
+
+        Rows of rejected drafts, most of a tree, need not be read.
+        """
+        rows = AcceptedRows.of(step, verified)
+        places, counts = step.rows[rows.requests, rows.columns], verified.num_emitted
+        starts = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        lengths, most = step.root_positions + counts, int(counts.max())
+        with self.step_parts(LAYER).reading(places, starts, lengths, most):
+            states = self._layer.read_rows(step.hidden[rows.sources], rows.tokens, rows.positions)
+        return states[starts[1:].long() - 1]
+
+    def _read_step(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
+        """Let the layer read all rows of a step; its outputs after the accepted paths, `[B, d]`.
+
+        The KV of rejected drafts is written again before it is read.
+        """
         rows, layout = step.trees.rows.long(), step.trees.tensors
         requests = layout.request_of_row
         columns = torch.arange(len(rows), device=self.device) - layout.starts[requests]
@@ -188,28 +243,10 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         source[rows] = torch.where(accepted, step.rows[requests, path.clamp(min=0)].long(), rows)
         positions = step.positions.clone()
         positions[rows] = (step.root_positions[requests] + columns).to(positions.dtype)
-        last = step.rows[:, 0] + verified.num_emitted - 1
-        reading: AbstractContextManager[None] = nullcontext()
-        if step.trees.drafted and self.device.type == "cpu":
-            # Rows of rejected drafts, most of a tree, need not be read.
-            needed = torch.ones(len(tokens), dtype=torch.bool)
-            needed[rows] = accepted
-            read = needed.nonzero()[:, 0]
-            before = pad(needed.cumsum(0, dtype=torch.int32), (1, 0))
-            starts = before[self.query_start_loc.gpu[: len(last) + 1].long()]
-            lengths = step.root_positions + verified.num_emitted
-            most = int(starts.diff().max())
-            reading = self.step_parts(LAYER).reading(read, starts, lengths, most)
-            source, tokens, positions = source[read], tokens[read], positions[read]
-            last = before[last]
-        elif step.trees.drafted and not self._layer.has_graph(len(tokens)):
-            # A GPU would have to wait until the host knows which rows these are. Their KV is
-            # written again before it is read.
+        if step.trees.drafted and not self._layer.has_graph(len(tokens)):
             self._show_chains(step)
-        with override_forward_context(step.context), reading:
-            states = self._layer.read_rows(step.hidden[source], tokens, positions)
-        stored = self._layer.states
-        stored[self._batch_slots()] = states[last].to(stored.dtype)
+        states = self._layer.read_rows(step.hidden[source], tokens, positions)
+        return states[step.rows[:, 0] + verified.num_emitted - 1]
 
     def _following(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
         """The tokens after the rows of the accepted paths, `int32 [B, D + 1]`.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from tree_kernels.expansion import ExpandedTrees
 
 from drafttree.tree import DraftTree
 from lyanna_plugin.model import AttendBatch, LyannaModel
@@ -113,7 +114,7 @@ def draft_tree(
     """
     states, joint = first[:, None], torch.zeros(len(roots), 1, device=first.device)
     columns = torch.zeros_like(roots)[:, None]
-    tokens, parents, scores, num_found = [], [], [], 1
+    tokens, parents, scores, num_found = [roots[:, None]], [columns - 1], [joint], 1
     for level in range(depth):
         top = head(states).log_softmax(-1).topk(width)
         joined = (joint[:, :, None] + top.values).flatten(1)
@@ -130,9 +131,11 @@ def draft_tree(
         parent_states = states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[2]))
         at = (positions + level)[:, None].expand_as(token)
         states = layer(parent_states, token, at, functools.partial(cache.attend, rows))
-    return prune(
-        roots, *(torch.cat(each, 1) for each in (tokens, parents, scores)), num_draft_tokens
+    nodes = torch.cat(tokens, 1)
+    expanded = ExpandedTrees(
+        nodes, torch.cat(parents, 1), torch.zeros_like(nodes), torch.cat(scores, 1).exp()
     )
+    return prune(expanded, num_draft_tokens)
 
 
 def replay_eagle(
