@@ -71,9 +71,9 @@ def _expand_cpp(
         return _expand_reference(logits, steps, roots, table, row_of, hot_tokens, width)
     batch, length, vocab = logits.shape
     columns = 1 + width + (length - 1) * width**2 if length else 1
-    tokens, parents = torch.empty(2, batch, columns, dtype=torch.int32).unbind()
-    tokens[:, 0] = roots
-    scores = torch.empty(batch, columns)
+    unknown = torch.empty(batch, columns - 1, dtype=torch.int32)
+    tokens = torch.cat((roots.int()[:, None], unknown), 1)
+    parents, scores = torch.empty_like(tokens), torch.empty(batch, columns)
     logits, steps, table = logits.contiguous(), steps.long().contiguous(), table.contiguous()
     expand.call(
         *(logits.data_ptr(), steps.data_ptr(), batch, length, vocab),
