@@ -155,10 +155,8 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         super().on_verified(slots, trees, verified)
         if not self._resamples:
             return
-        drafted = trees.tree_size > 1
-        accepted = (verified.num_emitted - 1).long()
-        self._accepted[slots] = torch.where(drafted, accepted, self._accepted[slots])
-        self._steps[slots] = self._steps[slots].masked_fill(~drafted, 0)
+        self._accepted[slots] = (verified.num_emitted - 1).long()
+        self._steps[slots] *= trees.tree_size > 1
 
     def release(self, slots: Sequence[int]) -> None:
         """Drop the logits of requests that finished."""

@@ -28,6 +28,7 @@ def _token_info_kernel(
     best_tokens: tl.tensor,
     best_log_probs: tl.tensor,
     width: tl.tensor,
+    stride: tl.tensor,
     vocab: tl.tensor,
     hot: tl.tensor,
     K: tl.constexpr,
@@ -41,7 +42,7 @@ def _token_info_kernel(
     token = tl.load(tokens + node)
     row = tl.load(row_of + tl.maximum(token, 0)).to(tl.int64)
     row = tl.where(token >= 0, row, -1)
-    line = logits + (node // width) * vocab
+    line = logits + (node // width) * stride
     slots = tl.arange(0, K_PAD)
     best = no_keys(slots)
     most = tl.full([], float("-inf"), tl.float32)
@@ -72,23 +73,26 @@ def _token_info_kernel(
     order = (best >> 32).to(tl.int32)
     value = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     at = node * K + place
-    there = place < tl.where(token >= 0, K, 0)
-    tl.store(best_tokens + at, 0x7FFFFFFF - best.to(tl.int32), mask=there)
-    tl.store(best_log_probs + at, value - most - tl.log(mass), mask=there)
+    found = tl.where(token >= 0, 0x7FFFFFFF - best.to(tl.int32), -1)
+    tl.store(best_tokens + at, found, mask=place < K)
+    log_prob = tl.where(token >= 0, value - most - tl.log(mass), float("-inf"))
+    tl.store(best_log_probs + at, log_prob, mask=place < K)
 
 
 def _token_info_triton(
     logits: Tensor, tokens: Tensor, table: Tensor, row_of: Tensor, hot_tokens: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     requests, width = tokens.shape
-    best = torch.full((requests, width, k), -1, dtype=torch.int32, device=logits.device)
-    log_probs = torch.full_like(best, -torch.inf, dtype=torch.float32)
+    best = torch.empty((requests, width, k), dtype=torch.int32, device=logits.device)
+    log_probs = torch.empty_like(best, dtype=torch.float32)
+    # The logits of one step of several are not copied.
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     if best.numel():
         _token_info_kernel[(requests * width,)](
-            *(logits.contiguous(), tokens.contiguous()),
+            *(logits, tokens.contiguous()),
             *(table.view(torch.uint8) if table.dtype == FLOAT8 else table, row_of),
             *(best, log_probs),
-            *(width, logits.shape[1], len(hot_tokens)),
+            *(width, logits.stride(0), logits.shape[1], len(hot_tokens)),
             K=k,
             K_PAD=next_power_of_2(k),
             BLOCK=_BLOCK,

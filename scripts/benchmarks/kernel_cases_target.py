@@ -16,6 +16,7 @@ from tree_kernels import (
     full_mask,
     kv_move,
     layer_parts,
+    layer_rows,
     mask,
     mask_rows,
     merge,
@@ -180,6 +181,20 @@ def _merge(requests: int, tree_size: int) -> Work:
         lambda: merge.merge_trees(first, second, depth),
         lambda: merge._merge_reference(first, second, depth),
         4 * requests * (2 * 2 * tree_size + 2 * (2 * tree_size - 1) + 3),
+    )
+
+
+def _layer_rows(requests: int, tree_size: int) -> Work:
+    sizes = torch.full((requests,), tree_size, dtype=torch.int32)
+    starts = torch.arange(0, requests * tree_size + 1, tree_size, dtype=torch.int32)
+    path = torch.arange(0, min(tree_size, 8), 2, dtype=torch.int32).repeat(requests, 1)
+    rows = requests * tree_size
+    tokens = torch.arange(rows, dtype=torch.int32)
+    given = tokens, torch.arange(rows), starts, sizes, path, path + 1
+    return Work(
+        lambda: layer_rows.rows_to_read(*given),
+        lambda: layer_rows._rows_reference(*given),
+        sum(each.nbytes for each in given) + rows * 20 + requests * 8,
     )
 
 
@@ -412,6 +427,7 @@ CASES: dict[str, Case] = {
         ("cpu",),
         tolerance=1e-4,
     ),
+    "layer_rows": Case(_layer_rows, _TREES, _QUICK, _GPU),
     "merge": Case(_merge, grid(requests=_BATCHES, tree_size=(13, 81)), _QUICK),
     "rejection": Case(
         _reject,

@@ -54,8 +54,9 @@ GPUS = {
 INTRODUCTION = """# Kernels
 
 The Triton kernels of `tree_kernels`, each at the first size that
-`scripts/benchmarks/bench_kernels.py` times. Nothing in this table was measured. On an H200 all of
-these kernels gave what their references give, and their times at small sizes are in
+`scripts/benchmarks/bench_kernels.py` times. Nothing in this table was measured. On an H200
+these kernels gave what their references give, except `layer_rows`, which has not run there, and
+`token_info`, which has changed since. Their times at small sizes are in
 `results/h200/kernels.csv`. Registers and shared memory are what Triton {triton}'s compiler
 says; none spills. Occupancy is computed from them: how many of a multiprocessor's {warps} warps
 can be resident.

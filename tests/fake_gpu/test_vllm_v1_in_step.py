@@ -92,10 +92,10 @@ BUDGETS = {
     "rsd, beams": (25, 102, 2, 0),
     # Each of four forwards replays two graphs, and copies tokens and positions.
     "rsd, in graphs": (25 + 4 * 2, 102 + 4 * 2, 2, 0),
-    "lyanna": (19, 238, 2, 1),
+    "lyanna": (20, 195, 2, 1),
     # Two steps along chains, the trees, and a forward over the tokens of a step if they are not
     # too many, replay a graph each.
-    "lyanna, in graphs": (14, 115, 2, 1),
+    "lyanna, in graphs": (15, 87, 2, 1),
 }
 """Most kernels, operations of PyTorch, copies in and copies out of a greedy step with drafts."""
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.functional import pad
+from tree_kernels.layer_rows import rows_to_read
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
@@ -226,27 +227,14 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
 
         The KV of rejected drafts is written again before it is read.
         """
-        rows, layout = step.trees.rows.long(), step.trees.tensors
-        requests = layout.request_of_row
-        columns = torch.arange(len(rows), device=self.device) - layout.starts[requests]
-        # The token after a row is that of the next row, except along the accepted path, whose rows
-        # are read as if they came right after the root.
-        column = columns.clamp(max=verified.path.shape[1] - 1)
-        path = verified.path[requests, column].long()
-        accepted = (path >= 0) & (columns == column)
-        tokens, source = (
-            step.input_ids.roll(-1),
-            torch.arange(len(step.input_ids), device=self.device),
-        )
-        following = self._following(step, verified)[requests, column].to(tokens.dtype)
-        tokens[rows] = torch.where(accepted, following, tokens[rows])
-        source[rows] = torch.where(accepted, step.rows[requests, path.clamp(min=0)].long(), rows)
-        positions = step.positions.clone()
-        positions[rows] = (step.root_positions[requests] + columns).to(positions.dtype)
-        if step.trees.drafted and not self._layer.has_graph(len(tokens)):
+        path, sizes = verified.path, step.trees.tensors.tree_size
+        starts = self.query_start_loc.gpu[: len(path) + 1]
+        following = self._following(step, verified)
+        rows = rows_to_read(step.input_ids, step.positions, starts, sizes, path, following)
+        if step.trees.drafted and not self._layer.has_graph(len(rows.tokens)):
             self._show_chains(step)
-        states = self._layer.read_rows(step.hidden[source], tokens, positions)
-        return states[step.rows[:, 0] + verified.num_emitted - 1]
+        states = self._layer.read_rows(step.hidden[rows.sources], rows.tokens, rows.positions)
+        return states[rows.last]
 
     def _following(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
         """The tokens after the rows of the accepted paths, `int32 [B, D + 1]`.

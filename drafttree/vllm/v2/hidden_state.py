@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tree_kernels.layer_rows import rows_to_read
 from tree_kernels.mask import depths
 from tree_kernels.scheduled_trees import Layout
 from vllm.distributed.parallel_state import get_tp_group
@@ -131,26 +132,15 @@ class HiddenStateRunnerV2(InStepRunnerV2):
 
         Rows behind an accepted path are read too: their KV is written again before it is read.
         """
-        rows, indices = batch.idx_mapping, batch.logits_indices.long()
-        columns = batch.expanded_local_pos.long()
-        column = columns.clamp(max=verified.path.shape[1] - 1)
-        path = verified.path[step.request_of_row, column].long()
-        # Nothing is verified after a chunk of a prompt, whose root is read all the same.
-        accepted = ((path >= 0) | (columns == 0)) & (columns == column)
-        places = step.place_of_node
-        # The token after a row is that of the next row, except along the accepted path.
-        tokens = batch.input_ids.roll(-1)
-        following = self._following(batch, verified)[step.request_of_row, column].to(tokens.dtype)
-        tokens[indices] = torch.where(accepted, following, tokens[indices])
-        source = torch.arange(len(tokens), device=tokens.device)
-        node = places[step.request_of_row, path.clamp(min=0)]
-        source[indices] = torch.where(accepted, node, indices)
-        positions = batch.positions[: len(tokens)].clone()
-        if step.width > 1:
-            positions[indices] = positions[places[:, 0]][step.request_of_row] + columns
-            if not self._layer.has_graph(len(tokens)):
-                self._show_chains()
+        starts = batch.query_start_loc[: batch.num_reqs + 1]
+        following = self._following(batch, verified)
+        rows = rows_to_read(
+            *(batch.input_ids, batch.positions[: len(batch.input_ids)], starts),
+            *(step.sizes, verified.path, following),
+        )
+        if step.width > 1 and not self._layer.has_graph(len(rows.tokens)):
+            self._show_chains()
         with override_forward_context(self._context):
-            states = self._layer.read_rows(self._hidden[source], tokens, positions)
-        last = places[:, 0] + (verified.path[:, 1:] >= 0).sum(1)
-        self._layer.states[rows] = states[last].to(self._layer.states.dtype)
+            hidden = self._hidden[rows.sources]
+            states = self._layer.read_rows(hidden, rows.tokens, rows.positions)
+        self._layer.states[batch.idx_mapping] = states[rows.last].to(self._layer.states.dtype)
