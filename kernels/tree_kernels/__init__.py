@@ -24,7 +24,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `layer_parts.add_norm` | Lyanna | - | yes | RMSNorm (arXiv 1910.07467) |
 | `layer_parts.gate` | Lyanna | - | yes | SwiGLU (arXiv 2002.05202) |
 | `layer_parts.rotate` | Lyanna | - | yes | RoPE (arXiv 2104.09864) |
-| `layer_rows.rows_to_read` | Lyanna in vLLM on GPUs | yes | - | this project |
+| `layer_rows.rows_to_read` | Lyanna in vLLM | yes | - | this project |
 | `mask.depths` | all methods | yes | yes | pointer doubling |
 | `mask.tree_mask` | all methods | yes | yes | Token Recycling, 3.3 |
 | `mask_rows.mask_rows` | vLLM on GPUs | yes | - | this project |

@@ -76,6 +76,18 @@ def test_the_kernel_gives_the_same(interpreter, case):
     torch.testing.assert_close(kernel_log_probs, log_probs, atol=1e-5, rtol=1e-5)
 
 
+def test_the_kernel_reads_the_logits_of_one_step_where_they_are(interpreter):
+    logits, *others = random_case(5, 3, 2, 37, 9, 3)
+    steps = torch.randn(3, 2, 37)
+    steps[:, 1] = logits
+    by_column = logits.T.contiguous().T
+    expected = token_info_top(logits, *others)
+    for given_ in (steps[:, 1], by_column):
+        found = module._token_info_triton(given_, *others)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
 def test_impossible_tokens_have_no_probability():
     logits = torch.tensor([[0.0, -torch.inf, 1.0, -torch.inf, -torch.inf]])
     row_of = torch.tensor([-1, -1, 1, 0, -1], dtype=torch.int32)
