@@ -63,7 +63,7 @@ _EVIDENCE = 8.0
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
-_DRAFTS = 4
+_DRAFTED_STEPS = 4
 """Steps with drafts from one decision to the next; a step that measures or explores is decided by
 itself, and so is the one after it."""
 _PLAIN = StepPlan(TreeChoice(0))
@@ -83,8 +83,8 @@ class _Kept:
     batch_size: int
     steps: int
 
-    def holds(self, batch_size: int, most: int | None) -> bool:
-        """Whether it holds in the next step, which is then counted.
+    def take(self, batch_size: int, most: int | None) -> ShapePlan | None:
+        """The decision for the next step, which is then counted; None if it does not hold there.
 
         Args:
             batch_size: Number of requests in the step.
@@ -92,9 +92,9 @@ class _Kept:
         """
         is_too_large = most is not None and self.plan.shape.nodes > most
         if not self.steps or batch_size != self.batch_size or is_too_large:
-            return False
+            return None
         self.steps -= 1
-        return True
+        return self.plan
 
 
 class ShapePlanner:
@@ -170,8 +170,8 @@ class ShapePlanner:
         if not state.index and self._rests:
             self._rests -= 1
             return self._planned(0)
-        if self._kept is not None and self._kept.holds(batch_size, most):
-            return self._kept.plan
+        if self._kept is not None and (plan := self._kept.take(batch_size, most)) is not None:
+            return plan
         self._kept = None
         seconds = self._step_seconds(batch_size)
         is_plain = self._base is None
@@ -210,7 +210,7 @@ class ShapePlanner:
         step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
         plan = self._planned(index, step, at_stake, gains, seconds)
         if best and may_try and not is_trial and fits.all():
-            self._kept = _Kept(plan, batch_size, _DRAFTS - 1)
+            self._kept = _Kept(plan, batch_size, _DRAFTED_STEPS - 1)
         return plan
 
     def _explored(

@@ -2,9 +2,9 @@
 
 A layer that continues the target's hidden states reads each token with the hidden state before it.
 Along an accepted path the rows of a step are read as if they came right after the root: each takes
-the place of the column in which a chain would have its token. Rows behind the path are read too, as
-a device that did not would have to wait until the host knows which they are; their KV is written
-again before it is read.
+the place of the column in which a chain would have its token. Rows behind the path are read too:
+to leave them out, the host would have to wait for their number. Their KV is written again before it
+is read.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _rows_kernel(
     depth: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Read the rows of a request; one program for each BLOCK of them, and the last request's are
-    followed by those of none."""
+    """Find the rows of a request; one program for each BLOCK of them. The programs after those of
+    the last request find the rows that belong to none."""
     request = tl.program_id(0).to(tl.int64)
     is_request = request < requests
     first = tl.load(starts + request).to(tl.int64)

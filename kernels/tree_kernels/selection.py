@@ -131,7 +131,7 @@ def _best_reference(
     by_score: bool = False,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scores = torch.where(expanded.scores > 0, expanded.scores, 0.0)  # NaN is no node, either
+    scores = torch.where(expanded.scores > 0, expanded.scores, 0.0)  # drops NaN too
     scores[:, 0] = torch.inf  # the root is always kept
     best = scores.sort(dim=1, descending=True, stable=True).indices
     best = best[:, : num_draft_tokens + spine + 1]

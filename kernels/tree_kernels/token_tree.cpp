@@ -144,7 +144,7 @@ static void expand(const L* logits, int64_t length, int64_t vocab, int64_t steps
       // Rounding must not score a child above its parent.
       scores[column] = scores[above] + std::min(scores[column], 0.0f);
       parents[column] = static_cast<int32_t>(above);
-      if (scores[column] > kNothing) order.push_back(column);  // NaN has no place in an order
+      if (scores[column] > kNothing) order.push_back(column);  // NaN cannot be sorted
     }
     // As in `best_nodes`, on a tie the earlier node is the better one.
     std::stable_sort(order.begin(), order.end(),

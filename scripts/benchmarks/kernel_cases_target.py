@@ -113,12 +113,18 @@ def _scheduled_trees(requests: int, tree_size: int) -> Work:
     return Work(ours, reference, sum(each.nbytes for each in (*given, *ours())))
 
 
-def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work:
-    logits = torch.randn(requests, vocab, dtype=torch.bfloat16)
+def _token_table(vocab: int, hot: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The table, the rows and the hot tokens as `token_info_top` takes them."""
     table = torch.randn(hot, hot, dtype=torch.bfloat16)
     hot_tokens = torch.randperm(vocab)[:hot].int()
     row_of = torch.full((vocab,), -1, dtype=torch.int32)
     row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    return table, row_of, hot_tokens
+
+
+def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work:
+    logits = torch.randn(requests, vocab, dtype=torch.bfloat16)
+    table, row_of, hot_tokens = _token_table(vocab, hot)
     tokens = hot_tokens[torch.randint(0, hot, (requests, width))]
     given = logits, tokens, table, row_of, hot_tokens, k
     rows = tokens.numel()
@@ -132,10 +138,7 @@ def _token_info(requests: int, width: int, vocab: int, hot: int, k: int) -> Work
 
 def _token_tree(requests: int, steps: int, width: int, vocab: int, hot: int) -> Work:
     logits = torch.randn(requests, steps, vocab, dtype=torch.bfloat16)
-    table = torch.randn(hot, hot, dtype=torch.bfloat16)
-    hot_tokens = torch.randperm(vocab)[:hot].int()
-    row_of = torch.full((vocab,), -1, dtype=torch.int32)
-    row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    table, row_of, hot_tokens = _token_table(vocab, hot)
     roots, valid = hot_tokens[:requests], torch.full((requests,), steps)
     given = logits, valid, roots, table, row_of, hot_tokens, width
     rows = requests * (1 + (steps - 1) * width)

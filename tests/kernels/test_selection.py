@@ -94,7 +94,7 @@ def test_on_a_gpu_trees_of_too_many_columns_for_the_kernel_are_sorted(monkeypatc
         assert lists(found) == expected(lines, 4, 2, 0.1, by_score)
 
 
-def test_scores_that_are_no_numbers_are_those_of_no_nodes(cpu_path):
+def test_nodes_with_a_nan_score_are_dropped(cpu_path):
     expanded, _ = random_trees(4, 2, 5, 3)
     for line in range(2):
         lost = {int(expanded.scores[line, 1:].argmax()) + 1}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hot_tokens import random_hot_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
@@ -12,9 +13,7 @@ from tree_kernels.token_info import token_info_top
 def random_case(seed, requests, width, vocab, hot, k, dtype=torch.float32, float8=False):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(requests, vocab, generator=generator)
-    hot_tokens = torch.randperm(vocab, generator=generator)[:hot].sort().values.int()
-    row_of = torch.full((vocab,), -1, dtype=torch.int32)
-    row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    row_of, hot_tokens = random_hot_tokens(vocab, hot, generator)
     tokens = torch.randint(-1, vocab, (requests, width), generator=generator, dtype=torch.int32)
     table = torch.randn(hot, hot, generator=generator).to(dtype)
     if float8:

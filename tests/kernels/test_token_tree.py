@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hot_tokens import random_hot_tokens
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from property_settings import CASES
@@ -14,9 +15,7 @@ FLOAT8 = torch.float8_e4m3fn
 def random_case(seed, requests, length, width, vocab, hot, dtype=torch.float32, float8=False):
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(requests, length, vocab, generator=generator)
-    hot_tokens = torch.randperm(vocab, generator=generator)[:hot].sort().values.int()
-    row_of = torch.full((vocab,), -1, dtype=torch.int32)
-    row_of[hot_tokens.long()] = torch.arange(hot, dtype=torch.int32)
+    row_of, hot_tokens = random_hot_tokens(vocab, hot, generator)
     steps = torch.randint(0, length + 1, (requests,), generator=generator)
     roots = torch.randint(0, vocab, (requests,), generator=generator, dtype=torch.int32)
     table = torch.randn(hot, hot, generator=generator).to(FLOAT8 if float8 else dtype)
