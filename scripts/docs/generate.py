@@ -7,6 +7,7 @@ A generated part is enclosed by `<!-- generated: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from lyanna_plugin.config import LyannaOptions
 from recycle_plugin.config import FORMER_DRAFTING, RecycleOptions
 from rsd_plugin.config import RsdOptions
 from scripts.benchmarks import record_plan
+from scripts.benchmarks.bench_servers import tables as load_tables
 from scripts.benchmarks.record_table import tables
 
 if TYPE_CHECKING:
@@ -128,6 +130,11 @@ def deprecation_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def server_tables() -> str:
+    """The tables of vLLM's servers under load."""
+    return load_tables(json.loads((DOCS.parent / "results/vllm_servers.json").read_text()))
+
+
 def record_tables() -> str:
     """The tables of the figures of record."""
     everything = record_plan.ENGINES, record_plan.CONCURRENCIES, record_plan.METHODS
@@ -149,6 +156,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "compatibility": compatibility_table,
     "deprecated": deprecation_table,
     "record": record_tables,
+    "servers": server_tables,
     "patches vllm": lambda: patch_table("vllm"),
     "patches sglang": lambda: patch_table("sglang"),
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import bench_conversations
@@ -35,6 +36,8 @@ from openai_chats import (
 from server_process import free_port, wait_until_up
 from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT, Answer, Case, run_vllm
+
+from scripts.benchmarks.server_load import run_round
 
 NODES = 15
 SAMPLED = {"n": 3, "temperature": 0.8, "seed": 5}
@@ -185,6 +188,22 @@ def test_clients_that_hang_up(server: str, plain: dict[str, list[list[Reply]]]) 
     assert metric(server, "generation_tokens_total") - tokens_before < left * LONG / 2
     assert draft_counts(server)["accepted_tokens"] > before["accepted_tokens"]
     check_equal(ask_at_once(server), plain["greedy"])
+
+
+@on_v1
+def test_users_who_ask_at_the_same_time(server: str) -> None:
+    """The load of `bench_servers`: each reply that ends makes room for the next request."""
+    before = draft_counts(server)
+    began = perf_counter()
+    prompts = [f"Count from {number} to ninety, one number after another." for number in range(5)]
+    found = run_round(server, "smollm2", prompts, 2, 24)
+    assert [reply.tokens for reply in found.replies] == 5 * [24]
+    assert all(0 < reply.first < reply.seconds < found.seconds for reply in found.replies)
+    assert found.seconds <= perf_counter() - began
+    # Never more than two at a time, and mostly two.
+    busy = sum(reply.seconds for reply in found.replies) / found.seconds
+    assert 1 < busy <= 2
+    assert draft_counts(server)["accepted_tokens"] > before["accepted_tokens"]
 
 
 @on_v1

@@ -1,0 +1,208 @@
+"""Measure vLLM's servers under load, with and without speculation, in turns.
+
+    python -m scripts.benchmarks.bench_servers MODEL servers.json \
+        --method ngram --method suffix --method token-recycling \
+        --users 1 --users 8 --users 32
+    python -m scripts.benchmarks.bench_servers MODEL servers.json --only-table
+
+A server of plain decoding and one for each method are started, and stay up. In each round every one
+of them answers the same prompts, in an order that changes, while a fixed number of requests is
+under way: each that ends makes room for the next. No prompt comes twice, so that no method can copy
+an earlier answer to the same prompt. The servers of a round follow one another within minutes, so
+that what disturbs the machine for longer disturbs all alike.
+
+Measured are the tokens per second of all requests, the time to the first token (TTFT), the mean
+time of a request's tokens after the first one (TPOT), and the time to the last token. Tables go to
+standard output, and everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from drafttree.bench.machine import model_name, processor_name
+from drafttree.bench.methods import resolve_method
+from drafttree.bench.prompts import default_prompts_path, load_prompts
+from scripts.benchmarks.server_load import LoadFigures, Round, run_round
+
+_START_SECONDS = 600
+_STOP_SECONDS = 60
+_SERVED = "model"
+_MOST_TOKENS = 2048
+_WARM_UP = "Say hello."
+_NAMES = {"none": "plain", "ngram": "n-gram", "token-recycling": "Token Recycling"}
+_HEADS = (
+    "",
+    "tokens/s",
+    "against plain",
+    "TTFT, median",
+    "TPOT, mean",
+    "TPOT, median",
+    "TPOT, p99",
+    "latency, mean",
+)
+
+
+@contextmanager
+def server(
+    model: Path, method: str, port: int, users: int, arguments: Sequence[str], log: Path
+) -> Iterator[str]:
+    """A server that answers at the address that is yielded.
+
+    Raises:
+        RuntimeError: It does not start.
+    """
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", _SERVED, "--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", str(_MOST_TOKENS), "--max-num-seqs", str(max(8, users))),
+        "--disable-uvicorn-access-log",
+    ]
+    if config := resolve_method(method, {}).speculative_config:
+        command += ["--speculative-config", json.dumps(config)]
+    address = f"http://127.0.0.1:{port}"
+    with log.open("w") as output:
+        # A session of its own: the engine is another process than the server.
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            _wait_until_up(address, process, log)
+            yield address
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_until_up(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}; its messages: {log}")
+        try:
+            if httpx.get(f"{address}/health", timeout=5).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+    raise RuntimeError(f"the server did not start in {_START_SECONDS} s; its messages: {log}")
+
+
+def tables(report: dict[str, Any]) -> str:
+    """What was measured, and the figures for each number of users."""
+    lines = [
+        f"vLLM {report['engine_version']}, {report['model']}, {report['dtype']}, {report['cpu']}, "
+        f"at most {report['tokens']} tokens an answer.",
+    ]
+    for load in report["loads"]:
+        plain = load["methods"]["none"]
+        lines += ["", f"Requests at a time: {load['users']}, {plain['requests']} in all", ""]
+        lines += [f"| {' | '.join(_HEADS)} |", f"|{len(_HEADS) * '---|'}"]
+        for method, figures in load["methods"].items():
+            rate, of_tokens = figures["tokens_per_second"], figures["per_token"]
+            cells = [
+                _NAMES.get(method, method),
+                f"{rate:.1f}",
+                f"{rate / plain['tokens_per_second']:.2f}",
+                f"{figures['first_token']['median']:.2f} s",
+                *(f"{1000 * of_tokens[name]:.1f} ms" for name in ("mean", "median", "p99")),
+                f"{figures['latency']['mean']:.2f} s",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="The target's folder.")],
+    output: Annotated[Path, typer.Argument(help="The JSON file to write, or to read.")],
+    only_table: Annotated[
+        bool, typer.Option("--only-table", help="Measure nothing; write the tables.")
+    ] = False,
+    method: Annotated[
+        list[str] | None, typer.Option(help="As in `drafttree bench`. Default: token-recycling.")
+    ] = None,
+    users: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time. Default: 1, 8 and 32.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds for each number of users.")] = 3,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests of a round for each user, twice as many for one.")
+    ] = 3,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts; if not given, the package's.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="The engines' data type.")] = "bfloat16",
+    first_port: Annotated[int, typer.Option(help="The servers listen from this port on.")] = 8200,
+    logs: Annotated[Path, typer.Option(help="Folder of the servers' messages.")] = Path("logs"),
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After `--`: further arguments of the servers.")
+    ] = None,
+) -> None:
+    """Measure the servers in turns, and print tables."""
+    if only_table:
+        typer.echo(tables(json.loads(output.read_text())), nl=False)
+        return
+    names = ["none", *dict.fromkeys(method or ["token-recycling"])]
+    loads = users or [1, 8, 32]
+    asked = [prompt.turns[0] for prompt in load_prompts(prompts or default_prompts_path())]
+    sizes = [each * requests * (2 if each == 1 else 1) for each in loads]
+    if (needed := rounds * sum(sizes)) > len(asked):
+        raise typer.BadParameter(
+            f"--rounds {rounds} and --requests {requests} take {needed} prompts, and there are "
+            f"{len(asked)}: take fewer, or a larger file with --prompts"
+        )
+    unused = iter(asked)
+    report: dict[str, Any] = {
+        "engine": "vllm",
+        "model": model_name(model),
+        "dtype": dtype,
+        "cpu": processor_name(),
+        "tokens": tokens,
+        "rounds": rounds,
+        "loads": [],
+    }
+    logs.mkdir(parents=True, exist_ok=True)
+    given = ["--dtype", dtype, *(arguments or [])]
+    with ExitStack() as stack:
+        addresses: dict[str, str] = {}
+        for port, name in enumerate(names, first_port):
+            typer.echo(f"starting {name}", err=True)
+            log = logs / f"{name}.log"
+            up = server(model, name, port, max(loads), given, log)
+            addresses[name] = stack.enter_context(up)
+            run_round(addresses[name], _SERVED, [_WARM_UP], 1, 8)
+        report["engine_version"] = httpx.get(f"{addresses['none']}/version").json()["version"]
+        for count, size in zip(loads, sizes, strict=True):
+            done: dict[str, list[Round]] = {name: [] for name in names}
+            for index in range(rounds):
+                turn = [next(unused) for _ in range(size)]
+                for name in random.Random(index).sample(names, len(names)):
+                    done[name].append(run_round(addresses[name], _SERVED, turn, count, tokens))
+            figures = {name: LoadFigures.of(done[name]).as_json() for name in names}
+            report["loads"].append({"users": count, "methods": figures})
+            # Written after each load, so that an interrupted run keeps what was measured.
+            output.write_text(json.dumps(report, indent=2) + "\n")
+            typer.echo(f"measured with {count} at a time", err=True)
+    typer.echo(tables(report), nl=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

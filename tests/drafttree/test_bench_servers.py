@@ -1,0 +1,64 @@
+"""The figures of servers under load, and the tables of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from scripts.benchmarks import bench_servers
+from scripts.benchmarks.server_load import LoadFigures, Reply, Round
+
+APP = typer.Typer()
+APP.command()(bench_servers.main)
+
+
+def test_the_figures_of_rounds() -> None:
+    rounds = [
+        Round([Reply(5, 1.0, 3.0), Reply(11, 1.0, 2.0)], 4.0),
+        Round([Reply(1, 2.0, 2.0)], 1.0),
+    ]
+    figures = LoadFigures.of(rounds)
+    assert (figures.requests, figures.tokens) == (3, 17)
+    assert figures.tokens_per_second == pytest.approx(17 / 5)
+    assert figures.by_round == pytest.approx((4, 1))
+    # 2 s for four tokens, 1 s for ten, and nothing after the first one.
+    assert figures.per_token.mean == pytest.approx((0.5 + 0.1 + 0.0) / 3)
+    assert figures.per_token.median == pytest.approx(0.1)
+    assert figures.first_token.median == pytest.approx(1.0)
+    assert figures.latency.mean == pytest.approx(7 / 3)
+    assert figures.latency.p99 == pytest.approx(2.98)
+
+
+def test_a_run_is_shown_against_plain_decoding(tmp_path: Path) -> None:
+    fast = LoadFigures.of([Round([Reply(30, 0.25, 1.7)], 2.0)]).as_json()
+    slow = LoadFigures.of([Round([Reply(30, 0.5, 3.4)], 4.0)]).as_json()
+    report = {
+        "engine_version": "0.32.0",
+        "model": "small",
+        "dtype": "float32",
+        "cpu": "two cores",
+        "tokens": 30,
+        "loads": [{"users": 8, "methods": {"none": slow, "token-recycling": fast}}],
+    }
+    file = tmp_path / "servers.json"
+    file.write_text(json.dumps(report))
+    run = CliRunner().invoke(APP, [str(tmp_path), str(file), "--only-table"])
+    assert run.exit_code == 0, run.output
+    assert run.output.startswith("vLLM 0.32.0, small, float32, two cores, at most 30 tokens")
+    assert "Requests at a time: 8, 1 in all" in run.output
+    plain, ours = run.output.splitlines()[-2:]
+    assert plain.startswith("| plain | 7.5 | 1.00 | 0.50 s | 100.0 ms |")
+    assert ours.startswith("| Token Recycling | 15.0 | 2.00 | 0.25 s | 50.0 ms |")
+
+
+def test_too_few_prompts_are_an_error_before_anything_starts(tmp_path: Path) -> None:
+    run = CliRunner().invoke(APP, [str(tmp_path), str(tmp_path / "servers.json"), "--rounds", "20"])
+    assert run.exit_code == 2
+    assert "take fewer, or a larger file with --prompts" in " ".join(
+        run.output.replace("│", "").split()
+    )
+    assert not (tmp_path / "servers.json").exists()
