@@ -26,15 +26,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
+from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name
-from drafttree.bench.methods import resolve_method
+from drafttree.bench.methods import BenchMethod, check_engine, resolve_method
 from drafttree.bench.prompts import default_prompts_path, load_prompts
 from scripts.benchmarks.server_load import LoadFigures, Round, run_round
 
@@ -58,7 +59,7 @@ _HEADS = (
 
 @contextmanager
 def server(
-    model: Path, method: str, port: int, users: int, arguments: Sequence[str], log: Path
+    model: Path, method: BenchMethod, port: int, users: int, arguments: Sequence[str], log: Path
 ) -> Iterator[str]:
     """A server that answers at the address that is yielded.
 
@@ -71,8 +72,8 @@ def server(
         *("--max-model-len", str(_MOST_TOKENS), "--max-num-seqs", str(max(8, users))),
         "--disable-uvicorn-access-log",
     ]
-    if config := resolve_method(method, {}).speculative_config:
-        command += ["--speculative-config", json.dumps(config)]
+    if method.speculative_config is not None:
+        command += ["--speculative-config", json.dumps(method.speculative_config)]
     address = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         # A session of its own: the engine is another process than the server.
@@ -83,12 +84,17 @@ def server(
             _wait_until_up(address, process, log)
             yield address
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and its engine."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        # Nothing is left of a server that has ended by itself.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
 
 
 def _wait_until_up(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -160,9 +166,15 @@ def main(
     if only_table:
         typer.echo(tables(json.loads(output.read_text())), nl=False)
         return
-    names = ["none", *dict.fromkeys(method or ["token-recycling"])]
+    names = list(dict.fromkeys(["none", *(method or ["token-recycling"])]))
     loads = users or [1, 8, 32]
-    asked = [prompt.turns[0] for prompt in load_prompts(prompts or default_prompts_path())]
+    try:
+        methods = [resolve_method(name, {}) for name in names]
+        for each in methods:
+            check_engine("vllm", each)
+        asked = [prompt.turns[0] for prompt in load_prompts(prompts or default_prompts_path())]
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from error
     sizes = [each * requests * (2 if each == 1 else 1) for each in loads]
     if (needed := rounds * sum(sizes)) > len(asked):
         raise typer.BadParameter(
@@ -183,11 +195,14 @@ def main(
     given = ["--dtype", dtype, *(arguments or [])]
     with ExitStack() as stack:
         addresses: dict[str, str] = {}
-        for port, name in enumerate(names, first_port):
+        for port, (name, started) in enumerate(zip(names, methods, strict=True), first_port):
             typer.echo(f"starting {name}", err=True)
-            log = logs / f"{name}.log"
-            up = server(model, name, port, max(loads), given, log)
-            addresses[name] = stack.enter_context(up)
+            up = server(model, started, port, max(loads), given, logs / f"{name}.log")
+            try:
+                addresses[name] = stack.enter_context(up)
+            except RuntimeError as error:
+                typer.echo(f"error: {name}: {error}", err=True)
+                raise typer.Exit(1) from error
             run_round(addresses[name], _SERVED, [_WARM_UP], 1, 8)
         report["engine_version"] = httpx.get(f"{addresses['none']}/version").json()["version"]
         for count, size in zip(loads, sizes, strict=True):

@@ -55,10 +55,29 @@ def test_a_run_is_shown_against_plain_decoding(tmp_path: Path) -> None:
     assert ours.startswith("| Token Recycling | 15.0 | 2.00 | 0.25 s | 50.0 ms |")
 
 
-def test_too_few_prompts_are_an_error_before_anything_starts(tmp_path: Path) -> None:
-    run = CliRunner().invoke(APP, [str(tmp_path), str(tmp_path / "servers.json"), "--rounds", "20"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "20"], "take fewer, or a larger file with --prompts"),
+        (["--method", "ngrams"], "besides none and vLLM's own ngram, suffix and draft-model"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_wrong_options_are_errors_before_anything_starts(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    output = tmp_path / "servers.json"
+    run = CliRunner().invoke(APP, [str(tmp_path), str(output), *options])
     assert run.exit_code == 2
-    assert "take fewer, or a larger file with --prompts" in " ".join(
-        run.output.replace("│", "").split()
-    )
-    assert not (tmp_path / "servers.json").exists()
+    assert message in " ".join(run.output.replace("│", "").split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_does_not_start_is_named_with_its_messages(tmp_path: Path) -> None:
+    output, logs = tmp_path / "servers.json", tmp_path / "logs"
+    given = [str(tmp_path / "missing"), str(output), "--users", "1", "--rounds", "1"]
+    run = CliRunner().invoke(APP, [*given, "--logs", str(logs)])
+    assert run.exit_code == 1
+    assert f"error: none: the server ended with 1; its messages: {logs / 'none.log'}" in run.output
+    assert (logs / "none.log").stat().st_size > 0
+    assert not output.exists()
