@@ -6,10 +6,10 @@
     python -m scripts.benchmarks.bench_servers MODEL servers.json --only-table
 
 A server of plain decoding and one for each method are started, and stay up. In each round every one
-of them answers the same prompts, in an order that changes, while a fixed number of requests is
-under way: each that ends makes room for the next. No prompt comes twice, so that no method can copy
-an earlier answer to the same prompt. The servers of a round follow one another within minutes, so
-that what disturbs the machine for longer disturbs all alike.
+of them answers the same prompts, in an order that changes, in a closed loop: a fixed number of
+requests is under way, and each that ends makes room for the next. No prompt comes twice, so that no
+method can copy an earlier answer to the same prompt. The servers of a round follow one another
+within minutes, so that what disturbs the machine for longer disturbs all alike.
 
 Measured are the tokens per second of all requests, the time to the first token (TTFT), the mean
 time of a request's tokens after the first one (TPOT), and the time to the last token. Tables go to
@@ -24,7 +24,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -33,18 +32,20 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from drafttree.bench.engine_process import TITLES
 from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name
 from drafttree.bench.methods import BenchMethod, check_engine, resolve_method
 from drafttree.bench.prompts import default_prompts_path, load_prompts
+from scripts.benchmarks.record_table import METHOD_NAMES
 from scripts.benchmarks.server_load import LoadFigures, Round, run_round
+from scripts.server_process import free_port, wait_until_up
 
 _START_SECONDS = 600
 _STOP_SECONDS = 60
 _SERVED = "model"
 _MOST_TOKENS = 2048
 _WARM_UP = "Say hello."
-_NAMES = {"none": "plain", "ngram": "n-gram", "token-recycling": "Token Recycling"}
 _HEADS = (
     "",
     "tokens/s",
@@ -59,13 +60,14 @@ _HEADS = (
 
 @contextmanager
 def server(
-    model: Path, method: BenchMethod, port: int, users: int, arguments: Sequence[str], log: Path
+    model: Path, method: BenchMethod, users: int, arguments: Sequence[str], log: Path
 ) -> Iterator[str]:
     """A server that answers at the address that is yielded.
 
     Raises:
         RuntimeError: It does not start.
     """
+    port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", _SERVED, "--host", "127.0.0.1", "--port", str(port)),
@@ -81,7 +83,7 @@ def server(
             [*command, *arguments], stdout=output, stderr=output, start_new_session=True
         )
         try:
-            _wait_until_up(address, process, log)
+            wait_until_up(address, process, log, _START_SECONDS)
             yield address
         finally:
             _end(process)
@@ -97,25 +99,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_STOP_SECONDS)
 
 
-def _wait_until_up(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended with {process.returncode}; its messages: {log}")
-        try:
-            if httpx.get(f"{address}/health", timeout=5).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(1)
-    raise RuntimeError(f"the server did not start in {_START_SECONDS} s; its messages: {log}")
-
-
 def tables(report: dict[str, Any]) -> str:
     """What was measured, and the figures for each number of users."""
     lines = [
-        f"vLLM {report['engine_version']}, {report['model']}, {report['dtype']}, {report['cpu']}, "
-        f"at most {report['tokens']} tokens an answer.",
+        f"{TITLES[report['engine']]} {report['engine_version']}, {report['model']}, "
+        f"{report['dtype']}, {report['cpu']}, at most {report['tokens']} tokens an answer.",
     ]
     for load in report["loads"]:
         plain = load["methods"]["none"]
@@ -124,7 +112,7 @@ def tables(report: dict[str, Any]) -> str:
         for method, figures in load["methods"].items():
             rate, of_tokens = figures["tokens_per_second"], figures["per_token"]
             cells = [
-                _NAMES.get(method, method),
+                "plain" if method == "none" else METHOD_NAMES.get(method, method),
                 f"{rate:.1f}",
                 f"{rate / plain['tokens_per_second']:.2f}",
                 f"{figures['first_token']['median']:.2f} s",
@@ -156,7 +144,6 @@ def main(
         Path | None, typer.Option(help="A file of prompts; if not given, the package's.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="The engines' data type.")] = "bfloat16",
-    first_port: Annotated[int, typer.Option(help="The servers listen from this port on.")] = 8200,
     logs: Annotated[Path, typer.Option(help="Folder of the servers' messages.")] = Path("logs"),
     arguments: Annotated[
         list[str] | None, typer.Argument(help="After `--`: further arguments of the servers.")
@@ -195,9 +182,9 @@ def main(
     given = ["--dtype", dtype, *(arguments or [])]
     with ExitStack() as stack:
         addresses: dict[str, str] = {}
-        for port, (name, started) in enumerate(zip(names, methods, strict=True), first_port):
+        for name, started in zip(names, methods, strict=True):
             typer.echo(f"starting {name}", err=True)
-            up = server(model, started, port, max(loads), given, logs / f"{name}.log")
+            up = server(model, started, max(loads), given, logs / f"{name}.log")
             try:
                 addresses[name] = stack.enter_context(up)
             except RuntimeError as error:

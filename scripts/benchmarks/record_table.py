@@ -9,7 +9,7 @@ from typing import Any
 from drafttree.bench.engine_process import TITLES
 
 ALL = "all"
-_NAMES = {"ngram": "n-gram", "suffix": "suffix", "token-recycling": "Token Recycling"}
+METHOD_NAMES = {"ngram": "n-gram", "suffix": "suffix", "token-recycling": "Token Recycling"}
 _WAVES = ("", ", second wave")
 
 
@@ -74,7 +74,7 @@ def _table(reports: Sequence[dict[str, Any]]) -> list[str]:
 def _name(report: dict[str, Any]) -> str:
     """The method, and its model runner if that is not plain decoding's."""
     runner = report.get("method_runner")
-    name = _NAMES.get(report["method"], report["method"])
+    name = METHOD_NAMES.get(report["method"], report["method"])
     return f"{name} ({runner.upper()})" if runner else name
 
 

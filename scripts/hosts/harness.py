@@ -28,8 +28,9 @@ from drafttree.bench.models import ensure
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests/support"))
 
-from server_process import free_port, wait_until_up
 from sglang_runs import environment as sglang_environment
+
+from scripts.server_process import free_port, wait_until_up
 
 Engine = Literal["vllm", "sglang"]
 

@@ -37,6 +37,7 @@ def test_a_run_is_shown_against_plain_decoding(tmp_path: Path) -> None:
     fast = LoadFigures.of([Round([Reply(30, 0.25, 1.7)], 2.0)]).as_json()
     slow = LoadFigures.of([Round([Reply(30, 0.5, 3.4)], 4.0)]).as_json()
     report = {
+        "engine": "vllm",
         "engine_version": "0.32.0",
         "model": "small",
         "dtype": "float32",

@@ -31,9 +31,10 @@ from openai_chats import (
     hang_up,
     request_of,
 )
-from server_process import is_up
 from sglang_runs import Case, environment, run_sglang
 from sglang_server import counters_of, serving
+
+from scripts.server_process import is_up
 
 DATASETS_STUB = Path(__file__).parents[1] / "support" / "datasets_stub"
 TEXT = "The capital of France is"

@@ -33,11 +33,11 @@ from openai_chats import (
     hang_up,
     request_of,
 )
-from server_process import free_port, wait_until_up
 from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT, Answer, Case, run_vllm
 
 from scripts.benchmarks.server_load import run_round
+from scripts.server_process import free_port, wait_until_up
 
 NODES = 15
 SAMPLED = {"n": 3, "temperature": 0.8, "seed": 5}

@@ -18,7 +18,6 @@ import torch
 from chat_templates import STRICT, WITHOUT_THOUGHTS
 from quantised_models import quantise
 from safetensors import SafetensorError
-from server_process import free_port
 from tiny_models import make_tiny_chat_llama
 from typer.testing import CliRunner
 
@@ -27,6 +26,7 @@ from lyanna_plugin import checkpoint
 from lyanna_plugin.checkpoint import load
 from lyanna_plugin.training import features, trainer
 from lyanna_plugin.training import run as module
+from scripts.server_process import free_port
 
 
 @pytest.fixture(scope="module")

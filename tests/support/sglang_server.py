@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from server_process import free_port, wait_until_up
 from sglang_runs import environment
+
+from scripts.server_process import free_port, wait_until_up
 
 
 @contextmanager
