@@ -16,6 +16,7 @@ constexpr int64_t kOffered = kCopies + 2 * kTop;
 constexpr int32_t kAlone = -2;
 constexpr int64_t kBigramStates = kTop + 2, kRowStates = kTop + 1;
 constexpr float kMinScore = 0.2f, kCap = 0.9999f;  // of the nodes of a spine
+constexpr float kLeastParent = 1.0f / 1024;        // score of a node that has children
 
 struct Tables {
   const int32_t* matrix;
@@ -244,6 +245,72 @@ static void extend_spine(const Request& request, const std::vector<Node>& level,
   }
 }
 
+// What the expansion of a tree needs, kept from one to the next.
+struct Scratch {
+  std::vector<Node> level, next;
+  std::vector<int64_t> order;
+};
+
+struct Shape {
+  int64_t width, depth, spine, columns;
+};
+
+// One line of the results.
+struct Line {
+  int32_t* tokens;
+  int32_t* parents;
+  int32_t* sources;
+  float* scores;
+};
+
+// Keeps the `width` nodes of highest score, in their order.
+static void keep_best(std::vector<Node>& nodes, int64_t width, std::vector<int64_t>& order) {
+  if (static_cast<int64_t>(nodes.size()) <= width) return;
+  order.resize(nodes.size());
+  for (size_t i = 0; i < nodes.size(); ++i) order[i] = static_cast<int64_t>(i);
+  // The earlier of equal nodes first, so that the order is a total one.
+  std::nth_element(order.begin(), order.begin() + width, order.end(), [&](int64_t a, int64_t b) {
+    return nodes[a].score != nodes[b].score ? nodes[a].score > nodes[b].score : a < b;
+  });
+  order.resize(width);
+  std::sort(order.begin(), order.end());
+  for (int64_t i = 0; i < width; ++i) nodes[i] = nodes[order[i]];
+  nodes.resize(width);
+}
+
+static void expand_tree(const Request& request, const Node& root, const Shape& shape,
+                        const Line& line, Scratch& scratch) {
+  auto& [level, next, order] = scratch;
+  int64_t column = 0;
+  auto put = [&](int32_t token, int32_t parent, int32_t source, float score) {
+    line.tokens[column] = token;
+    line.parents[column] = parent;
+    line.sources[column] = source;
+    line.scores[column++] = score;
+  };
+  put(root.token, -1, 0, 1.0f);
+  level.assign(1, root);
+  int64_t first = 0;
+  Node children[kTop];
+  for (int64_t depth = 0; depth < shape.depth; ++depth) {
+    next.clear();
+    for (size_t i = 0; i < level.size(); ++i) {
+      if (level[i].score < kLeastParent) continue;
+      const int64_t count =
+          children_of(request, level[i], static_cast<int32_t>(first + i), depth, children);
+      next.insert(next.end(), children, children + count);
+    }
+    keep_best(next, shape.width, order);
+    first = column;
+    for (const Node& node : next) put(node.token, node.parent, node.source, node.score);
+    const int64_t room = depth == 0 ? std::min(kTop, shape.width) : shape.width;
+    while (column < first + room) put(-1, -1, 0, 0.0f);
+    level.swap(next);
+  }
+  extend_spine(request, level, first, column, shape.depth, shape.spine, put);
+  while (column < shape.columns) put(-1, -1, 0, 0.0f);
+}
+
 // The results are [B, columns]; columns without a node are -1, -1, 0 and 0.
 extern "C" void expand_trees(
     const int32_t* matrix, int64_t vocab, const int32_t* bigrams, int64_t bigram_cells,
@@ -252,14 +319,14 @@ extern "C" void expand_trees(
     const int32_t* memory, int64_t places, const float* priors, const int64_t* slots,
     const int32_t* roots, const int32_t* matches, int64_t requests, int64_t width, int64_t depth,
     int64_t spine, int64_t columns, int32_t* tokens, int32_t* parents, int32_t* sources,
-    float* scores) {
+    float* scores, int64_t threads) {
   const Tables tables{matrix, vocab,  bigrams, bigram_cells, own,    own_cells, own_stride, history,
                       length, lengths, index,   cells,        memory, places,    priors};
-  std::vector<Node> level, next;
-  std::vector<int64_t> order;
-  Node children[kTop];
+  const Shape shape{width, depth, spine, columns};
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (requests > 1)
   for (int64_t row = 0; row < requests; ++row) {
-    const int64_t slot = slots[row];
+    static thread_local Scratch scratch;
+    const int64_t slot = slots[row], at = row * columns;
     const Request request{tables, slot, lengths[slot], history + slot * length,
                           index + slot * cells};
     Node root{roots[row], -1, 0, 1.0f, {}, {}, {}};
@@ -273,42 +340,7 @@ extern "C" void expand_trees(
       root.own = {matches[4 * row], matches[4 * row + 1]};
       root.memory = {matches[4 * row + 2], matches[4 * row + 3]};
     }
-    int64_t column = 0;
-    auto put = [&](int32_t token, int32_t parent, int32_t source, float score) {
-      const int64_t at = row * columns + column++;
-      tokens[at] = token;
-      parents[at] = parent;
-      sources[at] = source;
-      scores[at] = score;
-    };
-    put(root.token, -1, 0, 1.0f);
-    level.assign(1, root);
-    int64_t first = 0;
-    for (int64_t step = 0; step < depth; ++step) {
-      next.clear();
-      for (size_t i = 0; i < level.size(); ++i) {
-        const int64_t count =
-            children_of(request, level[i], static_cast<int32_t>(first + i), step, children);
-        next.insert(next.end(), children, children + count);
-      }
-      if (static_cast<int64_t>(next.size()) > width) {
-        order.resize(next.size());
-        for (size_t i = 0; i < next.size(); ++i) order[i] = static_cast<int64_t>(i);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-          return next[a].score > next[b].score;
-        });
-        order.resize(width);
-        std::sort(order.begin(), order.end());
-        for (int64_t i = 0; i < width; ++i) next[i] = next[order[i]];
-        next.resize(width);
-      }
-      first = column;
-      for (const Node& node : next) put(node.token, node.parent, node.source, node.score);
-      const int64_t end_of_level = first + (step == 0 ? std::min(kTop, width) : width);
-      while (column < end_of_level) put(-1, -1, 0, 0.0f);
-      level.swap(next);
-    }
-    extend_spine(request, level, first, column, depth, spine, put);
-    while (column < columns) put(-1, -1, 0, 0.0f);
+    expand_tree(request, root, shape, {tokens + at, parents + at, sources + at, scores + at},
+                scratch);
   }
 }

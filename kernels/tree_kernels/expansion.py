@@ -41,9 +41,13 @@ from tree_kernels.root_matches import MAX_MATCH, root_matches
 from tree_kernels.spine import CAP, MIN_SCORE, extend_spine, spine_of
 
 _EXPAND = CppFunction(
-    "expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "pppp"
+    "expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "pppp" + "i"
 )
 _LANES = next_power_of_2(OFFERED)
+
+LEAST_PARENT = 1 / 1024
+"""Least score of a node that has children: those of less likely nodes are accepted in fewer than
+one of a thousand steps, and take time to look up."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def _expand_kernel(
     ALONE: tl.constexpr,
     MIN_SCORE: tl.constexpr,
     CAP: tl.constexpr,
+    LEAST_PARENT: tl.constexpr,
     LANES: tl.constexpr,
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -186,7 +191,8 @@ def _expand_kernel(
             matrix, bigrams, ours, vocab, bigram_cells, own_cells, previous, token, TOP, ALONE
         )
         offered, source = node_candidates(rows, copied, states, rest, lane, COPIES, TOP)
-        prior = tl.load(priors + source, mask=offered >= 0, other=0.0)
+        has_children = (score >= LEAST_PARENT)[:, None]
+        prior = tl.load(priors + source, mask=(offered >= 0) & has_children, other=0.0)
         offered, source, value = best_of_rows(
             offered, source, score[:, None] * prior, lane, W, TOP, LANES
         )
@@ -340,6 +346,7 @@ def _expand_triton(
             ALONE=ALONE,
             MIN_SCORE=MIN_SCORE,
             CAP=CAP,
+            LEAST_PARENT=LEAST_PARENT,
             LANES=_LANES,
             FIRST=min(TOP, width),
             WIDTH=width,
@@ -375,7 +382,7 @@ def _expand_reference(
         copies = find_copies(ngrams, memory, slots, suffix, pointers, level)
         offered, source = find_candidates(find_rows(tables, slots, suffix), copies)
         score = scores[-1][..., None] * tables.priors[source]
-        score = score.masked_fill(offered < 0, 0)
+        score = score.masked_fill((offered < 0) | (scores[-1] < LEAST_PARENT)[..., None], 0)
         order = score.sort(dim=-1, descending=True, stable=True).indices[..., :TOP]
         token, source, score = (each.gather(-1, order) for each in (offered, source, score))
         above = torch.arange(token.shape[1], device=device)[None, :, None].expand_as(token)
@@ -449,7 +456,7 @@ def _expand_cpp(
         *(slots.data_ptr(), roots.data_ptr(), matches.data_ptr()),
         *(roots.shape[0], width, depth, spine, trees.tokens.shape[1]),
         *(trees.tokens.data_ptr(), trees.parents.data_ptr()),
-        *(trees.sources.data_ptr(), trees.scores.data_ptr()),
+        *(trees.sources.data_ptr(), trees.scores.data_ptr(), torch.get_num_threads()),
     )
 
 

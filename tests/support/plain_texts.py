@@ -12,6 +12,7 @@ MAX_MATCH = 64
 ALONE = -2
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 10, 15, 23, 37)
 BUCKETS = len(LENGTHS)
+LEAST_PARENT = 1 / 1024
 MIN_SCORE = np.float32(0.2)
 CAP = np.float32(0.9999)
 
@@ -193,7 +194,7 @@ def expanded(tables, text, memory, priors, root, width, depth, spine=0):
     for level in range(depth):
         children = []
         for column in range(first, len(columns)):
-            if columns[column] == nothing:
+            if columns[column] == nothing or columns[column][3] < LEAST_PARENT:
                 continue
             own, remembered = matches[column]
             copies, rest, follows = copies_of(text, memory, paths[column], level, own, remembered)
