@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,11 +54,21 @@ class AcceptanceCalibration:
     outcomes: they count as `most_expected` at most.
     """
 
-    def __init__(self, constants: BudgetConstants) -> None:
+    def __init__(self, sizes: Sequence[int], constants: BudgetConstants) -> None:
+        """Start without samples.
+
+        Args:
+            sizes: Numbers of draft tokens, ascending from 0.
+            constants: Tuned constants.
+        """
+        self._sizes = tuple(sizes)
         self._constants = constants
         self._overall = DecayingRatio(constants)
         self._by_group: dict[int, DecayingRatio] = {}
         self._by_size: dict[tuple[int, int], DecayingRatio] = {}
+        # Those of a step are asked for more than once.
+        self._ratios: dict[int, list[float]] = {}
+        self._ratios_at = -1
 
     def add(
         self,
@@ -76,10 +87,11 @@ class AcceptanceCalibration:
             accepted: `[B]`, draft tokens that were accepted.
             clock: Number of steps observed so far.
         """
+        self._ratios.clear()
         weights = 1 / np.maximum(expected / self._constants.most_expected, 1.0)
         predicted, actual = weights * expected, weights * accepted
         self._overall.add(float(predicted.sum()), float(actual.sum()), clock)
-        for group in np.unique(groups).tolist():
+        for group in set(groups.tolist()):
             own = groups == group
             sums = float(predicted[own].sum()), float(actual[own].sum())
             of_group = self._by_group.setdefault(group, DecayingRatio(self._constants))
@@ -89,24 +101,26 @@ class AcceptanceCalibration:
             of_group.add(*sums, clock)
             of_size.add(*sums, clock)
 
-    def calibrate(
-        self, expected_tokens: FloatArray, groups: LongArray, sizes: tuple[int, ...], clock: int
-    ) -> FloatArray:
+    def calibrate(self, expected_tokens: FloatArray, groups: LongArray, clock: int) -> FloatArray:
         """Correct expected tokens, `[R, S]`, by the ratios; a plain step emits one token."""
-        calibrated: FloatArray = 1 + self.ratios(groups, sizes, clock) * (expected_tokens - 1)
+        calibrated: FloatArray = 1 + self.ratios(groups, clock) * (expected_tokens - 1)
         calibrated[:, 0] = 1.0
         return calibrated
 
-    def ratios(self, groups: LongArray, sizes: tuple[int, ...], clock: int) -> FloatArray:
-        """The ratio of accepted to expected draft tokens at each of `sizes`, `[R, S]`."""
-        found, places = np.unique(groups, return_inverse=True)
-        ratios = np.array([self._of_group(group, sizes, clock) for group in found.tolist()])
-        of_requests: FloatArray = ratios[places]
-        return of_requests
+    def ratios(self, groups: LongArray, clock: int) -> FloatArray:
+        """The ratio of accepted to expected draft tokens at each size, `[R, S]`."""
+        if clock != self._ratios_at:
+            self._ratios.clear()
+            self._ratios_at = clock
+        found = groups.tolist()
+        for group in found:
+            if group not in self._ratios:
+                self._ratios[group] = self._of_group(group, clock)
+        return np.array([self._ratios[group] for group in found])
 
-    def _of_group(self, group: int, sizes: tuple[int, ...], clock: int) -> list[float]:
+    def _of_group(self, group: int, clock: int) -> list[float]:
         ratio = self._overall.value(1.0, clock)
         if (of_group := self._by_group.get(group)) is not None:
             ratio = of_group.value(ratio, clock)
-        known = (self._by_size.get((group, size)) for size in sizes)
+        known = (self._by_size.get((group, size)) for size in self._sizes)
         return [of_size.value(ratio, clock) if of_size else ratio for of_size in known]

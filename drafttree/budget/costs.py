@@ -82,6 +82,10 @@ class CostModel:
         self._paid_by_kind = DecayingRatio(constants), DecayingRatio(constants)
         self._added_rows = DecayingRatio(constants)
         self.clock = 0
+        # What is asked for more than once between two steps.
+        self._forwards: dict[int, FloatArray] = {}
+        self._of_sizes: tuple[int, int, FloatArray] | None = None
+        self._mean_ratios: tuple[int, float, float] | None = None
 
     def seconds(self, batch_size: int, rows: int, added_rows: int | None = None) -> float:
         """Predicted mean seconds of a step.
@@ -109,16 +113,17 @@ class CostModel:
 
     def of_sizes(self, batch_size: int) -> FloatArray:
         """Predicted mean seconds at each candidate size, `[S]`."""
-        seconds = self.usual_of_sizes(batch_size)
-        seconds[0] *= self._mean_ratio(False)
-        seconds[1:] *= self._mean_ratio(True)
-        return seconds
+        known = self._of_sizes
+        if known is None or known[:2] != (self.clock, batch_size):
+            seconds = self.usual_of_sizes(batch_size)
+            seconds[0] *= self._mean_ratio(False)
+            seconds[1:] *= self._mean_ratio(True)
+            known = self._of_sizes = self.clock, batch_size, seconds
+        return known[2].copy()
 
     def usual_of_sizes(self, batch_size: int) -> FloatArray:
         """Predicted seconds at each candidate size of steps that do not stall, `[S]`."""
-        forwards = np.array(
-            [self._usual_forward(batch_size, batch_size * (1 + n)) for n in self.candidate_sizes]
-        )
+        forwards = self._usual_forwards(batch_size)
         seconds: FloatArray = forwards * np.exp(self._factors(batch_size).mean)
         return seconds
 
@@ -252,8 +257,22 @@ class CostModel:
 
     def _mean_ratio(self, drafted: bool) -> float:
         """Ratio of the mean to the usual time, of plain steps or of steps with drafts."""
-        overall = self._paid.value(1.0, self.clock)
-        return self._paid_by_kind[drafted].value(overall, self.clock)
+        known = self._mean_ratios
+        if known is None or known[0] != self.clock:
+            overall = self._paid.value(1.0, self.clock)
+            plain, with_drafts = (kind.value(overall, self.clock) for kind in self._paid_by_kind)
+            known = self._mean_ratios = self.clock, plain, with_drafts
+        return known[1 + drafted]
+
+    def _usual_forwards(self, batch_size: int) -> FloatArray:
+        """Seconds of a forward at each candidate size, with the rows that grammars add, `[S]`."""
+        known = None if self._added_rows.actual else self._forwards.get(batch_size)
+        if known is None:
+            rows = [batch_size * (1 + size) for size in self.candidate_sizes]
+            known = np.array([self._usual_forward(batch_size, each) for each in rows])
+            if not self._added_rows.actual:
+                self._forwards[batch_size] = known
+        return known
 
     def _usual_forward(self, batch_size: int, rows: int) -> float:
         """Seconds of a forward over `rows` tokens and those that grammars add on average."""

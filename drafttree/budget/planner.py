@@ -81,7 +81,7 @@ class Planner:
         self.costs = CostModel(candidate_sizes, forward_seconds, self.constants)
         self.trials = Trials(self.costs, self.constants)
         self.probes = Allowance(self.constants.learning_share, self.constants.probe_capacity)
-        self._calibration = AcceptanceCalibration(self.constants)
+        self._calibration = AcceptanceCalibration(self.candidate_sizes, self.constants)
         self.report = StepReport()
         self._states: dict[int, BucketState] = {}
         self._plans: deque[StepPlan] = deque(maxlen=1 + late)
@@ -214,9 +214,8 @@ class Planner:
 
     def calibrate(self, expected_tokens: FloatArray) -> FloatArray:
         """Correct expected tokens, `[R, S]`, by the ratio of accepted to expected drafts."""
-        sizes, clock = self.candidate_sizes, self.costs.clock
-        levels = certainty(expected_tokens, sizes)
-        return self._calibration.calibrate(expected_tokens, levels, sizes, clock)
+        levels = certainty(expected_tokens, self.candidate_sizes)
+        return self._calibration.calibrate(expected_tokens, levels, self.costs.clock)
 
     def ratios(self, levels: LongArray) -> FloatArray:
         """The ratio of accepted to expected draft tokens at each size, `[R, S]`.
@@ -224,7 +223,7 @@ class Planner:
         Args:
             levels: `[R]`, how certain the drafts of each request are; see `certainty`.
         """
-        return self._calibration.ratios(levels, self.candidate_sizes, self.costs.clock)
+        return self._calibration.ratios(levels, self.costs.clock)
 
     def outlook(self, batch_size: int) -> Outlook:
         """What the steps that are chosen for a batch are expected to give, in the mean."""
@@ -274,9 +273,10 @@ class Planner:
         state = self._state(batch_size)
         state.is_tried = False
         levels = certainty(expected_tokens, sizes)
-        calibrated = self._calibration.calibrate(expected_tokens, levels, sizes, self.costs.clock)
-        expected, mean = expected_tokens.mean(0), calibrated.mean(0)
-        gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
+        calibrated = self._calibration.calibrate(expected_tokens, levels, self.costs.clock)
+        count = len(expected_tokens)
+        expected, mean = expected_tokens.sum(0) / count, calibrated.sum(0) / count
+        gains, lowest = 1 / ((1 / calibrated).sum(0) / count), calibrated.min(0)
         seconds = self._step_seconds(state, batch_size)
         best, rates = best_size(gains, expected, seconds, self.constants.margin)
         index, is_trial = best, False

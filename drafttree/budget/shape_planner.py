@@ -139,7 +139,7 @@ class ShapePlanner:
         )
         self._trials = Trials(self.costs, self.constants)
         aged = self.constants.model_copy(update={"age_memory": _CALIBRATION_AGE})
-        self._calibration = AcceptanceCalibration(aged)
+        self._calibration = AcceptanceCalibration(self.costs.candidate_sizes, aged)
         self._base = base
         self._report = StepReport() if base is None else base.report
         self._states: dict[int, BucketState] = {}
@@ -387,10 +387,7 @@ class ShapePlanner:
 
     def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
         calibrated = self._calibration.calibrate(
-            expected[None],
-            np.array([batch_bucket(batch_size)]),
-            self.costs.candidate_sizes,
-            self.costs.clock,
+            expected[None], np.array([batch_bucket(batch_size)]), self.costs.clock
         )
         gains: FloatArray = calibrated[0]
         gains[0] = self._without_model(batch_size).tokens

@@ -118,7 +118,7 @@ class TierController:
         self.probes = Allowance(self.constants.learning_share, self.constants.probe_capacity)
         # What a step gains is known late, so that one copy must not change many steps.
         learning = self.constants.model_copy(update={"most_expected": 1.0})
-        self._calibration = AcceptanceCalibration(learning)
+        self._calibration = AcceptanceCalibration(self.sizes, learning)
         self._gains = ExpectedGains(len(self.sizes), self.constants)
         self._choice: TierChoice | None = None
         self._measured: list[MeasuredStep] = []
@@ -135,9 +135,8 @@ class TierController:
         """
         batch_size = len(requests)
         expected = self._gains.of(requests)
-        calibrated = self._calibration.calibrate(
-            expected, certainty(expected, self.sizes), self.sizes, self.costs.clock
-        )
+        levels = certainty(expected, self.sizes)
+        calibrated = self._calibration.calibrate(expected, levels, self.costs.clock)
         gains, lowest = 1 / (1 / calibrated).mean(0), calibrated.min(0)
         seconds = self.costs.of_sizes(batch_size)
         fits = np.array(self.sizes) <= most
@@ -273,7 +272,7 @@ class TierController:
         if not size or not known.any():
             return float(outcome.emitted.sum())
         levels = certainty(expected[known], self.sizes)
-        ratios = self._calibration.ratios(levels, self.sizes, self.costs.clock)[:, index]
+        ratios = self._calibration.ratios(levels, self.costs.clock)[:, index]
         drafts, accepted = drafts[known], outcome.emitted[known] - 1
         self._calibration.add(levels, size, drafts, accepted, self.costs.clock)
         return batch_size + float((ratios * drafts).sum())

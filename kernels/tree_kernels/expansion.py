@@ -41,7 +41,7 @@ from tree_kernels.root_matches import MAX_MATCH, root_matches
 from tree_kernels.spine import CAP, MIN_SCORE, extend_spine, spine_of
 
 _EXPAND = CppFunction(
-    "expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "pppp" + "i"
+    "expansion.cpp", "expand_trees", "pipi" + "pii" + "pippi" + "pip" + "ppp" + "iiiii" + "ppppi"
 )
 _LANES = next_power_of_2(OFFERED)
 

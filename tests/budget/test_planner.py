@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttree.budget.calibration import VerifiedDrafts
+from drafttree.budget.calibration import AcceptanceCalibration, VerifiedDrafts
+from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.planner import Planner
 from drafttree.budget.tree_choice import TreeChoice
@@ -460,6 +461,31 @@ def test_stalls_count_with_their_mean() -> None:
             costs.observe(1, 1, 1.0)
     assert costs.seconds(1, 16) == pytest.approx(1.5, rel=0.1)
     assert costs.seconds(1, 1) == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_is_asked_for_twice_follows_every_step() -> None:
+    asked, other = (CostModel((0, 3, 7), {1: 1.0, 8: 1.7, 64: 4.0}) for _ in range(2))
+    for step in range(40):
+        for batch_size in (1, 4):
+            for _ in range(2):
+                asked.of_sizes(batch_size)[:] = 0.0  # the caller may change it
+        rows, added = 4 * (1, 4, 8)[step % 3], 3 * (step > 20)
+        for costs in (asked, other):
+            costs.observe(4, rows, 1.0 + 0.1 * rows + 0.02 * step, added)
+    assert asked.of_sizes(4).tolist() == other.of_sizes(4).tolist()
+    assert asked.of_sizes(1).tolist() == other.of_sizes(1).tolist()
+    assert asked.seconds(4, 16) == other.seconds(4, 16)
+
+
+def test_ratios_follow_every_outcome() -> None:
+    calibration = AcceptanceCalibration((0, 4), BudgetConstants())
+    groups = np.array([0, 2, 0])
+    assert calibration.ratios(groups, 5).tolist() == 3 * [[1.0, 1.0]]
+    calibration.add(groups, 4, np.full(3, 2.0), np.array([1.0, 2.0, 1.0]), 5)
+    less, same, again = calibration.ratios(groups, 5)[:, 1].tolist()
+    assert less == again < same <= 1
+    # Without further outcomes they return to 1.
+    assert less < calibration.ratios(groups, 5000)[0, 1] < 1
 
 
 def test_errors_name_what_was_given() -> None:

@@ -108,6 +108,17 @@ def expand_in_triton(tables, slots, roots, width, depth, spine):
     return trees
 
 
+def test_unlikely_nodes_have_no_children(cpu_path, interpreter):
+    """With a probability of 1/4 for each, those of level 5 still have the least score of a parent,
+    1/1024."""
+    case = texts_alone([1, 2, 3, 4, 5, 6, 7, 8, 9, 1], prior=0.25)
+    for run in (expand_trees, expand_in_triton):
+        found = run(*case, 2, 8, 0)
+        assert found.tokens[0][found.tokens[0] >= 0].tolist() == [1, 2, 3, 4, 5, 6, 7]
+        assert found.scores[0].max() == 1
+        assert found.scores[0][found.scores[0] > 0].min() == 0.25**6
+
+
 def test_a_repeated_text_is_continued(cpu_path, interpreter):
     verse = [3, 1, 4, 1, 5, 9, 2, 6, 8]
     case = texts_alone([*verse, 7, *verse[:3]])
