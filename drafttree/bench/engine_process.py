@@ -62,7 +62,7 @@ class EngineProcess:
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         environment.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
         if engine == "sglang":
-            environment |= _sglang_environment()
+            environment |= sglang_environment()
         if spec.runner is not None:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if spec.runner == "v2" else "0"
         self._log: TextIO = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -187,7 +187,7 @@ class EngineProcess:
         return EngineError(message)
 
 
-def _sglang_environment() -> dict[str, str]:
+def sglang_environment() -> dict[str, str]:
     """Environment variables that SGLang needs on a machine without a GPU."""
     import torch
 

@@ -1,8 +1,9 @@
-"""Measure vLLM's servers under load, with and without speculation, in turns.
+"""Measure an engine's servers under load, with and without speculation, in turns.
 
     python -m scripts.benchmarks.bench_servers MODEL servers.json \
         --method ngram --method suffix --method token-recycling \
         --users 1 --users 8 --users 32
+    python -m scripts.benchmarks.bench_servers MODEL servers.json --engine sglang
     python -m scripts.benchmarks.bench_servers MODEL servers.json --only-table
 
 A server of plain decoding and one for each method are started, and stay up. In each round every one
@@ -19,32 +20,22 @@ standard output, and everything else to standard error.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 
-from drafttree.bench.engine_process import TITLES
+from drafttree.bench.engine_process import TITLES, check_name
 from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name
-from drafttree.bench.methods import BenchMethod, check_engine, resolve_method
+from drafttree.bench.methods import check_engine, resolve_method
 from drafttree.bench.prompts import default_prompts_path, load_prompts
+from scripts.benchmarks.load_servers import SERVED, ServedTarget
 from scripts.benchmarks.record_table import METHOD_NAMES
 from scripts.benchmarks.server_load import LoadFigures, Round, run_round
-from scripts.server_process import free_port, wait_until_up
 
-_START_SECONDS = 600
-_STOP_SECONDS = 60
-_SERVED = "model"
-_MOST_TOKENS = 2048
 _WARM_UP = "Say hello."
 _HEADS = (
     "",
@@ -56,47 +47,6 @@ _HEADS = (
     "TPOT, p99",
     "latency, mean",
 )
-
-
-@contextmanager
-def server(
-    model: Path, method: BenchMethod, users: int, arguments: Sequence[str], log: Path
-) -> Iterator[str]:
-    """A server that answers at the address that is yielded.
-
-    Raises:
-        RuntimeError: It does not start.
-    """
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", _SERVED, "--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", str(_MOST_TOKENS), "--max-num-seqs", str(max(8, users))),
-        "--disable-uvicorn-access-log",
-    ]
-    if method.speculative_config is not None:
-        command += ["--speculative-config", json.dumps(method.speculative_config)]
-    address = f"http://127.0.0.1:{port}"
-    with log.open("w") as output:
-        # A session of its own: the engine is another process than the server.
-        process = subprocess.Popen(
-            [*command, *arguments], stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            wait_until_up(address, process, log, _START_SECONDS)
-            yield address
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a server and its engine."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        # Nothing is left of a server that has ended by itself.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
 
 
 def tables(report: dict[str, Any]) -> str:
@@ -129,6 +79,7 @@ def main(
     only_table: Annotated[
         bool, typer.Option("--only-table", help="Measure nothing; write the tables.")
     ] = False,
+    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
     method: Annotated[
         list[str] | None, typer.Option(help="As in `drafttree bench`. Default: token-recycling.")
     ] = None,
@@ -156,9 +107,10 @@ def main(
     names = list(dict.fromkeys(["none", *(method or ["token-recycling"])]))
     loads = users or [1, 8, 32]
     try:
+        check_name(engine)
         methods = [resolve_method(name, {}) for name in names]
         for each in methods:
-            check_engine("vllm", each)
+            check_engine(engine, each)
         asked = [prompt.turns[0] for prompt in load_prompts(prompts or default_prompts_path())]
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
@@ -170,7 +122,7 @@ def main(
         )
     unused = iter(asked)
     report: dict[str, Any] = {
-        "engine": "vllm",
+        "engine": engine,
         "model": model_name(model),
         "dtype": dtype,
         "cpu": processor_name(),
@@ -179,25 +131,25 @@ def main(
         "loads": [],
     }
     logs.mkdir(parents=True, exist_ok=True)
-    given = ["--dtype", dtype, *(arguments or [])]
+    target = ServedTarget(engine, model, dtype, max(loads), arguments or [])
     with ExitStack() as stack:
         addresses: dict[str, str] = {}
         for name, started in zip(names, methods, strict=True):
             typer.echo(f"starting {name}", err=True)
-            up = server(model, started, max(loads), given, logs / f"{name}.log")
             try:
+                up = target.serve(started, logs / f"{name}.log")
                 addresses[name] = stack.enter_context(up)
             except RuntimeError as error:
                 typer.echo(f"error: {name}: {error}", err=True)
                 raise typer.Exit(1) from error
-            run_round(addresses[name], _SERVED, [_WARM_UP], 1, 8)
-        report["engine_version"] = httpx.get(f"{addresses['none']}/version").json()["version"]
+            run_round(addresses[name], SERVED, [_WARM_UP], 1, 8)
+        report["engine_version"] = target.version(addresses["none"])
         for count, size in zip(loads, sizes, strict=True):
             done: dict[str, list[Round]] = {name: [] for name in names}
             for index in range(rounds):
                 turn = [next(unused) for _ in range(size)]
                 for name in random.Random(index).sample(names, len(names)):
-                    done[name].append(run_round(addresses[name], _SERVED, turn, count, tokens))
+                    done[name].append(run_round(addresses[name], SERVED, turn, count, tokens))
             figures = {name: LoadFigures.of(done[name]).as_json() for name in names}
             report["loads"].append({"users": count, "methods": figures})
             # Written after each load, so that an interrupted run keeps what was measured.

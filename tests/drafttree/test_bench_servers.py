@@ -60,6 +60,8 @@ def test_a_run_is_shown_against_plain_decoding(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--rounds", "20"], "take fewer, or a larger file with --prompts"),
+        (["--engine", "sglang", "--method", "ngram"], "does not run in SGLang on a CPU"),
+        (["--engine", "trtllm"], "unknown engine 'trtllm'; known here: vllm, sglang"),
         (["--method", "ngrams"], "besides none and vLLM's own ngram, suffix and draft-model"),
         (["--prompts", "missing.jsonl"], "missing.jsonl"),
     ],

@@ -1,0 +1,39 @@
+"""`bench_servers` with the real servers of each engine; times are not checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from hosts import Host
+from typer.testing import CliRunner
+
+from scripts.benchmarks import bench_servers
+
+APP = typer.Typer()
+APP.command()(bench_servers.main)
+
+
+@pytest.mark.full
+def test_plain_decoding_and_token_recycling_answer_in_turns(
+    host: Host, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    output = tmp_path / "servers.json"
+    command = [str(smollm2), str(output), "--engine", host.name, "--logs", str(tmp_path)]
+    run = CliRunner().invoke(
+        APP, [*command, "--users", "2", "--requests", "2", "--rounds", "2", "--tokens", "12"]
+    )
+    assert run.exit_code == 0, run.output
+    report = json.loads(output.read_text())
+    assert report["engine_version"][0].isdigit()
+    [load] = report["loads"]
+    assert load["users"] == 2
+    assert list(load["methods"]) == ["none", "token-recycling"]
+    for figures in load["methods"].values():
+        assert figures["requests"] == 8
+        assert 8 < figures["tokens"] <= 8 * 12
+        assert len(figures["by_round"]) == 2
+    assert "| Token Recycling |" in run.output
