@@ -11,9 +11,8 @@ export VLLM_NO_USAGE_STATS = 1
 test check smoke test-%: export HF_HUB_OFFLINE = 1
 
 .NOTPARALLEL:
-.PHONY: demo test test-full check smoke environments environment style types \
-	test-without-engine test-vllm test-sglang test-smoke test-engines test-engines-full \
-	test-hosts test-host
+.PHONY: demo test test-full check smoke static environments environment style types \
+	test-without-engine test-vllm test-sglang test-smoke test-engines test-hosts test-host
 
 demo: environment
 	$(VENV)/bin/drafttree demo --engine $(ENGINE) $(if $(METHOD),--method $(METHOD))
@@ -28,30 +27,34 @@ SIDE_BY_SIDE = taskset -c "$$($(call HALF,:h))" $(MAKE) --no-print-directory $(1
 	taskset -c "$$($(call HALF,h:))" $(MAKE) --no-print-directory $(2); second=$$?; \
 	wait $$first && exit $$second
 
+# SGLang's tests without an engine run beside its engine tests, which take less time than vLLM's.
 test: environments
-	@$(MAKE) --no-print-directory check; check=$$?; \
-	($(call SIDE_BY_SIDE,test-sglang,test-vllm)) && exit $$check
+	@$(MAKE) --no-print-directory static; first=$$?; \
+	$(MAKE) --no-print-directory ENGINE=vllm test-without-engine; second=$$?; \
+	($(call SIDE_BY_SIDE,--keep-going ENGINE=sglang test-engines test-without-engine,\
+		ENGINE=vllm test-engines)) && exit $$((first + second))
 
 test-full:
-	$(RUN) test ENGINE_TESTS="test-engines test-engines-full"
+	$(RUN) test MARKS=
 
 check: environments
-	@($(call SIDE_BY_SIDE,ENGINE=sglang types,--keep-going ENGINE=vllm style types)); first=$$?; \
+	@$(MAKE) --no-print-directory static; first=$$?; \
 	$(MAKE) --no-print-directory ENGINE=vllm test-without-engine; second=$$?; \
 	$(MAKE) --no-print-directory ENGINE=sglang test-without-engine && exit $$((first + second))
+
+static: environments
+	@$(call SIDE_BY_SIDE,ENGINE=sglang types,--keep-going ENGINE=vllm style types)
 
 smoke: environments
 	@$(call SIDE_BY_SIDE,ENGINE=sglang test-smoke,ENGINE=vllm test-smoke)
 
-ENGINE_TESTS ?= test-engines
-
 test-vllm:
 	$(RUN) environment ENGINE=vllm
-	$(RUN) --keep-going ENGINE=vllm $(ENGINE_TESTS)
+	$(RUN) ENGINE=vllm test-engines
 
 test-sglang:
 	$(RUN) environment ENGINE=sglang
-	$(RUN) --keep-going ENGINE=sglang $(ENGINE_TESTS)
+	$(RUN) ENGINE=sglang test-engines
 
 environments:
 	$(RUN) environment ENGINE=vllm
@@ -71,18 +74,19 @@ types:
 WITHOUT_ENGINE_vllm := tests --ignore=tests/engines
 WITHOUT_ENGINE_sglang := $(wildcard tests/fake_gpu/test_sglang*.py)
 
+# Combinations of settings beyond the main ones are left to `make test-full`.
+MARKS ?= not full
+
 # One process for each core, of one thread each.
 test-without-engine:
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest $(WITHOUT_ENGINE_$(ENGINE)) -n $(CORES) --dist worksteal
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest $(WITHOUT_ENGINE_$(ENGINE)) -m "$(MARKS)" \
+		-n $(CORES) --dist worksteal
 
 test-smoke:
 	$(VENV)/bin/pytest tests/engines -m smoke
 
 test-engines:
-	$(VENV)/bin/pytest tests/engines -m "not full"
-
-test-engines-full:
-	$(VENV)/bin/pytest tests/engines -m full
+	$(VENV)/bin/pytest tests/engines -m "$(MARKS)"
 
 # The engines' own tests of speculative decoding (docs/hosts.md); not part of `make test`.
 test-hosts: environments
