@@ -27,7 +27,7 @@ SIDE_BY_SIDE = taskset -c "$$($(call HALF,:h))" $(MAKE) --no-print-directory $(1
 	taskset -c "$$($(call HALF,h:))" $(MAKE) --no-print-directory $(2); second=$$?; \
 	wait $$first && exit $$second
 
-# SGLang's tests without an engine run beside its engine tests, which take less time than vLLM's.
+# SGLang's tests without an engine follow its engine tests, which take less time than vLLM's.
 test: environments
 	@$(MAKE) --no-print-directory static; first=$$?; \
 	$(MAKE) --no-print-directory ENGINE=vllm test-without-engine; second=$$?; \

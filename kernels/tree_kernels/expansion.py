@@ -4,8 +4,9 @@ The candidates of a node come from the adjacency matrix, the bigram table, the r
 the memory (see `candidates.py`). The acceptance probability of a candidate is estimated by its
 source, from the acceptance statistics of `source_stats.py`. A node's score is the product of these
 probabilities along its path, the probability that the node is accepted, and each level keeps the
-nodes of highest score. Below the last level, the best node whose path follows a match goes on as a
-spine: a chain of copies alone. The trees of Token Recycling (arXiv 2408.08696) are static.
+nodes of highest score. Nodes of a score below `LEAST_PARENT` have no children. Below the last
+level, the best node whose path follows a match goes on as a spine: a chain of copies alone. The
+trees of Token Recycling (arXiv 2408.08696) are static.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LANES = next_power_of_2(OFFERED)
 
 LEAST_PARENT = 1 / 1024
 """Least score of a node that has children: those of less likely nodes are accepted in fewer than
-one of a thousand steps, and take time to look up."""
+one of a thousand steps, and looking them up takes most of the time of the C++ version."""
 
 
 @dataclass(frozen=True)
@@ -480,7 +481,8 @@ def expand_trees(
 ) -> ExpandedTrees:
     """Expand a tree under each root, level by level, and continue its best copy.
 
-    Ties within a level go to the earlier parent, then to the earlier candidate.
+    Ties within a level go to the earlier parent, then to the earlier candidate. Nodes of a score
+    below `LEAST_PARENT` have no children.
 
     Args:
         tables: What candidates are looked up in. Each request's text ends with its root.

@@ -1,4 +1,4 @@
-"""The engines' servers, as users start them, each in a process of its own."""
+"""The engines' servers for measurements, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ServedTarget:
 
     def version(self, address: str) -> str:
         """The version of the engine that answers at an address."""
-        path = "version" if self.engine == "vllm" else "get_server_info"
+        path = "version" if self.engine == "vllm" else "server_info"
         version: str = httpx.get(f"{address}/{path}", timeout=60).json()["version"]
         return version
 
@@ -99,7 +99,7 @@ def _vllm(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[st
 
 
 def _sglang(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[str, str]]:
-    """The same of SGLang's."""
+    """The arguments of SGLang's server, and its environment variables."""
     users = max(8, target.users)
     command = [
         *("-m", "sglang.launch_server", "--model-path", str(target.model)),

@@ -465,6 +465,8 @@ def test_stalls_count_with_their_mean() -> None:
 
 def test_what_is_asked_for_twice_follows_every_step() -> None:
     asked, other = (CostModel((0, 3, 7), {1: 1.0, 8: 1.7, 64: 4.0}) for _ in range(2))
+    for costs in (asked, other):
+        assert costs.of_sizes(1)[0] < costs.of_sizes(4)[0]
     for step in range(40):
         for batch_size in (1, 4):
             for _ in range(2):

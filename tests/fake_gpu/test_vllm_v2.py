@@ -54,7 +54,6 @@ SAMPLED_BUDGETS = {"rsd": (51, 333), "traversal": (36, 225)}
 """The same for steps with sampled requests, one of them with filters, beside a greedy one."""
 
 pytestmark = [
-    pytest.mark.full,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
     ),
@@ -103,6 +102,7 @@ def test_greedy_requests_within_a_budget(case: str) -> None:
         assert not used["copies out"], report
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("attention", ["kernel alone", "flash attention 2", "flash attention 3"])
 def test_a_target_with_attention(attention: str) -> None:
     """Flash attention reads what comes before a step, with one launch beside the kernel's."""
@@ -118,6 +118,7 @@ def test_a_target_with_attention(attention: str) -> None:
         assert "_merge_kernel" not in report
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [name for name in CASES if "change" in name])
 def test_shapes_that_change(case: str) -> None:
     """In some steps nothing is drafted. What is missed then is read later, and reported in time."""
@@ -141,6 +142,7 @@ def test_requests_that_are_sampled(case: str) -> None:
             assert used["operations"] <= operations, report
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["static", "rsd", "lyanna"])
 def test_sampled_requests_with_penalties(case: str) -> None:
     """Their drafts are chains where penalties follow one path."""
