@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from lyanna_plugin.training.features import Corpus
 from lyanna_plugin.training.loss import DrafterLoss
 
 _STATE = "training-state"
+_DAMAGED = (
+    *(OSError, RuntimeError, ValueError, KeyError, EOFError),
+    *(UnpicklingError, SafetensorError),
+)
 _PARTIAL, _REMOVED = f"{_STATE}.partial", f"{_STATE}.removed"
 
 
@@ -219,7 +224,11 @@ def _save_state(accelerator: Any, out: Path, step: int) -> None:
 
 
 def _resume(accelerator: Any, out: Path) -> int:
-    """Load the last checkpoint; returns the number of steps that are done."""
+    """Load the last checkpoint; returns the number of steps that are done.
+
+    Raises:
+        ValueError: It is damaged.
+    """
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         for name in (_PARTIAL, _REMOVED):
@@ -228,7 +237,14 @@ def _resume(accelerator: Any, out: Path) -> int:
     if not has_state(out):
         return 0
     last = _states(out)[-1]
-    accelerator.load_state(str(last))
+    try:
+        accelerator.load_state(str(last))
+    # What PyTorch, safetensors and pickle raise of files that were cut or overwritten.
+    except _DAMAGED as error:
+        raise ValueError(
+            f"the checkpoint {last} cannot be read ({error}): delete it, and repeat the command to "
+            "train from the start"
+        ) from error
     return int(last.name.split("-")[-1])
 
 

@@ -266,6 +266,27 @@ def test_a_checkpoint_that_is_half_deleted_is_not_taken_for_one(
     assert not list(tmp_path.glob("training-state*"))
 
 
+def test_a_damaged_checkpoint_is_named_with_the_mend(
+    folder: Path, target: Any, corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = TrainingSettings(epochs=1, positions=512)
+
+    def train_again() -> None:
+        train(loss_of(drafter_for(folder), target), corpus, settings, tmp_path, lambda _: None)
+
+    train_again()
+    [state] = tmp_path.glob("training-state-*")
+    for name in ("model.safetensors", "optimizer.bin"):
+        file = state / name
+        whole = file.read_bytes()
+        for damaged in (b"", whole[: len(whole) // 2], bytes(len(whole))):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"{state} cannot be read .*: delete it"):
+                train_again()
+        file.write_bytes(whole)
+    train_again()
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(
     folder: Path, target: Any, corpus: Corpus, tmp_path: Path
 ) -> None:
