@@ -144,12 +144,15 @@ class CostModel:
         deviations: FloatArray = np.sqrt(np.maximum(variances, 0.0))
         return deviations
 
-    def surprises(self, batch_size: int) -> FloatArray:
+    def surprises(self, batch_size: int) -> FloatArray | None:
         """The factor by which the last step of each size took less time than expected, `[S]`.
 
-        It may have been the first of many. 1 if it was no outlier, or took more time.
+        It may have been the first of many. 1 if it was no outlier, or took more time; None if that
+        is so of all sizes.
         """
         runs = self._factors(batch_size).outliers
+        if not any(run and run[-1] < 0 for run in runs):
+            return None
         return np.exp([min(run[-1], 0.0) if run else 0.0 for run in runs])
 
     def recheck(self, batch_size: int) -> Recheck | None:

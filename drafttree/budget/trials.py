@@ -37,11 +37,11 @@ class Trials:
         # If drafting wins only because plain steps are supposed to stall like it, see if they do.
         if costs.unstalled_plain_seconds(batch_size) * gain < seconds[index]:
             return True
+        if not self.allowance.covers(self._loss(float(seconds[0] / seconds[index]), gain, 1.0)):
+            return False
         deviation = costs.deviations(batch_size, index)[0]
         optimistic = seconds[0] * math.exp(-constants.optimism * deviation)
-        if optimistic * gain >= seconds[index] * constants.margin:
-            return False
-        return self.allowance.covers(self._loss(float(seconds[0] / seconds[index]), gain, 1.0))
+        return bool(optimistic * gain < seconds[index] * constants.margin)
 
     def size(
         self,
@@ -78,9 +78,10 @@ class Trials:
             relative = float(seconds[index] * rates[best] / gains[best])
             return self._loss(relative, float(gains[best]), float(lowest[index]))
 
-        index, rate = fastest(costs.surprises(batch_size))
-        if rate > wanted:
-            return index
+        if (surprises := costs.surprises(batch_size)) is not None:
+            index, rate = fastest(surprises)
+            if rate > wanted:
+                return index
         index, rate = fastest(np.exp(-constants.optimism * costs.deviations(batch_size, best)))
         # A few stalls say little of how often steps with drafts stall.
         is_unlucky = best == 0 and rate > 0 and not costs.knows_stalls_of_drafts
