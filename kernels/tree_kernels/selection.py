@@ -11,7 +11,7 @@ from tree_kernels._dispatch import CppFunction, Op
 from tree_kernels._triton import jit, next_power_of_2, tl
 from tree_kernels.expansion import ExpandedTrees
 
-_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiiifipppp")
+_BEST = CppFunction("selection.cpp", "best_nodes", "ppppiiiifi" + "ppppip")
 _BLOCK = 32
 _MOST = 1024
 """The most columns of the kernel, which has those of a tree in registers; beyond it, trees are
@@ -150,16 +150,11 @@ def _best_reference(
     parents = place.gather(1, above.clamp(min=0)).masked_fill(gone | (above < 0), -1)
     tokens = expanded.tokens.gather(1, best).masked_fill(gone, -1)
     sources = expanded.sources.gather(1, best).masked_fill(gone, 0)
-    return tokens, parents, _written(sources, into), (~gone).sum(1, dtype=torch.int32)
-
-
-def _written(sources: Tensor, into: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Sources `[B, N]`, or the table that they are written into."""
-    if into is None:
-        return sources
-    table, lines = into
-    table[lines, : sources.shape[1]] = sources
-    return table
+    if into is not None:
+        table, lines = into
+        table[lines, : sources.shape[1]] = sources
+        sources = table
+    return tokens, parents, sources, (~gone).sum(1, dtype=torch.int32)
 
 
 def _best_cpp(
@@ -171,17 +166,19 @@ def _best_cpp(
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, columns = expanded.tokens.shape
-    tokens, parents, sources = torch.empty(
-        3, batch, num_draft_tokens + spine + 1, dtype=torch.int32
-    ).unbind()
+    most = num_draft_tokens + spine + 1
+    tokens, parents = torch.empty(2, batch, most, dtype=torch.int32).unbind()
     tree_size = torch.empty(batch, dtype=torch.int32)
+    sources, lines = (torch.empty_like(tokens), None) if into is None else into
+    lines = None if lines is None else lines.long().contiguous()
     _BEST.call(
         *(expanded.tokens.data_ptr(), expanded.parents.data_ptr(), expanded.sources.data_ptr()),
         *(expanded.scores.data_ptr(), batch, columns, num_draft_tokens, spine),
         *(min_score, int(by_score)),
-        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr(), tree_size.data_ptr()),
+        *(tokens.data_ptr(), parents.data_ptr(), sources.data_ptr()),
+        *(None if lines is None else lines.data_ptr(), sources.shape[1], tree_size.data_ptr()),
     )
-    return tokens, parents, _written(sources, into), tree_size
+    return tokens, parents, sources, tree_size
 
 
 _BEST_NODES = Op(
