@@ -131,8 +131,9 @@ def deprecation_table() -> str:
 
 
 def server_tables() -> str:
-    """The tables of vLLM's servers under load."""
-    return load_tables(json.loads((DOCS.parent / "results/vllm_servers.json").read_text()))
+    """The tables of both engines' servers under load."""
+    files = (DOCS.parent / "results" / f"{engine}_servers.json" for engine in ("vllm", "sglang"))
+    return "\n".join(load_tables(json.loads(file.read_text())) for file in files)
 
 
 def record_tables() -> str:
