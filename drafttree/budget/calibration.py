@@ -66,7 +66,7 @@ class AcceptanceCalibration:
         self._overall = DecayingRatio(constants)
         self._by_group: dict[int, DecayingRatio] = {}
         self._by_size: dict[tuple[int, int], DecayingRatio] = {}
-        # The ratios of a step, which are asked for more than once.
+        # The ratios by group at a clock, which are asked for more than once in a step.
         self._ratios: dict[int, list[float]] = {}
         self._ratios_at = -1
 

@@ -48,7 +48,7 @@ _LANES = next_power_of_2(OFFERED)
 
 LEAST_PARENT = 1 / 1024
 """Least score of a node that has children: those of less likely nodes are accepted in fewer than
-one of a thousand steps, and looking them up takes most of the time of the C++ version."""
+one of a thousand steps, and looking them up takes time in the C++ version."""
 
 
 @dataclass(frozen=True)

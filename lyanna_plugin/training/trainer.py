@@ -25,11 +25,9 @@ from lyanna_plugin.training.features import Corpus
 from lyanna_plugin.training.loss import DrafterLoss
 
 _STATE = "training-state"
-_DAMAGED = (
-    *(OSError, RuntimeError, ValueError, KeyError, EOFError),
-    *(UnpicklingError, SafetensorError),
-)
 _PARTIAL, _REMOVED = f"{_STATE}.partial", f"{_STATE}.removed"
+_UNREADABLE = RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError
+"""What PyTorch, safetensors and pickle raise of files that were cut or overwritten."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +225,7 @@ def _resume(accelerator: Any, out: Path) -> int:
     """Load the last checkpoint; returns the number of steps that are done.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: It cannot be loaded.
     """
     if accelerator.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
@@ -239,11 +237,10 @@ def _resume(accelerator: Any, out: Path) -> int:
     last = _states(out)[-1]
     try:
         accelerator.load_state(str(last))
-    # What PyTorch, safetensors and pickle raise of files that were cut or overwritten.
-    except _DAMAGED as error:
+    except _UNREADABLE as error:
         raise ValueError(
-            f"the checkpoint {last} cannot be read ({error}): delete it, and repeat the command to "
-            "train from the start"
+            f"the checkpoint {last} cannot be read ({error}): delete it if its files are damaged, "
+            "and repeat the command to train from the start"
         ) from error
     return int(last.name.split("-")[-1])
 

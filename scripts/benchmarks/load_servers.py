@@ -48,6 +48,11 @@ class ServedTarget:
     users: int
     arguments: Sequence[str] = ()
 
+    @property
+    def most_running(self) -> int:
+        """Greatest number of requests that a server decodes at a time."""
+        return max(8, self.users)
+
     def version(self, address: str) -> str:
         """The version of the engine that answers at an address."""
         path = "version" if self.engine == "vllm" else "server_info"
@@ -90,7 +95,7 @@ def _vllm(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[st
     command = [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(target.model)),
         *("--served-model-name", SERVED, "--dtype", target.dtype),
-        *("--max-model-len", str(_MOST_TOKENS), "--max-num-seqs", str(max(8, target.users))),
+        *("--max-model-len", str(_MOST_TOKENS), "--max-num-seqs", str(target.most_running)),
         "--disable-uvicorn-access-log",
     ]
     if method.speculative_config is not None:
@@ -100,12 +105,16 @@ def _vllm(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[st
 
 def _sglang(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[str, str]]:
     """The arguments of SGLang's server, and its environment variables."""
-    users = max(8, target.users)
     command = [
         *("-m", "sglang.launch_server", "--model-path", str(target.model)),
         *("--served-model-name", SERVED, "--dtype", target.dtype),
-        *("--context-length", str(_MOST_TOKENS), "--max-running-requests", str(users)),
-        *("--max-total-tokens", str(users * (_MOST_TOKENS + _TREE_TOKENS))),
+        *(
+            "--context-length",
+            str(_MOST_TOKENS),
+            "--max-running-requests",
+            str(target.most_running),
+        ),
+        *("--max-total-tokens", str(target.most_running * (_MOST_TOKENS + _TREE_TOKENS))),
         # An idle scheduler would take a core from the server that is measured.
         *("--sleep-on-idle", "--log-level-http", "warning"),
     ]

@@ -132,7 +132,7 @@ def deprecation_table() -> str:
 
 def server_tables() -> str:
     """The tables of both engines' servers under load."""
-    files = (DOCS.parent / "results" / f"{engine}_servers.json" for engine in ("vllm", "sglang"))
+    files = (DOCS.parent / "results" / f"{engine}_servers.json" for engine in record_plan.ENGINES)
     return "\n".join(load_tables(json.loads(file.read_text())) for file in files)
 
 

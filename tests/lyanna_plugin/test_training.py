@@ -266,7 +266,7 @@ def test_a_checkpoint_that_is_half_deleted_is_not_taken_for_one(
     assert not list(tmp_path.glob("training-state*"))
 
 
-def test_a_damaged_checkpoint_is_named_with_the_mend(
+def test_a_damaged_checkpoint_is_an_error_that_says_what_to_do(
     folder: Path, target: Any, corpus: Corpus, tmp_path: Path
 ) -> None:
     settings = TrainingSettings(epochs=1, positions=512)
