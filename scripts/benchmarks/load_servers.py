@@ -108,12 +108,8 @@ def _sglang(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[
     command = [
         *("-m", "sglang.launch_server", "--model-path", str(target.model)),
         *("--served-model-name", SERVED, "--dtype", target.dtype),
-        *(
-            "--context-length",
-            str(_MOST_TOKENS),
-            "--max-running-requests",
-            str(target.most_running),
-        ),
+        *("--context-length", str(_MOST_TOKENS)),
+        *("--max-running-requests", str(target.most_running)),
         *("--max-total-tokens", str(target.most_running * (_MOST_TOKENS + _TREE_TOKENS))),
         # An idle scheduler would take a core from the server that is measured.
         *("--sleep-on-idle", "--log-level-http", "warning"),
