@@ -16,7 +16,9 @@ from drafttree.tree import DraftTree
 from drafttree.tree_shape import TreeShape
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`(q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]`: attention over a layer's KV."""
+"""`(q [M, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [M, Hq, D]`: attention over a layer's KV.
+
+The keys and values of N rows are written first; M of these rows attend."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """`[N, d] -> [N, V]`: the target's logits of its last hidden states."""
@@ -226,8 +228,25 @@ class HiddenStateDrafter(ModelDrafter):
         """The layer's input `[N, d]` at a draft step, from its previous output `[N, d]`."""
         return states
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Run the layer on `x [N, d]` at `positions [N]`; returns its output `[N, d]`."""
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer.
+
+        Args:
+            x: Its input, `[N, d]`.
+            positions: Positions of the rows, `[N]`.
+            attend: Attention, to be called once with the keys and values of all rows.
+            last: `int64 [M]`, the rows whose output is needed; only their queries are given to
+                `attend`. None for all.
+
+        Returns:
+            The output of these rows, `[M, d]`.
+        """
         raise NotImplementedError
 
     def read_head(self, head: Head) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -14,9 +15,11 @@ from recycle_plugin.sharing import SharingOptions, parse_tables
 LARGEST = 12
 """Draft tokens of the paper's regular trees."""
 
+_OF_SECOND_TREES = ("resample", "resample_nodes", "resample_min_steps", "fusion")
+
 
 class LyannaOptions(SharingOptions):
-    """The options of Lyanna. The defaults are those of the paper's runs."""
+    """The options of Lyanna. The paper's runs are those of `nodes=12` with the other defaults."""
 
     planned_by: ClassVar[str] = "nodes"
 
@@ -36,7 +39,7 @@ class LyannaOptions(SharingOptions):
         description="Children of a node, and nodes of a level that are expanded further.",
     )
     nodes: int | Literal["auto"] = Field(
-        default=LARGEST,
+        default="auto",
         description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
         "cost model chooses up to 12, and up to `steps` levels, from step to step, and no drafts "
         "when drafting would not help, on a CPU and with vLLM's V2 model runner; elsewhere it is "
@@ -46,7 +49,7 @@ class LyannaOptions(SharingOptions):
     resample: bool = Field(
         default=True,
         description="Draft a second tree from the logits that remain after a rejection "
-        "(algorithm 2 of the paper).",
+        "(algorithm 2 of the paper), with a number of `nodes`.",
     )
     resample_nodes: int = Field(
         default=12, ge=1, le=MAX_DRAFT_TOKENS, description="Draft tokens of the second tree."
@@ -101,6 +104,13 @@ class LyannaOptions(SharingOptions):
                 f"nodes={self.nodes} and resample_nodes={self.resample_nodes} are more than "
                 f"{MAX_DRAFT_TOKENS} together: choose fewer, or fusion=false"
             )
+        given = [name for name in _OF_SECOND_TREES if name in self.model_fields_set]
+        if self.auto and self.resample and given:
+            name, value = given[0], json.dumps(getattr(self, given[0]))
+            raise ValueError(
+                f"{name}={value} is about second trees, which nodes=auto, the default, does not "
+                f"draft: give a number of nodes too, or leave {name} out"
+            )
         tables = self.tables
         bounds_tables = (
             isinstance(tables, RecycleOptions) and "max_nodes" in tables.model_fields_set
@@ -116,9 +126,9 @@ class LyannaOptions(SharingOptions):
                 "leave fusion out, or add resample=false"
             )
         if self.regular_nodes < self.steps:
-            given = f"nodes=auto, up to {LARGEST}," if self.auto else f"nodes={self.nodes}"
+            nodes = f"nodes=auto, up to {LARGEST}," if self.auto else f"nodes={self.nodes}"
             raise ValueError(
-                f"{given} are fewer than steps={self.steps}: a tree of that depth has at least one "
+                f"{nodes} are fewer than steps={self.steps}: a tree of that depth has at least one "
                 "node per step"
             )
         return self

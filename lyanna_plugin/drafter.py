@@ -263,9 +263,11 @@ class LyannaDrafter(LyannaTrees):
         """The layer's input `[N, d]` at the steps after the first."""
         return self._layer.between(states)
 
-    def layer(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One step of the layer: `[N, d]` at `positions [N]` to `[N, d]`."""
-        return self._layer(x, positions, attend)
+    def layer(
+        self, x: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None
+    ) -> Tensor:
+        """One step of the layer: `[N, d]` at `positions [N]` to `[M, d]`, the output of `last`."""
+        return self._layer(x, positions, attend, last)
 
 
 def _check_width(options: LyannaOptions, hot: int) -> None:

@@ -53,12 +53,20 @@ class ServedLayer:
         """The layer's input `[N, d]` at the steps after the first."""
         return states if self._between is None else self._between(states)
 
-    def __call__(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One step: `[N, d]` at `positions [N]` to the next hidden states, `[N, d]`."""
+    def __call__(
+        self, x: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None
+    ) -> Tensor:
+        """One step: `[N, d]` at `positions [N]` to the next hidden states, `[N, d]`.
+
+        Of other rows than `last [M]`, if given, only keys and values are computed; returns `[M, d]`.
+        """
         heads, kv_heads, _ = self.heads
         _, normed = add_norm(x, None, self._before_attention, self._epsilon)
         angles, places = self._rotary.angles(x, positions)
-        attended = attend(*rotate(self._qkv(normed), angles, places, heads, kv_heads))
+        queries, keys, values = rotate(self._qkv(normed), angles, places, heads, kv_heads)
+        if last is not None:
+            x, queries = x[last], queries[last]
+        attended = attend(queries, keys, values)
         mixed = self._out(attended.flatten(1))
         x, normed = add_norm(x, mixed, self._before_mlp, self._epsilon)
         _, states = add_norm(x, self._down(gate(self._gate_up(normed))), self._after, self._epsilon)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -48,6 +49,11 @@ class LayerRows:
         )
         return cls(counts, *all_on_device(arrays, device))
 
+    @cached_property
+    def last(self) -> LayerRows:
+        """Each request's last row alone."""
+        return LayerRows.of([1] * len(self.counts), self.requests.device)
+
     @property
     def ends(self) -> torch.Tensor:
         """The last row of each request, `int64 [B]`."""
@@ -79,29 +85,22 @@ class LayerCache:
         self._keys = torch.zeros(slots, heads, size, dtype=dtype, device=device)
         self._values = torch.zeros_like(self._keys)
 
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write keys and values, `[N, KV heads, size]`, into slots, `int [N]`."""
+        here = slots.long()
+        self._keys[here], self._values[here] = k, v
+
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rows: LayerRows,
-        positions: torch.Tensor,
-        lengths: torch.Tensor,
-        table: torch.Tensor,
+        self, q: torch.Tensor, rows: LayerRows, lengths: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """Write the KV of rows, and compute their causal attention to their requests' texts.
+        """Causal attention of rows to their requests' texts, whose KV has been written.
 
         Args:
             q: Queries `[N, heads, size]`.
-            k: Keys `[N, KV heads, size]`.
-            v: Values `[N, KV heads, size]`.
             rows: The rows.
-            positions: Their positions, `int64 [N]`.
             lengths: `int64 [B]`, number of tokens of each request up to and with its last row.
             table: `int32 [B, P]`, the KV slot of each position of each request.
         """
-        here = table[rows.requests, positions].long()
-        self._keys[here], self._values[here] = k, v
         if q.device.type == "cpu":
             return self._attend_one_by_one(q, rows, lengths, table)
         return tree_attention(

@@ -82,32 +82,38 @@ class _LayerCache:
         self._keys = torch.zeros(MAX_REQUESTS, MAX_MODEL_LEN, kv_heads, size)
         self._values = torch.zeros_like(self._keys)
 
-    def attend(self, slots: torch.Tensor, positions: torch.Tensor) -> Attend:
-        """The attention of one call of the layer, for rows at `positions [N]` of `slots [N]`."""
+    def attend(
+        self, slots: torch.Tensor, positions: torch.Tensor, last: torch.Tensor | None = None
+    ) -> Attend:
+        """The attention of one call of the layer, for rows at `positions [N]` of `slots [N]`.
+
+        If `last [M]` is given, only these rows attend.
+        """
         calls = 0
+        readers, upto = (slots, positions) if last is None else (slots[last], positions[last])
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             nonlocal calls
             calls += 1
             assert calls == 1, "layer must call attend once: there is KV for one layer"
-            self._check_shapes(len(slots), q, k, v)
+            self._check_shapes(len(readers), len(slots), q, k, v)
             self._keys[slots, positions], self._values[slots, positions] = k.float(), v.float()
             length = int(positions.max()) + 1
             groups = q.shape[1] // k.shape[1]
             keys, values = (
-                each[slots, :length].repeat_interleave(groups, 2)
+                each[readers, :length].repeat_interleave(groups, 2)
                 for each in (self._keys, self._values)
             )
             scores = torch.einsum("nhd,nlhd->nhl", q.float(), keys) * q.shape[2] ** -0.5
-            ahead = torch.arange(length) > positions[:, None]
+            ahead = torch.arange(length) > upto[:, None]
             weights = scores.masked_fill(ahead[:, None], -torch.inf).softmax(-1)
             return torch.einsum("nhl,nlhd->nhd", weights, values).to(q.dtype)
 
         return attend
 
-    def _check_shapes(self, rows: int, *given: torch.Tensor) -> None:
+    def _check_shapes(self, readers: int, rows: int, *given: torch.Tensor) -> None:
         heads, kv_heads, size = self._heads
-        expected = [[rows, count, size] for count in (heads, kv_heads, kv_heads)]
+        expected = [[readers, heads, size], [rows, kv_heads, size], [rows, kv_heads, size]]
         found = [[*each.shape] for each in given]
         assert found == expected, (
             f"attend was called with q, k and v of shapes {found}, but heads={self._heads} means "
@@ -199,11 +205,13 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
         """
         x = self._drafter.fuse(hidden, following)
         self._check_states("fuse", x, len(slots))
-        states = self._drafter.layer(x, positions, self._cache.attend(slots, positions))
-        self._check_states("layer", states, len(slots))
-        ends = slots != slots.roll(-1)
-        ends[-1] = True
-        self._states[slots[ends]] = states[ends].to(self._dtype)
+        is_end = slots != slots.roll(-1)
+        is_end[-1] = True
+        last = is_end.nonzero()[:, 0]
+        attend = self._cache.attend(slots, positions, last)
+        states = self._drafter.layer(x, positions, attend, last)
+        self._check_states("layer", states, len(last))
+        self._states[slots[last]] = states.to(self._dtype)
 
     def _check_states(self, name: str, states: torch.Tensor, rows: int) -> None:
         expected = [rows, self._width]

@@ -116,8 +116,11 @@ def _sglang(target: ServedTarget, method: BenchMethod) -> tuple[list[str], dict[
     ]
     environment = sglang_environment()
     if method.speculative_config is not None:
+        options = dict(method.options)
         command += ["--speculative-algorithm", method.name]
-        environment["DRAFTTREE_OPTIONS"] = json.dumps(method.options)
+        if (model := options.pop("model", None)) is not None:
+            command += ["--speculative-draft-model-path", str(model)]
+        environment["DRAFTTREE_OPTIONS"] = json.dumps(options)
     return command, environment
 
 

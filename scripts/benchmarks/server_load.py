@@ -1,11 +1,13 @@
-"""Requests to a server that speaks OpenAI's protocol, as a fixed number of users send them."""
+"""Requests to a server that speaks OpenAI's protocol: of a number of users, or at a rate."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from time import perf_counter
 
 import httpx
@@ -13,6 +15,37 @@ import numpy as np
 
 _TIMEOUT = 600.0
 """Seconds after which a request has failed."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """When requests are sent.
+
+    Attributes:
+        users: Closed loop: so many requests are under way, and each that ends makes room for the
+            next one. None for no bound.
+        rate: Open loop: mean number of requests that arrive in a second, independently of one
+            another. None if all are there from the beginning.
+    """
+
+    users: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g} requests a second"
+        return f"{self.users} requests at a time"
+
+    def as_json(self) -> dict[str, float]:
+        """What is given, for a file."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def arrivals(self, count: int, seed: int) -> list[float]:
+        """Seconds from the beginning to the arrival of each of `count` requests, ascending."""
+        if self.rate is None:
+            return [0.0] * count
+        chance = random.Random(seed)
+        return list(accumulate(chance.expovariate(self.rate) for _ in range(count)))
 
 
 @dataclass(frozen=True)
@@ -101,35 +134,39 @@ class LoadFigures:
         return asdict(self)
 
 
-def run_round(address: str, model: str, prompts: Sequence[str], users: int, tokens: int) -> Round:
-    """Ask all prompts, with `users` requests under way until none is left to send.
+def run_round(
+    address: str, model: str, prompts: Sequence[str], load: Load, tokens: int, seed: int = 0
+) -> Round:
+    """Ask all prompts under a load.
 
     Args:
         address: Address of the server.
         model: Name of the model that it serves.
         prompts: One for each request, sent as the first turn of a conversation.
-        users: Requests under way at a time.
+        load: When they are sent.
         tokens: Most tokens of an answer; greedy.
+        seed: Seed of the times of arrival.
 
     Raises:
         httpx.HTTPError: A request fails.
     """
-    return asyncio.run(_round(address, model, prompts, users, tokens))
+    return asyncio.run(_round(address, model, prompts, load, tokens, seed))
 
 
 async def _round(
-    address: str, model: str, prompts: Sequence[str], users: int, tokens: int
+    address: str, model: str, prompts: Sequence[str], load: Load, tokens: int, seed: int
 ) -> Round:
-    free = asyncio.Semaphore(users)
-    limits = httpx.Limits(max_connections=users)
+    free = asyncio.Semaphore(load.users or len(prompts))
+    limits = httpx.Limits(max_connections=load.users)
     async with httpx.AsyncClient(base_url=address, timeout=_TIMEOUT, limits=limits) as client:
 
-        async def ask(prompt: str) -> Reply:
+        async def ask(prompt: str, arrival: float) -> Reply:
+            await asyncio.sleep(arrival)
             async with free:
                 return await _ask(client, model, prompt, tokens)
 
         began = perf_counter()
-        replies = await asyncio.gather(*map(ask, prompts))
+        replies = await asyncio.gather(*map(ask, prompts, load.arrivals(len(prompts), seed)))
         return Round(replies, perf_counter() - began)
 
 

@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from scripts.benchmarks import bench_servers
-from scripts.benchmarks.server_load import LoadFigures, Reply, Round
+from scripts.benchmarks.server_load import Load, LoadFigures, Reply, Round
 
 APP = typer.Typer()
 APP.command()(bench_servers.main)
@@ -56,10 +56,46 @@ def test_a_run_is_shown_against_plain_decoding(tmp_path: Path) -> None:
     assert ours.startswith("| Token Recycling | 15.0 | 2.00 | 0.25 s | 50.0 ms |")
 
 
+def test_requests_arrive_at_a_rate_or_are_there_from_the_beginning() -> None:
+    assert Load(users=2).arrivals(3, seed=1) == [0, 0, 0]
+    at_a_rate = Load(rate=4)
+    arrivals = at_a_rate.arrivals(2000, seed=1)
+    assert arrivals == sorted(arrivals) == at_a_rate.arrivals(2000, seed=1)
+    assert arrivals != at_a_rate.arrivals(2000, seed=2)
+    # Their mean is 500 s, with a standard deviation of 11 s.
+    assert arrivals[-1] == pytest.approx(500, abs=45)
+
+
+def test_a_load_at_a_rate_has_its_own_title(tmp_path: Path) -> None:
+    figures = LoadFigures.of([Round([Reply(30, 0.25, 1.7)], 2.0)]).as_json()
+    report = {
+        "engine": "sglang",
+        "engine_version": "0.5.23",
+        "model": "small",
+        "dtype": "float32",
+        "cpu": "two cores",
+        "tokens": 30,
+        "loads": [{"rate": 0.5, "methods": {"none": figures}}],
+    }
+    assert "\nRequests per second: 0.5, 1 in all\n" in bench_servers.tables(report)
+
+
+def test_options_are_for_one_method_each() -> None:
+    names, options = ["none", "ngram", "token-recycling"], ["token-recycling.nodes=15"]
+    plain, ngram, ours = bench_servers.resolve_methods(names, options)
+    assert plain.options == ngram.options == {}
+    assert ours.options == {"nodes": 15}
+    assert ours.speculative_config == {"method": "token_recycling", "nodes": 15}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rounds", "20"], "take fewer, or a larger file with --prompts"),
+        (["--option", "nodes=15"], "expected METHOD.KEY=VALUE with one of the methods"),
+        (["--option", "lyanna.nodes=15"], "that are measured, none, token-recycling"),
+        (["--option", "token-recycling.nodes=0"], "Token Recycling option nodes=0: use a number"),
+        (["--rate", "2", "--seconds", "500"], "fewer --rounds, --requests or --seconds"),
+        (["--rounds", "20"], "or a larger file with --prompts"),
         (["--engine", "sglang", "--method", "ngram"], "does not run in SGLang on a CPU"),
         (["--engine", "trtllm"], "unknown engine 'trtllm'; known here: vllm, sglang"),
         (["--method", "ngrams"], "besides none and vLLM's own ngram, suffix and draft-model"),

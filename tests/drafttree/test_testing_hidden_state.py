@@ -41,9 +41,16 @@ class NextEmbedding(HiddenStateDrafter):
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return self.embed(tokens)
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         q = x.view(len(x), 2, -1)
-        return x + 0.01 * attend(q, q[:, :1], q[:, 1:]).flatten(1)
+        needed = slice(None) if last is None else last
+        return x[needed] + 0.01 * attend(q[needed], q[:, :1], q[:, 1:]).flatten(1)
 
     def max_draft_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.full_like(slots, NUM_DRAFT_TOKENS)
@@ -117,16 +124,29 @@ class ByRow(NextEmbedding):
 class TwoLayers(NextEmbedding):
     """Attends twice, and there is KV for one layer."""
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return super().layer(super().layer(x, positions, attend), positions, attend)
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        super().layer(x, positions, attend, last)
+        return super().layer(x, positions, attend, last)
 
 
 class AllHeads(NextEmbedding):
     """Hands over as many KV heads as query heads."""
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         q = x.view(len(x), 2, -1)
-        return attend(q, q, q).flatten(1)
+        return attend(q if last is None else q[last], q, q).flatten(1)
 
 
 class Wide(NextEmbedding):

@@ -34,9 +34,9 @@ CASES = {
 }
 CHUNKS = {"vllm": 300, "sglang": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fused": {},
-    "not fused": {"fusion": False, "table": "float8"},
-    "hot tokens alone": {"head": "hot", "resample": False},
+    "fused": {"nodes": 12},
+    "not fused": {"nodes": 12, "fusion": False, "table": "float8"},
+    "hot tokens alone": {"nodes": 12, "head": "hot", "resample": False},
 }
 
 
@@ -107,6 +107,7 @@ def test_the_layers_states_are_those_of_pytorch(
         tiny_llama,
         [Case(prompts, GREEDY, together=host.name == "vllm")],
         "lyanna",
+        {"nodes": 12},
         draft_model=drafter,
         running=1,
         chunk={"vllm": 100, "sglang": 96}[host.name] if chunked else 1024,
@@ -137,7 +138,7 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
             Case(PROMPTS, settings, together=False),
         ],
         "lyanna",
-        {"head": "hot", "resample": False},
+        {"nodes": 12, "head": "hot", "resample": False},
         tmp_path / "drafter",
     )
     assert learned.mean_accepted_tokens > 3.8
@@ -156,6 +157,7 @@ def test_preemption_does_not_change_tokens(host: Host, tiny_llama: Path, drafter
         tiny_llama,
         [case],
         "lyanna",
+        {"nodes": 12},
         draft_model=drafter,
         running=4 if host.name == "vllm" else 8,
         vllm={"num_gpu_blocks_override": 11},

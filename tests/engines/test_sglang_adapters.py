@@ -139,7 +139,7 @@ def test_lyanna(
     drafted, _ = run_sglang(
         tiny_llama,
         cases(),
-        {"resample": False},
+        {"nodes": 12, "resample": False},
         method="lyanna",
         draft_model=memorised,
         **arguments(adapters, most),
@@ -180,10 +180,11 @@ def test_adapters_that_are_loaded_while_serving(
 ) -> None:
     """What a drafter knows of the answers of one adapter is of no use for those of another."""
     models = {"rsd": "merged", "lyanna": "memorised"}
+    options = {"rsd": {"tree": "beam:3x4"}, "lyanna": {"nodes": 12}}
     with_trees, _ = run_sglang(
         tiny_llama,
         loading.cases,
-        {"tree": "beam:3x4"} if method == "rsd" else None,
+        options.get(method),
         method=method,
         draft_model=request.getfixturevalue(models[method]) if method in models else None,
         **loading.engine,

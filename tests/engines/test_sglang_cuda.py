@@ -114,15 +114,16 @@ def test_greedy_tokens_of_methods_with_a_model_equal_plain_decoding(
 ) -> None:
     if not is_tested(pytest.importorskip("sglang").__version__):
         pytest.skip("this version serves methods without a model alone")
-    draft_model = model
+    draft_model, options = model, {}
     if method == "lyanna":
-        draft_model = tmp_path / "drafter"
+        draft_model, options = tmp_path / "drafter", {"nodes": 12}
         save(drafter_for(model), draft_model)
     answers, _ = drafted_as_plain(
         model,
         random_prompts(12),
         2,
         engine_settings(backend),
+        options=options,
         method=method,
         draft_model=draft_model,
     )

@@ -61,14 +61,14 @@ def test_quantised_weights_of_target_and_draft_model(
     """RSD's draft model is the target. Lyanna's layer has the target's embeddings and head."""
     (tmp_path / "target").mkdir()
     model = quantise(tiny_llama, tmp_path / "target", "int8")
-    draft = model
+    draft, options = model, {}
     if method == "lyanna":
-        draft = tmp_path / "drafter"
+        draft, options = tmp_path / "drafter", {"nodes": 12}
         save(drafter_for(model), draft)
     cases = [Case(some_prompts(12), GREEDY)]
     (plain,), _ = run_sglang(model, cases, drafted=False, variables=int8_on_cpu.ENVIRONMENT)
     (drafted,), _ = run_sglang(
-        model, cases, {}, method=method, draft_model=draft, variables=int8_on_cpu.ENVIRONMENT
+        model, cases, options, method=method, draft_model=draft, variables=int8_on_cpu.ENVIRONMENT
     )
     assert drafted.tokens == plain.tokens
     accepted, steps = (drafted.counters[name] for name in ("accepted_tokens", "steps"))

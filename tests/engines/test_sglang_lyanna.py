@@ -31,7 +31,7 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     # With overlapping scheduling plain SGLang's penalties lag by one token.
     plain, _ = host.run(tiny_llama, cases, chunk=32, sglang={"disable_overlap_schedule": True})
     drafted, log = host.run(
-        tiny_llama, cases, "lyanna", {"tables": True}, tmp_path, chunk=32, running=5
+        tiny_llama, cases, "lyanna", {"nodes": 12, "tables": True}, tmp_path, chunk=32, running=5
     )
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
     assert "Token Recycling's tables take" in log

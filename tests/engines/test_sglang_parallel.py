@@ -101,7 +101,7 @@ def test_lyanna(
 ) -> None:
     """Its layer is random, so that nodes of the tables are accepted beside its own."""
     save(drafter_for(tiny_llama), tmp_path)
-    for answer in check_greedy(tiny_llama, "lyanna", tmp_path, {"tables": TABLES}):
+    for answer in check_greedy(tiny_llama, "lyanna", tmp_path, {"nodes": 12, "tables": TABLES}):
         proves_drafting(answer)
 
 
@@ -174,7 +174,7 @@ SMALL: dict[str, Any] = {"temperature": 1.3, "top_k": 8, "max_new_tokens": 4, "i
         ("rsd", {"tree": "branch:2-2"}),
         ("rsd", {"tree": "branch:2-2", "tables": {"nodes": 6, "memory": 0, "prime": False}}),
         ("rsd", {"tree": "beam:3x3", "verify": "traversal"}),
-        ("lyanna", {}),
+        ("lyanna", {"nodes": 12}),
     ],
 )
 def test_samples_follow_the_targets_distribution(

@@ -29,7 +29,7 @@ ENGINE: dict[str, Any] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "token_recycling": {"nodes": 15},
     "rsd": {"tree": "beam:3x4"},
-    "lyanna": {},
+    "lyanna": {"nodes": 12},
 }
 
 EACH_METHOD = pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_lyannas_layer_drafts_in_graphs_what_it_drafts_without(
     scored = {**GREEDY, "prompt_logprobs": 2}
     cases = [Case(prompts, GREEDY), Case(prompts[:1], GREEDY), Case(prompts, scored)]
     settings = {"environment": RUNNERS[runner] | draft_rows.ENVIRONMENT, **ENGINE}
-    method = {"method": "lyanna", "model": str(tmp_path / "drafter")}
+    method = {"method": "lyanna", "model": str(tmp_path / "drafter"), "nodes": 12}
     plain, _ = run_vllm(tiny_llama, cases, environment=RUNNERS[runner], **ENGINE)
     eager, log = run_vllm(tiny_llama, cases, speculative=method, enforce_eager=True, **settings)
     assert any(forwards for *_, forwards in draft_rows.counted(log))

@@ -84,7 +84,7 @@ def test_lyanna_with_quantised_weights(form: str, tiny_llama: Path, tmp_path: Pa
     cases = [Case(some_prompts(12), GREEDY)]
     engine = {"dtype": DTYPES.get(form, "bfloat16")}
     plain, _ = run_vllm(model, cases, **engine)
-    method = {"method": "lyanna", "model": str(tmp_path / "drafter")}
+    method = {"method": "lyanna", "model": str(tmp_path / "drafter"), "nodes": 12}
     drafted, _ = run_vllm(model, cases, method, **engine)
     assert drafted[0].tokens == plain[0].tokens
     assert drafted[0].counters["accepted_tokens"] > 0

@@ -74,7 +74,7 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
         Case(PROMPTS[::-1], GREEDY),
     ]
     limits = {"max_num_seqs": 5, "max_num_batched_tokens": 160}
-    method = {"method": "lyanna", "model": str(tmp_path), "tables": True}
+    method = {"method": "lyanna", "model": str(tmp_path), "nodes": 12, "tables": True}
     plain, _ = run_vllm(tiny_llama, cases, **limits)
     drafted, log = run_vllm(tiny_llama, cases, method, **limits)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
@@ -142,7 +142,7 @@ def test_as_much_is_accepted_after_the_same_weights_were_loaded_again(
 ) -> None:
     """The table of token info is then computed again."""
     make_overfitted(tiny_llama, tmp_path)
-    method = {"method": "lyanna", "model": str(tmp_path)}
+    method = {"method": "lyanna", "model": str(tmp_path), "nodes": 12}
     cases = [Case(PROMPTS, GREEDY), Case(PROMPTS, GREEDY, reset=True, reload=True)]
     (before, after), _ = run_vllm(tiny_llama, cases, method)
     assert after.tokens == before.tokens

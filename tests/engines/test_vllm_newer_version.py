@@ -39,7 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "token_recycling": {"nodes": 15, "memory": 0},
     "rsd": {"tree": "beam:3x4"},
     # A random drafter, which affects speed alone.
-    "lyanna": {},
+    "lyanna": {"nodes": 12},
 }
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 RUNNERS = {

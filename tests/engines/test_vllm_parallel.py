@@ -46,16 +46,16 @@ CASES = [
 ENGINE: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_seqs": 4}
 
 
-def make_model(method: str, target: Path, folder: Path) -> dict[str, str]:
-    """The option `model` of a method that needs one: the target's first layer for RSD, and for
-    Lyanna a random drafter."""
+def make_model(method: str, target: Path, folder: Path) -> dict[str, Any]:
+    """The options of a method with a model: the target's first layer for RSD, and for Lyanna a
+    random drafter, which drafts in each step."""
     if method == "token_recycling":
         return {}
     if method == "rsd":
         make_first_layers(target, folder, 1)
-    else:
-        save(drafter_for(target), folder)
-    return {"model": str(folder)}
+        return {"model": str(folder)}
+    save(drafter_for(target), folder)
+    return {"model": str(folder), "nodes": 12}
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        pytest.param({"tables": {"memory": 0}}, marks=pytest.mark.full),
+        {"nodes": 12},
+        pytest.param({"nodes": 12, "tables": {"memory": 0}}, marks=pytest.mark.full),
         pytest.param({"nodes": "auto", "head": "hot"}, marks=pytest.mark.full),
         pytest.param({"nodes": "auto", "tables": {"memory": 0}}, marks=pytest.mark.full),
     ],
@@ -180,7 +180,7 @@ def test_lyanna(
     """The layer has memorised the answers of the last case, so that its KV is proven correct."""
     make_overfitted(tiny_llama, tmp_path)
     method = {"method": "lyanna", "model": str(tmp_path), **options}
-    rests = scripted_shapes.ENVIRONMENT if "nodes" in options else {}
+    rests = scripted_shapes.ENVIRONMENT if options["nodes"] == "auto" else {}
     drafted, _ = run_vllm(tiny_llama, CASES, method, STRAYING | rests, **ENGINE)
     for without, with_trees in zip(plain, drafted, strict=True):
         assert with_trees.tokens == without.tokens

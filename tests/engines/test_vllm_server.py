@@ -36,7 +36,7 @@ from openai_chats import (
 from v2_on_cpu import check_runner, for_runner
 from vllm_runs import ENVIRONMENT, Answer, Case, run_vllm
 
-from scripts.benchmarks.server_load import run_round
+from scripts.benchmarks.server_load import Load, run_round
 from scripts.server_process import free_port, wait_until_up
 
 NODES = 15
@@ -197,7 +197,7 @@ def test_users_who_ask_at_the_same_time(server: str) -> None:
     began = perf_counter()
     topics = ("a lighthouse", "the sea", "a long winter", "two brothers", "an old train")
     prompts = [f"Write a long story about {topic}." for topic in topics]
-    found = run_round(server, "smollm2", prompts, 2, 24)
+    found = run_round(server, "smollm2", prompts, Load(users=2), 24)
     assert [reply.tokens for reply in found.replies] == 5 * [24]
     assert all(0 < reply.first < reply.seconds < found.seconds for reply in found.replies)
     assert found.seconds <= perf_counter() - began

@@ -69,7 +69,9 @@ def drafter(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tiny_llama: Path, drafter: Path) -> tuple[list[Answer], str]:
     environment = forbid_waiting.ENVIRONMENT | draft_rows.ENVIRONMENT
-    answers, log = run_v2(tiny_llama, [*CASES.values()], "lyanna", drafter, environment)
+    answers, log = run_v2(
+        tiny_llama, [*CASES.values()], "lyanna", drafter, environment, nodes=12
+    )
     assert f"{forbid_waiting.CHECKED} draft" in log
     return answers, log
 
@@ -120,6 +122,7 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
     plainly, _ = run_v2(tiny_llama, cases)
     answers, log = run_v2(
         *(tiny_llama, cases, "lyanna", overfitted, forbid_waiting.ENVIRONMENT),
+        nodes=12,
         head="hot",
         resample=False,
     )
@@ -137,6 +140,7 @@ def test_a_second_tree_is_verified_alone(tiny_llama: Path, overfitted: Path) -> 
     (answer,), _ = run_v2(
         *(tiny_llama, [case], "lyanna", overfitted),
         forbid_waiting.ENVIRONMENT,
+        nodes=12,
         fusion=False,
         table="float8",
     )
@@ -158,7 +162,7 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
         Case(PROMPTS, chosen),
     ]
     plainly, _ = run_v2(model, cases)
-    answers, log = run_v2(model, cases, "lyanna", tmp_path / "drafter")
+    answers, log = run_v2(model, cases, "lyanna", tmp_path / "drafter", nodes=12)
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["draft_tokens"] > 0
@@ -176,7 +180,9 @@ def test_the_layers_states_are_those_of_pytorch(
     case = Case(prompts, GREEDY | {"max_tokens": 20}, together=False)
     recorded = {VARIABLE: str(tmp_path / "states")}
     (answer,), _ = run_v2(
-        *(tiny_llama, [case], "lyanna", drafter, recorded), engine={"num_gpu_blocks_override": 60}
+        *(tiny_llama, [case], "lyanna", drafter, recorded),
+        engine={"num_gpu_blocks_override": 60},
+        nodes=12,
     )
     # The last block of a hit is computed again, because the token after it may differ.
     assert answer.cached == [0, 0, 32, 32, 128]
@@ -190,6 +196,8 @@ def test_a_wrong_mask_is_found(tiny_llama: Path, overfitted: Path) -> None:
     """Negative control: nodes that see the root and themselves alone give other tokens."""
     case = Case(LEARNED[:4], GREEDY | {"max_tokens": LENGTH})
     (plainly,), _ = run_v2(tiny_llama, [case])
-    (answer,), _ = run_v2(tiny_llama, [case], "lyanna", overfitted, planted_fault="root's mask")
+    (answer,), _ = run_v2(
+        *(tiny_llama, [case], "lyanna", overfitted), planted_fault="root's mask", nodes=12
+    )
     assert answer.counters["accepted_tokens"] > 0
     assert answer.tokens != plainly.tokens

@@ -47,9 +47,7 @@ def accepted_rows_alone(self: Any, step: Any, hidden: torch.Tensor, verified: An
     hidden[:, : verified.path.shape[1]][verified.path >= 0]
 
 
-def one_by_one(
-    self: Any, q: Any, k: Any, v: Any, rows: Any, positions: Any, lengths: Any, table: Any
-) -> Any:
+def one_by_one(self: Any, q: Any, rows: Any, lengths: Any, table: Any) -> Any:
     return self._attend_one_by_one(q, rows, lengths, table)
 
 

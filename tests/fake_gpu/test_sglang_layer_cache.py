@@ -21,7 +21,7 @@ CALLS = (((7, 3, 20), (7, 5, 20)), ((1, 1, 1), (8, 6, 21)), ((3, 3, 3), (10, 8, 
 
 
 def attended(device: torch.device) -> list[torch.Tensor]:
-    """What attention gives in each call."""
+    """What attention gives in each call: to all rows, and to the last one of each request."""
     generator = torch.Generator().manual_seed(1)
     table = torch.randperm(SLOTS, generator=generator).int().view(3, -1)
     cache = LayerCache(SLOTS, KV_HEADS, SIZE, torch.float32, device)
@@ -31,12 +31,10 @@ def attended(device: torch.device) -> list[torch.Tensor]:
         shape = sum(counts), HEADS + 2 * KV_HEADS, SIZE
         given = on_device(torch.randn(shape, generator=generator).numpy(), device)
         rows, ends = LayerRows.of(counts, device), on_device(np.array(lengths, np.int64), device)
-        found.append(
-            cache.attend(
-                *given.split((HEADS, KV_HEADS, KV_HEADS), 1),
-                *(rows, rows.positions(ends), ends, slots),
-            )
-        )
+        q, k, v = given.split((HEADS, KV_HEADS, KV_HEADS), 1)
+        cache.write(k, v, slots[rows.requests, rows.positions(ends)])
+        found.append(cache.attend(q, rows, ends, slots))
+        found.append(cache.attend(q[rows.ends], rows.last, ends, slots))
     return [held(each) for each in found]
 
 
@@ -47,7 +45,13 @@ def test_attention_of_a_layer(gpu: Gpu) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     # One launch for all requests, however many rows they have.
-    assert record.kernels["_attend_kernel"] == len(CALLS), record.report()
+    assert record.kernels["_attend_kernel"] == 2 * len(CALLS), record.report()
+
+
+def test_last_rows_attend_as_among_all_rows() -> None:
+    found = attended(torch.device("cpu"))
+    for (counts, _), every, last in zip(CALLS, found[::2], found[1::2], strict=True):
+        torch.testing.assert_close(last, every[np.cumsum(counts) - 1])
 
 
 def test_positions_of_rows() -> None:
@@ -86,7 +90,8 @@ def states(model: LyannaModel, device: torch.device) -> torch.Tensor:
     positions = rows.positions(lengths)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return cache.attend(q[0], k[0], v[0], rows, positions, lengths, slots)[None]
+        cache.write(k[0], v[0], slots[rows.requests, positions])
+        return cache.attend(q[0], rows, lengths, slots)[None]
 
     x = model.fuse(*on_device(given.numpy(), device).unbind())
     return held(model.between(model(x[None], positions[None], attend)[0]))

@@ -15,6 +15,7 @@ from fake_gpu.tensors import Gpu, held
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from fake_gpu.vllm_graphs import capture, context, vllm_graphs
+from tree_kernels.layer_rows import LayerRows
 from vllm.compilation.counter import compilation_counter
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
@@ -62,10 +63,18 @@ class Drafter:
         """The layer's input at a step along a chain."""
         return states @ self._weights["between"]
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The layer's output."""
         x = x + (0.1 * positions)[:, None].sin()
         q, k, v = ((x @ self._weights[name]).unflatten(1, (-1, SIZE)) for name in "qkv")
+        if last is not None:
+            x, q = x[last], q[last]
         return (x + attend(q, k, v).flatten(1) @ self._weights["o"]).tanh()
 
 
@@ -167,10 +176,10 @@ class Engine:
         return StepParts(self, LAYER, [cache])
 
     def run(self, roots: list[int], sizes: list[int]) -> list[torch.Tensor]:
-        """Draft for the last requests, and then read the step's rows and what came before them.
+        """Draft for the last requests, and then read the step's rows.
 
         Returns:
-            The states of the chains, and those of the rows and of what came before.
+            The states of the chains, and those after the requests' last rows.
         """
         requests = torch.arange(REQUESTS)[-len(roots) :]
         counts, before = torch.tensor(sizes), torch.tensor(roots)
@@ -190,8 +199,10 @@ class Engine:
             chains = DraftChains(slots, slots, before, rows, counts, counts)
             found.append(self.layer.unroll(chains, parts).clone())
             every = torch.arange(len(tokens), device="cuda")
+            rows = LayerRows(every, tokens, positions, starts[1:].long() - 1)
             with parts.reading(every, starts, before + counts, max(sizes)):
-                found.append(self.layer.read_rows(hidden, tokens, positions).clone())
+                self.layer.read_step(rows, hidden, slots, parts)
+            found.append(self.layer.states[slots].clone())
         return found
 
 

@@ -210,6 +210,28 @@ def test_shapes_of_nodes_auto_ascend_and_fit() -> None:
         assert all(shape.depth <= shape.nodes for shape in options.shapes)
 
 
+def test_no_second_trees_are_drafted_by_default() -> None:
+    options = LyannaOptions(model="any")
+    assert options.auto
+    assert options.num_draft_tokens == 12
+    assert not LyannaOptions(model="any", resample=False).second_draft_tokens(2)
+    assert LyannaOptions(model="any", nodes=12).num_draft_tokens == 24
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"resample": True}, "resample=true"),
+        ({"resample_nodes": 5}, "resample_nodes=5"),
+        ({"resample_min_steps": 1, "nodes": "auto"}, "resample_min_steps=1"),
+        ({"fusion": False}, "fusion=false"),
+    ],
+)
+def test_options_of_second_trees_need_a_number_of_nodes(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named} is about second trees.*give a number of nodes"):
+        LyannaOptions(model="any", **given)
+
+
 def test_nodes_auto_is_refused_for_deeper_trees() -> None:
     with pytest.raises(ValueError, match="nodes=auto, up to 12, are fewer than steps=13"):
         LyannaOptions(model="any", nodes="auto", steps=13)

@@ -79,7 +79,7 @@ def test_fusion_accepts_no_less_and_learned_text_is_accepted(
     drafter = load(out, target)
     steps, replay = [], LyannaReplay(texts, drafter, embeddings, head, steps=3)
     for resample in (False, True):
-        options = LyannaOptions(model="", resample=resample)
+        options = LyannaOptions(model="", nodes=12, resample=resample)
         found = replay.run(options)
         steps.append(sum(each.steps for each in found))
     mean = sum(each.tokens for each in found) / steps[0]

@@ -88,6 +88,21 @@ def test_it_is_the_trained_layer(tmp_path: Path, family: str, rope: dict[str, An
     assert not torch.allclose(both(model, torch.float32)[1][1], found[1], rtol=1e-5, atol=1e-5)
 
 
+def test_outputs_of_some_rows_are_those_among_all(tmp_path: Path) -> None:
+    model = model_for(make_tiny_llama(tmp_path), torch.float32)
+    served = ServedLayer(model)
+    served.allocate(64)
+    x = torch.randn(4, model.layer_config.hidden_size, generator=torch.manual_seed(1))
+    last = torch.tensor([1, 3])
+
+    def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        assert len(q) == len(last)
+        return attend(q.new_zeros(4, *q.shape[1:]).index_copy(0, last, q), k, v)[last]
+
+    every = served(x, POSITIONS, attend)
+    torch.testing.assert_close(served(x, POSITIONS, attend_last, last), every[last])
+
+
 @NEEDS_PACKING
 def test_it_is_the_trained_layer_with_packed_weights(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", "qwen2", {"rope_type": "default"})

@@ -45,8 +45,14 @@ class TablesAlone(HiddenStateDrafter):
     def fuse(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return x
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return x if last is None else x[last]
 
     def max_draft_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.full_like(slots, NODES)
@@ -105,9 +111,9 @@ def test_with_tables_more_is_accepted_than_from_either_alone(parts: tuple[Target
         ({"tables": {"nodes": 8}}, "nodes is not used, as Lyanna's nodes decides: leave it out"),
         ({"tables": {"memory": -1}}, "memory=-1"),
         ({"tables": {"tabels": 1}}, "no option 'tabels'"),
-        ({"tables": {"max_nodes": 30}}, "max_nodes .*nodes=12: .*choose nodes=auto"),
-        ({"tables": {"max_nodes": 300}, "nodes": "auto"}, "max_nodes=300"),
-        ({"tables": True, "fusion": False}, "fusion=false .*leave fusion out"),
+        ({"tables": {"max_nodes": 30}, "nodes": 12}, "max_nodes .*nodes=12: .*choose nodes=auto"),
+        ({"tables": {"max_nodes": 300}}, "max_nodes=300"),
+        ({"tables": True, "nodes": 12, "fusion": False}, "fusion=false .*leave fusion out"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
@@ -192,7 +198,8 @@ def tried(drafter: LyannaDrafter) -> dict[str, int]:
 
 
 def test_trees_are_as_large_as_without_tables() -> None:
-    for options in ({}, {"resample": False}, {"nodes": 40, "resample_nodes": 30}, {"steps": 1}):
+    for changed in ({}, {"resample": False}, {"nodes": 40, "resample_nodes": 30}, {"steps": 1}):
+        options: dict[str, Any] = {"nodes": 12, **changed}
         alone = METHOD.parse({"model": "any", **options})
         given = METHOD.parse({"model": "any", "tables": True, **options})
         assert given.num_draft_tokens == alone.num_draft_tokens

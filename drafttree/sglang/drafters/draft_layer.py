@@ -6,8 +6,6 @@ rank has the whole layer.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from drafttree.model_drafters import HiddenStateDrafter
@@ -46,9 +44,10 @@ class DraftLayer:
         lengths: torch.Tensor,
         hidden: torch.Tensor,
         tokens: torch.Tensor,
-        last: torch.Tensor | None = None,
     ) -> None:
         """Read known tokens, and keep the output at each request's last one.
+
+        Of the other ones only keys and values are needed.
 
         Args:
             rows: Whose tokens these are.
@@ -56,11 +55,9 @@ class DraftLayer:
             lengths: Number of tokens of each request up to the last of its rows, `int64 [B]`.
             hidden: The target's hidden states before the tokens, `[N, d]`.
             tokens: The tokens, `int [N]`.
-            last: Row of each request's last token, `int64 [B]`, if other rows come after it.
         """
-        x = self._drafter.fuse(hidden, tokens)
-        outputs = self._run(x, rows, lengths, self._slots(slots, lengths))
-        self._states[slots] = outputs[rows.ends if last is None else last]
+        x, table = self._drafter.fuse(hidden, tokens), self._slots(slots, lengths)
+        self._states[slots] = self._run(x, rows, lengths, table, only_last=True)
 
     def read_paths(
         self,
@@ -85,7 +82,8 @@ class DraftLayer:
             tokens: The tokens, `int [B, C]`.
         """
         last, lengths = rows.starts[:-1].long() + counts - 1, lengths + tokens.shape[1]
-        self.read(rows, slots, lengths, hidden.flatten(0, 1), tokens.flatten(), last)
+        x = self._drafter.fuse(hidden.flatten(0, 1), tokens.flatten())
+        self._states[slots] = self._run(x, rows, lengths, self._slots(slots, lengths))[last]
         return ()
 
     def unroll(
@@ -117,11 +115,22 @@ class DraftLayer:
         return table[slots]
 
     def _run(
-        self, x: torch.Tensor, rows: LayerRows, lengths: torch.Tensor, table: torch.Tensor
+        self,
+        x: torch.Tensor,
+        rows: LayerRows,
+        lengths: torch.Tensor,
+        table: torch.Tensor,
+        *,
+        only_last: bool = False,
     ) -> torch.Tensor:
-        """The layer's output `[N, d]` for its input `x [N, d]`, whose KV it writes."""
-        positions = rows.positions(lengths)
-        attend = partial(
-            self._cache.attend, rows=rows, positions=positions, lengths=lengths, table=table
-        )
-        return self._drafter.layer(x, positions, attend)
+        """The layer's output for its input `x [N, d]`, whose KV it writes.
+
+        It is that of all rows, `[N, d]`, or only that of each request's last one, `[B, d]`.
+        """
+        positions, readers = rows.positions(lengths), rows.last if only_last else rows
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self._cache.write(k, v, table[rows.requests, positions])
+            return self._cache.attend(q, readers, lengths, table)
+
+        return self._drafter.layer(x, positions, attend, rows.ends if only_last else None)

@@ -137,6 +137,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         self._built: StepMasks | None = None
         words = -(-(1 + vllm_config.num_speculative_tokens) // _WORD)
         self._tree_starts = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        self._single = torch.ones_like(self._tree_starts)
         self._masks = torch.zeros(
             scheduler.max_num_batched_tokens, words, dtype=torch.int32, device=device
         )
@@ -184,7 +185,9 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         starts, ends = common.query_start_loc[:-1], common.query_start_loc[1:]
         rows = self._masks.new_empty(common.num_actual_tokens, self._masks.shape[1])
         if masks is None:
-            return _metadata(common, ends - starts, rows)
+            is_single = common.max_query_len == 1
+            counts = self._single[: len(ends)] if is_single else ends - starts
+            return _metadata(common, counts, rows)
         first_rows = ends - masks.tree_sizes.int()
         mask_rows(masks.masks, first_rows, masks.tree_sizes, rows, masks.first_nodes)
         return _metadata(common, first_rows - starts, rows)

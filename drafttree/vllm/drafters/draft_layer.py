@@ -8,9 +8,11 @@ has their KV.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from tree_kernels.layer_rows import LayerRows
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context
@@ -19,7 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 from drafttree.deferred_rows import TakenRows
 from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.tensor_parallel import drafts_alone
-from drafttree.transfer import on_device
+from drafttree.transfer import all_on_device
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.layer_graphs import LayerGraphs
@@ -28,6 +30,24 @@ from drafttree.vllm.drafters.target_graphs import is_compiled
 
 LAYER = "draft_layer.0.attn"
 """Name of the layer in the engine's registry of layers."""
+
+
+class KnownRows(NamedTuple):
+    """The P tokens that the layer reads of R requests, request by request.
+
+    Attributes:
+        kv_slots: Their KV slots, `int64 [P]`; -1 where nothing is written.
+        hidden: The target's hidden states before the tokens, `[P, d]`.
+        tokens: The tokens, `int [P]`.
+        positions: Their positions, `int64 [P]`.
+        last: The row of each request's last token, `int64 [R]`.
+    """
+
+    kv_slots: torch.Tensor
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
 
 
 class DraftLayer:
@@ -72,6 +92,8 @@ class DraftLayer:
                 cache_config=config.cache_config,
                 prefix=LAYER,
             )
+        # Where the rows of requests begin that have one each.
+        self._starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
         model = config.model_config
         self.states = torch.zeros(
             requests, model.get_hidden_size(), dtype=model.dtype, device=device
@@ -143,7 +165,7 @@ class DraftLayer:
         rows, positions = chains.rows[:, : num_steps - 1], chains.root_positions
         state = self.states[chains.slots]
         states = [state]
-        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        starts = self._starts[: len(rows) + 1]
         for ahead in range(rows.shape[1]):
             lengths = positions + chains.sizes.clamp(max=ahead + 1)
             with parts.reading(rows[:, ahead], starts, lengths, 1):
@@ -162,36 +184,59 @@ class DraftLayer:
             slots: The slots of the step's requests, `int64 [B]`.
             parts: The parts of the step, for the layer.
         """
-        with parts.reading_before(rows.places, rows.counts, rows.positions):
-            states = self.read_rows(rows.hidden, rows.tokens, rows.positions)
-        read = slots[on_device(rows.places, slots.device)]
-        self.states[read] = states[rows.last].to(self.states.dtype)
+        requests, of_rows = all_on_device(
+            [rows.places, np.repeat(np.arange(len(rows.counts)), rows.counts)], slots.device
+        )
+        blocks, kv_slots = parts.cache.at(requests, of_rows, rows.positions)
+        known = KnownRows(kv_slots, rows.hidden, rows.tokens, rows.positions, rows.last)
+        self.read_known(known, slots[requests], blocks, parts)
 
-    def has_graph(self, rows: int) -> bool:
-        """Whether `read_rows` takes a graph for so many rows."""
-        return self._graphs is not None and self._graphs.reads(rows)
-
-    def read_rows(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Run the layer over known tokens, all those of the forward context.
-
-        Attention follows the context's masks, but in a graph it is causal.
+    def read_step(
+        self,
+        rows: LayerRows,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        parts: StepParts,
+    ) -> None:
+        """Read the rows of a step, and store the layer's output after each request's last one.
 
         Args:
-            hidden: The target's hidden states before the tokens, `[P, d]`.
-            tokens: The tokens, `int [P]`.
-            positions: Positions of the rows, `int64 [P]`.
-
-        Returns:
-            The layer's output, `[P, d]`, until the next call.
+            rows: The rows.
+            hidden: The target's hidden states of the step, `[T, d]`.
+            slots: The slots of the step's requests, `int64 [B]`.
+            parts: The parts of the step, for the layer.
         """
-        graphs = self._graphs
-        if graphs is None or not graphs.reads(len(tokens)):
-            return self._drafter.layer(self._drafter.fuse(hidden, tokens), positions, self.attend)
         context: Any = get_forward_context()
-        metadata, slots = context.attn_metadata[LAYER], context.slot_mapping[LAYER]
-        return graphs.read(hidden, tokens, positions, metadata, slots)
+        hidden, kv_slots = hidden[rows.sources], context.slot_mapping[LAYER]
+        graphs = self._graphs
+        if graphs is None or not graphs.reads(len(rows.tokens)):
+            known = KnownRows(kv_slots, hidden, rows.tokens, rows.positions, rows.last)
+            self.read_known(known, slots, parts.cache.blocks, parts)
+            return
+        metadata = context.attn_metadata[LAYER]
+        states = graphs.read(hidden, rows.tokens, rows.positions, metadata, kv_slots)
+        self.states[slots] = states[rows.last].to(self.states.dtype)
+
+    def read_known(
+        self, rows: KnownRows, slots: torch.Tensor, blocks: torch.Tensor, parts: StepParts
+    ) -> None:
+        """Read known tokens, and store the layer's output after each request's last one.
+
+        Of the other ones only keys and values are needed.
+
+        Args:
+            rows: The tokens, of R requests.
+            slots: The requests' slots, `int64 [R]`.
+            blocks: Their KV blocks, `int32 [R, n]`.
+            parts: The parts of a step, for the layer.
+        """
+        lengths, count = rows.positions[rows.last] + 1, len(rows.last)
+        with parts.reading_at(
+            *(rows.kv_slots, blocks, self._starts[: count + 1], lengths), rows=count, most=1
+        ):
+            x = self._drafter.fuse(rows.hidden, rows.tokens)
+            states = self._drafter.layer(x, rows.positions, self.attend, rows.last)
+        self.states[slots] = states.to(self.states.dtype)
 
     def valid_steps(self, sizes: torch.Tensor) -> torch.Tensor:
         """How many of the states follow from a request's own rows, `int [B]`; 0 without drafts.

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 from tree_kernels.layer_rows import rows_to_read
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
@@ -31,7 +30,7 @@ from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
 from drafttree.vllm.adapters import unadapted_target
 from drafttree.vllm.drafters.draft_chains import DraftChains
-from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer
+from drafttree.vllm.drafters.draft_layer import LAYER, DraftLayer, KnownRows
 from drafttree.vllm.drafters.in_step import InStepRunner, InStepState
 from drafttree.vllm.step import StepTrees
 
@@ -205,25 +204,23 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         on_host = self.device.type == "cpu" and step.trees.drafted
         read = self._read_paths if on_host and _decodes_alone(step.trees) else self._read_step
         with override_forward_context(step.context):
-            states = read(step, verified)
-        stored = self._layer.states
-        stored[self._batch_slots()] = states.to(stored.dtype)
+            read(step, verified)
 
-    def _read_paths(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
-        """Let the layer read the rows of accepted paths alone; its outputs after them, `[B, d]`.
+    def _read_paths(self, step: HiddenStateStep, verified: Verified) -> None:
+        """Let the layer read the rows of accepted paths alone.
 
         Rows of rejected drafts, most of a tree, need not be read.
         """
-        rows = AcceptedRows.of(step, verified)
-        places, counts = step.rows[rows.requests, rows.columns], verified.num_emitted
-        starts = pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        lengths, most = step.root_positions + counts, int(counts.max())
-        with self.step_parts(LAYER).reading(places, starts, lengths, most):
-            states = self._layer.read_rows(step.hidden[rows.sources], rows.tokens, rows.positions)
-        return states[starts[1:].long() - 1]
+        rows, parts = AcceptedRows.of(step, verified), self.step_parts(LAYER)
+        places = step.rows[rows.requests, rows.columns]
+        known = KnownRows(
+            *(parts.cache.slots[places], step.hidden[rows.sources], rows.tokens, rows.positions),
+            last=verified.num_emitted.cumsum(0) - 1,
+        )
+        self._layer.read_known(known, self._batch_slots(), parts.cache.blocks, parts)
 
-    def _read_step(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
-        """Let the layer read all rows of a step; its outputs after the accepted paths, `[B, d]`.
+    def _read_step(self, step: HiddenStateStep, verified: Verified) -> None:
+        """Let the layer read all rows of a step.
 
         The KV of rejected drafts is written again before it is read.
         """
@@ -231,10 +228,7 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         starts = self.query_start_loc.gpu[: len(path) + 1]
         following = self._following(step, verified)
         rows = rows_to_read(step.input_ids, step.positions, starts, sizes, path, following)
-        if step.trees.drafted and not self._layer.has_graph(len(rows.tokens)):
-            self._show_chains(step)
-        states = self._layer.read_rows(step.hidden[rows.sources], rows.tokens, rows.positions)
-        return states[rows.last]
+        self._layer.read_step(rows, step.hidden, self._batch_slots(), self.step_parts(LAYER))
 
     def _following(self, step: HiddenStateStep, verified: Verified) -> torch.Tensor:
         """The tokens after the rows of the accepted paths, `int32 [B, D + 1]`.

@@ -238,15 +238,6 @@ class InStepRunner(TreeModelRunner[I]):
         missing = masks.shape[1] - parents.shape[1]
         padded = torch.nn.functional.pad(parents[step.masks.requests], (0, missing), value=-1)
         masks.copy_(tree_mask(padded, step.masks.tree_sizes.to(torch.int32)))
-        self._announce_masks()
-
-    def _show_chains(self, step: I) -> None:
-        """Let attention treat the rows of every tree as a chain."""
-        assert step.masks is not None
-        step.masks.masks.copy_(torch.ones_like(step.masks.masks).tril())
-        self._announce_masks()
-
-    def _announce_masks(self) -> None:
         for builder in self._builders():
             builder.masks_changed()
 

@@ -200,6 +200,7 @@ class LayerGraphs(TargetGraphs):
             buffers.starts[: requests + 1],
             buffers.lengths[:requests],
             size,
+            size,
         ):
             x = drafter.fuse(buffers.hidden[:size], buffers.tokens[:size])
             return drafter.layer(x, buffers.positions[:size], self._attend)
@@ -288,6 +289,7 @@ class LayerGraphs(TargetGraphs):
             torch.arange(size + 1, dtype=torch.int32, device=slots.device),
             # Padded chains have no keys.
             (positions + sizes.clamp(max=ahead + 1)).clamp(min=0),
+            size,
             1,
         ):
             x, here = drafter.between(outputs[:, ahead]), (positions + ahead).clamp(min=0)

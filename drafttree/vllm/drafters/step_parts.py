@@ -39,6 +39,19 @@ class StepCache(NamedTuple):
     slots: torch.Tensor
     block_size: int
 
+    def at(
+        self, requests: torch.Tensor, of_rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks `[R, P]` of some requests, and the slots `int64 [N]` of rows of theirs.
+
+        Args:
+            requests: The requests' places in the step, `int64 [R]`.
+            of_rows: Which of them each row is of, `int64 [N]`.
+            positions: Positions of the rows, `int64 [N]`.
+        """
+        blocks, size = self.blocks[requests], self.block_size
+        return blocks, blocks[of_rows, positions // size].long() * size + positions % size
+
 
 @contextmanager
 def other_model(graphs: BatchDescriptor | None = None, **changes: Any) -> Iterator[None]:
@@ -130,8 +143,7 @@ class StepParts:
         )
 
         def of(cache: StepCache) -> tuple[torch.Tensor, torch.Tensor]:
-            blocks, size = cache.blocks[places], cache.block_size
-            return blocks, blocks[of_rows, positions // size].long() * size + positions % size
+            return cache.at(places, of_rows, positions)
 
         lengths, most = positions[last] + 1, int(counts.max())
         with self._context(len(positions), starts, lengths, most, None, of):
@@ -144,18 +156,23 @@ class StepParts:
         blocks: torch.Tensor,
         starts: torch.Tensor,
         lengths: torch.Tensor,
+        rows: int,
         most: int,
     ) -> Iterator[None]:
-        """The forward context of causal rows that need not be the step's, as a graph reads them.
+        """The forward context of causal rows that need not be the step's.
+
+        The KV of more rows may be written than attend.
 
         Args:
-            slots: KV slots of these rows, `int64 [P]`; -1 where nothing is written.
-            blocks: Blocks of their requests, `int32 [B, n]`.
-            starts: First row of each request, and the number of rows of requests, `int32 [B + 1]`.
+            slots: KV slots of the rows whose KV is written, `int64 [P]`; -1 where nothing is.
+            blocks: Blocks of the requests, `int32 [B, n]`.
+            starts: First of the rows of each request that attend, and the number of those that
+                belong to requests, `int32 [B + 1]`.
             lengths: Number of tokens of each request up to the last of its rows, `int [B]`.
-            most: Greatest number of rows of a request.
+            rows: Number of rows that attend.
+            most: Greatest number of them of a request.
         """
-        with self._context(len(slots), starts, lengths, most, None, lambda _: (blocks, slots)):
+        with self._context(rows, starts, lengths, most, None, lambda _: (blocks, slots)):
             yield
 
     @contextmanager

@@ -138,9 +138,6 @@ class HiddenStateRunnerV2(InStepRunnerV2):
             *(batch.input_ids, batch.positions[: len(batch.input_ids)], starts),
             *(step.sizes, verified.path, following),
         )
-        if step.width > 1 and not self._layer.has_graph(len(rows.tokens)):
-            self._show_chains()
+        parts = self._parts(batch.num_reqs, LAYER)
         with override_forward_context(self._context):
-            hidden = self._hidden[rows.sources]
-            states = self._layer.read_rows(hidden, rows.tokens, rows.positions)
-        self._layer.states[batch.idx_mapping] = states[rows.last].to(self._layer.states.dtype)
+            self._layer.read_step(rows, self._hidden, batch.idx_mapping, parts)

@@ -168,14 +168,7 @@ class InStepRunnerV2(TreeRunnerV2):
 
     def _show_trees(self, step: Layout, parents: torch.Tensor) -> None:
         """Let attention apply the masks of trees, `int32 [B, N]`."""
-        self._show(tree_mask(parents, step.sizes))
-
-    def _show_chains(self) -> None:
-        """Let attention treat the rows of every tree as a chain."""
-        self._show(torch.ones_like(self._shown).tril())
-
-    def _show(self, masks: torch.Tensor) -> None:
-        self._shown.copy_(masks)
+        self._shown.copy_(tree_mask(parents, step.sizes))
         for builder in self._builders():
             builder.masks_changed()
 

@@ -41,7 +41,13 @@ class LayerDrafter(LyannaTrees):
         """The same turned by one token, and sharper."""
         return 3 * states.roll(1, 1)
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Add a little of the position and of what attention says."""
         given = (x + 0.05 * (positions % 7)[:, None] * pattern(x))[:, None]
-        return attend(given, given, given)[:, 0]
+        return attend(given if last is None else given[last], given, given)[:, 0]

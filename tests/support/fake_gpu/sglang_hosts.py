@@ -64,12 +64,19 @@ class _HiddenState(_KeepsStep, HiddenStateWorker):
 class _AttendingDrafter(LayerDrafter):
     """Its layer attends to all positions with similar weights."""
 
-    def layer(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def layer(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        last: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Add a little of the position, and the mean of what attention finds."""
         # Some tokens are impossible after others, and 0 * inf is NaN.
         finite = x.clamp(min=-20)
         given = (finite + 0.05 * (positions % 7)[:, None] * pattern(x))[:, None]
-        return (given + attend(0.05 * given, given, given))[:, 0]
+        own = given if last is None else given[last]
+        return (own + attend(0.05 * own, given, given))[:, 0]
 
 
 class _AdaptiveOptions(RecycleOptions):

@@ -287,7 +287,7 @@ class LayerAttention:
         pass
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.runner.attended.append(len(q))
+        self.runner.attended.append(len(k))
         with self.runner.uncounted():
             context = get_forward_context()
             metadata: Any = context.attn_metadata
