@@ -145,6 +145,7 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
         self._width, self._dtype = some.shape[1], target.dtype
         head = torch.randn(self._vocab_size, self._width, generator=self._generator)
         self._head = head * (_SHARPNESS / some.norm(dim=1).mean())
+        drafter.read_head(self._logits)
         self._cache = _LayerCache(drafter.heads)
         self._coins = torch.zeros(MAX_REQUESTS, MAX_MODEL_LEN + drafter.max_depth + 1)
         # The layer's output after each request's last token.
@@ -249,7 +250,7 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
         return most
 
     def _draft_logits(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The logits `[B, L, V]` of the layer's steps from each request's last token."""
+        """The logits `[B, L, C]` of the layer's steps from each request's last token."""
         states = [self._states[slots]]
         for ahead in range(self._drafter.steps - 1):
             x = self._drafter.between(states[-1])
@@ -258,7 +259,9 @@ class _HiddenStateSession(Session[HiddenStateDrafter]):
             state = self._drafter.layer(x, positions, self._cache.attend(slots, positions))
             self._check_states("layer", state, len(slots))
             states.append(state)
-        return self._logits(torch.stack(states, 1))
+        outputs = torch.stack(states, 1)
+        logits = self._drafter.logits(outputs.flatten(0, 1), self._logits)
+        return logits.view(*outputs.shape[:2], -1)
 
     def _check_sizes(
         self, slots: torch.Tensor, trees: DraftTree, steps: torch.Tensor, most: torch.Tensor

@@ -34,9 +34,9 @@ CASES = {
 }
 CHUNKS = {"vllm": 300, "sglang": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fused": {"nodes": 12},
+    "fused": {"nodes": 12, "head": "whole"},
     "not fused": {"nodes": 12, "fusion": False, "table": "float8"},
-    "hot tokens alone": {"nodes": 12, "head": "hot", "resample": False},
+    "hot tokens alone": {"nodes": 12, "resample": False},
 }
 
 
@@ -107,7 +107,7 @@ def test_the_layers_states_are_those_of_pytorch(
         tiny_llama,
         [Case(prompts, GREEDY, together=host.name == "vllm")],
         "lyanna",
-        {"nodes": 12},
+        {"nodes": 12, "head": "whole"},
         draft_model=drafter,
         running=1,
         chunk={"vllm": 100, "sglang": 96}[host.name] if chunked else 1024,
@@ -138,7 +138,7 @@ def test_a_drafter_that_has_memorised_the_answers_is_accepted(
             Case(PROMPTS, settings, together=False),
         ],
         "lyanna",
-        {"nodes": 12, "head": "hot", "resample": False},
+        {"nodes": 12, "resample": False},
         tmp_path / "drafter",
     )
     assert learned.mean_accepted_tokens > 3.8

@@ -163,9 +163,9 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(
 @pytest.mark.parametrize(
     "options",
     [
-        {"nodes": 12},
+        {"nodes": 12, "head": "whole"},
         pytest.param({"nodes": 12, "tables": {"memory": 0}}, marks=pytest.mark.full),
-        pytest.param({"nodes": "auto", "head": "hot"}, marks=pytest.mark.full),
+        pytest.param({"nodes": "auto"}, marks=pytest.mark.full),
         pytest.param({"nodes": "auto", "tables": {"memory": 0}}, marks=pytest.mark.full),
     ],
     ids=["fixed", "tables", "auto", "tables alone or with the layer"],

@@ -140,7 +140,7 @@ def drafted_by_lyanna(options: LyannaOptions, gpu: Gpu | None) -> tuple[list[Any
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"fusion": False}, {"tables": True}, {"head": "hot"}], ids=str
+    "given", [{}, {"fusion": False}, {"tables": True}, {"head": "whole"}], ids=str
 )
 def test_lyanna(gpu: Gpu, given: dict[str, Any]) -> None:
     options = LyannaOptions(model="", width=3, nodes=6, resample_nodes=4, **given)

@@ -56,10 +56,10 @@ def test_heads_with_a_bias_or_a_cap_are_refused(target: Path, folder: Path) -> N
         return linear(states, weight, torch.ones(512))
 
     for head in (capped, biased):
-        drafter = serve(target, folder, head="hot")
+        drafter = serve(target, folder)
         with pytest.raises(ValueError, match=r"head=hot .* bias or are capped\. Choose head=whole"):
             drafter.read_head(head)
-        whole = serve(target, folder)
+        whole = serve(target, folder, head="whole")
         whole.read_head(head)
         states = torch.randn(3, 128)
         assert torch.equal(whole.logits(states, head), head(states))

@@ -92,7 +92,7 @@ def accepted(target: Target, drafter: HiddenStateDrafter, depth: int) -> int:
 
 def test_with_tables_more_is_accepted_than_from_either_alone(parts: tuple[Target, Path]) -> None:
     target, folder = parts
-    options = {"model": str(folder), "nodes": NODES, "resample": False}
+    options = {"model": str(folder), "nodes": NODES, "resample": False, "head": "whole"}
     recycling = TOKEN_RECYCLING.parse({"nodes": NODES, "prime": False})
     tables = TOKEN_RECYCLING.drafter(recycling, target)
     alone = accepted(target, TablesAlone(tables), recycling.depth)
@@ -146,7 +146,8 @@ ROOTS = torch.tensor([5, 6], dtype=torch.int32)
 def test_trees_of_tables_alone_are_those_of_token_recycling(parts: tuple[Target, Path]) -> None:
     """Between trees of both, of which the worth of nodes is learnt from."""
     target, folder = parts
-    given = METHOD.parse({"model": str(folder), "tables": {"prime": False}, "nodes": "auto"})
+    options = {"model": str(folder), "tables": {"prime": False}, "head": "whole"}
+    given = METHOD.parse(options)
     drafter = METHOD.drafter(given, target)
     assert isinstance(drafter, LyannaDrafter)
     drafter.allocate(2, 64)
