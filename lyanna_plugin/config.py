@@ -13,13 +13,13 @@ from recycle_plugin.config import RecycleOptions
 from recycle_plugin.sharing import SharingOptions, parse_tables
 
 LARGEST = 12
-"""Draft tokens of the paper's regular trees."""
+"""Draft tokens of the paper's regular trees, and most of `nodes=auto`."""
 
 _OF_SECOND_TREES = ("resample", "resample_nodes", "resample_min_steps", "fusion")
 
 
 class LyannaOptions(SharingOptions):
-    """The options of Lyanna. With `nodes=12` and `head=whole` they are those of the paper's runs."""
+    """The options of Lyanna. The paper's runs are those of `nodes=12` and `head=whole`."""
 
     planned_by: ClassVar[str] = "nodes"
 
@@ -49,7 +49,8 @@ class LyannaOptions(SharingOptions):
     resample: bool = Field(
         default=True,
         description="Draft a second tree from the logits that remain after a rejection "
-        "(algorithm 2 of the paper), with a number of `nodes`.",
+        "(algorithm 2 of the paper). Only where `nodes` is a number, as all options of second "
+        "trees.",
     )
     resample_nodes: int = Field(
         default=12, ge=1, le=MAX_DRAFT_TOKENS, description="Draft tokens of the second tree."

@@ -248,7 +248,7 @@ class LyannaDrafter(LyannaTrees):
                 self._hot_head.read(head)
         except ValueError as error:
             raise ValueError(
-                f"head=hot does not work with this target: {error}. Choose head=whole"
+                f"head=hot, the default, does not work with this target: {error}. Choose head=whole"
             ) from error
 
     def logits(self, states: Tensor, head: Head) -> Tensor:
@@ -274,8 +274,8 @@ def _check_width(options: LyannaOptions, hot: int) -> None:
     """Raise an error if a node has more children than there are tokens to draft."""
     if options.width > hot:
         raise ValueError(
-            f"width={options.width}, but with head=hot only the {hot} frequent tokens of "
-            f"model={options.model!r} are drafted: choose a width up to {hot}, or head=whole"
+            f"width={options.width}, but with head=hot, the default, only the {hot} frequent tokens "
+            f"of model={options.model!r} are drafted: choose a width up to {hot}, or head=whole"
         )
 
 

@@ -58,7 +58,7 @@ class ServedLayer:
     ) -> Tensor:
         """One step: `[N, d]` at `positions [N]` to the next hidden states, `[N, d]`.
 
-        Of other rows than `last [M]`, if given, only keys and values are computed; returns `[M, d]`.
+        If `last [M]` is given, only these rows attend and go on; returns `[M, d]`.
         """
         heads, kv_heads, _ = self.heads
         _, normed = add_norm(x, None, self._before_attention, self._epsilon)

@@ -72,9 +72,10 @@ class SharingOptions(MethodOptions):
         """
         if self.tables_alone is not None and device.type != "cpu":
             name = self.planned_by
+            note = "" if name in self.model_fields_set else ", the default,"
             raise ValueError(
-                f"{name}=auto with tables chooses by the times of steps, on a CPU only: give "
-                f"{name} another value, or leave tables out"
+                f"{name}=auto{note} with tables chooses by the times of steps, on a CPU only: "
+                f"give {name} another value, or leave tables out"
             )
 
 

@@ -115,6 +115,10 @@ class _LayerCache:
         heads, kv_heads, size = self._heads
         expected = [[readers, heads, size], [rows, kv_heads, size], [rows, kv_heads, size]]
         found = [[*each.shape] for each in given]
+        assert found[0][:1] != [rows] or readers == rows, (
+            f"attend was called with the queries of all {rows} rows: layer must give it those of "
+            f"the {readers} rows of `last` alone"
+        )
         assert found == expected, (
             f"attend was called with q, k and v of shapes {found}, but heads={self._heads} means "
             f"{expected}"

@@ -10,11 +10,11 @@
     python -m scripts.benchmarks.bench_servers MODEL servers.json --only-table
 
 A server of plain decoding and one for each method are started, and stay up. In each round every one
-of them answers the same prompts, in an order that changes: in a closed loop, in which a fixed number
-of requests is under way and each that ends makes room for the next, or in an open one, in which they
-arrive at a rate, at the same random times for all servers. No prompt comes twice, so that no method
-can copy an earlier answer to the same prompt. The servers of a round follow one another within
-minutes, so that what disturbs the machine for longer disturbs all alike.
+of them answers the same prompts, in an order that changes. In a closed loop a fixed number of
+requests is under way, and each that ends makes room for the next. In an open one requests arrive at
+a rate, at the same random times for all servers, and latencies are what differs. No prompt comes
+twice, so that no method can copy an earlier answer to the same prompt. The servers of a round
+follow one another within minutes, so that what disturbs the machine for longer disturbs all alike.
 
 Measured are the tokens per second of all requests, the time to the first token (TTFT), the mean
 time of a request's tokens after the first one (TPOT), and the time to the last token. Tables go to
@@ -75,7 +75,7 @@ def tables(report: dict[str, Any]) -> str:
             cells = [
                 "plain" if method == "none" else METHOD_NAMES.get(method, method),
                 f"{rate:.1f}",
-                f"{rate / plain['tokens_per_second']:.2f}",
+                f"{rate / plain['tokens_per_second']:.2f}" if "users" in load else "",
                 f"{figures['first_token']['median']:.2f} s",
                 *(f"{1000 * of_tokens[name]:.1f} ms" for name in ("mean", "median", "p99")),
                 f"{figures['latency']['mean']:.2f} s",
@@ -120,14 +120,16 @@ def main(
         typer.Option(min=1, help="Requests at a time. Default: 1, 8 and 32, without --rate."),
     ] = None,
     rate: Annotated[
-        list[float] | None, typer.Option(min=0.01, help="Requests that arrive in a second.")
+        list[float] | None,
+        typer.Option(min=0.01, help="Requests that arrive in a second. 32 are decoded at a time."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each load.")] = 3,
     requests: Annotated[
         int, typer.Option(min=1, help="Requests of a round for each user, twice as many for one.")
     ] = 3,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Seconds in which the requests of a round arrive at a rate.")
+        float,
+        typer.Option(min=1, help="Seconds in which the requests of a round arrive at a rate."),
     ] = 20,
     tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 96,
     prompts: Annotated[
@@ -162,6 +164,7 @@ def main(
             "fewer --rounds, --requests or --seconds, or a larger file with --prompts"
         )
     unused = iter(asked)
+    most = max([*closed, _MOST_AT_A_RATE] if rate else closed)
     report: dict[str, Any] = {
         "engine": engine,
         "model": model_name(model),
@@ -169,11 +172,12 @@ def main(
         "cpu": processor_name(),
         "tokens": tokens,
         "rounds": rounds,
+        "most_running": most,
         "options": {each.name: each.options for each in methods if each.options},
         "loads": [],
     }
     logs.mkdir(parents=True, exist_ok=True)
-    target = ServedTarget(engine, model, dtype, max([*closed, *([_MOST_AT_A_RATE] if rate else [])]), arguments or [])
+    target = ServedTarget(engine, model, dtype, most, arguments or [])
     with ExitStack() as stack:
         addresses: dict[str, str] = {}
         for name, started in zip(names, methods, strict=True):

@@ -16,7 +16,6 @@ from fake_gpu.vllm_v1_cases import GREEDY, HOSTS, asked, both
 
 from drafttree.vllm.drafters import layer_graphs
 from drafttree.vllm.drafters.layer_graphs import LayerGraphs
-from drafttree.vllm.drafters.step_parts import StepParts
 
 SIZES = ((9, 12, 0), (6, 10, 0), (13, 5, 3))
 
@@ -70,11 +69,11 @@ def of_half_the_rows(self: Any, size: int) -> torch.Tensor:
     return STOCK_READ(self, max(size // 2, 1)).repeat(2, 1)[:size]
 
 
-def with_slots_of_other_rows(self: StepParts, slots: torch.Tensor, *args: Any) -> Any:
-    return STOCK_READING(self, slots.roll(1), *args)
+def with_slots_of_other_rows(self: LayerGraphs, *args: Any) -> torch.Tensor:
+    return STOCK_REPLAY(self, *args[:-1], args[-1].roll(1))
 
 
-STOCK_READ, STOCK_READING = LayerGraphs._read, StepParts.reading_at
+STOCK_READ, STOCK_REPLAY = LayerGraphs._read, LayerGraphs.read
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "chains of the step before": (LayerGraphs, "unroll", stale("chains", "unroll")),
@@ -83,7 +82,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "lengths of the step before": (LayerGraphs, "read", stale("lengths", "read")),
     "rows of the step before": (LayerGraphs, "read", stale("starts", "read")),
     "a graph of half the rows": (LayerGraphs, "_read", of_half_the_rows),
-    "slots of other rows": (StepParts, "reading_at", with_slots_of_other_rows),
+    "slots of other rows": (LayerGraphs, "read", with_slots_of_other_rows),
     "padding that has a slot": (layer_graphs, "ABSENT", 0),
 }
 

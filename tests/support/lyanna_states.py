@@ -97,7 +97,9 @@ def check_states(
         tokens = torch.tensor(prompt + answer)
         hidden = model.get_decoder()(tokens[None]).last_hidden_state[0]
         texts.append(Text(tokens, hidden, len(prompt)))
-    replayed = LyannaReplay(texts, module, embeddings, head, 3).run(LyannaOptions(model="", nodes=12))
+    replayed = LyannaReplay(texts, module, embeddings, head, 3).run(
+        LyannaOptions(model="", nodes=12)
+    )
     for text, steps, again in zip(texts, recorded_steps(file), replayed, strict=True):
         states = module.unroll(
             text.hidden[None, :-1], embeddings[text.tokens[1:]][None], len(steps[0].logits)

@@ -47,7 +47,7 @@ class DraftLayer:
     ) -> None:
         """Read known tokens, and keep the output at each request's last one.
 
-        Of the other ones only keys and values are needed.
+        The other ones do not attend: only their keys and values are needed.
 
         Args:
             rows: Whose tokens these are.

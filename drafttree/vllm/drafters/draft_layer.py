@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 from drafttree.deferred_rows import TakenRows
 from drafttree.model_drafters import HiddenStateDrafter
 from drafttree.tensor_parallel import drafts_alone
-from drafttree.transfer import all_on_device
+from drafttree.transfer import all_on_device, on_device
 from drafttree.tree import DraftTree
 from drafttree.vllm.drafters.draft_chains import DraftChains
 from drafttree.vllm.drafters.layer_graphs import LayerGraphs
@@ -184,6 +184,12 @@ class DraftLayer:
             slots: The slots of the step's requests, `int64 [B]`.
             parts: The parts of the step, for the layer.
         """
+        if self._has_graph(len(rows.tokens)):
+            with parts.reading_before(rows.places, rows.counts, rows.positions):
+                states = self._replay(rows.hidden, rows.tokens, rows.positions)
+            read = slots[on_device(rows.places, slots.device)]
+            self.states[read] = states[rows.last].to(self.states.dtype)
+            return
         requests, of_rows = all_on_device(
             [rows.places, np.repeat(np.arange(len(rows.counts)), rows.counts)], slots.device
         )
@@ -206,23 +212,22 @@ class DraftLayer:
             slots: The slots of the step's requests, `int64 [B]`.
             parts: The parts of the step, for the layer.
         """
-        context: Any = get_forward_context()
-        hidden, kv_slots = hidden[rows.sources], context.slot_mapping[LAYER]
-        graphs = self._graphs
-        if graphs is None or not graphs.reads(len(rows.tokens)):
-            known = KnownRows(kv_slots, hidden, rows.tokens, rows.positions, rows.last)
-            self.read_known(known, slots, parts.cache.blocks, parts)
+        hidden = hidden[rows.sources]
+        if self._has_graph(len(rows.tokens)):
+            states = self._replay(hidden, rows.tokens, rows.positions)
+            self.states[slots] = states[rows.last].to(self.states.dtype)
             return
-        metadata = context.attn_metadata[LAYER]
-        states = graphs.read(hidden, rows.tokens, rows.positions, metadata, kv_slots)
-        self.states[slots] = states[rows.last].to(self.states.dtype)
+        context: Any = get_forward_context()
+        kv_slots = context.slot_mapping[LAYER]
+        known = KnownRows(kv_slots, hidden, rows.tokens, rows.positions, rows.last)
+        self.read_known(known, slots, parts.cache.blocks, parts)
 
     def read_known(
         self, rows: KnownRows, slots: torch.Tensor, blocks: torch.Tensor, parts: StepParts
     ) -> None:
         """Read known tokens, and store the layer's output after each request's last one.
 
-        Of the other ones only keys and values are needed.
+        The other ones do not attend: only their keys and values are needed.
 
         Args:
             rows: The tokens, of R requests.
@@ -237,6 +242,19 @@ class DraftLayer:
             x = self._drafter.fuse(rows.hidden, rows.tokens)
             states = self._drafter.layer(x, rows.positions, self.attend, rows.last)
         self.states[slots] = states.to(self.states.dtype)
+
+    def _has_graph(self, rows: int) -> bool:
+        """Whether there is a graph that reads so many rows."""
+        return self._graphs is not None and self._graphs.reads(rows)
+
+    def _replay(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer's output `[P, d]` over the rows of the forward context, from a graph."""
+        context: Any = get_forward_context()
+        metadata, kv_slots = context.attn_metadata[LAYER], context.slot_mapping[LAYER]
+        assert self._graphs is not None
+        return self._graphs.read(hidden, tokens, positions, metadata, kv_slots)
 
     def valid_steps(self, sizes: torch.Tensor) -> torch.Tensor:
         """How many of the states follow from a request's own rows, `int [B]`; 0 without drafts.

@@ -170,7 +170,7 @@ class Runner(Protocol):
         weights: The target's logits after each token, `[V, V]`.
         caches: The KV caches of all layers, by name.
         reads: Rows of each forward of the draft model, and whether graphs were replayed.
-        attended: Rows of each forward of the layer that replayed no graph.
+        attended: Rows whose KV was written, of each forward of the layer that replayed no graph.
         captured: Numbers of rows for which graphs are captured on a fake GPU, the largest first.
         graphs: Number of graphs that were captured.
     """

@@ -65,7 +65,7 @@ class Stock(GPUModelRunner):
     Attributes:
         caches: The KV caches of all layers, by name.
         drafting_layer: Name of the layer that drafts; None for none.
-        attended: Rows of each forward of the layer that replayed no graph.
+        attended: Rows whose KV was written, of each forward of the layer that replayed no graph.
         graphs: Number of graphs of the layer that were captured.
     """
 

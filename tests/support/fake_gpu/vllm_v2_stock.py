@@ -125,7 +125,7 @@ class Stock(GPUModelRunner):
         caches: The KV caches of all layers, by name.
         drafting_layer: Name of the layer that drafts; None for none.
         reads: Rows of each forward of the draft model, and whether graphs were replayed.
-        attended: Rows of each forward of the layer that replayed no graph.
+        attended: Rows whose KV was written, of each forward of the layer that replayed no graph.
         graphs: Number of graphs of the layer that were captured.
     """
 
