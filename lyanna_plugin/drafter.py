@@ -274,8 +274,9 @@ def _check_width(options: LyannaOptions, hot: int) -> None:
     """Raise an error if a node has more children than there are tokens to draft."""
     if options.width > hot:
         raise ValueError(
-            f"width={options.width}, but with head=hot, the default, only the {hot} frequent tokens "
-            f"of model={options.model!r} are drafted: choose a width up to {hot}, or head=whole"
+            f"width={options.width}, but with head=hot, the default, only the {hot} frequent "
+            f"tokens of model={options.model!r} are drafted: choose a width up to {hot}, or "
+            "head=whole"
         )
 
 

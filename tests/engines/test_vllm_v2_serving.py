@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # Copies of the first answers would take the place of branches.
     "token_recycling": {"nodes": 7, "memory": 0},
     # A random drafter, which affects speed alone.
-    "lyanna": {"nodes": 7},
+    "lyanna": {"nodes": 7, "head": "whole"},
 }
 CASES = {
     "greedy": Case(PROMPTS, GREEDY),

@@ -57,7 +57,9 @@ def test_heads_with_a_bias_or_a_cap_are_refused(target: Path, folder: Path) -> N
 
     for head in (capped, biased):
         drafter = serve(target, folder)
-        with pytest.raises(ValueError, match=r"head=hot .* bias or are capped\. Choose head=whole"):
+        with pytest.raises(
+            ValueError, match=r"head=hot, the default, .* bias or are capped\. Choose head=whole"
+        ):
             drafter.read_head(head)
         whole = serve(target, folder, head="whole")
         whole.read_head(head)
@@ -81,7 +83,9 @@ def test_the_drafter_reads_new_weights(target: Path, folder: Path) -> None:
 
 
 def test_more_children_than_hot_tokens_are_refused(target: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"width=65, .* head=hot only the 64 .* or head=whole"):
+    with pytest.raises(
+        ValueError, match=r"width=65, .* head=hot, the default, only the 64 .* or head=whole"
+    ):
         serve(target, folder, head="hot", width=65)
     assert serve(target, folder, head="hot", width=64)
 
