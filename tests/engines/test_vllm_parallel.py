@@ -55,7 +55,7 @@ def make_model(method: str, target: Path, folder: Path) -> dict[str, Any]:
         make_first_layers(target, folder, 1)
         return {"model": str(folder)}
     save(drafter_for(target), folder)
-    return {"model": str(folder), "nodes": 12}
+    return {"model": str(folder), "nodes": 12, "head": "whole"}
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ def check_figures(engine: str, model: Path, folder: Path) -> None:
     arguments = [
         *("bench", "--engine", engine, "--method", "lyanna", "--model", str(model)),
         *("--option", f"model={folder / 'drafter'}", "--option", "nodes=12"),
+        *("--option", "head=whole"),
         *("--vary", "resample=false", "--vary", "resample=true", "--prompts", str(prompts)),
         *("--max-new-tokens", "12", "--eager", "--output", str(output)),
     ]
