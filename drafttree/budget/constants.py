@@ -122,12 +122,6 @@ class BudgetConstants(BaseModel):
         description="Share of the time that may be spent on trying drafting again after a lasting "
         "change, so that it is tried no later than its cost allows.",
     )
-    doubtful: float = Field(
-        default=1.25,
-        gt=1,
-        description="A plain step that took longer or less than expected by this factor is "
-        "followed by another one soon.",
-    )
     agreeing_outliers: int = Field(
         default=4,
         ge=2,

@@ -47,8 +47,6 @@ class Factors:
         changed_at: Step of the last lasting change; None if there was none.
         changed: Index of the size whose time had changed.
         checked_at: Step at which that size was last measured, for plain steps one with drafts.
-        doubts: Number of the last plain steps, in a row, whose times were far from what was
-            expected; counted up to a limit, and from 0 again.
     """
 
     def __init__(self, mean: FloatArray, covariance: FloatArray, clock: int) -> None:
@@ -59,4 +57,3 @@ class Factors:
         self.changed_at: int | None = None
         self.changed = 0
         self.checked_at = 0
-        self.doubts = 0

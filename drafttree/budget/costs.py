@@ -155,13 +155,6 @@ class CostModel:
             return None
         return np.exp([min(run[-1], 0.0) if run else 0.0 for run in runs])
 
-    def doubts_plain(self, batch_size: int) -> bool:
-        """Whether the last plain step took a time so far from the expected one that it says little.
-
-        It may have been delayed, or the ones before it.
-        """
-        return self._factors(batch_size).doubts > 0
-
     def recheck(self, batch_size: int) -> Recheck | None:
         """What there is to measure again since the last lasting change; None if there was none."""
         factors = self._factors(batch_size)
@@ -198,8 +191,6 @@ class CostModel:
         sample = math.log(seconds / self.curve.seconds(rows + added_rows))
         gradient, variance = project(factors.covariance, *place)
         surprise = sample - value_at(factors.mean, *place)
-        if not place[0]:
-            factors.doubts = self._doubts(factors, surprise, variance)
         change = self._change(factors, place[0], surprise, variance)
         if change is not None:
             surprise = change
@@ -219,15 +210,6 @@ class CostModel:
     def skip(self) -> None:
         """Let a step pass whose time is of something else too."""
         self.clock += 1
-
-    def _doubts(self, factors: Factors, surprise: float, variance: float) -> int:
-        """The doubts after a plain step; an outlier hardly counts, so it begins none."""
-        constants, known = self._constants, factors.doubts
-        is_far = abs(surprise) > math.log(constants.doubtful)
-        begins = surprise**2 <= constants.outlier_sigmas**2 * (variance + self._variance)
-        if not is_far or not (known or begins) or known > constants.agreeing_outliers:
-            return 0
-        return known + 1
 
     def _change(
         self, factors: Factors, size: int, surprise: float, variance: float

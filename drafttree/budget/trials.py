@@ -34,8 +34,6 @@ class Trials:
             seconds: `[S]`, predicted mean seconds at each size.
         """
         constants, costs = self._constants, self._costs
-        if costs.doubts_plain(batch_size):
-            return True
         # If drafting wins only because plain steps are supposed to stall like it, see if they do.
         if costs.unstalled_plain_seconds(batch_size) * gain < seconds[index]:
             return True
