@@ -37,11 +37,20 @@ class Trials:
         # If drafting wins only because plain steps are supposed to stall like it, see if they do.
         if costs.unstalled_plain_seconds(batch_size) * gain < seconds[index]:
             return True
-        if not self.allowance.covers(self._loss(float(seconds[0] / seconds[index]), gain, 1.0)):
+        plain, wanted = float(seconds[0]), float(seconds[index]) * constants.margin
+        surprises = costs.surprises(batch_size)
+        if surprises is not None and surprises[0] < 1 and plain * surprises[0] * gain < wanted:
+            return True
+        # A plain step takes no longer than one that verifies drafts too. If it seems to, some that
+        # were measured were delayed.
+        usual = costs.usual_of_sizes(batch_size)
+        excess = float(usual[0] / usual[index])
+        plain /= max(1.0, excess)
+        if not self.allowance.covers(self._loss(plain / float(seconds[index]), gain, 1.0)):
             return False
-        deviation = costs.deviations(batch_size, index)[0]
-        optimistic = seconds[0] * math.exp(-constants.optimism * deviation)
-        return bool(optimistic * gain < seconds[index] * constants.margin)
+        doubt = constants.optimism * float(costs.deviations(batch_size, index)[0])
+        optimism = math.exp(-doubt * (2 if self.allowance.is_full else 1))
+        return excess * optimism > 1 or plain * optimism * gain < wanted
 
     def size(
         self,

@@ -197,3 +197,34 @@ def test_a_decision_to_draft_holds_for_four_steps_of_the_same_requests(
 def test_shapes_must_ascend(shapes: tuple[TreeShape, ...]) -> None:
     with pytest.raises(ValueError, match="must start at 0 and ascend"):
         ShapePlanner(shapes, {1: 0.03})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_slow_plain_step_does_not_let_drafts_seem_to_pay(seed: int) -> None:
+    """The first plain step of eight requests is delayed; before, drafts paid with one request.
+
+    A draft then costs more than it gives, which could not be seen for hundreds of steps.
+    """
+    planner = ShapePlanner([TreeShape(1, 1, 1)], {1: 0.02, 2: 0.02, 8: 0.0205, 16: 0.0245})
+    random = torch.Generator().manual_seed(seed)
+
+    def drafts(batch: int, plain: float, drafted: float) -> bool:
+        plan = planner.choose(batch)
+        accepted = torch.rand(batch, generator=random) < 0.4 * plan.shape.depth
+        if plan.shape.depth:
+            path = torch.stack((torch.zeros(batch).long(), accepted.long() * 2 - 1), 1)
+            verified = Verified(path, path, 1 + accepted.int())
+            planner.acceptance.add(plan.shape, beams(plan.shape, batch), verified)
+        planner.record_step(
+            *(plan, batch, batch * (1 + plan.shape.nodes)),
+            *(drafted if plan.shape.depth else plain, 0.003 * plan.shape.depth),
+            batch + int(accepted.sum()),
+        )
+        return plan.shape.depth > 0
+
+    assert sum(drafts(1, 0.022, 0.025) for _ in range(100)) > 90
+    of_eight: list[bool] = []
+    for _ in range(200):
+        of_eight.append(drafts(8, 0.024 if False in of_eight else 0.047, 0.0414))
+    assert not any(of_eight[40:100])
+    assert sum(of_eight) < 40
