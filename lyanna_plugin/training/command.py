@@ -26,8 +26,12 @@ def train(
     out: Annotated[
         Path, typer.Option(help="The drafter's folder. An interrupted run in it is resumed.")
     ],
+    # torchrun takes `--start` for an abbreviation of an option of its own.
     start: Annotated[
-        Path | None, typer.Option(help="Folder of a drafter whose weights training starts from.")
+        Path | None,
+        typer.Option(
+            "--start-from", help="Folder of a drafter whose weights training starts from."
+        ),
     ] = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="First have the target write all answers.")

@@ -206,8 +206,8 @@ def _started_from(job: Job, start: Path, config: LyannaConfig) -> LyannaModel:
     for name, expected in config.model_dump(exclude={"target", "embedding_scale"}).items():
         if (found := getattr(drafter.config, name)) != expected:
             raise ValueError(
-                f"--start {start} has {name}={found}, not {expected}: repeat the options that it "
-                "was trained with"
+                f"--start-from {start} has {name}={found}, not {expected}: repeat the options "
+                "that it was trained with"
             )
     return drafter
 

@@ -294,7 +294,9 @@ def test_batches_that_come_and_go(cost: Cost, period: int) -> None:
     seed=st.integers(0, 1000),
 )
 # The first plain step was delayed so much that drafts, which gain nothing here, seemed to pay.
-@example(flat=0.8513, draft=0.714, wasted=0.2137, quality=0.0076, optimism=2.4767, batch=3, seed=287)
+@example(
+    flat=0.8513, draft=0.714, wasted=0.2137, quality=0.0076, optimism=2.4767, batch=3, seed=287
+)
 def test_it_never_loses_much_to_plain_decoding(
     flat: float, draft: float, wasted: float, quality: float, optimism: float, batch: int, seed: int
 ) -> None:

@@ -19,6 +19,8 @@ from chat_templates import STRICT, WITHOUT_THOUGHTS
 from quantised_models import quantise
 from safetensors import SafetensorError
 from tiny_models import make_tiny_chat_llama
+from torch.distributed.run import get_args_parser
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from drafttree.cli import app
@@ -87,11 +89,11 @@ def test_training_starts_from_another_drafter(target: Path, data: Path, tmp_path
     first, out = tmp_path / "first", tmp_path / "second"
     more = ("--epochs", "8", "--learning-rate", "1e-3")
     assert train(target, data, first, *more).exit_code == 0
-    other = train(target, data, out, *more, "--start", str(first), "--rank", "4")
+    other = train(target, data, out, *more, "--start-from", str(first), "--rank", "4")
     assert other.exit_code == 2
     assert "has token_info_rank=8, not 4" in other.output
     assert not out.exists()
-    assert train(target, data, out, *more, "--start", str(first)).exit_code == 0
+    assert train(target, data, out, *more, "--start-from", str(first)).exit_code == 0
     assert losses(out)[0] < 0.95 * losses(first)[0]
     assert load(out, target).config == load(first, target).config
 
@@ -141,6 +143,18 @@ def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Pat
     assert len(both) == len(alone) // 2
     # Each step takes two batches, so the first loss is their mean.
     assert both[0] == pytest.approx(sum(alone[:2]) / 2, rel=0.05)
+
+
+def test_no_option_is_taken_by_torchrun() -> None:
+    """It takes the beginning of a name for the name, and is ambiguous if it begins two of them."""
+    options = [
+        option
+        for name in get_command(app).commands["train"].commands["lyanna"].params
+        for option in name.opts
+    ]
+    assert "--start-from" in options
+    parsed = get_args_parser().parse_args(["-m", "drafttree.cli", "train", "lyanna", *options])
+    assert parsed.training_script_args == ["train", "lyanna", *options]
 
 
 def test_an_interrupted_run_only_resumes_with_the_same_settings(

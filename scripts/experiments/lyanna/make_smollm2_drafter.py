@@ -88,7 +88,8 @@ def main(
     answer_prompts(model, prompts, [free, prompted], work)
     first, last = work / "first", work / "drafter"
     train(model, work, free, first, epochs, "--learning-rate", "1e-3")
-    train(model, work, prompted, last, epochs, "--learning-rate", "5e-4", "--start", str(first))
+    more = "--learning-rate", "5e-4", "--start-from", str(first)
+    train(model, work, prompted, last, epochs, *more)
 
 
 if __name__ == "__main__":
