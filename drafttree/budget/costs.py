@@ -216,7 +216,7 @@ class CostModel:
     ) -> float | None:
         """The least of several outliers of a size in a row to one side: it has changed."""
         constants, run = self._constants, factors.outliers[size]
-        if surprise**2 <= constants.outlier_sigmas**2 * (variance + self._variance):
+        if surprise**2 <= self._outlier_limit(variance):
             run.clear()
             return None
         if run and (run[-1] > 0) != (surprise > 0):
@@ -245,8 +245,7 @@ class CostModel:
         self, factors: Factors, gradient: FloatArray, variance: float, surprise: float
     ) -> None:
         """The update of a Kalman filter, in which an outlier counts as a noisy sample."""
-        constants = self._constants
-        limit = constants.outlier_sigmas**2 * (variance + self._variance)
+        constants, limit = self._constants, self._outlier_limit(variance)
         noise = self._variance
         if surprise**2 > limit:
             noise = surprise**2 / constants.outlier_sigmas**2
@@ -257,6 +256,10 @@ class CostModel:
         unexplained = min(surprise**2, limit) * self._variance / (variance + self._variance)
         self._variance += constants.noise_rate * (unexplained - self._variance)
         self._variance = max(self._variance, _LEAST_VARIANCE)
+
+    def _outlier_limit(self, variance: float) -> float:
+        """The square of a surprise beyond which a sample is an outlier."""
+        return self._constants.outlier_sigmas**2 * (variance + self._variance)
 
     def _mean_ratio(self, drafted: bool) -> float:
         """Ratio of the mean to the usual time, of plain steps or of steps with drafts."""

@@ -31,6 +31,7 @@ from drafttree.budget.candidates import checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
 from drafttree.budget.draft_times import DraftTimes
+from drafttree.budget.exploration import Exploration
 from drafttree.budget.level_acceptance import NO_DRAFTS, LevelAcceptance
 from drafttree.budget.planner import Planner
 from drafttree.budget.planner_state import BucketState, Outlook, ShapePlan, StepPlan
@@ -41,23 +42,6 @@ from drafttree.tree_shape import TreeShape
 
 _CALIBRATION_AGE = 256
 """As for `LevelAcceptance`: while nothing is drafted, texts change."""
-_SHARE = 0.005
-"""Share of the time without a model's drafts that may be lost by exploring: drafting to see whether
-it pays."""
-_HOPELESS = 8.0
-"""Allowance needed before a shape is tried that is predicted not to pay, in tokens of a request."""
-_CAPACITY = 64.0
-"""Greatest allowance, in tokens of a request."""
-_MOST_OWED = 16.0
-"""Most that is owed after a shape was tried, in tokens of a request: a long stall in the middle of
-a trial says little of drafting, and must not put it off for hours."""
-_AT_START = 4.0
-"""The allowance at first, and the most that a depth's first drafts are charged, in tokens of a
-request."""
-_READING_CREDIT = 16.0
-"""Credit for reading texts until it is known whether drafting pays, in tokens of a request. Without
-it, where texts are long and reading them is slow, drafting would not be tried for some thousand
-steps."""
 _EVIDENCE = 8.0
 """Number of outcomes below which it is unknown whether drafting pays."""
 _RESTS = 8
@@ -143,8 +127,7 @@ class ShapePlanner:
         self._base = base
         self._report = StepReport() if base is None else base.report
         self._states: dict[int, BucketState] = {}
-        self._saved = _AT_START
-        self._reading_credit = _READING_CREDIT
+        self._exploration = Exploration()
         self._rests = 0
         self._kept: _Kept | None = None
 
@@ -179,7 +162,7 @@ class ShapePlanner:
             state.is_tried = True
             return self._planned(0, StepPlan(TreeChoice(0), is_trial=True), seconds=seconds)
         state.is_tried = False
-        if not state.index and self._saved <= 0 and self.acceptance.evidence < _EVIDENCE:
+        if not state.index and self._exploration.is_spent and not self._is_known:
             return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
         gains = self._calibrated(batch_size, expected)
@@ -190,15 +173,13 @@ class ShapePlanner:
         least = 1.0 if state.index else self.constants.margin
         if rates[best] <= least * rates[0]:
             best = 0
-        if best and not state.index and self.acceptance.evidence < _EVIDENCE:
+        if best and not state.index and not self._is_known:
             best = 0
         index, is_trial, at_stake = best, False, None
         if not best:
             explored = self._explored(batch_size, seconds, fits, catch_up_seconds)
             if explored is not None:
                 index, at_stake = explored
-                # A step that is never measured, as a request ends for example, is charged too.
-                self._saved -= at_stake
         elif may_try:
             trial = self._trials.size(batch_size, best, gains, gains, rates)
             index, is_trial = (best, False) if trial is None else (trial, True)
@@ -225,7 +206,7 @@ class ShapePlanner:
         Returns:
             Its index, and what it loses if nothing is accepted, in tokens of a request.
         """
-        constants = self.constants
+        constants, exploration = self.constants, self._exploration
         hopeful = self._calibrated(
             batch_size, self.acceptance.expected_tokens(self.shapes, constants.optimism)
         )
@@ -236,18 +217,13 @@ class ShapePlanner:
         index = 1 + int(rates[1:].argmax())
         if not fits[index]:
             return None
-        if self._saved < _HOPELESS and rates[index] <= constants.margin * rates[0]:
+        if not exploration.tries_hopeless and rates[index] <= constants.margin * rates[0]:
             return None
-        if self.acceptance.evidence >= _EVIDENCE:
-            self._reading_credit = 0.0
+        if self._is_known:
+            exploration.end_credit()
         reading = catch_up_seconds() * float(rates[0])
         loss = float(seconds[index]) * float(rates[0]) + reading - 1
-        credit = min(reading, self._reading_credit)
-        if self._saved + credit < min(loss, _CAPACITY):
-            return None
-        self._saved += credit
-        self._reading_credit -= credit
-        return index, loss
+        return (index, loss) if exploration.pay(loss, reading) else None
 
     def record_step(
         self,
@@ -304,15 +280,10 @@ class ShapePlanner:
         self.acceptance.pass_step()
         self._trials.allowance.refill()
         if not self._state(batch_size).index:
-            self._saved += _SHARE * without.tokens
+            self._exploration.refill(without.tokens)
         if plan.at_stake is not None:
-            # What it gained is saved up as well, so that it goes on while it gains.
             spent = (seconds + catch_up_seconds) * without.tokens / without.seconds
-            if not warm:
-                # What is loaded or compiled once says nothing of the steps that follow.
-                spent = min(spent, _AT_START)
-            self._saved += plan.at_stake - (spent - emitted / batch_size)
-        self._saved = min(_CAPACITY, max(-_MOST_OWED, self._saved))
+            self._exploration.settle(plan.at_stake, spent, emitted / batch_size, warm=warm)
         if means is not None:
             state = self._state(batch_size)
             spent = min(seconds, float(means[index])) / float(means[state.index])
@@ -336,8 +307,7 @@ class ShapePlanner:
     def reset(self) -> None:
         """Forget what was accepted; drafting may be tried again as at first."""
         self.acceptance.reset()
-        self._saved = max(self._saved, _AT_START)
-        self._reading_credit = _READING_CREDIT
+        self._exploration.renew()
         self._rests = 0
         self._kept = None
 
@@ -347,6 +317,11 @@ class ShapePlanner:
         Those of the base are among them.
         """
         return self._report.rows()
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether there are enough outcomes to say whether drafting pays."""
+        return self.acceptance.evidence >= _EVIDENCE
 
     def _rest(
         self, gains: FloatArray | None = None, seconds: FloatArray | None = None
