@@ -157,7 +157,7 @@ def test_requests_with_two_adapters_and_with_none(
     # A seed gives other tokens with RSD.
     assert equal == [True, True, method != "rsd", True]
     for with_trees in drafted:
-        assert with_trees.counters["accepted_tokens"] > 0
+        assert with_trees.counters["draft_tokens"] > 0
     for row in range(0, len(drafted[0].tokens), len(NAMES)):
         answers = drafted[0].tokens[row : row + len(NAMES)]
         assert len({tuple(samples[0]) for samples in answers}) == len(NAMES)
