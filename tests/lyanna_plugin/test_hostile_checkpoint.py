@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 from lyanna_parts import drafter_for
 from property_settings import CASES
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny_llama
 
 from lyanna_plugin.checkpoint import load, save
 
 WEIGHTS, HOT = "model.safetensors", "token_info.hot_tokens"
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

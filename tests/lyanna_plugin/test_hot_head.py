@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from lyanna_parts import drafter_for, serve
-from tiny_models import make_tiny_llama
 from torch.nn.functional import linear, pad
 
 from drafttree.tree import Verified
@@ -32,11 +31,6 @@ def test_logits_are_those_of_the_whole_head(dtype: torch.dtype) -> None:
         assert logits.shape == (5, len(HOT) + 1)
         torch.testing.assert_close(logits[:, :-1], whole[:, HOT], rtol=0.02, atol=0.02)
         assert logits[:, -1].isneginf().all()
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

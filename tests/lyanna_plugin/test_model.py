@@ -23,11 +23,6 @@ from scripts.experiments.lyanna.variants import (
 )
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("target"))
-
-
 @pytest.fixture(params=[LyannaModel, EagleStyle])
 def drafter(target: Path, request: pytest.FixtureRequest) -> LyannaModel:
     return drafter_for(target, model=request.param)

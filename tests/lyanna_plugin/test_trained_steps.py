@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 from lyanna_parts import drafter_for, serve
-from tiny_models import make_tiny_llama
 
 from lyanna_plugin import METHOD
 from lyanna_plugin.checkpoint import save
 from lyanna_plugin.config import LyannaOptions
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("target"))
 
 
 def test_a_drafter_of_one_step_drafts_no_further(target: Path, tmp_path: Path) -> None:
