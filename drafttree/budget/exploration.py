@@ -1,4 +1,4 @@
-"""Exploration: drafting to see whether it pays, while nothing is drafted.
+"""Exploration: steps with drafts that show whether drafting pays, where it is not chosen.
 
 What it may lose is saved up over the steps without a model's drafts. All amounts are in tokens of a
 request.
@@ -23,7 +23,7 @@ long and reading them is slow, drafting would not be tried for some thousand ste
 
 
 class Exploration:
-    """Decides whether drafting is tried where it is not known to pay."""
+    """What may be lost by drafting where it is not chosen."""
 
     def __init__(self) -> None:
         self._saved = _AT_START
@@ -35,22 +35,25 @@ class Exploration:
         return self._saved <= 0
 
     @property
-    def tries_hopeless(self) -> bool:
+    def can_try_hopeless(self) -> bool:
         """Whether enough is saved up for a shape that is predicted not to pay."""
         return self._saved >= _HOPELESS
 
     def end_credit(self) -> None:
-        """It is known whether drafting pays, so reading texts is no longer for credit."""
+        """End the credit for reading texts, as it is known whether drafting pays."""
         self._reading_credit = 0.0
 
     def pay(self, loss: float, reading: float) -> bool:
         """Pay for a step with drafts, if enough is saved up.
 
-        A step that is never measured, as a request ends for example, is paid for too.
+        A step that is never measured, for example because a request ends, is paid for too.
 
         Args:
             loss: What is lost if nothing is accepted, reading included.
             reading: Part of it that reading texts takes.
+
+        Returns:
+            Whether it was paid for.
         """
         credit = min(reading, self._reading_credit)
         if self._saved + credit < min(loss, _CAPACITY):

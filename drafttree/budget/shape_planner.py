@@ -217,7 +217,7 @@ class ShapePlanner:
         index = 1 + int(rates[1:].argmax())
         if not fits[index]:
             return None
-        if not exploration.tries_hopeless and rates[index] <= constants.margin * rates[0]:
+        if not exploration.can_try_hopeless and rates[index] <= constants.margin * rates[0]:
             return None
         if self._is_known:
             exploration.end_credit()
@@ -279,11 +279,11 @@ class ShapePlanner:
             )
         self.acceptance.pass_step()
         self._trials.allowance.refill()
-        if not self._state(batch_size).index:
-            self._exploration.refill(without.tokens)
         if plan.at_stake is not None:
             spent = (seconds + catch_up_seconds) * without.tokens / without.seconds
             self._exploration.settle(plan.at_stake, spent, emitted / batch_size, warm=warm)
+        if not self._state(batch_size).index:
+            self._exploration.refill(without.tokens)
         if means is not None:
             state = self._state(batch_size)
             spent = min(seconds, float(means[index])) / float(means[state.index])

@@ -41,15 +41,15 @@ class Trials:
         surprises = costs.surprises(batch_size)
         if surprises is not None and surprises[0] < 1 and plain * surprises[0] * gain < wanted:
             return True
-        # A plain step takes no longer than one that verifies drafts too. If it seems to, some that
+        # A plain step takes no longer than one that also verifies drafts. If it seems to, some that
         # were measured were delayed.
         usual = costs.usual_of_sizes(batch_size)
         excess = float(usual[0] / usual[index])
         plain /= max(1.0, excess)
         if not self.allowance.covers(self._loss(plain / float(seconds[index]), gain, 1.0)):
             return False
-        doubt = constants.optimism * float(costs.deviations(batch_size, index)[0])
-        optimism = math.exp(-doubt * (2 if self.allowance.is_full else 1))
+        deviation = float(costs.deviations(batch_size, index)[0])
+        optimism = math.exp(-constants.optimism * deviation)
         return excess * optimism > 1 or plain * optimism * gain < wanted
 
     def size(

@@ -26,12 +26,9 @@ def train(
     out: Annotated[
         Path, typer.Option(help="The drafter's folder. An interrupted run in it is resumed.")
     ],
-    # torchrun takes `--start` for an abbreviation of an option of its own.
-    start: Annotated[
-        Path | None,
-        typer.Option(
-            "--start-from", help="Folder of a drafter whose weights training starts from."
-        ),
+    # torchrun refuses `--start`, an abbreviation of both `--start-method` and `--start_method`.
+    start_from: Annotated[
+        Path | None, typer.Option(help="Folder of a drafter whose weights training starts from.")
     ] = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="First have the target write all answers.")
@@ -85,7 +82,7 @@ def train(
         data=data,
         out=out,
         cache=cache or folder.with_name(f"{folder.name}-features"),
-        start=start,
+        start=start_from,
         settings=TrainingSettings(
             epochs=epochs,
             learning_rate=learning_rate,
