@@ -40,7 +40,8 @@ class LyannaOptions(SharingOptions):
     )
     nodes: int | Literal["auto"] = Field(
         default="auto",
-        description="Draft tokens of the regular tree, 1 to 255, excluding the root. `auto`: a "
+        description="Draft tokens of the regular tree, from `steps` to 255, excluding the root; "
+        "it has at most `width + (steps - 1) * width**2`, 36 with the defaults. `auto`: a "
         "cost model chooses up to 12, and up to `steps` levels, from step to step, and no drafts "
         "when drafting would not help, on a CPU and with vLLM's V2 model runner; elsewhere it is "
         "12. There are no second trees with it. With `tables`, on a CPU alone, it may also choose "

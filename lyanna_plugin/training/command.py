@@ -13,9 +13,21 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from drafttree.deprecation import Deprecation
 from drafttree.tree import MAX_DEPTH
 
 NEEDED = ("accelerate", "matplotlib", "safetensors", "transformers")
+
+# torchrun refuses it, as an abbreviation of both its `--start-method` and its `--start_method`.
+FORMER_START = Deprecation(
+    name="--start",
+    of="`drafttree train lyanna`",
+    instead="--start-from",
+    since="0.2.0",
+    gone_in="0.3.0",
+)
+
+logger = logging.getLogger(__name__)
 
 
 def train(
@@ -26,10 +38,10 @@ def train(
     out: Annotated[
         Path, typer.Option(help="The drafter's folder. An interrupted run in it is resumed.")
     ],
-    # torchrun refuses `--start`, an abbreviation of both `--start-method` and `--start_method`.
     start_from: Annotated[
         Path | None, typer.Option(help="Folder of a drafter whose weights training starts from.")
     ] = None,
+    former_start: Annotated[Path | None, typer.Option("--start", hidden=True)] = None,
     regenerate: Annotated[
         bool, typer.Option("--regenerate", help="First have the target write all answers.")
     ] = False,
@@ -70,6 +82,10 @@ def train(
     if missing:
         console.print(f"error: {', '.join(missing)} missing: install drafttree[train]")
         raise typer.Exit(2)
+
+    if former_start is not None:
+        FORMER_START.warn(logger)
+        start_from = start_from or former_start
 
     from lyanna_plugin.training.plot import plot
     from lyanna_plugin.training.run import Job, run

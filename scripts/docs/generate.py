@@ -24,6 +24,7 @@ from drafttree.compatibility import ENGINES, Cell, features
 from drafttree.deprecation import Deprecation
 from drafttree.method import DRAFT_MODEL, HIDDEN_STATE, MODEL_FREE
 from lyanna_plugin.config import LyannaOptions
+from lyanna_plugin.training.command import FORMER_START
 from recycle_plugin.config import FORMER_DRAFTING, RecycleOptions
 from rsd_plugin.config import RsdOptions
 from scripts.benchmarks import record_plan
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from drafttree.patches import Patch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-DEPRECATED: tuple[Deprecation, ...] = tuple(FORMER_DRAFTING.values())
+DEPRECATED: tuple[Deprecation, ...] = (*FORMER_DRAFTING.values(), FORMER_START)
 """Every name that still works and is about to go."""
 PART = re.compile(r"(<!-- generated: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.S)
 

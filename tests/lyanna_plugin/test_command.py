@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from drafttree import deprecation
 from drafttree.cli import app
 from lyanna_plugin import checkpoint
 from lyanna_plugin.checkpoint import load
@@ -85,7 +86,14 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_training_starts_from_another_drafter(target: Path, data: Path, tmp_path: Path) -> None:
+def test_training_starts_from_another_drafter(
+    target: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(deprecation, "_WARNED", set())
     first, out = tmp_path / "first", tmp_path / "second"
     more = ("--epochs", "8", "--learning-rate", "1e-3")
     assert train(target, data, first, *more).exit_code == 0
@@ -96,6 +104,11 @@ def test_training_starts_from_another_drafter(target: Path, data: Path, tmp_path
     assert train(target, data, out, *more, "--start-from", str(first)).exit_code == 0
     assert losses(out)[0] < 0.95 * losses(first)[0]
     assert load(out, target).config == load(first, target).config
+    assert not caplog.messages
+    again = tmp_path / "again"
+    assert train(target, data, again, *more, "--start", str(first)).exit_code == 0
+    assert losses(again) == losses(out)
+    assert "--start of `drafttree train lyanna` is deprecated" in caplog.text
 
 
 def test_a_quantised_target_is_trained_for_alike_with_hidden_states_that_are_stored(
@@ -148,7 +161,7 @@ def test_two_processes_train_one_drafter(target: Path, data: Path, tmp_path: Pat
 def test_torchrun_refuses_no_option() -> None:
     """An option whose name begins two of its own ends torchrun as ambiguous."""
     parameters = get_command(app).commands["train"].commands["lyanna"].params
-    options = [option for parameter in parameters for option in parameter.opts]
+    options = [option for each in parameters if not each.hidden for option in each.opts]
     assert "--start-from" in options
     get_args_parser().parse_args(["-m", "drafttree.cli", "train", "lyanna", *options])
     with pytest.raises(SystemExit):
