@@ -29,22 +29,34 @@ class DraftTimes:
         """Whether trees with so many forwards of the model have been drafted before."""
         return forwards in self._warm
 
-    def add(self, batch_size: int, forwards: int, seconds: float) -> None:
+    def add(self, batch_size: int, forwards: int, seconds: float, plain_seconds: float) -> float:
         """Add a step whose trees took `forwards` forwards of the model.
 
-        Something may be compiled later too, so a shorter time counts more than a longer one.
+        Something may be compiled later too, so a shorter time counts more than a longer one, and
+        far more than the usual time counts in part.
+
+        Args:
+            batch_size: Number of requests.
+            forwards: Number of forwards.
+            seconds: What drafting took.
+            plain_seconds: What a step without the model takes. The first time that is measured
+                counts as at most four of them.
+
+        Returns:
+            What the time counts as. The first trees of a number of forwards are not measured.
         """
         if forwards not in self._warm:
             self._warm.add(forwards)
-            return
+            return seconds
         known = self._seconds.setdefault(batch_bucket(batch_size), {})
         usual = known.get(forwards)
         if usual is None:
-            known[forwards] = seconds
-            return
+            known[forwards] = min(seconds, _MOST_RATIO * plain_seconds)
+            return known[forwards]
         bounded = min(seconds, _MOST_RATIO * usual)
         smoothing = _SMOOTHING_DOWN if seconds < 0.8 * usual else _SMOOTHING
         known[forwards] = usual + smoothing * (bounded - usual)
+        return bounded
 
     def usual(self, batch_size: int, forwards: int) -> float:
         """Usual seconds of drafting with so many forwards."""

@@ -14,6 +14,10 @@ from drafttree.tree_shape import TreeShape
 
 _SMOOTHING = 1 / 32
 """Weight of the last step in an outlook."""
+_READING_SMOOTHING = 1 / 512
+"""Weight of the last step in the mean time of reading: a long prompt is read once."""
+_READING_DECAY = 1 / 1024
+"""What a step without drafts takes off that mean, so that drafting is tried again."""
 
 
 class Outlook(NamedTuple):
@@ -40,6 +44,7 @@ class BucketState:
         benefit: Mean saving of looking up drafts, in plain steps.
         is_tried: Whether the last step was a trial of plain decoding.
         outlook: Mean of what was expected of the last steps, trials aside; None before the first.
+        reading: Mean seconds in which a model reads new texts in a step with its drafts.
     """
 
     index: int = 0
@@ -48,6 +53,7 @@ class BucketState:
     benefit: float = 0.0
     is_tried: bool = False
     outlook: Outlook | None = None
+    reading: float = 0.0
 
     def expect(self, tokens: float, seconds: float) -> None:
         """Follow what is expected of steps; see `Outlook`."""
@@ -56,6 +62,14 @@ class BucketState:
             last.tokens + _SMOOTHING * (tokens - last.tokens),
             last.seconds + _SMOOTHING * (seconds - last.seconds),
         )
+
+    def read(self, seconds: float) -> None:
+        """Follow what reading takes in steps with a model's drafts."""
+        self.reading += _READING_SMOOTHING * (seconds - self.reading)
+
+    def rest(self) -> None:
+        """Forget slowly what reading took while nothing is drafted."""
+        self.reading *= 1 - _READING_DECAY
 
     def learn_draft_seconds(
         self, draft_seconds: float, plain_seconds: float, constants: BudgetConstants

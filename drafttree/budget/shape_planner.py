@@ -44,6 +44,8 @@ _CALIBRATION_AGE = 256
 """As for `LevelAcceptance`: while nothing is drafted, texts change."""
 _EVIDENCE = 8.0
 """Number of outcomes below which it is unknown whether drafting pays."""
+_READ_AHEAD = 128
+"""Steps with drafts that what was missed is read for."""
 _RESTS = 8
 """Plain steps from one decision to the next while nothing is drafted. Estimates hardly change then,
 and a decision takes up to 3% of a small model's step."""
@@ -173,8 +175,11 @@ class ShapePlanner:
         least = 1.0 if state.index else self.constants.margin
         if rates[best] <= least * rates[0]:
             best = 0
-        if best and not state.index and not self._is_known:
-            best = 0
+        if best and not state.index:
+            # The model first reads what it has missed.
+            first = float(seconds[best]) + catch_up_seconds() / _READ_AHEAD
+            if not self._is_known or gains[best] <= least * rates[0] * first:
+                best = 0
         index, is_trial, at_stake = best, False, None
         if not best:
             explored = self._explored(batch_size, seconds, fits, catch_up_seconds)
@@ -222,7 +227,8 @@ class ShapePlanner:
         if self._is_known:
             exploration.end_credit()
         reading = catch_up_seconds() * float(rates[0])
-        loss = float(seconds[index]) * float(rates[0]) + reading - 1
+        alone = float(seconds[index]) - self._state(batch_size).reading
+        loss = alone * float(rates[0]) + reading - 1
         return (index, loss) if exploration.pay(loss, reading) else None
 
     def record_step(
@@ -257,10 +263,13 @@ class ShapePlanner:
         means = self._step_seconds(batch_size) if step.is_trial else None
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
         # The base counts the time of its own drafts apart, too.
-        drafting, warm = (0.0 if self._base is None else draft_seconds), True
+        drafting, delay, warm = (0.0 if self._base is None else draft_seconds), 0.0, True
         if shape.depth:
             warm = self.draft_times.warm(shape.depth + 1)
-            self.draft_times.add(batch_size, shape.depth + 1, draft_seconds)
+            counted = self.draft_times.add(
+                batch_size, shape.depth + 1, draft_seconds, without.seconds
+            )
+            delay = draft_seconds - counted
             # What delays a draft now and then is a stall of a step with drafts.
             usual = self._draft_seconds(batch_size, shape.depth)
             drafting = min(draft_seconds, usual) if warm else draft_seconds
@@ -280,12 +289,16 @@ class ShapePlanner:
         self.acceptance.pass_step()
         self._trials.allowance.refill()
         if plan.at_stake is not None:
-            spent = (seconds + catch_up_seconds) * without.tokens / without.seconds
+            # A long delay says nothing of the steps that follow.
+            spent = (seconds - delay + catch_up_seconds) * without.tokens / without.seconds
             self._exploration.settle(plan.at_stake, spent, emitted / batch_size, warm=warm)
-        if not self._state(batch_size).index:
+        state = self._state(batch_size)
+        if not state.index:
             self._exploration.refill(without.tokens)
+            state.rest()
+        elif shape.depth and plan.at_stake is None:
+            state.read(catch_up_seconds)
         if means is not None:
-            state = self._state(batch_size)
             spent = min(seconds, float(means[index])) / float(means[state.index])
             self._trials.charge(spent, state.gain, step.lowest)
         measured = MeasuredStep(
@@ -357,6 +370,7 @@ class ShapePlanner:
         depths = range(1 + max(self._depths))
         drafting = np.array([self._draft_seconds(batch_size, depth) for depth in depths])
         seconds: FloatArray = self.costs.of_sizes(batch_size) + drafting[self._depths]
+        seconds[1:] += self._state(batch_size).reading
         seconds[0] = self._without_model(batch_size).seconds
         return seconds
 

@@ -96,16 +96,19 @@ def test_draft_times_follow_levels_and_forget_a_slow_start() -> None:
     times = DraftTimes()
     assert times.usual(1, 4) == 0
     assert not times.warm(4)
-    times.add(1, 4, 300.0)
+    assert times.add(1, 4, 300.0, 1.0) == 300
     assert times.warm(4)
     assert times.usual(1, 4) == 0
-    times.add(1, 4, 3.0)
+    # A delay of the first draft that is measured counts as four plain steps.
+    assert times.add(1, 4, 30.0, 1.0) == times.usual(1, 4) == 4
     for _ in range(16):
-        times.add(1, 4, 0.4)
+        assert times.add(1, 4, 0.4, 1.0) == 0.4
     assert times.usual(1, 4) == pytest.approx(0.4, rel=0.1)
     assert times.usual(1, 2) == pytest.approx(0.2, rel=0.1)
     assert times.usual(16, 2) == pytest.approx(0.2, rel=0.1)
-    times.add(16, 2, 9.0)
-    times.add(16, 2, 0.9)
-    assert times.usual(8, 2) == pytest.approx(0.9)
+    times.add(16, 2, 9.0, 1.0)
+    times.add(16, 2, 0.9, 1.0)
+    assert times.add(16, 2, 90.0, 1.0) == pytest.approx(3.6)
+    times.add(16, 2, 0.9, 1.0)
+    assert times.usual(8, 2) == pytest.approx(0.9, rel=0.2)
     assert times.usual(1, 0) == 0

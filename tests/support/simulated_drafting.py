@@ -40,7 +40,8 @@ class Scenario:
         noise: Standard deviation of the logarithm of a step's time.
         stalls: Probability of a stall of a step, of 5 plain steps.
         slow: Factor on the draft model's times, at a step.
-        answer: Tokens of an answer, which begins with a prompt of as many tokens.
+        answer: Tokens of an answer.
+        prompt: Tokens of its prompt, as a multiple of its own.
         batch: Number of requests.
         reads: Whether the draft model has to read what it missed while nothing was drafted.
         warm_up: Further seconds of the first drafts with a number of levels.
@@ -56,6 +57,7 @@ class Scenario:
     stalls: float = 0.0
     slow: Callable[[int], float] = lambda step: 1.0
     answer: int = 128
+    prompt: float = 1.0
     batch: int = 1
     reads: bool = True
     warm_up: float = 0.0
@@ -160,7 +162,8 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
     batch, result = scenario.batch, Run()
     warm = {0}
     left = answers.integers(1, 2 * scenario.answer, batch)
-    unread = left.copy() if scenario.reads else np.zeros(batch, np.int64)
+    prompt = scenario.prompt if scenario.reads else 0.0
+    unread = prompt * left
     for step in range(steps):
         slow = scenario.slow(step)
         by_row = scenario.draft_by_row * slow
@@ -198,7 +201,7 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
         left -= emitted
         for row in np.flatnonzero(left <= 0):
             left[row] = answers.integers(1, 2 * scenario.answer)
-            unread[row] = left[row] if scenario.reads else 0
+            unread[row] = prompt * left[row]
     return result
 
 
