@@ -186,7 +186,7 @@ class HiddenStateDrafter(ModelDrafter):
 
     @property
     def proposes_in_graphs(self) -> bool:
-        """Whether hosts may capture `propose` too.
+        """Whether hosts may capture `propose` too, where they do not plan.
 
         Then the same holds for it, but for tensors that it reads and writes in place. A batch may
         be padded with requests of the slot -1, or 0 if that is no request's, which have no steps.

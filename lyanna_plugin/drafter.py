@@ -85,8 +85,8 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
 
     @property
     def proposes_in_graphs(self) -> bool:
-        """True without tables, which keep an account of a step on the host, and without plans."""
-        return self._shared is None and not self.plans
+        """True without tables, which keep an account of a step on the host."""
+        return self._shared is None
 
     def plan(self, slots: Tensor) -> TreeShape:
         """Choose the shape of the next trees, with `nodes=auto`."""

@@ -57,6 +57,17 @@ def test_steps_replay_graphs_of_the_layer(gpu: Gpu, options: dict[str, Any]) -> 
             assert_within_budget(record, BUDGET)
 
 
+def test_trees_of_auto_are_built_in_the_graph_too(gpu: Gpu) -> None:
+    """Nothing is planned there, so they all have the largest shape."""
+    requests = requests_with(GREEDY, GREEDY, GREEDY)
+    options = {"steps": 3, "width": 2, "nodes": "auto"}
+    found = both(options, requests, gpu, host=HIDDEN_STATES, requests=REQUESTS)
+    assert len(drafted(found)) > 5
+    for record in drafted(found):
+        assert record.kernels["graph"] == 2
+        assert_within_budget(record, BUDGET)
+
+
 def test_padding_has_no_slots_after_priming(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a batch is padded, the layer writes KV to the slots of the first row."""
     primed: set[tuple[int, int]] = set()

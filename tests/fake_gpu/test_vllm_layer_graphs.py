@@ -29,11 +29,16 @@ def replays(found: Decoded) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "drafting"), [("lyanna, in graphs", 3), ("lyanna with tables, in graphs", 2)]
+    ("name", "drafting"),
+    [
+        ("lyanna, in graphs", 3),
+        ("lyanna of auto, in graphs", 2),
+        ("lyanna with tables, in graphs", 2),
+    ],
 )
 def test_steps_replay_graphs_of_the_layer(gpu: Gpu, name: str, drafting: int) -> None:
-    """Two steps along chains, the trees if they are the layer's alone, and a forward over up to 16
-    tokens; more run without a graph."""
+    """The steps along chains after the first, the trees if they are the layer's alone, and a
+    forward over up to 16 tokens; more run without a graph."""
     found = served(gpu, name, GREEDY, GREEDY, GREEDY)
     assert replays(found).count(drafting + 1) > 2
     assert drafting in replays(found)

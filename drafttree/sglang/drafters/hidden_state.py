@@ -94,7 +94,7 @@ class HiddenStateWorker(ModelDraftingWorker):
             self._runner.dtype,
         )
         self._drafts = RequestGraphs(
-            self._trees_of_layer if self.drafter.proposes_in_graphs else self._layer.unroll,
+            self._trees_of_layer if self._captures_trees else self._layer.unroll,
             lambda slots, _: LayerRows.of([1] * len(slots), self._device),
         )
         self._paths = RequestGraphs(
@@ -104,6 +104,11 @@ class HiddenStateWorker(ModelDraftingWorker):
         self._deferred: DeferredRows[int] | None = DeferredRows() if self._plans else None
         # Whether the layer drafts in this step.
         self._layer_drafts = True
+
+    @property
+    def _captures_trees(self) -> bool:
+        """Whether the graphs of the layer's drafts build the trees too."""
+        return self.drafter.proposes_in_graphs and not self._plans
 
     def _forward_prompt(self, batch: Any) -> GenerationBatchResult:
         result = self._target_worker.forward_batch_generation(
@@ -136,7 +141,7 @@ class HiddenStateWorker(ModelDraftingWorker):
         self._read_deferred(indices)
         ready = perf_counter()
         drafts = self._drafts(indices, batch.seq_lens)
-        if not self.drafter.proposes_in_graphs:
+        if not self._captures_trees:
             drafts = self._trees(indices, *drafts)
         ended = perf_counter()
         self.draft_seconds += ended - started

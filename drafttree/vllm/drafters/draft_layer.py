@@ -104,6 +104,8 @@ class DraftLayer:
         target: torch.nn.Module,
         serves: Callable[[], bool],
         parts: Callable[[], StepParts],
+        *,
+        plans: bool,
     ) -> None:
         """Capture CUDA graphs of the layer beside piecewise ones of the target, if there are any.
 
@@ -111,10 +113,12 @@ class DraftLayer:
             target: The target, which the engine calls as a module.
             serves: Whether it is called to serve requests.
             parts: The parts of a step for the layer, when the engine's KV caches exist.
+            plans: Whether trees have another shape from step to step, so that none are captured.
         """
         if self.states.device.type == "cuda" and is_compiled(target):
             self._graphs = LayerGraphs(
-                *(self._drafter, self.attend, self.states, self._config, parts), self._trees
+                *(self._drafter, self.attend, self.states, self._config, parts),
+                None if plans or not self._drafter.proposes_in_graphs else self._trees,
             )
             self._graphs.capture_with(target, serves)
 

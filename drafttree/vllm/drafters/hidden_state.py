@@ -99,7 +99,8 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
             *(get_tp_group(), self._unadapted.compute_logits),
         )
         self._layer.capture_with(
-            self.get_model(), lambda: self._step is not None, lambda: self.step_parts(LAYER)
+            *(self.get_model(), lambda: self._step is not None, lambda: self.step_parts(LAYER)),
+            plans=False,  # it plans on CPUs alone, which have no graphs
         )
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:

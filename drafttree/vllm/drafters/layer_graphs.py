@@ -82,7 +82,8 @@ class LayerGraphs(TargetGraphs):
         states: The layer's output after each request's last token, by slot, `[slots, d]`.
         config: The engine's configuration.
         parts: The parts of a step for the layer, when the engine's KV caches exist.
-        build: Builds trees of slots, roots, the states of chains, and their numbers of states.
+        build: Builds trees of slots, roots, the states of chains, and their numbers of states; None
+            if it must not be captured.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class LayerGraphs(TargetGraphs):
         states: torch.Tensor,
         config: Any,
         parts: Callable[[], StepParts],
-        build: Callable[..., DraftTree],
+        build: Callable[..., DraftTree] | None,
     ) -> None:
         super().__init__()
         self._drafter, self._attend, self._states, self._build = drafter, attend, states, build
@@ -131,7 +132,7 @@ class LayerGraphs(TargetGraphs):
         size = min(size, requests)
         if size not in self._chains_captured:
             drafts = [*self._chain]
-            if self._drafter.proposes_in_graphs:
+            if self._build is not None:
                 drafts.append(self._trees)
             self._run(drafts, size, captured=False)
             self._run(drafts, size)
@@ -247,7 +248,7 @@ class LayerGraphs(TargetGraphs):
             The trees, until the next call; None if there are no graphs of so many requests, or none
             that build trees.
         """
-        if not self._drafter.proposes_in_graphs or self.unroll(chains, parts) is None:
+        if self._build is None or self.unroll(chains, parts) is None:
             return None
         requests = len(chains.slots)
         size, buffers = self._chains_for(requests), self._buffers
@@ -265,6 +266,7 @@ class LayerGraphs(TargetGraphs):
         """The trees of the first `size` chains of the buffers."""
         buffers = self._buffers
         assert buffers is not None
+        assert self._build is not None
         slots, roots, _, _, steps = buffers.chains[:5, :size]
         trees = self._build(slots, roots.int(), buffers.outputs[:size], steps)
         tensors = trees.tokens, trees.parents, trees.tree_size

@@ -44,7 +44,8 @@ class HiddenStateRunnerV2(InStepRunnerV2):
             *(get_tp_group(), self._unadapted.compute_logits),
         )
         self._layer.capture_with(
-            self.get_model(), lambda: self._step is not None, lambda: self._parts(0, LAYER)
+            *(self.get_model(), lambda: self._step is not None, lambda: self._parts(0, LAYER)),
+            plans=self._plans,
         )
         self._deferred = DeferredRows() if self._plans else None
 

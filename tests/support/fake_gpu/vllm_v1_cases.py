@@ -35,6 +35,7 @@ HOSTS: dict[str, Any] = {
     ),
     "lyanna": (HiddenStateHost, LYANNA),
     "lyanna, in graphs": (CapturedLayerHost, LYANNA),
+    "lyanna of auto, in graphs": (CapturedLayerHost, {"model": "none", "steps": 2, "width": 2}),
     "lyanna, one tree at a time": (
         HiddenStateHost,
         {"model": "none", "steps": 3, "width": 2, "nodes": 5, "fusion": False},
