@@ -237,7 +237,7 @@ def test_shapes_must_ascend(shapes: tuple[TreeShape, ...]) -> None:
 def test_one_slow_plain_step_does_not_let_drafts_seem_to_pay(seed: int) -> None:
     """The first plain step of eight requests is delayed; before, drafts paid with one request.
 
-    A draft then costs more than it gives, which could not be seen for hundreds of steps.
+    A draft then costs more than it gives, which was not noticed for hundreds of steps.
     """
     planner = ShapePlanner([TreeShape(1, 1, 1)], {1: 0.02, 2: 0.02, 8: 0.0205, 16: 0.0245})
     random = torch.Generator().manual_seed(seed)

@@ -35,7 +35,7 @@ def test_each_listed_name_still_works_and_warns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(deprecation, "_WARNED", set())
-    # `test_command.py` tests the others.
+    # `tests/lyanna_plugin/test_command.py` tests the other one.
     for each in (name for name in listed if name.of in METHODS):
         method = METHODS[each.of]
         former, instead = (dict([pair.split("=")]) for pair in (each.name, each.instead))
