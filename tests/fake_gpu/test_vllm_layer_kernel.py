@@ -155,7 +155,7 @@ class Engine:
         self._target = Target()
         self._target.do_not_compile = not graphs
         nothing = self._parts(*[torch.arange(0)] * 3)
-        self.layer.capture_with(self._target, lambda: False, lambda: nothing)
+        self.layer.capture_with(self._target, lambda: False, lambda: nothing, plans=True)
         capture(self, SIZES[0], SIZES)
 
     def get_model(self) -> Target:
