@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from drafttree.arrays import FloatArray
@@ -47,6 +48,8 @@ class Factors:
         changed_at: Step of the last lasting change; None if there was none.
         changed: Index of the size whose time had changed.
         checked_at: Step at which that size was last measured, for plain steps one with drafts.
+        seen_of_kind: Step of the last sample of a plain step, and of one with drafts.
+        doubtful: Whether that sample was the first of its kind for long, and unexpectedly slow.
     """
 
     def __init__(self, mean: FloatArray, covariance: FloatArray, clock: int) -> None:
@@ -57,3 +60,5 @@ class Factors:
         self.changed_at: int | None = None
         self.changed = 0
         self.checked_at = 0
+        self.seen_of_kind = [-math.inf, -math.inf]
+        self.doubtful = [False, False]

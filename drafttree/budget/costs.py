@@ -31,6 +31,9 @@ from drafttree.budget.forward_curve import ForwardCurve
 
 _LEAST_VARIANCE = 1e-4
 """Of the logarithm of a step's time: times vary by 1% at least."""
+_DOUBTFUL = math.log(1.25)
+"""Logarithm of the time, as a multiple of its prediction, beyond which the first step of a kind is
+measured again."""
 
 
 def batch_bucket(batch_size: int) -> int:
@@ -144,6 +147,18 @@ class CostModel:
         deviations: FloatArray = np.sqrt(np.maximum(variances, 0.0))
         return deviations
 
+    def by_curve(self, batch_size: int) -> FloatArray:
+        """Predicted mean seconds at each candidate size if all sizes were as slow as plain steps,
+        `[S]`."""
+        level = math.exp(self._factors(batch_size).mean[0]) * self._mean_ratio(False)
+        seconds: FloatArray = self._usual_forwards(batch_size) * level
+        return seconds
+
+    def is_doubtful(self, batch_size: int, *, drafted: bool) -> bool:
+        """Whether the last step of a kind, plain or with drafts, was unexpectedly slow, and the
+        first one for as many steps as it takes to forget the others."""
+        return self._factors(batch_size).doubtful[drafted]
+
     def surprises(self, batch_size: int) -> FloatArray | None:
         """The factor by which the last step of each size took less time than expected, `[S]`.
 
@@ -191,6 +206,10 @@ class CostModel:
         sample = math.log(seconds / self.curve.seconds(rows + added_rows))
         gradient, variance = project(factors.covariance, *place)
         surprise = sample - value_at(factors.mean, *place)
+        drafted = rows > batch_size
+        is_first = self.clock - factors.seen_of_kind[drafted] > self._constants.forget_steps
+        factors.doubtful[drafted] = is_first and surprise > _DOUBTFUL
+        factors.seen_of_kind[drafted] = self.clock
         change = self._change(factors, place[0], surprise, variance)
         if change is not None:
             surprise = change
@@ -203,7 +222,7 @@ class CostModel:
         self._update(factors, gradient, variance, surprise)
         residual = sample - value_at(factors.mean, *place)
         ratio = min(self._constants.most_paid, math.exp(residual))
-        for paid in (self._paid, self._paid_by_kind[rows > batch_size]):
+        for paid in (self._paid, self._paid_by_kind[drafted]):
             paid.add(1.0, ratio, self.clock)
         return change is not None
 

@@ -48,6 +48,9 @@ class Trials:
         plain /= max(1.0, excess)
         if not self.allowance.covers(self._loss(plain / float(seconds[index]), gain, 1.0)):
             return False
+        # The only plain step for long may have been delayed.
+        if costs.is_doubtful(batch_size, drafted=False):
+            return True
         deviation = float(costs.deviations(batch_size, index)[0])
         optimism = math.exp(-constants.optimism * deviation)
         return excess * optimism > 1 or plain * optimism * gain < wanted
@@ -86,6 +89,15 @@ class Trials:
         def loss(index: int) -> float:
             relative = float(seconds[index] * rates[best] / gains[best])
             return self._loss(relative, float(gains[best]), float(lowest[index]))
+
+        # The only step with drafts for long may have been delayed.
+        if best == 0 and costs.is_doubtful(batch_size, drafted=True):
+            by_curve = costs.by_curve(batch_size)
+            supposed = gains / (seconds + by_curve - costs.of_sizes(batch_size))
+            supposed[rates == 0] = supposed[0] = 0.0
+            index = int(supposed.argmax())
+            if supposed[index] > wanted:
+                return index
 
         if (surprises := costs.surprises(batch_size)) is not None:
             index, rate = fastest(surprises)

@@ -67,6 +67,7 @@ class Machine:
         outliers: Whether one step in 50 takes five times as long.
         slow: Factor on the time of all steps.
         draft_cost: Factor on the time of steps with drafts.
+        delays: Factor on the measured time of the next step without drafts, or with them.
     """
 
     cost: Cost
@@ -79,6 +80,7 @@ class Machine:
     outliers: bool = False
     slow: float = 1.0
     draft_cost: float = 1.0
+    delays: dict[bool, float] = field(default_factory=dict)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
 
     def true_seconds(self, batch: int, n: int, drafted: bool) -> float:
@@ -94,8 +96,9 @@ class Machine:
         """Tokens per second of a request at a fixed `n`."""
         return gain_of(n, self.quality) / self.true_seconds(batch, n, drafted=False)
 
-    def seen(self, seconds: float) -> float:
+    def seen(self, n: int, seconds: float) -> float:
         seconds *= max(0.3, 1 + self.noise * self.rng.standard_normal())
+        seconds *= self.delays.pop(n > 0, 1.0)
         return seconds * (5 if self.outliers and self.rng.random() < 0.02 else 1)
 
 
@@ -152,7 +155,7 @@ def play(
         emitted = b + (int(machine.rng.binomial(8 * b, min(1.0, (gain - 1) / 8))) if n else 0)
         draft_seconds = machine.slow * machine.wasted * machine.cost(b, 0) if drafted else 0.0
         outcomes.append(
-            (b, TreeChoice(n), b * (n + 1), machine.seen(seconds), draft_seconds, emitted)
+            (b, TreeChoice(n), b * (n + 1), machine.seen(n, seconds), draft_seconds, emitted)
         )
         if len(outcomes) > late:
             planner.record_step(*outcomes.popleft())
@@ -269,6 +272,37 @@ def test_it_comes_back_when_drafts_begin_to_hit() -> None:
     assert play(machine, planner, 500).share(0, 300, 500) < 0.05
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_plain_step_for_long_is_delayed(seed: int) -> None:
+    """Drafts are accepted less often. Against such a plain step, they still seem to pay."""
+    machine = Machine(
+        lambda batch, n: 0.02 + 0.004 * batch * (n + 1),
+        quality=2.0,
+        noise=0.05,
+        rng=np.random.default_rng(seed),
+    )
+    planner = Planner(CPU, machine.forwards())
+    assert play(machine, planner, 600).share(0, 100, 600) < 0.02
+    machine.quality, machine.delays[False] = 0.7, 3.0
+    assert play(machine, planner, 1200).over_plain >= 0.97
+    assert not machine.delays
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_drafted_step_for_long_is_delayed(seed: int) -> None:
+    machine = Machine(
+        lambda batch, n: 0.02 + 0.0004 * batch * (n + 1),
+        quality=0.0,
+        noise=0.05,
+        rng=np.random.default_rng(seed),
+    )
+    planner = Planner(CPU, machine.forwards())
+    assert play(machine, planner, 1500).share(0, 200, 1500) == 1
+    machine.quality, machine.delays[True] = 0.6, 3.0
+    assert play(machine, planner, 1200).over_best >= 0.975
+    assert not machine.delays
+
+
 @pytest.mark.parametrize("period", [1, 7, 300])
 @pytest.mark.parametrize("cost", [memory_bound, compute_bound])
 def test_batches_that_come_and_go(cost: Cost, period: int) -> None:
@@ -372,7 +406,7 @@ def test_requests_that_copy_do_not_make_all_others_wait(batch: int) -> None:
                 b,
                 TreeChoice(n),
                 b * (n + 1),
-                machine.seen(seconds),
+                machine.seen(n, seconds),
                 draft_seconds,
                 round(float(emitted.sum())),
             )
