@@ -35,7 +35,7 @@ import typer
 
 from drafttree.bench.engine_process import TITLES, check_name
 from drafttree.bench.errors import InputError
-from drafttree.bench.machine import model_name, processor_name
+from drafttree.bench.machine import model_name, processor_name, shown_options
 from drafttree.bench.methods import BenchMethod, check_engine, resolve_variants
 from drafttree.bench.prompts import default_prompts_path, load_prompts
 from scripts.benchmarks.load_servers import SERVED, ServedTarget
@@ -173,7 +173,7 @@ def main(
         "tokens": tokens,
         "rounds": rounds,
         "most_running": most,
-        "options": {each.name: each.options for each in methods if each.options},
+        "options": {each.name: shown_options(each.options) for each in methods if each.options},
         "loads": [],
     }
     logs.mkdir(parents=True, exist_ok=True)
