@@ -9,7 +9,12 @@ from typing import Any
 from drafttree.bench.engine_process import TITLES
 
 ALL = "all"
-METHOD_NAMES = {"ngram": "n-gram", "suffix": "suffix", "token-recycling": "Token Recycling"}
+METHOD_NAMES = {
+    "ngram": "n-gram",
+    "suffix": "suffix",
+    "token-recycling": "Token Recycling",
+    "lyanna": "Lyanna",
+}
 _WAVES = ("", ", second wave")
 
 

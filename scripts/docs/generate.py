@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
@@ -133,8 +134,9 @@ def deprecation_table() -> str:
 
 def server_tables() -> str:
     """The tables of both engines' servers under load."""
-    files = (DOCS.parent / "results" / f"{engine}_servers.json" for engine in record_plan.ENGINES)
-    return "\n".join(load_tables(json.loads(file.read_text())) for file in files)
+    results = DOCS.parent / "results"
+    files = (sorted(results.glob(f"{each}_servers*.json")) for each in record_plan.ENGINES)
+    return "\n".join(load_tables(json.loads(file.read_text())) for file in chain(*files))
 
 
 def record_tables() -> str:
