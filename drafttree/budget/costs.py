@@ -148,10 +148,10 @@ class CostModel:
         return deviations
 
     def by_curve(self, batch_size: int) -> FloatArray:
-        """Predicted mean seconds at each candidate size if all sizes were as slow as plain steps,
-        `[S]`."""
-        level = math.exp(self._factors(batch_size).mean[0]) * self._mean_ratio(False)
-        seconds: FloatArray = self._usual_forwards(batch_size) * level
+        """Predicted mean seconds at each candidate size if steps with drafts deviated from the
+        curve by the same factor as plain steps, `[S]`."""
+        forwards = self._usual_forwards(batch_size)
+        seconds: FloatArray = forwards * (self.of_sizes(batch_size)[0] / forwards[0])
         return seconds
 
     def is_doubtful(self, batch_size: int, *, drafted: bool) -> bool:

@@ -92,13 +92,10 @@ class Trials:
 
         # The only step with drafts for long may have been delayed.
         if best == 0 and costs.is_doubtful(batch_size, drafted=True):
-            by_curve = costs.by_curve(batch_size)
-            supposed = gains / (seconds + by_curve - costs.of_sizes(batch_size))
-            supposed[rates == 0] = supposed[0] = 0.0
-            index = int(supposed.argmax())
-            if supposed[index] > wanted:
+            undelayed = seconds - costs.of_sizes(batch_size) + costs.by_curve(batch_size)
+            index, rate = fastest(undelayed / seconds)
+            if rate > wanted:
                 return index
-
         if (surprises := costs.surprises(batch_size)) is not None:
             index, rate = fastest(surprises)
             if rate > wanted:

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
@@ -135,8 +134,11 @@ def deprecation_table() -> str:
 def server_tables() -> str:
     """The tables of both engines' servers under load."""
     results = DOCS.parent / "results"
-    files = (sorted(results.glob(f"{each}_servers*.json")) for each in record_plan.ENGINES)
-    return "\n".join(load_tables(json.loads(file.read_text())) for file in chain(*files))
+    return "\n".join(
+        load_tables(json.loads(file.read_text()))
+        for engine in record_plan.ENGINES
+        for file in sorted(results.glob(f"{engine}_servers*.json"))
+    )
 
 
 def record_tables() -> str:

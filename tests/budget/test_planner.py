@@ -43,8 +43,12 @@ def stepwise(batch: int, n: int) -> float:
     return 0.01 + 0.003 * math.ceil(batch * (n + 1) / 8)
 
 
+def linear(by_row: float) -> Cost:
+    return lambda batch, n: 0.02 + by_row * batch * (n + 1)
+
+
 def between(batch: int, n: int) -> float:
-    return 0.02 + 0.0008 * batch * (n + 1)
+    return linear(0.0008)(batch, n)
 
 
 def gain_of(n: int, quality: float = 1.0) -> float:
@@ -255,10 +259,10 @@ def test_it_stops_drafting_that_became_expensive_and_resumes_when_cheap(batch: i
 )
 def test_it_follows_the_cost_of_a_row(before: float, after: float) -> None:
     """Contexts become longer or shorter, and with them the cost of each row."""
-    machine = Machine(lambda batch, n: 0.02 + before * batch * (n + 1), noise=0.05)
+    machine = Machine(linear(before), noise=0.05)
     planner = Planner(CPU, machine.forwards())
     play(machine, planner, 600)
-    machine.cost = lambda batch, n: 0.02 + after * batch * (n + 1)
+    machine.cost = linear(after)
     play(machine, planner, 100)
     assert play(machine, planner, 300).over_best >= 0.92
     assert play(machine, planner, 300).over_best >= 0.95
@@ -275,12 +279,7 @@ def test_it_comes_back_when_drafts_begin_to_hit() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_plain_step_for_long_is_delayed(seed: int) -> None:
     """Drafts are accepted less often. Against such a plain step, they still seem to pay."""
-    machine = Machine(
-        lambda batch, n: 0.02 + 0.004 * batch * (n + 1),
-        quality=2.0,
-        noise=0.05,
-        rng=np.random.default_rng(seed),
-    )
+    machine = Machine(linear(0.004), quality=2.0, noise=0.05, rng=np.random.default_rng(seed))
     planner = Planner(CPU, machine.forwards())
     assert play(machine, planner, 600).share(0, 100, 600) < 0.02
     machine.quality, machine.delays[False] = 0.7, 3.0
@@ -290,12 +289,7 @@ def test_the_first_plain_step_for_long_is_delayed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_drafted_step_for_long_is_delayed(seed: int) -> None:
-    machine = Machine(
-        lambda batch, n: 0.02 + 0.0004 * batch * (n + 1),
-        quality=0.0,
-        noise=0.05,
-        rng=np.random.default_rng(seed),
-    )
+    machine = Machine(linear(0.0004), quality=0.0, noise=0.05, rng=np.random.default_rng(seed))
     planner = Planner(CPU, machine.forwards())
     assert play(machine, planner, 1500).share(0, 200, 1500) == 1
     machine.quality, machine.delays[True] = 0.6, 3.0
