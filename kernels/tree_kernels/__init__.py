@@ -20,6 +20,8 @@ with it. It also runs on devices for which the table has no kernel.
 | `gather.compact_tree` | Token Recycling, static trees | yes | yes | Token Recycling, 3.3 |
 | `gather.gather_tree` | Token Recycling, static trees | yes | yes | Token Recycling, algorithm 1 |
 | `gumbel_top.gumbel_top` | RSD | yes | - | Gumbel-top-k (arXiv 1903.06059, 2.3) |
+| `kept_trees.keep_trees` | vLLM's V2 model runner | yes | - | this project |
+| `kept_trees.next_roots` | vLLM's V2 model runner | yes | - | this project |
 | `kv_move.KvMover` | all methods | yes | yes | this project |
 | `layer_parts.add_norm` | Lyanna | - | yes | RMSNorm (arXiv 1910.07467) |
 | `layer_parts.gate` | Lyanna | - | yes | SwiGLU (arXiv 2002.05202) |
@@ -35,9 +37,7 @@ with it. It also runs on devices for which the table has no kernel.
 | `noise.uniform_numbers` | RSD | yes | yes | Philox (SC 2011) |
 | `rejection.reject_step` | RSD | yes | yes | RSD, algorithm 3 |
 | `root_matches.root_matches` | Token Recycling, dynamic trees | yes | yes | SuffixDecoding |
-| `scheduled_trees.keep_trees` | vLLM's V2 model runner | yes | - | this project |
 | `scheduled_trees.lay_out` | vLLM's V2 model runner | yes | - | this project |
-| `scheduled_trees.next_roots` | vLLM's V2 model runner | yes | - | this project |
 | `scheduled_trees.node_tokens` | vLLM's V2 model runner | yes | - | this project |
 | `selection.best_nodes` | Token Recycling, dynamic trees | yes | yes | EAGLE-2, 4.2 |
 | `source_stats.count` | Token Recycling | yes | yes | this project |

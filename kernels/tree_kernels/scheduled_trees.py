@@ -1,9 +1,8 @@
 """Trees of a batch that a host has laid out as chains, before it knew the trees.
 
 The host schedules a number of rows for each request: the root's and one for each column of its
-tree. Which columns are nodes, and under which parents, is known on the device alone, where the
-trees are kept by the request's row in the host's state. One launch lays a step out, one reads its
-tokens, one finds the roots of the next trees and one keeps these.
+tree. Which columns are nodes, and under which parents, is known on the device alone, where
+`kept_trees` has kept the trees. One launch lays a step out, and one reads its tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tree_kernels._dispatch import Op
 from tree_kernels._triton import jit, next_power_of_2, tl
@@ -290,83 +288,8 @@ def _tokens_reference(
     )
 
 
-@jit
-def _roots_kernel(
-    sampled: tl.tensor, rows: tl.tensor, counts: tl.tensor, last: tl.tensor, roots: tl.tensor
-) -> None:
-    request = tl.program_id(0).to(tl.int64)
-    token = tl.load(sampled + tl.load(rows + request).to(tl.int64)).to(tl.int32)
-    tl.store(last + request, token)
-    tl.store(roots + request, tl.where(tl.load(counts + request) == 0, -1, token))
-
-
-def _roots_triton(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    count = rows.shape[0]
-    last = torch.empty(count, dtype=torch.int32, device=rows.device)
-    roots = torch.empty_like(last)
-    if count:
-        _roots_kernel[(count,)](sampled.contiguous(), rows, counts, last, roots)
-    return last, roots
-
-
-def _roots_reference(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    last = sampled.view(-1)[rows].int()
-    return last, last.masked_fill(counts == 0, _NONE)
-
-
-@jit(do_not_specialize=["width", "kept_width"])
-def _keep_kernel(
-    kept: tl.tensor,
-    rows: tl.tensor,
-    tokens: tl.tensor,
-    parents: tl.tensor,
-    last: tl.tensor,
-    drafts: tl.tensor,
-    width: tl.tensor,
-    kept_width: tl.tensor,
-    PAD: tl.constexpr,
-) -> None:
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + request).to(tl.int64)
-    column = tl.arange(0, PAD)
-    inside = column < kept_width
-    given = column < width
-    line = request * width + column
-    parent = tl.load(parents + line, mask=given, other=-1)
-    token = tl.load(tokens + line, mask=given, other=-1)
-    tl.store(kept + row * kept_width + column, parent, mask=inside)
-    token = tl.where(token < 0, tl.load(last + request), token).to(tl.int64)
-    at = drafts + request * (kept_width - 1) + column - 1
-    tl.store(at, token, mask=inside & (column > 0))
-
-
-def _keep_triton(
-    kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor
-) -> Tensor:
-    count = rows.shape[0]
-    drafts = torch.empty(count, kept.shape[1] - 1, dtype=torch.int64, device=rows.device)
-    if count:
-        _keep_kernel[(count,)](
-            *(kept, rows, tokens.contiguous(), parents.contiguous(), last.contiguous(), drafts),
-            *(tokens.shape[1], kept.shape[1]),
-            PAD=next_power_of_2(kept.shape[1]),
-        )
-    return drafts
-
-
-def _keep_reference(
-    kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor
-) -> Tensor:
-    missing = (0, kept.shape[1] - tokens.shape[1])
-    kept[rows] = pad(parents, missing, value=_NONE)
-    drafts = pad(tokens, missing, value=_NONE)[:, 1:]
-    return torch.where(drafts < 0, last[:, None], drafts).long()
-
-
 _LAY_OUT = Op("scheduled_trees.lay_out", _lay_out_reference, triton=_lay_out_triton)
 _TOKENS = Op("scheduled_trees.node_tokens", _tokens_reference, triton=_tokens_triton)
-_ROOTS = Op("scheduled_trees.next_roots", _roots_reference, triton=_roots_triton)
-_KEEP = Op("scheduled_trees.keep_trees", _keep_reference, triton=_keep_triton)
 
 
 def lay_out(
@@ -389,7 +312,7 @@ def lay_out(
         lengths: Integers `[B]`, the number of tokens of each text at the end of the step, all
             columns counted.
         prompts: Integers `[M]`, the number of tokens of each prompt, by row of the host's state.
-        kept: Int32 `[M, 1 + K]`, contiguous, the parents of the kept trees; see `keep_trees`. A
+        kept: Int32 `[M, 1 + K]`, contiguous, the parents; see `kept_trees.keep_trees`. A
             step may schedule fewer columns than there are, which cuts the trees.
         indices: Integers `[R]`, the places of the rows that have logits among the step's tokens.
         positions: Integers `[T]`, changed in place: a node's is its root's and its depth. That of a
@@ -431,43 +354,3 @@ def node_tokens(
             a partial prompt is not used.
     """
     return _TOKENS.on(inputs)(inputs, ends, layout, parents.contiguous(), before_roots)
-
-
-def next_roots(sampled: Tensor, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The roots of the next trees.
-
-    Args:
-        sampled: Integers `[M]` or `[M, 1]`, the last token of each text, by row of the host's
-            state.
-        rows: Integers `[B]`, the requests' rows there.
-        counts: Integers `[B]`, how many tokens each request emitted.
-
-    Returns:
-        The last tokens, int32 `[B]`; and the same with -1 where nothing was emitted.
-    """
-    return _ROOTS.on(sampled)(sampled, rows, counts)
-
-
-def keep_trees(kept: Tensor, rows: Tensor, tokens: Tensor, parents: Tensor, last: Tensor) -> Tensor:
-    """Keep drafted trees until they are verified.
-
-    Args:
-        kept: Int32 `[M, 1 + K]`, contiguous, where the parents are written; -1 for roots and where
-            there is no node.
-        rows: Integers `[B]`, the requests' rows there.
-        tokens: Int32 `[B, N]`, N at most 1 + K, the trees; -1 where there is no node.
-        parents: Int32 `[B, N]`.
-        last: Int32 `[B]`, what stands where there is no node, as a target embeds all columns.
-
-    Returns:
-        Int64 `[B, K]`, the draft tokens.
-
-    Raises:
-        ValueError: Shapes do not fit.
-    """
-    if tokens.shape != parents.shape or tokens.shape[1] > kept.shape[1]:
-        raise ValueError(
-            f"tokens {[*tokens.shape]} and parents {[*parents.shape]} must both be [B, N], N at "
-            f"most {kept.shape[1]}"
-        )
-    return _KEEP.on(kept)(kept, rows, tokens, parents, last)

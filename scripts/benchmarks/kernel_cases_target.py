@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from tree_kernels import (
     cpu_attention,
     full_mask,
+    kept_trees,
     kv_move,
     layer_parts,
     layer_rows,
@@ -91,8 +92,13 @@ def _scheduled_trees(requests: int, tree_size: int) -> Work:
         return [positions, *layout, *read, following, drafts]
 
     def ours() -> list[Tensor]:
-        module = scheduled_trees
-        return run(mine, module.lay_out, module.node_tokens, module.next_roots, module.keep_trees)
+        return run(
+            mine,
+            scheduled_trees.lay_out,
+            scheduled_trees.node_tokens,
+            kept_trees.next_roots,
+            kept_trees.keep_trees,
+        )
 
     def lay_out_reference(*given: Any) -> scheduled_trees.Layout:
         *tensors, width = given
@@ -105,8 +111,8 @@ def _scheduled_trees(requests: int, tree_size: int) -> Work:
             other,
             lay_out_reference,
             scheduled_trees._tokens_reference,
-            scheduled_trees._roots_reference,
-            scheduled_trees._keep_reference,
+            kept_trees._roots_reference,
+            kept_trees._keep_reference,
         )
 
     given = parents, rows, indices, ends, lengths, inputs

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
 from random_parents import random_trees
-from tree_kernels import scheduled_trees
-from tree_kernels.scheduled_trees import Layout, keep_trees, lay_out, next_roots, node_tokens
+from tree_kernels import kept_trees, scheduled_trees
+from tree_kernels.kept_trees import keep_trees, next_roots
+from tree_kernels.scheduled_trees import Layout, lay_out, node_tokens
 
 STATE_ROWS = 9
 
@@ -135,7 +136,7 @@ def test_trees_are_kept_with_tokens_in_every_place(interpreter, width):
     kept = torch.full((6, 8), 7, dtype=torch.int32)
     mine = kept.clone()
     drafts = keep_trees(kept, rows, tokens, parents, last)
-    found = scheduled_trees._keep_triton(mine, rows, tokens, parents, last)
+    found = kept_trees._keep_triton(mine, rows, tokens, parents, last)
     assert found.dtype == drafts.dtype == torch.int64
     assert found.tolist() == drafts.tolist()
     assert mine.tolist() == kept.tolist()
@@ -153,7 +154,7 @@ def test_trees_are_kept_with_tokens_in_every_place(interpreter, width):
 def test_roots_are_the_last_tokens_of_requests_that_emitted_some(interpreter):
     sampled = torch.tensor([[5], [6], [7]])
     rows, counts = torch.tensor([2, 0], dtype=torch.int32), torch.tensor([0, 3])
-    for function in (next_roots, scheduled_trees._roots_triton):
+    for function in (next_roots, kept_trees._roots_triton):
         last, roots = function(sampled, rows, counts)
         assert last.dtype == roots.dtype == torch.int32
         assert (last.tolist(), roots.tolist()) == ([7, 5], [-1, 5])

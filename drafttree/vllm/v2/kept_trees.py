@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tree_kernels.scheduled_trees import keep_trees
+from tree_kernels.kept_trees import keep_trees
 
 from drafttree.tree import NO_TOKEN, DraftTree
 
