@@ -13,7 +13,8 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from tree_kernels.attention_variant import AttentionVariant
-from tree_kernels.cpu_attention import PagedTrees, TreeAttention
+from tree_kernels.cpu_attention import TreeAttention
+from tree_kernels.paged_trees import PagedTrees
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):

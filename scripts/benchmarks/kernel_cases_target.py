@@ -29,6 +29,7 @@ from tree_kernels import (
     tree_attention,
 )
 from tree_kernels.attention_prefix import Prefix
+from tree_kernels.paged_trees import PagedTrees
 
 from drafttree.tree import StaticTree
 
@@ -331,7 +332,7 @@ def _cpu_attention(
     page, length = 128, context + tree_size
     dtype = torch.bfloat16 if tiles else torch.float32
     blocks, pages = _paged(requests, length, page)
-    trees = cpu_attention.PagedTrees(
+    trees = PagedTrees(
         starts=torch.arange(requests) * tree_size,
         tree_sizes=torch.full((requests,), tree_size),
         lengths=torch.full((requests,), length),

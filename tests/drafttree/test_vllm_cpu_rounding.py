@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from tree_kernels.attention_variant import PLAIN, AttentionVariant
-from tree_kernels.cpu_attention import DecodeOrder, PagedTrees, TreeAttention, untiled
+from tree_kernels.cpu_attention import DecodeOrder, TreeAttention, untiled
 from tree_kernels.kv_move import movers_of
 from tree_kernels.mask import tree_mask
+from tree_kernels.paged_trees import PagedTrees
 from vllm import _custom_ops as ops
 
 from drafttree.vllm.attention.cpu import decode_order, isa_of, kv_views, row_views

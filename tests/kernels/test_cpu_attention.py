@@ -12,12 +12,12 @@ from tree_kernels import _build, _native
 from tree_kernels.attention_variant import PLAIN, AttentionVariant
 from tree_kernels.cpu_attention import (
     DecodeOrder,
-    PagedTrees,
     TreeAttention,
     tiles_fit,
     untiled,
 )
 from tree_kernels.mask import tree_mask
+from tree_kernels.paged_trees import PagedTrees
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 

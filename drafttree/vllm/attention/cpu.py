@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from tree_kernels.cpu_attention import (
     DecodeOrder,
-    PagedTrees,
     TreeAttention,
     tiles_fit,
     untiled,
 )
+from tree_kernels.paged_trees import PagedTrees
 from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backend import CommonAttentionMetadata
