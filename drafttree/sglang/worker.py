@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,12 +38,12 @@ from drafttree.sglang.patches import (
     widen_request_rows,
 )
 from drafttree.sglang.penalties import Penalties, has_penalties
+from drafttree.sglang.running import RunningRequests
 from drafttree.sglang.sampling import verify_trees
 from drafttree.sglang.state import (
     Proposal,
     RequestStates,
     Step,
-    are_parts,
     sampled_tokens,
     why_undrafted,
 )
@@ -116,10 +116,7 @@ class TreeWorker(GraphWorker):
         self.drafter = self._make_drafter(method, options, target)
         self.counters = Counters(self._device)
         self._forced = ForcedTokens(self._device)
-        self._running: dict[str, Any] = {}
-        self._slots: dict[str, int] = {}
-        # Requests of whose prompts only a part has been read.
-        self._unread: set[str] = set()
+        self._requests = RunningRequests()
         widen_request_rows()
         report_counters()
         report_new_weights()
@@ -245,59 +242,22 @@ class TreeWorker(GraphWorker):
 
     def _start(self, batch: Any) -> None:
         """Release requests that are gone, and start those whose prompts are read."""
-        gone = self._forget_gone()
-        # Users name their requests, and may give the name of one that they aborted to another.
-        arrived = [each for each in batch.reqs if self._running.get(each.rid) is not each]
-        # Those whose prompts are being read go on.
-        starting = [
-            (request, slot)
-            for request, slot in zip(batch.reqs, batch.req_pool_indices_cpu.tolist(), strict=True)
-            if not self._goes_on(request, slot)
-        ]
-        self._release([*gone, *(request.rid for request, _ in starting)])
-        for request, slot in starting:
-            self._slots[request.rid] = slot
-            self._running[request.rid] = request
+        started = self._requests.start(batch)
+        self.drafter.release(started.released)
+        for request, slot in started.starting:
             self._start_request(request, slot)
-        self._penalties.start(starting)
-        parts = zip(batch.reqs, are_parts(batch), strict=True)
-        self._unread = {request.rid for request, is_part in parts if is_part}
-        for reason in filter(None, map(why_undrafted, arrived)):
+        self._penalties.start(started.starting)
+        for reason in filter(None, map(why_undrafted, started.arrived)):
             _warn_of_undrafted(reason)
         self._states.start(batch.req_pool_indices, batch.reqs)
 
-    def _forget_gone(self) -> list[str]:
-        """Forget the requests that finished or were retracted, and return their names.
-
-        Those that were retracted start again, or never come back: SGLang does not mark as finished
-        what is aborted while it waits.
-        """
-        gone = [
-            name
-            for name, request in self._running.items()
-            if request.finished() or not _holds_kv(request)
-        ]
-        for name in gone:
-            del self._running[name]
-        return gone
-
     def drafttree_release(self) -> None:
         """While no request is running: release those that are gone, whose texts are then kept."""
-        if gone := self._forget_gone():
-            self._release(gone)
-
-    def _goes_on(self, request: Any, slot: int) -> bool:
-        """Whether the last batch read a part of this request's prompt, in this slot."""
-        name = request.rid
-        if name not in self._unread or self._slots.get(name) != slot:
-            return False
-        return self._running.get(name) is request
+        if released := self._requests.forget_gone():
+            self.drafter.release(released)
 
     def _start_request(self, request: Any, slot: int) -> None:
         """A request starts or restarts in a slot, before the first part of its prompt is read."""
-
-    def _release(self, names: Iterable[str]) -> None:
-        self.drafter.release([self._slots.pop(name) for name in names if name in self._slots])
 
     # Decoding.
 
@@ -408,13 +368,6 @@ def _changed_by(server: Any) -> str | None:
         return f"--load-format {server.load_format!s}"
     overrides = server.json_model_override_args
     return "--json-model-override-args" if overrides.strip() != "{}" else None
-
-
-def _holds_kv(request: Any) -> bool:
-    """Whether a request has a row of SGLang's slot table."""
-    # Newer versions keep its number with what else is known of the request's KV.
-    holder = request if hasattr(request, "req_pool_idx") else request.kv
-    return holder.req_pool_idx is not None
 
 
 @functools.cache

@@ -75,12 +75,13 @@ def worker() -> Any:
     """A worker without an engine, whose target samples token 7 after each prompt."""
     from drafttree.sglang.drafters.model_free import ModelFreeWorker
     from drafttree.sglang.penalties import Penalties
+    from drafttree.sglang.running import RunningRequests
     from drafttree.sglang.state import RequestStates
 
     made = ModelFreeWorker.__new__(ModelFreeWorker)
     made.drafter = Drafter()
     made._runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
-    made._running, made._slots, made._unread = {}, {}, set()
+    made._requests = RunningRequests()
     made._states = RequestStates(4, torch.device("cpu"))
     made._penalties = Penalties(4, 512, torch.device("cpu"))
     made._target_worker = SimpleNamespace(
@@ -99,7 +100,7 @@ def test_a_request_that_lost_its_slot_is_forgotten(worker: Any, slot: int) -> No
     first.kv.req_pool_idx = None
     worker.drafter.calls.clear()
     worker._prefill(prefill((request("second", 5), slot, 5)), None)
-    assert list(worker._running) == list(worker._slots) == ["second"]
+    assert worker._requests.slots == {"second": slot}
     assert worker.drafter.calls[:2] == [("release", [1]), ("start", (slot, 5))]
 
 
@@ -153,7 +154,7 @@ def test_finished_requests_are_released_once_while_none_is_running(worker: Any) 
     assert worker.drafter.calls == [("release", [1])]
     worker._prefill(prefill((request("third", 4), 1, 4)), None)
     assert worker.drafter.calls[1:] == [("start", (1, 4)), ("extend", ([1], [7]))]
-    assert worker._slots == {"second": 2, "third": 1}
+    assert worker._requests.slots == {"second": 2, "third": 1}
 
 
 def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:
