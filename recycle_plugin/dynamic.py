@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 from tree_kernels.candidates import TOP
 from tree_kernels.expansion import ExpandedTrees, columns_of, expand_trees
-from tree_kernels.memory import append_texts, remember
+from tree_kernels.memory import append_texts
 from tree_kernels.ngrams import previous_tokens, zeros
 from tree_kernels.selection import best_nodes
 from tree_kernels.source_stats import count
@@ -193,7 +193,7 @@ class DynamicTreeDrafter(ModelFreeDrafter):
             ValueError: There is no memory that lasts.
         """
         self.check_remembers()
-        remember(self.tables.memory, tokens)
+        self.tables.remember(tokens)
         self.tables.changed()
 
     def profile(self, measure_forward: Callable[[int], float], max_tokens: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from tree_kernels.adjacency import recycle, top_candidates
 from tree_kernels.bigrams import update_bigrams
 from tree_kernels.candidates import ALONE, CandidateTables
-from tree_kernels.memory import TextMemory
+from tree_kernels.memory import TextMemory, remember
 from tree_kernels.ngrams import NgramIndex, zeros
 from tree_kernels.source_stats import SourceStats
 
@@ -126,6 +126,20 @@ class Tables:
             self.own[slot] = EMPTY
         self._running.add(slot)
         self._remembered.add(slot)
+
+    def remember(self, texts: torch.Tensor) -> int:
+        """Append texts to the memory.
+
+        Args:
+            texts: Int32 `[n]` on the CPU, separated by -1. They also end at tokens that the target
+                does not have, as a tokenizer may have more.
+
+        Returns:
+            Number of tokens that were appended.
+        """
+        known = texts.masked_fill(texts >= len(self.matrix), EMPTY)
+        remember(self.memory, known)
+        return int((known >= 0).sum())
 
     def is_remembered(self, slot: int) -> bool:
         """Whether a request is registered in a slot and no reset has come since it began."""

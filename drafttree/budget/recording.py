@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -120,7 +121,7 @@ class RecordingPlanner(Planner):
             forward_seconds=dict(forward_seconds),
             constants=self.constants,
         )
-        self._file.write(first.model_dump_json() + "\n")
+        self._write_line(first.model_dump_json())
 
     def should_skip_drafting(self, batch_size: int) -> bool:
         self._write()  # The measurement of the step before was discarded.
@@ -188,17 +189,29 @@ class RecordingPlanner(Planner):
         step, self._step = self._step, None
         if step is None or not self._left:
             return
-        self._file.write(step.model_dump_json(exclude_defaults=True) + "\n")
         self._left -= 1
-        if not self._left:
-            self._file.close()
+        self._write_line(step.model_dump_json(exclude_defaults=True))
+
+    def _write_line(self, line: str) -> None:
+        try:
+            self._file.write(line + "\n")
+            if not self._left:
+                self._file.close()
+        except OSError as error:
+            logger.warning(
+                "%s: no further steps are recorded, as the file cannot be written: %s",
+                *(RECORD_VARIABLE, error),
+            )
+            self._left = 0
+            with suppress(OSError):
+                self._file.close()
 
 
 def make_planner(candidate_sizes: Sequence[int], forward_seconds: Mapping[int, float]) -> Planner:
     """A planner that records its steps if `DRAFTTREE_RECORD_STEPS` names a file.
 
     `%p` in the name is replaced by the process id, for hosts of several engines. If the file
-    cannot be written, a warning says so and nothing is recorded.
+    cannot be written, or no longer, a warning says so and nothing more is recorded.
     """
     if name := os.environ.get(RECORD_VARIABLE):
         try:

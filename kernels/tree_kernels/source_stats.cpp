@@ -20,7 +20,8 @@ extern "C" void count_trees(const int32_t* tokens, const int32_t* parents, const
     }
     for (int64_t node = 1; node < width; ++node) {
       const int64_t at = request * width + node;
-      if (tokens[at] < 0 || !on[parents[at]]) continue;
+      const int32_t parent = parents[at];
+      if (tokens[at] < 0 || parent < 0 || parent >= width || !on[parent]) continue;
       const int32_t source = sources[request * tree_stride + node];
       ++tried[source];
       hit[source] += on[node];

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tree_kernels.memory import TextMemory, remember
+from tree_kernels.memory import TextMemory
 
 from drafttree.method import Remembered
 from drafttree.model_files import vocabulary_size
@@ -19,6 +19,7 @@ from recycle_plugin.storage.table_files import (
     claim,
     claimed,
     close_earlier,
+    give_up,
     load_tables,
     save_tables,
     tokenizer_identity,
@@ -86,7 +87,7 @@ class _Learned:
         memory = self._owner.memory
         if grows and len(texts) > memory.capacity:
             self._owner.memory = TextMemory.of(len(texts), memory.tokens.device)
-        remember(self._owner.memory, texts)
+        self._owner.remember(texts)
         return int((texts >= 0).sum())
 
     def snapshot(self) -> dict[str, torch.Tensor]:
@@ -128,13 +129,16 @@ def open_hot_start(
     """
     learned = _Learned(tables, target)
     close_earlier(file)
+    # Claimed first: what another process saved in between would be lost.
+    is_claimed = claim(file)
     try:
         if file.exists():
             learned.load(file)
     except (OSError, TablesError) as error:
+        give_up(file)
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
-    if not claim(file):
+    if not is_claimed:
         logger.warning(
             "Token Recycling starts with the tables in %s and will not save them, because another "
             "engine or replica does: name another file with hot_start to keep them too",
@@ -193,8 +197,7 @@ def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str])
         count = 0
         for text in texts:
             tokens = tokenizer.encode(text, add_special_tokens=False)
-            remember(tables.memory, torch.tensor(tokens, dtype=torch.int32))
-            count += len(tokens)
+            count += tables.remember(torch.tensor(tokens, dtype=torch.int32))
         save_tables(file, learned.snapshot(), learned.identity)
     # Whatever leaves the memory is older than what stays.
     kept = int((tables.memory.tokens >= 0).sum())

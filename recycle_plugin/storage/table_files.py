@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import logging
 import os
 import secrets
@@ -134,6 +135,9 @@ def claim(file: Path) -> bool:
     try:
         make_private(file.parent)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+    except PermissionError:
+        # It is another user's, or saving will fail too, and say so.
+        return not os.access(lock, os.F_OK)
     except OSError:
         return True  # saving will fail too, and say so
     try:
@@ -143,6 +147,12 @@ def claim(file: Path) -> bool:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     _claimed[file] = descriptor
     return True
+
+
+def give_up(file: Path) -> None:
+    """Let other processes claim a file, if this one has."""
+    if (descriptor := _claimed.pop(file, None)) is not None:
+        os.close(descriptor)
 
 
 def close_earlier(file: Path) -> None:
@@ -161,8 +171,8 @@ def claimed(file: Path) -> Iterator[bool]:
     try:
         yield claim(file)
     finally:
-        if is_new and file in _claimed:
-            os.close(_claimed.pop(file))
+        if is_new:
+            give_up(file)
 
 
 def load_tables(
@@ -235,7 +245,7 @@ def _describe(dtype: torch.dtype, shape: tuple[int | None, ...]) -> str:
 
 
 def _remove_stale(file: Path) -> None:
-    for partial in file.parent.glob(f".{file.name}.*.partial"):
+    for partial in file.parent.glob(f".{glob.escape(file.name)}.*.partial"):
         with contextlib.suppress(OSError):  # another writer may have removed it
             if time.time() - partial.stat().st_mtime > _STALE_SECONDS:
                 partial.unlink()
@@ -344,7 +354,9 @@ class TableSaver:
         saved = time.monotonic()
         while not self._closing.wait(min(self._every, _IDLE_SECONDS)):
             idle, self._touched = not self._touched, False
-            due = idle or self._emptied or time.monotonic() - saved >= self._every
+            due = time.monotonic() - saved >= self._every
+            if not self._failing:
+                due = due or idle or self._emptied
             if self._changed and due:
                 self.save()
                 saved = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 from pathlib import Path
 
@@ -321,6 +323,46 @@ def test_a_file_that_cannot_be_written_is_a_warning(
     engine = Engine(0.5)
     assert not isinstance(engine.budget.planner, RecordingPlanner)
     assert "steps are not recorded" in caplog.text
+
+
+class FullDisk(io.StringIO):
+    """Takes some lines, and half of the next one."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.lines = lines
+        self.kept = ""
+
+    def write(self, text: str) -> int:
+        if not self.lines:
+            self.kept += text[: len(text) // 2]
+            raise OSError(errno.ENOSPC, "no space left on device")
+        self.lines -= 1
+        self.kept += text
+        return len(text)
+
+
+def test_a_disk_that_fills_up_ends_a_recording_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(lines=3)
+    planner = RecordingPlanner(SIZES, FORWARDS, disk)
+    for _ in range(5):
+        if not planner.should_skip_drafting(1):
+            planner.choose(1, np.ones((1, 4), np.float32))
+        planner.record_step(1, TreeChoice(0), 1, 0.02, 0.0, 1)
+    assert caplog.text.count("no further steps are recorded") == 1
+    file = tmp_path / "steps.jsonl"
+    file.write_text(disk.kept)
+    assert len(read_recording(file)[1]) == 2
+
+
+def test_a_disk_that_is_full_at_start_records_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(RECORD_VARIABLE, "/dev/full")
+    Engine(0.5).run(20)
+    assert caplog.text.count("no further steps are recorded") == 1
 
 
 @pytest.mark.parametrize("pads_trees", [False, True])

@@ -50,6 +50,20 @@ def test_priors_follow_the_counts_of_each_source(cpu_path, seed, widths):
     assert lists(source_stats) == counted(expected, cases)
 
 
+@pytest.mark.parametrize("parent", [-1, 3])
+def test_a_node_without_a_parent_in_the_tree_is_not_counted(cpu_path, interpreter, parent):
+    tokens, parents, sources, path = (
+        torch.tensor([each], dtype=torch.int32)
+        for each in ([5, 6, 7], [-1, 0, parent], [0, 1, 2], [0, 1, -1])
+    )
+    slots = torch.zeros(1, dtype=torch.int64)
+    for run in (count, module._count_triton):
+        source_stats = SourceStats.of(expected_priors(0))
+        run(source_stats, tokens, parents, sources, path, slots)
+        assert source_stats.tried.nonzero().flatten().tolist() == [1]
+        assert source_stats.hit.nonzero().flatten().tolist() == [1]
+
+
 @pytest.mark.parametrize("width", [1, 9, 40])
 def test_kernel_counts_the_same(interpreter, width):
     cases = [verification(seed, 3, width) for seed in range(2)]

@@ -31,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    # A token more than the model has, as some tokenizers have.
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
     LlamaConfig(vocab_size=VOCAB).save_pretrained(folder)
     return folder
 
@@ -73,6 +74,24 @@ def test_a_corpus_is_copied_from_by_the_next_engine(model: Path, tmp_path: Path)
         assert deepest == tokens[6 : 6 + len(deepest)]
         # A second corpus is added to the first.
         assert prepare(model, "--corpus", str(second), *kept)[0] == 0
+
+
+def test_tokens_that_the_model_does_not_have_are_left_out(model: Path, tmp_path: Path) -> None:
+    file, text = tmp_path / "tables", tmp_path / "a.txt"
+    text.write_text(f"{TEXT}[PAD]{TEXT[::-1]}", encoding="utf-8")
+    status, said = prepare(model, "--corpus", str(text), "--option", f"hot_start={file}")
+    assert status == 0
+    assert f"{2 * len(TEXT)} tokens of 1 file are kept" in said
+    # The file is used, and saved to again.
+    drafter = drafter_of(model, file)
+    tokens = AutoTokenizer.from_pretrained(model).encode(f"{TEXT}[PAD]")
+    assert max(tokens) == VOCAB
+    drafter.reset()
+    # SGLang's server passes on what users have sent.
+    drafter.remember(torch.tensor(tokens, dtype=torch.int32))
+    drafter.start(0, tokens[-17:-1])
+    root = torch.tensor(tokens[-2:-1], dtype=torch.int32)
+    assert int(drafter.propose(torch.tensor([0]), root).tokens.max()) < VOCAB
 
 
 def tokens_in(file: Path) -> int:

@@ -10,8 +10,10 @@ import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +32,7 @@ from tree_kernels.source_stats import SourceStats
 from drafttree.target import Target
 from drafttree.testing import check_drafter
 from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, Tables
+from recycle_plugin.storage import hot_start
 from recycle_plugin.storage.hot_start import open_hot_start
 from recycle_plugin.storage.primed_files import PrimedFile
 from recycle_plugin.storage.table_files import (
@@ -37,6 +40,7 @@ from recycle_plugin.storage.table_files import (
     TableSaver,
     TablesError,
     TableSpec,
+    claim,
     load_tables,
     save_tables,
 )
@@ -104,22 +108,25 @@ def save_and_stop(pipe: Connection, file: Path, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["while the file is written", "before it is renamed"])
-def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
-    file = tmp_path / "tables"
+@pytest.mark.parametrize("name", ["tables", "tables[8b]"])
+def test_a_writer_that_is_killed_leaves_the_old_file(
+    tmp_path: Path, moment: str, name: str
+) -> None:
+    file = tmp_path / name
     save_tables(file, tables(1), IDENTITY)
     with forked(save_and_stop, file, moment) as (process, pipe):
         assert said(pipe) == "here"
         os.kill(process.pid, signal.SIGKILL)
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-    (left,) = {*os.listdir(tmp_path)} - {"tables"}
+    (left,) = {*os.listdir(tmp_path)} - {name}
     assert left.endswith(".partial")
     assert value_of(file) == 1
     save_tables(file, tables(3), IDENTITY)
     assert value_of(file) == 3
     os.utime(tmp_path / left, (0, 0))
     save_tables(file, tables(4), IDENTITY)
-    assert os.listdir(tmp_path) == ["tables"]
+    assert os.listdir(tmp_path) == [name]
 
 
 def save_on_a_full_disk(pipe: Connection, file: Path) -> None:
@@ -158,6 +165,28 @@ def save_where_nothing_can_be_written(pipe: Connection, folder: Path) -> None:
         file.save(tables(3)["matrix"])
     saver = TableSaver(Path("tables"), lambda: tables(2), IDENTITY, 3600, logger_of(told))
     pipe.send((told, [saver.save(), saver.save()], file.path))
+
+
+def fill_the_disk_and_count(pipe: Connection, file: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    tried: list[float] = []
+
+    def snapshot() -> dict[str, torch.Tensor]:
+        tried.append(time.monotonic())
+        return tables(2)
+
+    saver = TableSaver(file, snapshot, IDENTITY, every=3600)
+    saver.touch()
+    while not tried:
+        time.sleep(0.1)
+    time.sleep(3)
+    pipe.send(len(tried))
+
+
+def test_an_idle_engine_does_not_try_to_save_again_at_once(tmp_path: Path) -> None:
+    with forked(fill_the_disk_and_count, tmp_path / "tables") as (_, pipe):
+        assert said(pipe) == 1
 
 
 def test_a_cache_that_may_only_be_read_is_reported_once(tmp_path: Path) -> None:
@@ -270,6 +299,73 @@ def test_two_engines_share_one_hot_start_file(tmp_path: Path) -> None:
     assert saver is not None
     saver.close()
     assert (third.matrix == 9).all()
+
+
+def test_what_an_engine_saves_before_it_ends_is_loaded_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one ends while the second one starts: it has been loaded then, or is not saved."""
+    file = tmp_path / "tables"
+    with forked(learn_and_save, file) as (process, pipe):
+        assert said(pipe) is True
+        second = empty_tables()
+        load = hot_start.load_tables
+
+        def load_and_let_the_first_one_end(*arguments: Any) -> Any:
+            loaded = load(*arguments)
+            pipe.send("end")
+            assert said(pipe) == "closed"
+            process.join(60)
+            return loaded
+
+        with monkeypatch.context() as patched:
+            patched.setattr(hot_start, "load_tables", load_and_let_the_first_one_end)
+            assert open_hot_start(second, file, tmp_path, logger_of([])) is None
+    third = empty_tables()
+    saver = open_hot_start(third, file, tmp_path, logger_of([]))
+    assert saver is not None
+    saver.close()
+    assert (third.matrix == 9).all()
+
+
+def claim_and_wait(pipe: Connection, file: Path) -> None:
+    pipe.send(claim(file))
+    pipe.recv()
+
+
+def test_a_file_that_cannot_be_used_may_be_claimed_by_another_engine(tmp_path: Path) -> None:
+    file = tmp_path / "tables"
+    file.write_bytes(b"damaged")
+    assert open_hot_start(empty_tables(), file, tmp_path, logger_of([])) is None
+    with forked(claim_and_wait, file) as (_, pipe):
+        assert said(pipe) is True
+
+
+def open_as_another_user(pipe: Connection, file: Path, user: int) -> None:
+    if os.geteuid() == 0:
+        os.seteuid(user)
+    told: list[str] = []
+    saver = open_hot_start(empty_tables(), file, file.parent, logger_of(told))
+    pipe.send((saver is not None, told))
+    pipe.recv()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
+def test_engines_of_two_users_do_not_both_save_to_a_file(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    file = folder / "tables"
+    try:
+        with (
+            forked(open_as_another_user, file, 65534) as (_, first),
+            forked(open_as_another_user, file, 65533) as (_, second),
+        ):
+            opened = [said(first), said(second)]
+    finally:
+        shutil.rmtree(folder)
+    assert sorted(saves for saves, _ in opened) == [False, True]
+    ((message,),) = (told for saves, told in opened if not saves)
+    assert "because another engine or replica does" in message
 
 
 def count_further(stats: SourceStats) -> None:
