@@ -86,6 +86,7 @@ def check_server(method: Method[Any], server_args: Any) -> None:
     _check_variables(method, server_args)
     _check_kv_cache(method, server_args)
     _check_model(method, server_args)
+    _check_embeddings(method, server_args)
     _check_windows(method, server_args)
     _check_adapters(method, server_args)
     _check_sessions(method, server_args)
@@ -218,6 +219,17 @@ def _check_model(method: Method[Any], server_args: Any) -> None:
                 f"{trait}: {fix}{LEAVE}"
             )
     check_media(method, server_args, model)
+
+
+def _check_embeddings(method: Method[Any], server_args: Any) -> None:
+    """Refuse n-gram embeddings, for which SGLang reads each token that it samples by itself."""
+    model = target_config(server_args)
+    # Versions before 0.5.23 may not know of them.
+    if any(getattr(model, name, False) for name in ("use_ngram_embedding", "use_engram")):
+        raise ValueError(
+            f"{method.title} does not work with --model-path={model.model_path}, whose embeddings "
+            f"depend on the tokens before: use a model without n-gram embeddings, or {LEAVE}"
+        )
 
 
 def _check_windows(method: Method[Any], server_args: Any) -> None:

@@ -21,7 +21,7 @@ from sglang.srt.sampling.penaltylib import (
 from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from torch.nn.utils.rnn import pad_sequence
 
-from drafttree.transfer import all_on_device
+from drafttree.transfer import all_on_device, on_device
 
 _ABSENT = -1
 """In place of a token: none."""
@@ -117,6 +117,36 @@ class Penalties:
             slots: `int64 [R]`, the slot of each row's request.
             path: `int [R, D]`, tokens that count as emitted too; -1 for none.
         """
+        additive, scaling = self._of(slots, path)
+        logits.add_(additive)
+        if scaling is not None:
+            apply_scaling_penalties(logits, scaling)
+
+    def resume(self, batch: Any) -> None:
+        """Penalise the next tokens of requests that were retracted as if they had not been.
+
+        When their prompts are read again, SGLang's penalizers know of none of the tokens that they
+        have emitted.
+
+        Args:
+            batch: SGLang's batch of prompts, whose requests have started.
+        """
+        rows = [row for row, request in enumerate(batch.reqs) if request.output_ids]
+        if not rows or not has_penalties(batch):
+            return
+        info, again = batch.sampling_info, on_device(np.array(rows, np.int64), self._device)
+        none = torch.empty(len(rows), 0, dtype=torch.int64, device=self._device)
+        additive, scaling = self._of(batch.req_pool_indices[again], none)
+        if info.acc_additive_penalties is not None:
+            info.acc_additive_penalties[again] = additive
+        if info.acc_scaling_penalties is not None and scaling is not None:
+            # SGLang may keep the tensor itself.
+            info.acc_scaling_penalties = info.acc_scaling_penalties.index_copy(0, again, scaling)
+
+    def _of(
+        self, slots: torch.Tensor, path: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Additive penalties of R rows, `[R, V]`, and scaling ones, if any request has such."""
         columns = self._columns(path)
         # Indexing copies.
         seen, summed = self._seen[slots], self._summed[slots]
@@ -128,10 +158,9 @@ class Penalties:
             emitted = self._emitted[slots] + (path >= 0).sum(1, dtype=torch.int32)
             stops = torch.zeros_like(summed).scatter_(1, self._stops[slots], -torch.inf)
             additive += torch.where((emitted < self._least[slots])[:, None], stops[:, :-1], 0.0)
-        logits.add_(additive)
-        if self._scales:
-            scaling = torch.where(seen, self._repetition[slots][:, None], 1.0)
-            apply_scaling_penalties(logits, scaling)
+        if not self._scales:
+            return additive, None
+        return additive, torch.where(seen, self._repetition[slots][:, None], 1.0)
 
     def _allocate(self) -> None:
         slots, vocab_size = self._shape

@@ -25,6 +25,7 @@ from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.method import Method
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder, reads_files
+from drafttree.sglang import long_rope
 from drafttree.sglang.grammars import BoundTrees, has_grammars, mask_trees
 from drafttree.sglang.graphs.worker import GraphWorker
 from drafttree.sglang.kv_cache import kv_movers
@@ -116,6 +117,7 @@ class TreeWorker(GraphWorker):
         self.drafter = self._make_drafter(method, options, target)
         self.counters = Counters(self._device)
         self._forced = ForcedTokens(self._device)
+        self._last_short = long_rope.last_short_position(self._runner.model)
         self._requests = RunningRequests()
         widen_request_rows()
         report_counters()
@@ -205,6 +207,7 @@ class TreeWorker(GraphWorker):
 
     def _prefill(self, batch: Any, on_publish: Publish | None) -> GenerationBatchResult:
         self._start(batch)
+        self._penalties.resume(batch)
         result = self._forward_prompt(batch)
         # The tensor itself: without overlapping scheduling SGLang would copy another one back.
         lengths = batch.seq_lens
@@ -312,7 +315,10 @@ class TreeWorker(GraphWorker):
             columns = trees.tokens.shape[1]
             trees = whole_trees(trees, self._sizes.fitting(requests, columns - 1))
         states, slots = self._states, batch.req_pool_indices
-        trees, depths = drop_unusable(trees, states.limits[slots] - batch.seq_lens)
+        left = states.limits[slots] - batch.seq_lens
+        if self._last_short is not None:
+            left = long_rope.up_to(self._last_short, left, batch.seq_lens)
+        trees, depths = drop_unusable(trees, left)
         penalties = self._penalties if has_penalties(batch) else None
         return Step.of(batch, trees, depths, penalties, proposal.rule, bound)
 

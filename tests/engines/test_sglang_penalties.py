@@ -108,6 +108,33 @@ def test_a_request_without_penalties_that_was_there_first_is_left_alone() -> Non
     assert found[1, [6, 7]].ne(logits[1, [6, 7]]).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_was_retracted_goes_on_with_its_penalties(kind: str) -> None:
+    from drafttree.sglang.penalties import Penalties
+
+    emitted, slots = [[4, 4, 8, 5], []], torch.tensor([1, 3])
+    requests = [penalty_request(tokens, **KINDS[kind]) for tokens in emitted]
+    penalties = Penalties(4, VOCABULARY, torch.device("cpu"))
+    penalties.start([*zip(requests, slots.tolist(), strict=True)])
+    # SGLang's own penalties, of requests that have emitted nothing.
+    logits = torch.randn(2, VOCABULARY)
+    none = kind == "none"
+    new = [penalised_by_sglang(own, [], torch.zeros(VOCABULARY)) for own in requests]
+    info = SimpleNamespace(
+        acc_additive_penalties=None if none else torch.stack(new),
+        acc_scaling_penalties=None if none else torch.ones(2, VOCABULARY),
+    )
+    penalties.resume(SimpleNamespace(reqs=requests, req_pool_indices=slots, sampling_info=info))
+    found = logits.clone()
+    if not none:
+        found += info.acc_additive_penalties
+        scales = info.acc_scaling_penalties
+        found = torch.where(found > 0, found / scales, found * scales)
+    for row, own in enumerate(requests):
+        expected = penalised_by_sglang(own, emitted[row], logits[row])
+        torch.testing.assert_close(found[row], expected)
+
+
 def test_nothing_is_allocated_for_requests_without_penalties() -> None:
     from drafttree.sglang.penalties import Penalties
 

@@ -267,6 +267,20 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
         _check_kv_cache(rsd_plugin.METHOD, SimpleNamespace(kv_cache_dtype="fp8_e4m3"))
 
 
+@pytest.mark.parametrize("name", ["use_ngram_embedding", "use_engram"])
+def test_embeddings_that_depend_on_the_tokens_before_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafttree.sglang import checks
+
+    model = SimpleNamespace(model_path="longcat")
+    monkeypatch.setattr(checks, "target_config", lambda server_args: model)
+    checks._check_embeddings(recycle_plugin.METHOD, None)
+    setattr(model, name, True)
+    with pytest.raises(ValueError, match="--model-path=longcat, whose embeddings depend on"):
+        checks._check_embeddings(recycle_plugin.METHOD, None)
+
+
 @pytest.mark.parametrize("quantised", [None, {}, {"quantization": {}}])
 def test_the_kv_cache_that_a_checkpoint_asks_for(
     quantised: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def prefill(*read: tuple[Any, int, int]) -> Any:
         req_pool_indices_cpu=torch.tensor([slot for _, slot, _ in read]),
         seq_lens=torch.tensor([length for _, _, length in read]),
         seq_lens_cpu=torch.tensor([length for _, _, length in read]),
+        sampling_info=SimpleNamespace(acc_additive_penalties=None, acc_scaling_penalties=None),
     )
 
 
