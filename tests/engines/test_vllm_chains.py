@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import structured_answers
-from drafted_chains import proves_chains
+from drafted_chains import VLLM_ENGINE, proves_chains
 from random_prompts import some_prompts
 from tiny_families import WITHOUT_TREES, make_tiny_family
 from tiny_models import add_byte_tokenizer
@@ -34,13 +34,6 @@ MIXED = [
 CHAINS = {"method": "token_recycling"}
 ANNOUNCED = "Token Recycling drafts chains of up to"
 
-ENGINE: dict[str, dict[str, Any]] = {
-    # The other backend, which the engine prefers on a CPU with AMX, needs bfloat16.
-    "deepseek_v2": {"attention_backend": "CPU_MLA"},
-    # The engine's CPU kernels for its linear attention need bfloat16, and verification is refused
-    # with prefix caching there.
-    "qwen3_next": {"dtype": "bfloat16", "enable_prefix_caching": False},
-}
 LONGEST = {"deepseek_v2": 31, "qwen3_next": 7}
 
 
@@ -77,7 +70,7 @@ def check_drafted(family: str, drafted: list[Answer], log: str) -> None:
 
 
 def test_tokens_are_those_of_plain_decoding(without_trees: Callable[[str], Path]) -> None:
-    model, engine = without_trees("deepseek_v2"), ENGINE["deepseek_v2"]
+    model, engine = without_trees("deepseek_v2"), VLLM_ENGINE["deepseek_v2"]
     plain, _ = run_vllm(model, some_cases(), **engine)
     drafted, log = run_vllm(model, some_cases(), CHAINS, **engine)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
@@ -93,7 +86,7 @@ def test_grammars(tmp_path: Path) -> None:
         Case(some_prompts(len(bound), seed, 40), [each | {"seed": seed} for each in bound])
         for seed in (1, 2, 3, 2)
     ]
-    engine = ENGINE["deepseek_v2"] | {"skip_tokenizer_init": False}
+    engine = VLLM_ENGINE["deepseek_v2"] | {"skip_tokenizer_init": False}
     plain, _ = run_vllm(model, cases, **engine)
     drafted, _ = run_vllm(model, cases, CHAINS, **engine)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
@@ -110,7 +103,7 @@ def test_recurrent_layers(without_trees: Callable[[str], Path]) -> None:
     requests in such an engine, and with those of an engine without drafts up to the first one
     whose rival there is as likely, in bfloat16.
     """
-    cases, engine = some_cases(), ENGINE["qwen3_next"]
+    cases, engine = some_cases(), VLLM_ENGINE["qwen3_next"]
     model = without_trees("qwen3_next")
     greedy = Case(some_prompts(8), GREEDY | {"logprobs": 2})
     (plain,), _ = run_vllm(model, [greedy], **engine)
@@ -136,7 +129,7 @@ def test_sizes_are_chosen_by_measured_forwards(without_trees: Callable[[str], Pa
     for family in WITHOUT_TREES:
         cases = [Case(some_prompts(2), GREEDY, rounds=3)]
         method = CHAINS | {"nodes": "auto"}
-        (answer,), log = run_vllm(without_trees(family), cases, method, **ENGINE[family])
+        (answer,), log = run_vllm(without_trees(family), cases, method, **VLLM_ENGINE[family])
         assert "forwards cannot be timed" not in log
         assert answer.counters["steps"] > 0
         assert answer.explained
@@ -169,7 +162,7 @@ def test_a_kv_connector(tiny_llama: Path, tmp_path: Path) -> None:
 def test_a_static_tree(without_trees: Callable[[str], Path]) -> None:
     """Its first path is drafted."""
     cases = [Case(some_prompts(8), GREEDY)]
-    model, engine = without_trees("deepseek_v2"), ENGINE["deepseek_v2"]
+    model, engine = without_trees("deepseek_v2"), VLLM_ENGINE["deepseek_v2"]
     plain, _ = run_vllm(model, cases, **engine)
     drafted, _ = run_vllm(model, cases, CHAINS | {"tree": "branch:2-2-1-1"}, **engine)
     assert drafted[0].tokens == plain[0].tokens
@@ -181,7 +174,7 @@ def test_chunks_of_prompts_beside_chains(without_trees: Callable[[str], Path]) -
     """Recurrent states go on from chunk to chunk, in an engine core of its own process."""
     prompts = some_prompts(8, seed=9, shortest=50, longest=160)
     cases = [Case(prompts, GREEDY), Case(prompts, GREEDY)]
-    engine = ENGINE["qwen3_next"] | {"max_num_batched_tokens": 64}
+    engine = VLLM_ENGINE["qwen3_next"] | {"max_num_batched_tokens": 64}
     model = without_trees("qwen3_next")
     answers, _ = run_vllm(model, [undrafted(case) for case in cases], CHAINS, **engine)
     own_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -201,7 +194,7 @@ OWN_LOOP = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 @pytest.fixture(scope="module")
 def unprimed(without_trees: Callable[[str], Path]) -> Answer:
     method = CHAINS | {"prime": False}
-    model, engine = without_trees("deepseek_v2"), ENGINE["deepseek_v2"]
+    model, engine = without_trees("deepseek_v2"), VLLM_ENGINE["deepseek_v2"]
     (answer,), _ = run_vllm(model, [SHORT], method, OWN_LOOP, **engine)
     return answer
 
@@ -222,7 +215,7 @@ def test_tables_are_primed(
     cases = [SHORT] if seconds else [SHORT, replace(SHORT, after=file)]
     method = CHAINS | {"prime": True, "prime_seconds": seconds, "nodes": 15}
     variables = OWN_LOOP | {"DRAFTTREE_CACHE": str(tmp_path)}
-    answers, log = run_vllm(model, cases, method, variables, **ENGINE["deepseek_v2"])
+    answers, log = run_vllm(model, cases, method, variables, **VLLM_ENGINE["deepseek_v2"])
     assert "is primed for 512 of 512 tokens" in log
     assert unprimed.counters["drafted_steps"] == 0
     assert answers[-1].tokens == unprimed.tokens

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from drafted_chains import VLLM_ENGINE
 from overfitted_drafter import PROMPTS, make_overfitted
 from random_prompts import some_prompts
 from structured_answers import make_model, tokens_of
-from vllm_sessions import Turn, run_sessions
+from vllm_sessions import Sessions, Turn, run_sessions
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 FIRST, SECOND = some_prompts(2, seed=3, longest=40)
@@ -51,6 +53,32 @@ def test_a_turn_after_a_stop_token(
     drafted = run_sessions(tiny_llama, [turns] * 3, speculative, runner, **limits)
     assert drafted.tokens == plain.tokens
     assert drafted.counters["accepted_tokens"] > 20
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_next"])
+def test_models_that_are_drafted_for_in_chains(
+    family: str, without_trees: Callable[[str], Path]
+) -> None:
+    """The state of recurrent layers after a step with drafts is not that of the turn's end.
+
+    The sessions come again, so that all of their answers would be copied. vLLM rounds otherwise in
+    an engine that may draft, so requests that opt out stand for plain decoding.
+    """
+    model = without_trees(family)
+    method, engine = {"method": "token_recycling"}, VLLM_ENGINE[family]
+
+    def run(sampling: dict[str, Any]) -> Sessions:
+        # vLLM appends to prompts.
+        turns: list[list[Turn]] = [
+            [([*prompt], sampling) for prompt in (FIRST, SECOND, FIRST)] for _ in range(3)
+        ]
+        return run_sessions(model, turns, method, **engine)
+
+    plain = run(GREEDY | {"extra_args": {"drafttree": False}})
+    drafted = run(GREEDY)
+    assert plain.counters["draft_tokens"] == 0
+    assert drafted.tokens == plain.tokens
+    assert (drafted.counters["accepted_tokens"] > 20) == (family == "deepseek_v2")
 
 
 @pytest.mark.parametrize("method", ["token_recycling", "lyanna"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from drafttree.vllm.forward import step_seconds
 from drafttree.vllm.priming import MAX_TOKENS, prime_without_trees
 from drafttree.vllm.step import StepState, StepTrees
 from drafttree.vllm.structured.shapes import Proposal
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 ROLLS_BACK = (
     "BailingLinearAttentionMetadataBuilder",
@@ -54,9 +57,33 @@ class ChainRunner(ModelFreeRunner):
         target = super()._target(embed, sizes_trees=sizes_trees)
         return replace(target, longest_chain=self.num_spec_tokens)
 
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+        """Update the batch; requests that were left out of a step keep their accepted counts.
+
+        Recurrent layers find a request's state by how many of its tokens were accepted last, which
+        the engine forgets of requests that leave its batch for a step.
+        """
+        batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
+        accepted = batch.num_accepted_tokens_cpu
+        for name, row in batch.req_id_to_index.items():
+            if name not in scheduled:
+                self._left_out[name] = int(accepted[row])
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        arrived = (each.req_id for each in scheduler_output.scheduled_new_reqs)
+        preempted = scheduler_output.preempted_req_ids or ()
+        # These end, or are computed from the beginning.
+        for name in (*scheduler_output.finished_req_ids, *preempted, *resumed, *arrived):
+            self._left_out.pop(name, None)
+        deferred = super()._update_states(scheduler_output)
+        for name in [each for each in self._left_out if each in scheduled]:
+            accepted[batch.req_id_to_index[name]] = self._left_out.pop(name)
+        return deferred
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Build the KV caches, and refuse recurrent layers whose state is not rolled back."""
         super().initialize_kv_cache(*args, **kwargs)
+        # How many tokens the last step accepted of running requests that are not in the batch.
+        self._left_out: dict[str, int] = {}
         known = tuple(
             getattr(gpu_model_runner, name)
             for name in (ROLLS_BACK_ON_CPU if self.device.type == "cpu" else ROLLS_BACK)

@@ -15,6 +15,7 @@ from drafttree.drafter import ModelFreeDrafter
 from drafttree.method import Method
 from drafttree.tensor_parallel import (
     NonDraftingRank,
+    broadcast_tensor,
     broadcast_trees,
     drafts_alone,
     is_drafting_rank,
@@ -40,6 +41,11 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
         self._drafter = NonDraftingRank(parsed.depth)
         if is_drafting_rank(get_tp_group()):
             self._drafter = method.drafter(parsed, self._target())
+        if not drafts_alone(get_tp_group()):
+            # Each rank may have a scheduler of its own, and all must be given the same proposals.
+            shares = torch.tensor([int(self._drafter.shares_texts)], device=self.device)
+            broadcast_tensor(shares, get_tp_group())
+            self._drafter.shares_texts = bool(shares)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
 
     def _ends_of_drafts(self, request_ids: Sequence[str]) -> list[set[int]]:

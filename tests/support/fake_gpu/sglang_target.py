@@ -215,12 +215,13 @@ class DraftWorker(TargetWorker):
         return found
 
 
-class Model:
+class Model(torch.nn.Module):
     """As much of the target's model as a worker reads; hidden states are logits."""
 
     lm_head = None
 
     def __init__(self, embeddings: torch.Tensor) -> None:
+        super().__init__()
         self._embeddings = embeddings
         self.logits_processor = SimpleNamespace(_compute_lm_head=lambda hidden, head: hidden)
 
