@@ -211,7 +211,7 @@ def make_planner(candidate_sizes: Sequence[int], forward_seconds: Mapping[int, f
     """A planner that records its steps if `DRAFTTREE_RECORD_STEPS` names a file.
 
     `%p` in the name is replaced by the process id, for hosts of several engines. If the file
-    cannot be written, or no longer, a warning says so and nothing more is recorded.
+    cannot be opened, or a later write fails, a warning says so and nothing more is recorded.
     """
     if name := os.environ.get(RECORD_VARIABLE):
         try:

@@ -228,7 +228,7 @@ def _check_embeddings(method: Method[Any], server_args: Any) -> None:
     if any(getattr(model, name, False) for name in ("use_ngram_embedding", "use_engram")):
         raise ValueError(
             f"{method.title} does not work with --model-path={model.model_path}, whose embeddings "
-            f"depend on the tokens before: use a model without n-gram embeddings, or {LEAVE}"
+            f"depend on preceding tokens: use a model without n-gram embeddings, or {LEAVE}"
         )
 
 

@@ -33,11 +33,6 @@ class RunningRequests:
         # Requests of whose prompts only a part has been read.
         self._unread: set[str] = set()
 
-    @property
-    def slots(self) -> dict[str, int]:
-        """The slots of the requests, by name."""
-        return {**self._slots}
-
     def start(self, batch: Any) -> Started:
         """Note the requests of a batch of prompts, and forget those that are gone."""
         released = self.forget_gone()

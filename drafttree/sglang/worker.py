@@ -317,7 +317,7 @@ class TreeWorker(GraphWorker):
         states, slots = self._states, batch.req_pool_indices
         left = states.limits[slots] - batch.seq_lens
         if self._last_short is not None:
-            left = long_rope.up_to(self._last_short, left, batch.seq_lens)
+            left = long_rope.tokens_left(self._last_short, left, batch.seq_lens)
         trees, depths = drop_unusable(trees, left)
         penalties = self._penalties if has_penalties(batch) else None
         return Step.of(batch, trees, depths, penalties, proposal.rule, bound)

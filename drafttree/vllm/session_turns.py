@@ -21,7 +21,7 @@ class SessionTurns:
     counts them as computed, and would keep as many tokens of the answer too many for the next turn.
 
     Recurrent layers keep a state for each draft token. After a step with drafts the engine would
-    read the next turn from another state than the last, so sessions are not drafted for there.
+    read the next turn from a state before the last token's, so sessions are not drafted for there.
     """
 
     has_mamba_layers: bool

@@ -129,9 +129,9 @@ def open_hot_start(
     """
     learned = _Learned(tables, target)
     close_earlier(file)
-    # Claimed first: what another process saved in between would be lost.
-    is_claimed = claim(file)
     try:
+        # Claimed first: what another process saved in between would be lost.
+        is_claimed = claim(file)
         if file.exists():
             learned.load(file)
     except (OSError, TablesError) as error:

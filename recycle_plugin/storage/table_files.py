@@ -127,6 +127,9 @@ def claim(file: Path) -> bool:
     Returns:
         Whether no other process has claimed it. Where files cannot be locked, that is not known and
         assumed.
+
+    Raises:
+        TablesError: The lock belongs to another user, so that it is not known.
     """
     # Closing any other descriptor of the same file would give up a process's own lock.
     if file in _claimed:
@@ -135,9 +138,13 @@ def claim(file: Path) -> bool:
     try:
         make_private(file.parent)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
-    except PermissionError:
-        # It is another user's, or saving will fail too, and say so.
-        return not os.access(lock, os.F_OK)
+    except PermissionError as error:
+        if os.access(lock, os.F_OK):
+            raise TablesError(
+                f"an engine of another user may save to {file}: stop it if it is running and "
+                f"delete {lock}, or name another file with hot_start"
+            ) from error
+        return True  # saving will fail too, and say so
     except OSError:
         return True  # saving will fail too, and say so
     try:

@@ -268,7 +268,7 @@ def test_types_of_the_kv_cache_whose_rows_have_scales_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["use_ngram_embedding", "use_engram"])
-def test_embeddings_that_depend_on_the_tokens_before_are_refused(
+def test_embeddings_that_depend_on_preceding_tokens_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from drafttree.sglang import checks
@@ -277,7 +277,7 @@ def test_embeddings_that_depend_on_the_tokens_before_are_refused(
     monkeypatch.setattr(checks, "target_config", lambda server_args: model)
     checks._check_embeddings(recycle_plugin.METHOD, None)
     setattr(model, name, True)
-    with pytest.raises(ValueError, match="--model-path=longcat, whose embeddings depend on"):
+    with pytest.raises(ValueError, match="longcat, whose embeddings depend on preceding"):
         checks._check_embeddings(recycle_plugin.METHOD, None)
 
 

@@ -1,4 +1,4 @@
-"""What SGLang computes anew, or otherwise, for a part of the rows beside drafts."""
+"""Penalties of requests that SGLang has retracted, and LongRoPE's frequencies beside drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 
-from drafttree.sglang.long_rope import last_short_position, up_to
+from drafttree.sglang.long_rope import last_short_position, tokens_left
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 120, "ignore_eos": True}
 
@@ -77,5 +77,5 @@ def test_frequencies_that_change_within_an_answer(
 def test_trees_end_where_frequencies_change() -> None:
     lengths = torch.tensor([10, 62, 64, 65, 90])
     left = torch.tensor([8, 8, 8, 8, 0])
-    assert up_to(64, left, lengths).tolist() == [8, 3, 1, 8, 0]
+    assert tokens_left(64, left, lengths).tolist() == [8, 3, 1, 8, 0]
     assert last_short_position(torch.nn.Linear(2, 2)) is None

@@ -101,7 +101,7 @@ def test_a_request_that_lost_its_slot_is_forgotten(worker: Any, slot: int) -> No
     first.kv.req_pool_idx = None
     worker.drafter.calls.clear()
     worker._prefill(prefill((request("second", 5), slot, 5)), None)
-    assert worker._requests.slots == {"second": slot}
+    assert worker._requests._slots == {"second": slot}
     assert worker.drafter.calls[:2] == [("release", [1]), ("start", (slot, 5))]
 
 
@@ -155,7 +155,7 @@ def test_finished_requests_are_released_once_while_none_is_running(worker: Any) 
     assert worker.drafter.calls == [("release", [1])]
     worker._prefill(prefill((request("third", 4), 1, 4)), None)
     assert worker.drafter.calls[1:] == [("start", (1, 4)), ("extend", ([1], [7]))]
-    assert worker._requests.slots == {"second": 2, "third": 1}
+    assert worker._requests._slots == {"second": 2, "third": 1}
 
 
 def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:

@@ -78,7 +78,10 @@ def test_models_that_are_drafted_for_in_chains(
     drafted = run(GREEDY)
     assert plain.counters["draft_tokens"] == 0
     assert drafted.tokens == plain.tokens
-    assert (drafted.counters["accepted_tokens"] > 20) == (family == "deepseek_v2")
+    if family == "qwen3_next":
+        assert drafted.counters["draft_tokens"] == 0
+    else:
+        assert drafted.counters["accepted_tokens"] > 20
 
 
 @pytest.mark.parametrize("method", ["token_recycling", "lyanna"])

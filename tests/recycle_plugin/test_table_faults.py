@@ -365,7 +365,8 @@ def test_engines_of_two_users_do_not_both_save_to_a_file(tmp_path: Path) -> None
         shutil.rmtree(folder)
     assert sorted(saves for saves, _ in opened) == [False, True]
     ((message,),) = (told for saves, told in opened if not saves)
-    assert "because another engine or replica does" in message
+    assert "will not save them: an engine of another user may save to" in message
+    assert f"delete {file.with_name('.tables.lock')}" in message
 
 
 def count_further(stats: SourceStats) -> None:

@@ -10,6 +10,9 @@ from vllm_runs import ENVIRONMENT, TIMEOUTS, engine_arguments, sampling_paramete
 
 Answer = tuple[list[int], list[float]]
 
+_TOKENS = 6
+"""Tokens after which the other request is aborted."""
+
 
 def run_paused(
     model: Path,
@@ -18,11 +21,10 @@ def run_paused(
     speculative: dict[str, Any],
     **engine: Any,
 ) -> tuple[Answer, Answer, int]:
-    """Serve a request twice beside another, the second time with a pause.
+    """Serve a request three times beside another one, which is aborted, the last time in a pause.
 
-    The scheduler is paused after a step that has accepted drafts of the first request, as for
-    `pause_generation(mode="keep")`. Then the other one is aborted, which takes a step without any
-    request.
+    The scheduler is paused as for `pause_generation(mode="keep")`. To abort the other request then
+    takes a step without any request.
 
     Args:
         model: Folder of the target.
@@ -32,8 +34,8 @@ def run_paused(
         engine: Further arguments of the engine.
 
     Returns:
-        The answers without a pause and with it, each with the logprobs of its tokens, and the
-        number of drafts that were accepted in the step before the pause.
+        The second and the third answer, each with the logprobs of its tokens, and the number of
+        drafts that were accepted in the step before the pause.
     """
     arguments = engine_arguments(model, **{"max_num_seqs": 2, "seed": 0, **engine})
     arguments["speculative_config"] = with_defaults(speculative)
@@ -52,32 +54,33 @@ def _serve(
     engine = LLM(**arguments).llm_engine
     core = engine.engine_core.engine_core
 
-    def start(first: str, second: str) -> None:
-        for name, prompt in zip((first, second), prompts, strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling_parameters(sampling))
-
-    def finish(name: str) -> Answer:
+    def serve(name: str, *, pause: bool) -> tuple[Answer, int]:
+        names = name, f"beside {name}"
+        for each, prompt in zip(names, prompts, strict=True):
+            engine.add_request(each, {"prompt_token_ids": prompt}, sampling_parameters(sampling))
         answer: Answer = [], []
+        accepted, before = 0, None
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.request_id == name:
                     own = output.outputs[0]
+                    accepted = len(own.token_ids) - len(answer[0]) - 1
                     chosen = zip(own.token_ids, own.logprobs, strict=True)
                     answer = [*own.token_ids], [likely[token].logprob for token, likely in chosen]
-        return answer
+            if before is not None or len(answer[0]) < _TOKENS:
+                continue
+            before = accepted
+            if pause:
+                core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            engine.abort_request([names[1]])
+            if pause:
+                engine.step()
+                core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        assert before is not None
+        return answer, before
 
-    start("alone", "beside it")
-    expected = finish("alone")
-    start("paused", "aborted")
-    emitted, accepted = 0, 0
-    # The first answer is copied, so that most drafts are accepted.
-    while accepted < 2:
-        for output in engine.step():
-            if output.request_id.startswith("paused"):
-                now = len(output.outputs[0].token_ids)
-                emitted, accepted = now, now - emitted - 1
-    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    engine.abort_request(["aborted"])
-    engine.step()
-    core.scheduler.set_pause_state(PauseState.UNPAUSED)
-    return expected, finish("paused"), accepted
+    # The later answers are copies of the first one, so that most drafts are accepted.
+    serve("first", pause=False)
+    expected, _ = serve("second", pause=False)
+    found, accepted = serve("third", pause=True)
+    return expected, found, accepted

@@ -64,6 +64,7 @@ class ChainRunner(ModelFreeRunner):
         the engine forgets of requests that leave its batch for a step.
         """
         batch, scheduled = self.input_batch, scheduler_output.num_scheduled_tokens
+        # The host has waited for the last step's tokens, and so for these counts.
         accepted = batch.num_accepted_tokens_cpu
         for name, row in batch.req_id_to_index.items():
             if name not in scheduled:
