@@ -138,14 +138,12 @@ def claim(file: Path) -> bool:
     try:
         make_private(file.parent)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
-    except PermissionError as error:
-        if os.access(lock, os.F_OK):
+    except OSError as error:
+        if isinstance(error, PermissionError) and os.access(lock, os.F_OK):
             raise TablesError(
                 f"an engine of another user may save to {file}: stop it if it is running and "
                 f"delete {lock}, or name another file with hot_start"
             ) from error
-        return True  # saving will fail too, and say so
-    except OSError:
         return True  # saving will fail too, and say so
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -361,9 +359,8 @@ class TableSaver:
         saved = time.monotonic()
         while not self._closing.wait(min(self._every, _IDLE_SECONDS)):
             idle, self._touched = not self._touched, False
-            due = time.monotonic() - saved >= self._every
-            if not self._failing:
-                due = due or idle or self._emptied
-            if self._changed and due:
+            # A save that failed is not tried again at once.
+            early = (idle or self._emptied) and not self._failing
+            if self._changed and (early or time.monotonic() - saved >= self._every):
                 self.save()
                 saved = time.monotonic()

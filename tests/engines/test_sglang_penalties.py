@@ -110,6 +110,8 @@ def test_a_request_without_penalties_that_was_there_first_is_left_alone() -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_that_was_retracted_goes_on_with_its_penalties(kind: str) -> None:
+    from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+
     from drafttree.sglang.penalties import Penalties
 
     emitted, slots = [[4, 4, 8, 5], []], torch.tensor([1, 3])
@@ -128,8 +130,7 @@ def test_a_request_that_was_retracted_goes_on_with_its_penalties(kind: str) -> N
     found = logits.clone()
     if not none:
         found += info.acc_additive_penalties
-        scales = info.acc_scaling_penalties
-        found = torch.where(found > 0, found / scales, found * scales)
+        apply_scaling_penalties(found, info.acc_scaling_penalties)
     for row, own in enumerate(requests):
         expected = penalised_by_sglang(own, emitted[row], logits[row])
         torch.testing.assert_close(found[row], expected)

@@ -37,14 +37,14 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
     _drafter: ModelFreeDrafter
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:
-        parsed = method.parse(options)
+        parsed, group = method.parse(options), get_tp_group()
         self._drafter = NonDraftingRank(parsed.depth)
-        if is_drafting_rank(get_tp_group()):
+        if is_drafting_rank(group):
             self._drafter = method.drafter(parsed, self._target())
-        if not drafts_alone(get_tp_group()):
+        if not drafts_alone(group):
             # Each rank may have a scheduler of its own, and all must be given the same proposals.
             shares = torch.tensor([int(self._drafter.shares_texts)], device=self.device)
-            broadcast_tensor(shares, get_tp_group())
+            broadcast_tensor(shares, group)
             self._drafter.shares_texts = bool(shares)
         self._drafter.allocate(self.max_num_reqs, self.max_model_len)
 
