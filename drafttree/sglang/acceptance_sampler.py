@@ -46,6 +46,15 @@ class AcceptanceSampler(Sampler):
             return drawn
         return self._rule(filter_probs(probs.float(), sampling_info), self._nodes).long(), None
 
+    def _sample_from_logprobs(
+        self, logprobs: torch.Tensor, sampling_info: Any, *given: Any
+    ) -> torch.Tensor:
+        if self._rule is None or self._nodes is None:
+            drawn: torch.Tensor = super()._sample_from_logprobs(logprobs, sampling_info, *given)
+            return drawn
+        # SGLang draws from these, of bfloat16, with `rl_on_policy_target`. Their sum is not 1.
+        return self._rule(logprobs.float().softmax(-1), self._nodes)
+
 
 def filter_probs(probs: torch.Tensor, info: Any) -> torch.Tensor:
     """Apply top-k, top-p and min-p as SGLang's own sampler does.
