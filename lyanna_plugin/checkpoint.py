@@ -7,6 +7,7 @@ the KV cache, and has Lyanna's own settings under the key `lyanna`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,13 @@ def save(drafter: LyannaModel, folder: Path) -> None:
     """Write a drafter's folder, with weights in bfloat16. Each file is replaced atomically.
 
     Raises:
+        ValueError: A weight is not a finite number.
         OSError: A file cannot be written.
     """
+    if not _are_finite(drafter.state_dict()):
+        raise ValueError(
+            f"the weights for {folder} are not finite numbers: train with a lower --learning-rate"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     written = drafter.layer_config.to_dict() | {
         "architectures": [drafter.architecture],
@@ -131,6 +137,11 @@ def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> 
         weights = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"the weights in {folder} are damaged: {error}") from error
+    if not _are_finite(weights):
+        raise ValueError(
+            f"the weights in {folder} are not finite numbers: train the drafter again, with a lower "
+            "--learning-rate"
+        )
     hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))
     _check_hot_tokens(folder, hot, layer.vocab_size)
     try:
@@ -139,6 +150,10 @@ def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> 
     except RuntimeError as error:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
     return drafter.float()
+
+
+def _are_finite(weights: Mapping[str, torch.Tensor]) -> bool:
+    return all(bool(each.isfinite().all()) for each in weights.values())
 
 
 def _check_hot_tokens(folder: Path, hot: torch.Tensor, vocab_size: int) -> None:

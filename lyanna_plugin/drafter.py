@@ -253,7 +253,10 @@ class LyannaDrafter(LyannaTrees):
 
     def logits(self, states: Tensor, head: Head) -> Tensor:
         """Logits `[N, C]` of the layer's outputs; with `head=hot` those of the hot tokens."""
-        return head(states) if self._hot_head is None else self._hot_head.logits(states)
+        if self._hot_head is not None:
+            return self._hot_head.logits(states)
+        # Engines may compute the target's in float32, whatever its data type.
+        return head(states).to(self._dtype)
 
     def fuse(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The layer's input `[N, d]` at accepted tokens."""

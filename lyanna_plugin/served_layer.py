@@ -46,6 +46,8 @@ class ServedLayer:
 
     def fuse(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The layer's input `[N, d]`, as `LyannaModel.fuse`."""
+        # The target's hidden states may be of another data type than its weights.
+        hidden = hidden.to(self._after.dtype)
         scaled = self._embedding_scale * embedded.to(hidden.dtype)
         return self._fuse(torch.cat((hidden, scaled), -1))
 

@@ -246,7 +246,7 @@ class TreeWorker(GraphWorker):
     def _start(self, batch: Any) -> None:
         """Release requests that are gone, and start those whose prompts are read."""
         started = self._requests.start(batch)
-        self.drafter.release(started.released)
+        self._release(started.released)
         for request, slot in started.starting:
             self._start_request(request, slot)
         self._penalties.start(started.starting)
@@ -257,7 +257,11 @@ class TreeWorker(GraphWorker):
     def drafttree_release(self) -> None:
         """While no request is running: release those that are gone, whose texts are then kept."""
         if released := self._requests.forget_gone():
-            self.drafter.release(released)
+            self._release(released)
+
+    def _release(self, slots: list[int]) -> None:
+        """Requests in these slots are gone, or start again."""
+        self.drafter.release(slots)
 
     def _start_request(self, request: Any, slot: int) -> None:
         """A request starts or restarts in a slot, before the first part of its prompt is read."""

@@ -36,9 +36,16 @@ def prime(
         The progress that the first rank's drafter reports.
     """
     size = min(group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups)
-    max_tokens = min(
-        MAX_TOKENS, len(blocks) * size - 1, runner.scheduler_config.max_num_batched_tokens - 1
+    builders = (each.get_metadata_builder(0) for groups in runner.attn_groups for each in groups)
+    most_nodes = [each.max_nodes for each in builders if each.max_nodes is not None]
+    # The root is one node more.
+    max_nodes = min(
+        1 + MAX_TOKENS,
+        len(blocks) * size,
+        runner.scheduler_config.max_num_batched_tokens,
+        *most_nodes,
     )
+    max_tokens = max_nodes - 1
     if max_tokens < 1:
         return 0, 0
 

@@ -66,7 +66,7 @@ def train(
     bfloat16: Annotated[
         bool, typer.Option("--bfloat16", help="Multiply the layer's matrices in bfloat16.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the training.")] = 0,
     cache: Annotated[
         Path | None,
         typer.Option(help="Folder for the target's hidden states. Default: OUT-features."),

@@ -8,6 +8,7 @@ interrupted.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -118,7 +119,7 @@ def train(
         accelerator: The result of `accelerator_for`; None to create one.
 
     Raises:
-        ValueError: There are more processes than batches.
+        ValueError: There are more processes than batches, or the loss is no longer finite.
         OSError: A checkpoint or the metrics cannot be written.
     """
     from accelerate.utils import set_seed
@@ -161,6 +162,11 @@ def train(
         schedule.step()
         figures = torch.cat([loss.detach()[None], by_step.flatten()])
         first, *rest = accelerator.reduce(figures, "mean").tolist()
+        if not math.isfinite(first):
+            raise ValueError(
+                f"the loss of step {step + 1} is {first}: delete {out}, and train with a lower "
+                f"--learning-rate than {settings.learning_rate:g}"
+            )
         if accelerator.is_main_process:
             half = len(rest) // 2
             progress = TrainingProgress(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +69,20 @@ def test_flash_attention_reads_what_comes_before_a_step(
     tiny_llama: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     serve_both_ways(tiny_llama, proves_drafting, flash=3)
+
+
+def test_masks_hold_the_trees_of_priming(tiny_llama: Path, tmp_path: Path) -> None:
+    """They are wide enough for trees of 15 nodes; forwards that prime have up to 65 elsewhere."""
+    _, log = run_vllm(
+        tiny_llama,
+        [Case(prompts()[1:2], {"temperature": 0.0, "max_tokens": 2})],
+        speculative=RECYCLING | {"prime": True, "prime_seconds": math.inf},
+        environment=triton_on_cpu.ENVIRONMENT | {"DRAFTTREE_CACHE": str(tmp_path)},
+        **LIMITS,
+    )
+    assert triton_on_cpu.SERVED in log
+    vocabulary = json.loads((tiny_llama / "config.json").read_text())["vocab_size"]
+    assert f"is primed for {vocabulary} of {vocabulary} tokens" in log
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -101,6 +102,22 @@ def test_inputs_may_be_narrower_than_their_buffers(gpu: Gpu) -> None:
         assert held(found).tolist() == [6, 7, 8]
 
 
+def test_what_is_laid_out_lives_as_long_as_its_graph(gpu: Gpu) -> None:
+    """A graph reads memory by its address, whatever it holds by then."""
+    laid_out: list[weakref.ref[Any]] = []
+
+    def lay_out(slots: torch.Tensor) -> torch.Tensor:
+        rows = torch.ones_like(slots)
+        laid_out.append(weakref.ref(rows))
+        return rows
+
+    graphs = RequestGraphs(lambda rows, slots: (slots + rows,), lay_out)
+    with graphs_for(gpu, REQUESTS):
+        graphs.capture([torch.zeros(4, dtype=torch.int64, device="cuda")], REQUESTS)
+        assert len(laid_out) == len(REQUESTS)
+        assert all(each() is not None for each in laid_out)
+
+
 def test_larger_batches_have_no_graph(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = HiddenStateWorker._capture
 
@@ -131,7 +148,7 @@ def with_a_graph_of_one(self: RequestGraphs, *inputs: torch.Tensor) -> Any:
         return STOCK(self, *inputs)
     for buffer, given in zip(self._inputs, inputs, strict=True):
         buffer[tuple(map(slice, given.shape))].copy_(given)
-    graph, results = self._graphs[1]
+    graph, results, _ = self._graphs[1]
     graph.replay()
     return tuple(each.repeat(len(inputs[0]), *[1] * (each.dim() - 1)) for each in results)
 

@@ -53,6 +53,14 @@ def test_hot_tokens_must_be_different_tokens(folder: Path, target: Path, hot: st
         load(folder, target)
 
 
+def test_weights_must_be_finite(folder: Path, target: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    weights["norm.weight"][3] = torch.nan
+    save_file(weights, folder / WEIGHTS)
+    with pytest.raises(ValueError, match="are not finite numbers"):
+        load(folder, target)
+
+
 @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, '"\\ud800"', "[1]", "null"])
 def test_hostile_configurations(folder: Path, target: Path, content: str) -> None:
     (folder / "config.json").write_text(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,28 @@ def test_heads_with_a_bias_or_a_cap_are_refused(target: Path, folder: Path) -> N
         whole.read_head(head)
         states = torch.randn(3, 128)
         assert torch.equal(whole.logits(states, head), head(states))
+
+
+@pytest.mark.parametrize("options", [{}, {"tables": {"prime": False}}, {"resample": False}])
+@pytest.mark.parametrize("head", ["hot", "whole"])
+def test_the_targets_head_may_compute_in_float32(
+    target: Path, folder: Path, head: str, options: dict[str, Any]
+) -> None:
+    """As with vLLM's `head_dtype` and SGLang's `--enable-fp32-lm-head`."""
+    weight = torch.randn(512, 128).bfloat16()
+    drafter = serve(target, folder, dtype=torch.bfloat16, head=head, nodes=12, **options)
+    drafter.allocate(4, 128)
+
+    def in_float32(states: torch.Tensor) -> torch.Tensor:
+        return linear(states.float(), weight.float())
+
+    drafter.read_head(in_float32)
+    states = torch.randn(3, 128).bfloat16()
+    logits = drafter.logits(states, in_float32)
+    assert logits.dtype == torch.bfloat16
+    roots, steps = torch.tensor([3], dtype=torch.int32), torch.tensor([3])
+    trees = drafter.propose(torch.tensor([0]), roots, logits[None], steps)
+    assert trees.tree_size.item() > 3
 
 
 def test_the_drafter_reads_new_weights(target: Path, folder: Path) -> None:

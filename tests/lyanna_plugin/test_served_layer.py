@@ -112,6 +112,13 @@ def test_it_is_the_trained_layer_with_packed_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(other.float(), one.float(), rtol=0.03, atol=0.06)
 
 
+def test_hidden_states_of_another_data_type(tmp_path: Path) -> None:
+    """SGLang's Qwen2 returns them in float32 with `rl_on_policy_target`."""
+    served = ServedLayer(model_for(make_tiny_llama(tmp_path), torch.bfloat16))
+    hidden, embedded = torch.randn(2, 4, 128, generator=torch.manual_seed(1)).bfloat16()
+    assert torch.equal(served.fuse(hidden.float(), embedded), served.fuse(hidden, embedded))
+
+
 def test_a_layer_of_one_step_has_no_map_between_steps(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", "llama", {"rope_type": "default"})
     served = ServedLayer(drafter_for(target, steps=1).requires_grad_(False))

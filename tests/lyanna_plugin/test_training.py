@@ -12,6 +12,7 @@ import torch
 from lyanna_parts import drafter_for
 from tiny_models import make_tiny_llama
 
+from lyanna_plugin.checkpoint import save
 from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.training import features
 from lyanna_plugin.training.acceptance import measure
@@ -217,6 +218,22 @@ def test_a_small_text_is_memorised(
     assert before.mean_accepted_tokens < 3.0
     assert min(after.conditional) > 0.95
     assert seen[-1].loss < 0.5 * seen[0].loss
+
+
+def test_a_run_that_diverges_ends_with_an_error(
+    folder: Path, target: Any, corpus: Corpus, tmp_path: Path
+) -> None:
+    """It leaves no checkpoint from which it would be resumed, and no drafter is saved."""
+    model = loss_of(drafter_for(folder), target)
+    settings = TrainingSettings(epochs=8, learning_rate=1e30)
+    with pytest.raises(
+        ValueError, match=r"the loss of step \d+ is nan.*--learning-rate than 1e\+30"
+    ):
+        train(model, corpus, settings, tmp_path, lambda progress: None)
+    assert not has_state(tmp_path)
+    with pytest.raises(ValueError, match="not finite numbers: train with a lower --learning-rate"):
+        save(model.drafter, tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
 
 
 @pytest.mark.parametrize(("steps", "chains"), [(44, 2), (45, 0), (64, 0)])

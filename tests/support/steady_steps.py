@@ -48,6 +48,6 @@ def enable() -> None:
     TierController.record = steady  # type: ignore[method-assign]
     TierController.choose = printed  # type: ignore[method-assign,assignment]
     scheduler.make_scheduler = named  # type: ignore[assignment]
-    runner.forward_seconds_by_rows = lambda runner, budget: {  # type: ignore[attr-defined]
+    runner.forward_seconds_by_rows = lambda runner, max_rows: {  # type: ignore[attr-defined]
         rows: 0.01 + by_row * rows for rows in (1, 16, 256)
     }

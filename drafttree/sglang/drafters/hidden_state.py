@@ -122,10 +122,10 @@ class HiddenStateWorker(ModelDraftingWorker):
         self._prompts_verified(batch, result.next_token_ids)
         return result
 
-    def _start_request(self, request: Any, slot: int) -> None:
-        super()._start_request(request, slot)
+    def _release(self, slots: list[int]) -> None:
+        super()._release(slots)
         if self._deferred is not None:
-            self._deferred.forget([slot])
+            self._deferred.forget(slots)
 
     def _propose(self, batch: Any) -> Proposal:
         started = perf_counter()

@@ -36,7 +36,8 @@ class RequestGraphs:
         self._compute, self._lay_out = compute, lay_out
         self._sizes: Sequence[int] = ()
         self._inputs: Sequence[torch.Tensor] = ()
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
+        # With what was laid out, whose memory the graph reads.
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors, Any]] = {}
 
     def capture(self, inputs: Sequence[torch.Tensor], requests: Sequence[int]) -> None:
         """Capture graphs.
@@ -52,7 +53,7 @@ class RequestGraphs:
             self._graphs[size] = self._captured(size, pool)
 
     @torch.no_grad()
-    def _captured(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    def _captured(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensors, Any]:
         inputs = [each[:size] for each in self._inputs]
         laid_out = self._lay_out(*inputs)
         self._compute(laid_out, *inputs)  # kernels are compiled and tuned
@@ -61,7 +62,7 @@ class RequestGraphs:
             graph_capture() as context,
             torch.cuda.graph(graph, pool=pool, stream=context.stream),
         ):
-            return graph, self._compute(laid_out, *inputs)
+            return graph, self._compute(laid_out, *inputs), laid_out
 
     def __call__(self, *inputs: torch.Tensor) -> Tensors:
         """Compute for one batch, with a graph if there is one of so many requests.
@@ -82,6 +83,6 @@ class RequestGraphs:
             buffer[tuple(map(slice, given.shape))].copy_(given)
             if size > requests:
                 buffer[requests:size].zero_()
-        graph, results = self._graphs[size]
+        graph, results, _ = self._graphs[size]
         graph.replay()
         return tuple(each[:requests] for each in results)

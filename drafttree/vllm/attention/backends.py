@@ -25,9 +25,11 @@ class TreeMetadataBuilder:
 
     Attributes:
         step_masks: Masks of the step whose metadata is built next; None if it has no drafts.
+        max_nodes: Most nodes of a tree, the root counted; None if any number will do.
     """
 
     step_masks: StepMasks | None = None
+    max_nodes: int | None = None
 
     def build_part(self, common: CommonAttentionMetadata, masks: StepMasks | None) -> Any:
         """Build the metadata of some of a step's rows; that of the whole step stays valid.

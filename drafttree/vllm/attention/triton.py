@@ -136,6 +136,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         # Those of `step_masks` may be dropped before a step's last forward.
         self._built: StepMasks | None = None
         words = -(-(1 + vllm_config.num_speculative_tokens) // _WORD)
+        self.max_nodes = words * _WORD
         self._tree_starts = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
         self._single = torch.ones_like(self._tree_starts)
         self._masks = torch.zeros(

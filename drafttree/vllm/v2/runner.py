@@ -169,7 +169,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     def profile_forwards(self) -> None:
         """Measure forwards, if the scheduler chooses tiers."""
         if self._reports.sizes:
-            self._reports.forward_seconds = forward_seconds_by_rows(self, self._step_budget())
+            self._reports.forward_seconds = forward_seconds_by_rows(self, self._max_step_rows)
 
     def explain(self) -> list[dict[str, Any]]:
         """How tiers were chosen, as the scheduler tells; or how the drafter chose its sizes."""

@@ -14,22 +14,22 @@ from drafttree.vllm.forward import dummy_run_seconds
 logger = init_logger(f"vllm.{__name__}")
 
 
-def forward_seconds_by_rows(runner: Any, budget: int) -> Mapping[int, float]:
+def forward_seconds_by_rows(runner: Any, max_rows: int) -> Mapping[int, float]:
     """Seconds of a forward, logits included, by the number of its tokens.
 
-    Each token is a request of its own, so that any number up to `budget` can be measured while the
-    KV cache is empty; what trees cost beyond that is learned from the first steps.
+    Each token is a request of its own, so that any number can be measured while the KV cache is
+    empty; what trees cost beyond that is learned from the first steps.
 
     Args:
         runner: The worker's V2 model runner.
-        budget: Greatest number of tokens of a step.
+        max_rows: Greatest number of rows of a step that have logits.
 
     Returns:
         The measurements; a guess that all forwards take equally long if there are none.
     """
     try:
         return measure_forwards(
-            lambda tokens: dummy_run_seconds(runner, tokens, randomize_inputs=True), budget
+            lambda tokens: dummy_run_seconds(runner, tokens, randomize_inputs=True), max_rows
         )
     except Exception as error:
         # Models differ, and an engine must not fail to start because a measurement failed.
