@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tree_kernels.ngrams import LONGEST, NgramIndex, extend_ngrams, zeros
 
-from drafttree.transfer import on_device
+from drafttree.transfer import AsyncHostCopy, on_device
 
 MAX_BYTES = 1 << 27
 """Most bytes of all texts and their indices."""
@@ -50,10 +50,14 @@ class Texts:
         self.ngrams = NgramIndex.of(slots, self.room, cells, device)
         self.starts = zeros((slots,), device)
         self._is_whole = self.room == max_model_len
-        # Lengths are known on the device alone. They are checked whenever so many tokens may have
-        # been appended, for which there is always room.
+        # Lengths are known on the device alone. Texts are shortened whenever so many tokens may have
+        # been appended, for which there is always room, by lengths that were copied before.
         self._margin = max(self.room // 8, 1)
         self._appended = 0
+        self._known: AsyncHostCopy | None = None
+        # How much had been appended when the copy was made, and the texts that began after it.
+        self._known_after = 0
+        self._began: dict[int, int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +68,7 @@ class Texts:
         """Begin a text."""
         if not self._is_whole:
             text = text[-(self.room - self._margin) :]
+            self._began[slot] = len(text)
         self.ngrams.clear(slot)
         # Assigned to one element, a number would be copied from the host, which would wait for it.
         self.starts[slot].fill_(len(text))
@@ -77,20 +82,37 @@ class Texts:
         for first in range(0, tokens.shape[1], self._margin):
             part = tokens[:, first : first + self._margin]
             if self._appended + part.shape[1] > self._margin:
-                self._shorten()
+                self._shorten_long()
             self._appended += part.shape[1]
             extend_ngrams(self.ngrams, slots, part)
+            if self._known is None and 2 * self._appended >= self._margin:
+                self._note_lengths()
 
     def _append(self, slot: int, tokens: torch.Tensor) -> None:
         extend_ngrams(self.ngrams, on_device(np.array([slot]), self.starts.device), tokens[None])
 
-    def _shorten(self) -> None:
-        """Drop the older half of texts that may soon be too long."""
-        self._appended = 0
-        history, kept = self.ngrams.history, self.room // 2
-        for slot, length in enumerate(self.ngrams.lengths.tolist()):
-            if length > self.room - self._margin:
-                text = history[slot, length - kept : length].clone()
-                self.ngrams.clear(slot)
-                self._append(slot, text)
-                self.starts[slot] = (self.starts[slot] - (length - kept)).clamp(min=0)
+    def _note_lengths(self) -> AsyncHostCopy:
+        self._known, self._known_after = AsyncHostCopy.of(self.ngrams.lengths), self._appended
+        self._began.clear()
+        return self._known
+
+    def _shorten_long(self) -> None:
+        """Drop the older part of texts that may soon be too long."""
+        lengths = (self._known or self._note_lengths()).wait().tolist()
+        for slot, length in self._began.items():
+            lengths[slot] = length
+        most = self.room - self._margin - (self._appended - self._known_after)
+        for slot, length in enumerate(lengths):
+            if length > most:
+                self._shorten(slot)
+        self._known, self._appended = None, 0
+
+    def _shorten(self, slot: int) -> None:
+        """Keep the end of a text, half of the room."""
+        length, kept = self.ngrams.lengths[slot].clone(), self.room // 2
+        dropped = (length - kept).clamp(min=0)
+        places = dropped + torch.arange(kept, device=length.device)
+        text = self.ngrams.history[slot, places].masked_fill(places >= length, -1)
+        self.ngrams.clear(slot)
+        self._append(slot, text)
+        self.starts[slot] = (self.starts[slot] - dropped).clamp(min=0)

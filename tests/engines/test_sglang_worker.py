@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from drafttree.deferred_rows import DeferredRows
 from drafttree.target import Target
 from recycle_plugin import METHOD
 
@@ -156,6 +157,23 @@ def test_finished_requests_are_released_once_while_none_is_running(worker: Any) 
     worker._prefill(prefill((request("third", 4), 1, 4)), None)
     assert worker.drafter.calls[1:] == [("start", (1, 4)), ("extend", ([1], [7]))]
     assert worker._requests._slots == {"second": 2, "third": 1}
+
+
+def test_what_a_layer_has_not_read_is_forgotten_with_its_request(worker: Any) -> None:
+    from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
+
+    first, second = request("first", 5), request("second", 5)
+    worker._prefill(prefill((first, 1, 5), (second, 2, 5)), None)
+    of_layer = HiddenStateWorker.__new__(HiddenStateWorker)
+    of_layer.drafter, of_layer._requests = worker.drafter, worker._requests
+    of_layer._deferred = DeferredRows()
+    tokens = torch.tensor([7, 7])
+    of_layer._deferred.add([1, 2], torch.zeros(2, 4), tokens, torch.tensor([5, 5]))
+    first.finished = lambda: True
+    of_layer.drafttree_release()
+    left = of_layer._deferred.take([1, 2])
+    assert left is not None
+    assert left.places.tolist() == [1]
 
 
 def test_a_request_that_was_retracted_starts_again(worker: Any) -> None:

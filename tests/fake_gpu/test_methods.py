@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -20,8 +21,10 @@ from drafttree.verify import verify_sampled, verify_target
 from lyanna_plugin.config import LyannaOptions
 from lyanna_plugin.drafter import LyannaTrees
 from lyanna_plugin.tree import TokenTable
+from recycle_plugin import texts
 from recycle_plugin.dynamic import DynamicTreeDrafter
 from recycle_plugin.tables import Tables
+from recycle_plugin.texts import Texts
 from rsd_plugin import RsdDrafter, RsdOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -173,3 +176,35 @@ def test_requests_start_and_end_without_a_wait(gpu: Gpu) -> None:
     expected = lives_of_requests(64, None)
     assert lives_of_requests(64, gpu) == expected
     assert any(token >= 0 for row in expected[0] for token in row[1:])
+
+
+def test_texts_that_are_too_long_are_shortened_without_waiting(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their lengths are known on the device alone, and some steps later on the host."""
+    monkeypatch.setattr(texts, "MAX_BYTES", 2 * 4 * 192)
+    kept = Texts(2, 10_000, CUDA)
+    draw, slots = random.Random(0), tensor([1, 0], CUDA)
+    whole = [[draw.randrange(1000) for _ in range(length)] for length in (90, 300)]
+    with gpu.no_waiting():
+        for slot, text in enumerate(whole):
+            kept.start(slot, text)
+    shortest = [kept.room, kept.room]
+    for step in range(200):
+        # One is always accepted in full, the other never.
+        rows = [[draw.randrange(1000) for _ in range(count)] for count in (1, 4)]
+        padded = tensor([rows[1], rows[0] + [-1] * 3], CUDA, np.int32)
+        with gpu.no_waiting():
+            kept.extend(slots, padded)
+            if step == 150:
+                whole[0] = [draw.randrange(1000) for _ in range(300)]
+                kept.start(0, whole[0])
+                rows[0] = []
+        gpu.copies.wait()  # as hosts do for the tokens of a step
+        for slot, text in enumerate(whole):
+            text += rows[slot]
+            length = values(kept.ngrams.lengths)[slot]
+            assert values(kept.ngrams.history)[slot][:length] == text[-length:]
+            assert min(len(text), kept.room // 2) <= length <= kept.room
+            shortest[slot] = min(shortest[slot], length)
+    assert max(shortest) <= kept.room // 2 + 4
