@@ -139,7 +139,7 @@ def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> 
         raise ValueError(f"the weights in {folder} are damaged: {error}") from error
     if not _are_finite(weights):
         raise ValueError(
-            f"the weights in {folder} are not finite numbers: train the drafter again, with a lower "
+            f"the weights in {folder} are not finite numbers: train again, with a lower "
             "--learning-rate"
         )
     hot = weights.get("token_info.hot_tokens", torch.empty(0, dtype=torch.int32))

@@ -50,8 +50,8 @@ class Texts:
         self.ngrams = NgramIndex.of(slots, self.room, cells, device)
         self.starts = zeros((slots,), device)
         self._is_whole = self.room == max_model_len
-        # Lengths are known on the device alone. Texts are shortened whenever so many tokens may have
-        # been appended, for which there is always room, by lengths that were copied before.
+        # Lengths are known on the device alone. Texts are shortened whenever so many tokens may
+        # have been appended, for which there is always room, by lengths that were copied before.
         self._margin = max(self.room // 8, 1)
         self._appended = 0
         self._known: AsyncHostCopy | None = None
