@@ -4,7 +4,12 @@ Depends on no engine and on no library of grammars: hosts adapt theirs to `Match
 """
 
 from drafttree.grammar.binding import BoundTree, bind_tree
-from drafttree.grammar.jump_forward import NO_JUMP_FORWARD, JumpForward, JumpForwardTokenizer
+from drafttree.grammar.jump_forward import (
+    NO_JUMP_FORWARD,
+    JumpForward,
+    JumpForwardTokenizer,
+    found_text,
+)
 from drafttree.grammar.mask_memory import MaskMemory
 from drafttree.grammar.masks import allows, sole_token
 from drafttree.grammar.matcher import Matcher, Walk
@@ -21,5 +26,6 @@ __all__ = [
     "allows",
     "bind_tree",
     "fill_masks",
+    "found_text",
     "sole_token",
 ]

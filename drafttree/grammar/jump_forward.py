@@ -9,7 +9,7 @@ Source: SGLang's jump-forward decoding (https://arxiv.org/abs/2312.07104, sectio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,6 +28,24 @@ class JumpForward(NamedTuple):
 
 NO_JUMP_FORWARD = JumpForward((), 0)
 
+_ANCHOR = "\n"
+"""A text that is not joined with the one after it."""
+
+
+def found_text(find: Callable[[], str]) -> str:
+    """A jump-forward string of XGrammar, as far as it consists of whole characters.
+
+    XGrammar finds bytes, which may begin or end inside a character: two texts may begin with the
+    same byte of different letters. They cannot be decoded as a whole then.
+
+    Args:
+        find: What returns the string.
+    """
+    try:
+        return find()
+    except UnicodeDecodeError as error:
+        return error.object[: error.start].decode()
+
 
 class JumpForwardTokenizer:
     """Tokenizes jump-forward strings as the engine's tokenizer does, and remembers them.
@@ -38,10 +56,22 @@ class JumpForwardTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        # SentencePiece's tokenizers put a space before a text. These are no beginnings of texts.
+        anchor, alone = self._tokens(_ANCHOR), self._tokens("a")
+        after = self._tokens(f"{_ANCHOR}a")
+        is_other = after[: len(anchor)] == anchor and after[len(anchor) :] != alone
+        self._anchor = anchor if is_other else []
         self.encode = lru_cache(maxsize=4096)(self._encode)
 
+    def _tokens(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text, add_special_tokens=False)]
+
     def _encode(self, text: str) -> JumpForward:
-        tokens = self._tokenizer.encode(text, add_special_tokens=False) if text else []
-        if not tokens:
+        if not text:
             return NO_JUMP_FORWARD
-        return JumpForward(tuple(tokens), len(self._tokenizer.decode(tokens[-1:]).encode()))
+        anchor = self._anchor
+        tokens = self._tokens(f"{_ANCHOR}{text}" if anchor else text)
+        if tokens[: len(anchor)] != anchor or len(tokens) == len(anchor):
+            return NO_JUMP_FORWARD
+        before, whole = (self._tokenizer.decode(each) for each in (tokens[:-1], tokens))
+        return JumpForward(tuple(tokens[len(anchor) :]), len(whole.encode()) - len(before.encode()))

@@ -21,6 +21,7 @@ from drafttree.grammar import (
     JumpForwardTokenizer,
     bind_tree,
     fill_masks,
+    found_text,
 )
 from drafttree.grammar.forced_tokens import ForcedTokens
 from drafttree.grammar.masks import ALL
@@ -61,6 +62,9 @@ class RequestMatcher:
     def __init__(self, grammar: Any, tokenizer: JumpForwardTokenizer | None = None) -> None:
         self._grammar = grammar
         self._tokenizer = tokenizer
+        # SGLang's grammars of reasoning models count tokens up to the end of the thoughts, and undo
+        # across it one token at a time alone. Others copy the answer each time.
+        self._by_token = type(grammar).__name__ == "ReasonerGrammarObject"
 
     def accept(self, token: int) -> bool:
         """Go on to the state after one more token; False if the grammar does not allow it."""
@@ -74,10 +78,8 @@ class RequestMatcher:
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` tokens that were accepted."""
-        for _ in range(count):
-            # SGLang's grammars of reasoning models count tokens up to the end of the thoughts, and
-            # undo across it one token at a time alone.
-            self._grammar.rollback(1)
+        for part in [1] * count if self._by_token else [count]:
+            self._grammar.rollback(part)
 
     def fill(self, masks: torch.Tensor, row: int) -> None:
         """Write the tokens that may follow into a row of `masks`, `int32 [rows, W]`."""
@@ -89,9 +91,12 @@ class RequestMatcher:
         """The tokens of the text that must come next; empty if none is known."""
         if self._tokenizer is None or self._grammar.finished or self._grammar.is_terminated():
             return NO_JUMP_FORWARD
+        return self._tokenizer.encode(found_text(self._found))
+
+    def _found(self) -> str:
         # With llguidance there is no text.
         _, text = self._grammar.try_jump_forward(None) or ([], "")
-        return self._tokenizer.encode(text)
+        return str(text)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from finite_language import END, VOCAB, FiniteLanguage, mask_of, tokens_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from drafttree.grammar import (
     BoundTree,
@@ -17,6 +19,7 @@ from drafttree.grammar import (
     allows,
     bind_tree,
     fill_masks,
+    found_text,
     sole_token,
 )
 from drafttree.grammar.masks import count_allowed
@@ -251,9 +254,36 @@ def test_jump_forward_strings_are_tokenized() -> None:
 
     pairs = Pairs()
     encode = JumpForwardTokenizer(pairs).encode
+    calls = pairs.calls
     assert encode("abcdä") == encode("abcdä") == (("ab", "cd", "ä"), 2)
-    assert pairs.calls == 1
+    assert pairs.calls == calls + 1
     assert encode("") == ((), 0)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_jump_forward_strings_are_no_beginnings_of_texts(scheme: str) -> None:
+    """SentencePiece's tokenizers put a space before what they take for one."""
+    pieces = ["\n", "▁", '"', ":", *"aemn", "name", "▁name", '":']
+    scores = [("<unk>", 0.0), *((each, len(each) - 9.0) for each in pieces)]
+    made = Tokenizer(models.Unigram(scores, 0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    found = JumpForwardTokenizer(tokenizer).encode('name":')
+    assert tokenizer.convert_ids_to_tokens(found.tokens) == ["name", '":']
+    assert found.last_bytes == 2
+    found = JumpForwardTokenizer(tokenizer).encode('": name')
+    assert tokenizer.convert_ids_to_tokens(found.tokens) == ['":', "▁name"]
+    assert found.last_bytes == 5
+
+
+def test_texts_that_begin_or_end_inside_a_character() -> None:
+    def found(text: bytes) -> str:
+        return found_text(lambda: text.decode())
+
+    assert found("дa".encode()) == "дa"
+    assert found('"key": д'.encode()[:-1]) == '"key": '
+    assert found("д".encode()[1:] + b"a") == ""
 
 
 def test_what_was_taken_under_a_mask_is_drafted_again() -> None:

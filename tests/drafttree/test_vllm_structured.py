@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from finite_language import tokens_of
-from structured_answers import MERGES
+from structured_answers import LETTERS, MERGES
 from tiny_models import add_byte_tokenizer
 
 pytest.importorskip("vllm")
@@ -297,6 +297,30 @@ def test_jump_forward_strings_have_the_tokens_of_the_tokenizer(
     assert bound.columns == [0, 1, -1, 2, -1]
     assert any(bound.forced) == (backend == "guidance")  # it allows no other tokens
     assert request.structured_output_request.grammar.validate_tokens(a + green + b) == a + green + b
+
+
+def test_texts_that_end_inside_a_character(tmp_path: Path) -> None:
+    """Both words begin with the same byte, of which no text can be made."""
+    from transformers import AutoTokenizer
+
+    from drafttree.grammar import JumpForwardTokenizer, bind_tree
+    from drafttree.vllm.structured.request_matcher import RequestMatcher
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    add_byte_tokenizer(tmp_path, VOCAB, merges=[*LETTERS, ("k", "e")])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    request, manager = make_request(tokenizer, "xgrammar", "REGEX", "key(да|нет)")
+    matcher = RequestMatcher(manager, request, JumpForwardTokenizer(tokenizer))
+    masks = manager.backend.allocate_token_bitmask(16)
+    key, byte = tokenizer("key")["input_ids"], tokenizer.convert_tokens_to_ids("Ð")
+    tree = [0, *key, byte], [-1, 0, 1, 2]
+    bound = bind_tree(*(matcher, *tree, masks), most_proposed=9, most=9, max_depth=9)
+    # A byte is followed by others that are not characters either.
+    assert bound.tokens[1:4] == [*key, byte]
+    # What comes before the words is drafted all the same.
+    matcher = RequestMatcher(manager, request, JumpForwardTokenizer(tokenizer))
+    bound = bind_tree(*(matcher, [0], [-1], masks), most_proposed=9, most=9, max_depth=9)
+    assert bound.tokens[1:] == key
 
 
 def test_what_followed_a_mask_is_remembered(tokenizer: Any) -> None:

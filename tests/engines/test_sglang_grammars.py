@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from structured_answers import PATTERN, tokens_of
+from structured_answers import LETTERS, PATTERN, tokens_of
 from tiny_models import add_byte_tokenizer
 
 from drafttree.grammar import fill_masks, sole_token
@@ -81,6 +82,50 @@ def test_a_matcher_follows_each_path(seed: int, thinks: bool, grammar: Any) -> N
         else:
             alone.fill_vocab_mask(expected, 0)
         assert torch.equal(masks[node], expected[0])
+
+
+def test_texts_that_end_inside_a_character(tmp_path: Path) -> None:
+    """Both words begin with the same byte, of which no text can be made."""
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from transformers import AutoTokenizer
+
+    from drafttree.grammar import JumpForwardTokenizer, bind_tree
+    from drafttree.sglang.grammars import RequestMatcher
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    folder = add_byte_tokenizer(tmp_path, VOCABULARY, merges=[*LETTERS, ("k", "e")])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    backend = XGrammarGrammarBackend(tokenizer, VOCABULARY, [1])
+    key, byte = tokenizer("key")["input_ids"], tokenizer.convert_tokens_to_ids("Ð")
+    for tree in ([0], [-1]), ([0, *key, byte], [-1, 0, 1, 2]):
+        ours = backend.dispatch_regex("key(да|нет)")
+        matcher = RequestMatcher(ours, JumpForwardTokenizer(tokenizer))
+        masks = ours.allocate_vocab_mask(VOCABULARY, 16, "cpu")
+        bound = bind_tree(*(matcher, *tree, masks), most_proposed=9, most=9, max_depth=9)
+        assert bound.tokens[1 : 1 + len(key)] == key
+        assert (byte in bound.tokens) == (byte in tree[0])
+
+
+class CountedCopies(list[int]):
+    """A text that counts how often a part of it is copied."""
+
+    copies = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        type(self).copies += isinstance(at, slice)
+        found = super().__getitem__(at)
+        return CountedCopies(found) if isinstance(at, slice) else found
+
+
+def test_an_answer_is_not_copied_for_each_token(grammar: Any) -> None:
+    from drafttree.sglang.grammars import RequestMatcher
+
+    ours = grammar.copy()
+    ours.accepted_tokens = CountedCopies()
+    tokens, parents = [0, *ANSWER], [*range(-1, len(ANSWER))]
+    masks = ours.allocate_vocab_mask(VOCABULARY, len(tokens), "cpu")
+    assert fill_masks(RequestMatcher(ours), tokens, parents, masks) > 5
+    assert CountedCopies.copies == 1
 
 
 def test_a_token_that_ends_a_grammar_is_not_drafted(grammar: Any) -> None:

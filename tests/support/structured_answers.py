@@ -24,6 +24,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PATTERN = r"(ab|ba){2,8}-[0-9]{3} (red|green|blue)"
+OTHER_LETTERS = "(да|нет){2,6}!"
 EBNF = 'root ::= pair{2,6}\npair ::= [xy] "=" ("10" | "20" | "300") ";"'
 CHOICES = ["green", "yellow ochre", "yellow", "blue-green"]
 TAG = {
@@ -42,6 +43,7 @@ GRAMMARS: dict[str, dict[str, dict[str, Any]]] = {
     "vllm": {
         "a schema": {"json": SCHEMA},
         "a regex": {"regex": PATTERN},
+        "other letters": {"regex": OTHER_LETTERS},
         "EBNF": {"grammar": EBNF},
         "choices": {"choice": CHOICES},
         "a tag": {"structural_tag": json.dumps(TAG)},
@@ -49,6 +51,7 @@ GRAMMARS: dict[str, dict[str, dict[str, Any]]] = {
     "sglang": {
         "a schema": {"json_schema": json.dumps(SCHEMA)},
         "a regex": {"regex": PATTERN},
+        "other letters": {"regex": OTHER_LETTERS},
         "EBNF": {"ebnf": EBNF},
         "choices": {"regex": "|".join(CHOICES)},
         "a tag": {"structural_tag": json.dumps(TAG)},
@@ -56,11 +59,14 @@ GRAMMARS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """The same grammars as each engine takes them, by kind."""
 
+LETTERS = [("Ð", "\u00b4"), ("Ð", "½")]
+"""With these, some of `OTHER_LETTERS` are one token, and their first byte may be another one."""
+
 MERGES = [("g", "r"), ("e", "e"), ("ee", "n"), ("gr", "een"), ("o", "w"), ("l", "l"), ("e", "ll")]
 """With these, words of `CHOICES` have several spellings."""
 
 
-def make_model(folder: Path, merges: Sequence[tuple[str, str]] = ()) -> Path:
+def make_model(folder: Path, merges: Sequence[tuple[str, str]] = LETTERS) -> Path:
     """Save a model whose tokens are bytes, and those that are merged from them."""
     return add_byte_tokenizer(make_tiny_llama(folder, sharpness=3.0), merges=merges)
 
@@ -82,9 +88,13 @@ def _letters() -> list[str]:
 
 
 def text_of(tokens: list[int]) -> str:
-    """The text of the byte tokenizer's tokens."""
-    letters = _letters()
-    return "".join(letters[token - 2] for token in tokens if token > 1).replace("Ġ", " ")
+    """The text of the tokens of a model that `make_model` has saved with `LETTERS`."""
+    from tokenizers import decoders
+
+    names = dict(enumerate(_letters(), 2))
+    names |= dict(enumerate(map("".join, LETTERS), 512 - len(LETTERS)))
+    text: str = decoders.ByteLevel().decode([names[token] for token in tokens if token > 1])
+    return text
 
 
 def tokens_of(text: str) -> list[int]:
@@ -104,5 +114,5 @@ def check_form(kind: str, text: str) -> None:
     elif kind == "choices":
         assert text in CHOICES
     else:
-        pattern = PATTERN if kind == "a regex" else r"([xy]=(10|20|300);){2,6}"
-        assert re.fullmatch(pattern, text)
+        patterns = {"a regex": PATTERN, "other letters": OTHER_LETTERS}
+        assert re.fullmatch(patterns.get(kind, r"([xy]=(10|20|300);){2,6}"), text)

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from drafttree.grammar.jump_forward import NO_JUMP_FORWARD, JumpForward, JumpForwardTokenizer
+from drafttree.grammar.jump_forward import (
+    NO_JUMP_FORWARD,
+    JumpForward,
+    JumpForwardTokenizer,
+    found_text,
+)
 from drafttree.grammar.masks import ALL
 
 
@@ -118,6 +123,7 @@ class RequestMatcher:
             or self._grammar.is_terminated()
         ):
             return NO_JUMP_FORWARD
-        if type(self._grammar).__name__ == "XgrammarGrammar":
-            return self._tokenizer.encode(self._grammar.matcher.find_jump_forward_string())
-        return NO_JUMP_FORWARD
+        if type(self._grammar).__name__ != "XgrammarGrammar":
+            return NO_JUMP_FORWARD
+        find = self._grammar.matcher.find_jump_forward_string
+        return self._tokenizer.encode(found_text(find))
