@@ -46,7 +46,10 @@ def test_adaptive_tiers() -> None:
         [129, 129, 0],
     ]
     assert size_of(make_tiers(10, 8192, 256, sizes_up_to(10)), 2) == 10
-    assert max_rows(tiers) == 512
+    assert max_rows(tiers, 256) == max_rows(tiers, 8) == 512
+    assert max_rows(tiers, 3) == 192
+    # Plain steps may have more requests than steps with drafts have rows.
+    assert max_rows(make_tiers(80, 8192, 1024, sizes_up_to(80)), 1024) == 1024
     assert sizes_up_to(80) == (0, 3, 7, 15, 31, 63)
     assert sizes_up_to(10) == (0, 3, 7, 10)
     assert sizes_up_to(7) == (0, 3, 7)
@@ -64,7 +67,7 @@ def test_tiers_of_planned_shapes() -> None:
 def test_a_fixed_number_of_nodes_is_limited_by_the_budget_alone() -> None:
     tiers = make_tiers(15, 1024, 64)
     assert [size_of(tiers, requests) for requests in (1, 48, 63, 64)] == [15, 15, 7, 15]
-    assert max_rows(tiers) == 1024
+    assert max_rows(tiers, 64) == 1024
 
 
 @CASES

@@ -29,13 +29,19 @@ CASES = [
 ]
 
 
-def run(model: Path, options: dict[str, Any] | None, by_row: float, **engine: Any) -> Any:
+def run(
+    model: Path,
+    options: dict[str, Any] | None,
+    by_row: float,
+    cases: list[Case] = CASES,
+    **engine: Any,
+) -> Any:
     environment = v2_on_cpu.ENVIRONMENT | steady_steps.environment(by_row)
     speculative = options if options is None else {"method": "token_recycling", **options}
     if speculative is not None:
         environment |= forbid_waiting.ENVIRONMENT
     return run_vllm(
-        model, CASES, speculative=speculative, environment=environment, **{**LIMITS, **engine}
+        model, cases, speculative=speculative, environment=environment, **{**LIMITS, **engine}
     )
 
 
@@ -98,3 +104,15 @@ def test_nothing_is_drafted_for_long_where_rows_are_dear(
     assert answers[0].iterations >= 0.9 * plain[0].iterations
     reasons = [row["reason"] for row in answers[-1].choices]
     assert reasons.count("rest") + reasons.count("probe") > 0.8 * len(reasons)
+
+
+def test_requests_that_opt_out_are_scheduled_without_drafts(tiny_llama: Path) -> None:
+    """After others, whose drafts paid."""
+    opted_out = GREEDY | {"max_tokens": 100, "extra_args": {"drafttree": False}}
+    cases = [Case(some_prompts(2), GREEDY, rounds=3), Case(some_prompts(2, seed=9), opted_out)]
+    answers, log = run(tiny_llama, AUTO, 1e-6, cases)
+    steps = chosen(log)
+    before, after = steps[: answers[0].iterations], steps[answers[0].iterations :]
+    assert sum(size > 0 for size, _, _ in before) > len(before) // 2
+    assert len(after) > 90
+    assert not any(size for size, _, _ in after[60:])

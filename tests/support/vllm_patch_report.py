@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
+
 import drafttree
 
 OURS = {"method": "token-recycling", "nodes": 8, "prime": False}
@@ -207,7 +209,17 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     parallel.worker_cls = "auto"
     processors: Any = object()
     # The class of the V2 model runner needs Triton.
-    runner_v2 = type("GPUModelRunner", (SimpleNamespace,), {})(speculator=None)
+    states_v2 = type("RequestState", (SimpleNamespace,), {})(all_token_ids=SimpleNamespace())
+    runner_v2 = type("GPUModelRunner", (SimpleNamespace,), {})(
+        speculator=None,
+        req_states=states_v2,
+        max_num_reqs=2,
+        max_model_len=8,
+        device=runner.device,
+    )
+    grammars_v2 = type("StructuredOutputsWorker", (SimpleNamespace,), {})(
+        grammar_bitmask=torch.zeros(4, 3)
+    )
     speculator = SimpleNamespace()
     scheduler = type("Scheduler", (SimpleNamespace,), {})(dynamic_sd_lookup=[0])
     step, output = SchedulerOutput.make_empty(), ModelRunnerOutput([], {})
@@ -215,7 +227,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     states: dict[int, Any] = {0: {}}
     objects = [
         *(engine, speculative, model_config, parallel, compilation),
-        *(dispatcher, batch, holders[0], overrides, runner_v2),
+        *(dispatcher, batch, holders[0], overrides, runner_v2, states_v2, grammars_v2),
         *(scheduler, step, output, drafts),
     ]
 
@@ -229,6 +241,8 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         graphs.capture_small_batches(speculative, compilation, dispatcher)
         assert patches.adopt(runner, CPUModelRunner, ModelFreeRunner) is runner
         patches.replace_speculator(runner_v2, speculator)
+        patches.keep_texts_on_host(runner_v2)
+        patches.limit_grammar_masks(grammars_v2, 2)
         patches.use_scheduler(engine)
         patches.replace_table(scheduler, (0, 3))
         patches.request_lookup(step, True)

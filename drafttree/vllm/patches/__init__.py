@@ -47,6 +47,8 @@ from drafttree.vllm.patches.request import (
 )
 from drafttree.vllm.patches.runner import (
     adopt,
+    keep_texts_on_host,
+    limit_grammar_masks,
     replace_budget_states,
     replace_logits_processors,
     replace_speculator,
@@ -97,6 +99,8 @@ __all__ = [
     "drop_last_block",
     "hide_draft_schedule",
     "keep_convolutions",
+    "keep_texts_on_host",
+    "limit_grammar_masks",
     "mark_requested",
     "override_backend",
     "prime_when_idle",

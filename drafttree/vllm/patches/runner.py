@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+import torch
 
 from drafttree.patches import Patch
 from drafttree.vllm.patches.settings import set_attributes
@@ -37,6 +40,19 @@ PATCHES: tuple[Patch, ...] = (
         "requests its GPU n-grams, which need no model, and drafts trees in their place.",
     ),
     Patch(
+        target="vllm.v1.worker.gpu.states:RequestState.all_token_ids",
+        when="On the request states of an adopted V2 model runner, before the model is loaded.",
+        reason="vLLM keeps all texts on a GPU for the n-grams that are requested in drafttree's "
+        "place, up to gigabytes. Nothing reads them in each step, so they are kept as without "
+        "speculation, on the host.",
+    ),
+    Patch(
+        target="vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.grammar_bitmask",
+        when="On the worker for grammars of an adopted V2 model runner, when the model is loaded.",
+        reason="vLLM keeps a mask for each token of the largest tree of as many requests as may "
+        "run. More requests have smaller trees, so there are fewer.",
+    ),
+    Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs",
         when=ON_BATCH,
         reason="With speculation vLLM builds only the logits processors that its own verification "
@@ -61,6 +77,9 @@ PATCHES: tuple[Patch, ...] = (
         "count a token twice.",
     ),
 )
+
+
+_on_host: WeakSet[Any] = WeakSet()
 
 
 def adopt(runner: Any, stock: type, ours: type[R]) -> R:
@@ -94,6 +113,30 @@ def _path(kind: type) -> str:
 def replace_speculator(runner: Any, speculator: Any) -> None:
     """Let a V2 model runner draft with `speculator`."""
     set_attributes(runner, speculator=speculator)
+
+
+def keep_texts_on_host(runner: Any) -> None:
+    """Let a V2 model runner without requests keep their texts as it does without speculation."""
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+
+    states = runner.req_states
+    if states.all_token_ids in _on_host:
+        return
+    texts = StagedWriteTensor(
+        (runner.max_num_reqs, runner.max_model_len),
+        dtype=torch.int32,
+        device=runner.device,
+        uva_instead_of_gpu=True,
+    )
+    set_attributes(states, all_token_ids=texts)
+    _on_host.add(texts)
+
+
+def limit_grammar_masks(worker: Any, rows: int) -> None:
+    """Let a V2 model runner's worker for grammars keep masks for at most `rows` tokens."""
+    masks = worker.grammar_bitmask
+    if len(masks) > rows:
+        set_attributes(worker, grammar_bitmask=masks.new_zeros(rows, *masks.shape[1:]))
 
 
 def replace_logits_processors(batch: Any, processors: Any, custom: bool) -> None:

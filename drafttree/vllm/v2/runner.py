@@ -96,6 +96,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         )
         self._explanation = TierExplanation()
         patches.replace_speculator(self, self._trees)
+        patches.keep_texts_on_host(self)
         self._state_bytes = allocated(self.device) - before
         self._check_tiers()
 
@@ -112,6 +113,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         """Load the model, and take part in the layout of its M-RoPE positions if it has them."""
         super().load_model(*args, **kwargs)
         self._rope = adopt_rope(self)
+        if self.structured_outputs_worker is not None:
+            patches.limit_grammar_masks(self.structured_outputs_worker, self._max_step_rows)
 
     def _check_tiers(self) -> None:
         """Check that the running requests' trees fit in a step, and say how large they are."""
@@ -135,13 +138,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     @property
     def _max_step_rows(self) -> int:
         """Greatest number of rows of a step that have logits."""
-        return max_rows(
-            [
-                [first, min(last, self.max_num_reqs), size]
-                for first, last, size in self._tiers
-                if first <= self.max_num_reqs
-            ]
-        )
+        return max_rows(self._tiers, self.max_num_reqs)
 
     @property
     def _most_drafted(self) -> int:

@@ -32,7 +32,7 @@ class TreeSpeculator(BaseSpeculator):
 
     Attributes:
         expected: `float32 [requests, S]`, what each request's tree is worth at each of the sizes,
-            see `Drafter.expected_tokens`; NaN without a tree.
+            see `Drafter.expected_tokens`; NaN without a tree, and 1 where none is drafted.
         looks_up: Whether drafts are looked up even if none is verified next.
     """
 
@@ -91,12 +91,16 @@ class TreeSpeculator(BaseSpeculator):
             return last_sampled.new_zeros(input_batch.num_reqs, self._nodes)
         last, roots = next_roots(last_sampled, rows, num_sampled)
         undrafted = self._rules.undrafted(input_batch.idx_mapping_np)
+        which = None if undrafted is None else on_device(undrafted, roots.device)
+        if which is not None:
+            roots = roots.masked_fill(which, NO_TOKEN)
         if undrafted is not None and undrafted.all():
-            trees = DraftTree.of_roots(torch.full_like(roots, NO_TOKEN))
+            trees = DraftTree.of_roots(roots)
         else:
-            if undrafted is not None:
-                roots = roots.masked_fill(on_device(undrafted, roots.device), NO_TOKEN)
             trees = self._draft(input_batch, roots, limit)
+        if which is not None and self._sizes:
+            # Of these it is known that no draft is worth anything.
+            self.expected[rows] = self.expected[rows].masked_fill(which[:, None], 1.0)
         # The target embeds all of them, so they must be tokens.
         return self._kept.keep(rows, trees, last)
 

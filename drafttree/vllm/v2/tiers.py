@@ -89,9 +89,13 @@ def _one_of_few(most: int) -> int:
     return (1 << (max(most, 0) + 1).bit_length() - 1) - 1
 
 
-def max_rows(tiers: Tiers) -> int:
-    """Greatest number of nodes of a step, the roots counted."""
-    return max(last * (1 + size) for _, last, size in tiers)
+def max_rows(tiers: Tiers, max_requests: int) -> int:
+    """Greatest number of nodes of a step of at most `max_requests`, the roots counted."""
+    rows = [
+        min(last, max_requests) * (1 + size) for first, last, size in tiers if first <= max_requests
+    ]
+    # More requests than the last tier names have their roots alone.
+    return max(*rows, max_requests)
 
 
 def plan(
