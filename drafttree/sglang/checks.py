@@ -272,8 +272,27 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
             server_args.model_path, path, logger, trust_remote_code=server_args.trust_remote_code
         )
         _check_heads(path, server_args)
+        _check_context(path, server_args)
     if method.check_model is not None:
         method.check_model(server_args.model_path, path)
+
+
+def _check_context(path: str, server_args: Any) -> None:
+    """Refuse a draft model that reads shorter texts than the target, unless SGLang is told to."""
+    from sglang.srt.environ import envs
+    from sglang.srt.utils.hf_transformers import get_context_length
+    from transformers import AutoConfig
+
+    if envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
+        return
+    config = AutoConfig.from_pretrained(path, trust_remote_code=server_args.trust_remote_code)
+    longest = get_context_length(config.get_text_config())
+    asked = target_config(server_args).context_len
+    if longest < asked:
+        raise ValueError(
+            f"the draft model {path} reads up to {longest} tokens, and the target {asked}: set "
+            f"--context-length={longest}, or use a draft model with a longer context"
+        )
 
 
 def _check_heads(path: str, server_args: Any) -> None:

@@ -169,8 +169,31 @@ def _check_model(
                 f"tensor_parallel_size={ranks} ranks cannot share equally: use another draft "
                 "model, or another tensor_parallel_size"
             )
+        _check_context(target, draft)
     if method.check_model is not None:
         method.check_model(target.model, str(options["model"]))
+
+
+def _check_context(target: ModelConfig, draft: str) -> None:
+    """Refuse a draft model that reads shorter texts than the target, unless vLLM is told to."""
+    from vllm import envs
+    from vllm.config import ModelConfig
+
+    if envs.VLLM_ALLOW_LONG_MAX_MODEL_LEN:
+        return
+    longest = ModelConfig(
+        model=draft,
+        tokenizer=target.tokenizer,
+        trust_remote_code=target.trust_remote_code,
+        dtype=target.dtype,
+        skip_tokenizer_init=True,
+    ).max_model_len
+    if longest < target.max_model_len:
+        raise ValueError(
+            f"the draft model {draft} reads up to {longest} tokens, and "
+            f"max_model_len={target.max_model_len}: set max_model_len={longest}, or use a draft "
+            "model with a longer context"
+        )
 
 
 def _parse(

@@ -452,15 +452,20 @@ def test_errors_about_draft_models(
     tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = make_tiny_llama(tmp_path_factory.mktemp("other"), vocab_size=256)
+    short = tmp_path_factory.mktemp("short")
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     common = {"model_path": str(tiny_llama), "skip_tokenizer_init": True}
     rsd = common | {"speculative_algorithm": "rsd"}
     path = "speculative_draft_model_path"
     fits = rsd | {path: str(tiny_llama)}
-    without, without_own, differs, missing, unneeded, resolved = resolve(
+    without, without_own, differs, shorter, as_short, missing, unneeded, resolved = resolve(
         [
             rsd,
             common | {"speculative_algorithm": "lyanna"},
             rsd | {path: str(other)},
+            rsd | {path: str(short)},
+            rsd | {path: str(short), "context_length": 100},
             rsd | {path: str(other / "nowhere")},
             common | {"speculative_algorithm": "token-recycling", path: str(tiny_llama)},
             fits,
@@ -469,6 +474,8 @@ def test_errors_about_draft_models(
     assert "needs a draft model: name its folder with --speculative-draft-model-path" in without
     assert "needs a model of its own: name its folder" in without_own
     assert "has 256 tokens" in differs
+    assert "reads up to 100 tokens, and the target 2048: set --context-length=100" in shorter
+    assert "speculative_num_draft_tokens" in as_short
     assert "nowhere" in missing, missing
     assert "needs no model of its own" in unneeded
     assert resolved["speculative_num_draft_tokens"] == 16

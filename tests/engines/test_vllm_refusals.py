@@ -165,6 +165,20 @@ def test_a_draft_model_whose_heads_the_ranks_cannot_share(tiny_llama: Path, tmp_
         configure(tiny_llama, method, tensor_parallel_size=2)
 
 
+def test_a_draft_model_with_a_shorter_context(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    config["max_position_embeddings"] = 100
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    method = {"method": "rsd", "model": str(tmp_path)}
+    configure(tiny_llama, method, max_model_len=100)
+    with pytest.raises(ValueError, match=r"reads up to 100 tokens, and max_model_len=\d+: set max"):
+        configure(tiny_llama, method)
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    configure(tiny_llama, method)
+
+
 CHAIN_WORKER = "drafttree.vllm.chains.cpu_worker.ChainCPUWorker"
 
 
