@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from drafttree.bench.errors import InputError
-
-MAX_CONTEXT = 2048
-"""Longest context of a run, in tokens."""
-
-
-def model_context(model: Path, held_back: int = 0) -> int:
-    """The context length to use: the model's own, at most `MAX_CONTEXT` tokens.
-
-    Args:
-        model: The model's folder.
-        held_back: Tokens of the model's own that are left unused.
-
-    Raises:
-        InputError: The folder is none of a model.
-    """
-    config = model / "config.json"
-    if not config.is_file():
-        raise InputError(f"{model} is not a model folder: it has no config.json")
-    try:
-        limit = json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"cannot read {config}: {error}") from error
-    return min(MAX_CONTEXT, limit - held_back) if isinstance(limit, int) else MAX_CONTEXT
 
 
 class Chat:

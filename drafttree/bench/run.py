@@ -8,15 +8,15 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
-from drafttree.bench.chat import Chat, model_context
+from drafttree.bench.chat import Chat
+from drafttree.bench.context import DEFAULT_CONTEXT, usable_context
 from drafttree.bench.cost import mean_context, verification_cost
 from drafttree.bench.draft_figures import draft_figures
 from drafttree.bench.engine_process import EngineProcess
-from drafttree.bench.errors import InputError
 from drafttree.bench.machine import model_name, processor_name, shown_options
 from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
-from drafttree.bench.protocol import HELD_BACK, EngineSpec, Generation, Request
+from drafttree.bench.protocol import EngineSpec, Generation, Request
 from drafttree.bench.report import (
     Repetition,
     Verdict,
@@ -27,7 +27,6 @@ from drafttree.bench.report import (
 )
 from drafttree.bench.requests import make_request
 from drafttree.bench.waves import wave_figures
-from drafttree.model_files import local_folder
 
 _TIE = 1e-4
 _WARM_UP = (
@@ -57,6 +56,7 @@ class BenchSettings:
         verbose: Whether to show the engines' output.
         runner: vLLM's model runner, `v1` or `v2`; None for the one that it takes by itself.
         prime: Whether the method's drafter first computes all that it can beforehand.
+        most_context: The engines' greatest context in tokens.
     """
 
     engine: str
@@ -73,11 +73,14 @@ class BenchSettings:
     verbose: bool = False
     runner: str | None = None
     prime: bool = False
+    most_context: int = DEFAULT_CONTEXT
 
     def context(self) -> int:
         """The engines' context in tokens; see `usable_context`."""
         draft_model = self.method.draft_model
-        return usable_context(self.model, self.max_new_tokens, self.engine, draft_model)
+        return usable_context(
+            self.model, self.max_new_tokens, self.engine, draft_model, self.most_context
+        )
 
 
 class Observer(Protocol):
@@ -98,30 +101,6 @@ def batches(settings: BenchSettings) -> list[list[Prompt]]:
     size = settings.batch_size
     wave = [settings.prompts[i : i + size] for i in range(0, len(settings.prompts), size)]
     return wave * settings.waves
-
-
-def usable_context(
-    model: Path, max_new_tokens: int, engine: str = "vllm", draft_model: str | None = None
-) -> int:
-    """The model's context in tokens, in which there is room for a prompt before the answer.
-
-    Args:
-        model: The model's folder.
-        max_new_tokens: Greatest number of tokens of an answer.
-        engine: The engine that serves the model; it may hold some tokens back.
-        draft_model: Folder of the draft model, or its name on the Hub.
-
-    Raises:
-        InputError: There is no room.
-    """
-    held_back = HELD_BACK[engine]
-    context = model_context(model, held_back)
-    if held_back and draft_model is not None and (folder := local_folder(draft_model)):
-        # SGLang refuses a draft model whose own context is shorter than the engine's.
-        context = min(context, model_context(folder, held_back))
-    if max_new_tokens >= context:
-        raise InputError(f"--max-new-tokens must be below the context of {context} tokens")
-    return context
 
 
 def run(settings: BenchSettings, observer: Observer) -> dict[str, Any]:
@@ -203,6 +182,7 @@ class Pair:
         prompts = settings.prompts * settings.waves
         observer.status("warming up")
         self.warm_up()
+        self.cut.clear()
         repetitions: list[Repetition] = []
         counters: list[dict[str, int]] = []
         acceptance: dict[str, Any] = {}
@@ -271,6 +251,7 @@ class Pair:
             "options": shown_options(settings.method.options),
             "max_new_tokens": settings.max_new_tokens,
             "repeat": settings.repeat,
+            "context": self.context,
             "cut_prompts": len(self.cut),
             "counters": counters[-1] if counters else {},
             "acceptance": acceptance,

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from drafttree.bench.context import DEFAULT_CONTEXT
 from drafttree.bench.engine_process import check_name
 from drafttree.bench.errors import EngineError, InputError
 from drafttree.bench.methods import check_engine, resolve_variants
@@ -71,6 +72,27 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
+def cut_note(report: dict[str, Any], most_context: int) -> str:
+    """What is said of the prompts that were cut; empty if none was.
+
+    Args:
+        report: The report of the run.
+        most_context: The greatest context that was allowed.
+    """
+    if not report["cut_prompts"]:
+        return ""
+    fix = (
+        "the model has no longer context"
+        if report["context"] < most_context
+        else "give a larger --context"
+    )
+    asked = report["prompts"] // len(report["waves"])
+    return (
+        f"{report['cut_prompts']} of {asked} prompts were cut to their last "
+        f"{report['context'] - report['max_new_tokens']} tokens: {fix}"
+    )
+
+
 def bench(
     method: Annotated[
         str, typer.Option(help="none, ngram, suffix, draft-model, or an installed tree method.")
@@ -86,6 +108,12 @@ def bench(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 128,
+    context: Annotated[
+        int,
+        typer.Option(
+            min=64, help="Tokens of a prompt and its answer; at most the model's own context."
+        ),
+    ] = DEFAULT_CONTEXT,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     dtype: Annotated[Dtype, typer.Option(help="The engines' data type.")] = Dtype.float32,
@@ -139,6 +167,7 @@ def bench(
             verbose=verbose,
             runner=runner.value if runner else None,
             prime=True,
+            most_context=context,
         )
         with progress_bar(errors) as progress:
             total = 2 * repeat * len(batches(settings)) * len(variants)
@@ -171,4 +200,7 @@ def bench(
                     console.print(choices_table(report))
             else:
                 console.print(f"{report['method']}: tree sizes are fixed")
+    for note in dict.fromkeys(cut_note(report, context) for report in reports):
+        if note:
+            console.print(note, style="yellow", highlight=False, soft_wrap=True)
     console.print(f"written to {output}", markup=False, highlight=False, soft_wrap=True)

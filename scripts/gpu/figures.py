@@ -24,12 +24,13 @@ import typer
 from rich.console import Console
 
 from drafttree.bench.chat import Chat
+from drafttree.bench.context import usable_context
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
 from drafttree.bench.methods import BenchMethod, check_engine, parse_pairs, resolve_method
 from drafttree.bench.prompts import Prompt, default_prompts_path, load_prompts
 from drafttree.bench.protocol import EngineSpec, Generation
-from drafttree.bench.run import BenchSettings, Pair, usable_context
+from drafttree.bench.run import BenchSettings, Pair
 from drafttree.cli.bench import Dtype, Runner
 
 GIB = 1 << 30

@@ -9,13 +9,15 @@ from typing import Any, cast
 import pytest
 from bench_parts import NullObserver, WordChat
 
+from drafttree.bench.context import usable_context
 from drafttree.bench.engine_process import EngineProcess
 from drafttree.bench.errors import InputError
 from drafttree.bench.methods import BenchMethod
 from drafttree.bench.prompts import Prompt
 from drafttree.bench.protocol import EngineInfo, ForwardShape, Generation, Request
-from drafttree.bench.run import BenchSettings, Pair, usable_context
+from drafttree.bench.run import BenchSettings, Pair
 from drafttree.budget.tier_explanation import TierChoice
+from drafttree.cli.bench import cut_note
 
 TREES = BenchMethod("token-recycling", {}, {"method": "token_recycling"}, max_draft_tokens=7)
 V1, V2 = EngineInfo("0.32.0", "cuda", "v1"), EngineInfo("0.32.0", "cuda", "v2")
@@ -163,5 +165,36 @@ def test_the_context_leaves_what_sglang_holds_back(tmp_path: Path) -> None:
     assert usable_context(long, 64, "sglang", str(draft)) == 1018
     assert usable_context(long, 64, "vllm", str(draft)) == 2048
     assert usable_context(long, 64, "sglang", str(tmp_path / "absent")) == 2048
-    with pytest.raises(InputError, match="below the context of 506 tokens"):
+    assert usable_context(long, 64, "sglang", most=4096) == 4096
+    assert usable_context(long, 64, most=10_000) == 8192
+    with pytest.raises(InputError, match=r"tokens 506 must be below the context of 506 tokens$"):
         usable_context(short, 506, "sglang")
+    with pytest.raises(InputError, match=r"below the context of 2048 tokens; .* with --context"):
+        usable_context(long, 2048)
+
+
+def test_the_context_that_is_asked_for_is_the_engines(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
+    settings = BenchSettings("vllm", TREES, tmp_path, [Prompt(1, "qa", ("Why?",))])
+    assert settings.context() == 2048
+    assert replace(settings, most_context=40_960).context() == 40_960
+
+
+def test_prompts_that_were_cut_are_counted_and_told_of() -> None:
+    fitting, cutting = (
+        pair(FakeEngine(), FakeEngine(), max_new_tokens=512 - 1, waves=2) for _ in range(2)
+    )
+    assert cut_note(fitting.measure(), 512) == ""
+    prompts = cutting.settings.prompts
+    prompts[0] = replace(prompts[0], turns=("Why?", "Why then?"))
+    report = cutting.measure()
+    assert (report["context"], report["cut_prompts"]) == (512, 1)
+    told = "1 of 4 prompts were cut to their last 1 tokens: "
+    assert cut_note(report, 512) == told + "give a larger --context"
+    assert cut_note(report, 2048) == told + "the model has no longer context"
+
+
+def test_a_warm_up_that_was_cut_does_not_count() -> None:
+    both = pair(FakeEngine(), FakeEngine(), max_new_tokens=8)
+    both.context = 24
+    assert both.measure()["cut_prompts"] == 0

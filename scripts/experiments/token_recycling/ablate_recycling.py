@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from drafttree.bench.chat import model_context
+from drafttree.bench.context import model_context
 from drafttree.bench.machine import processor_name
 from scripts.experiments.token_recycling.foreign_text import read_tokens
 from scripts.experiments.token_recycling.known_target import KnownTarget

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from drafttree.bench.chat import Chat, model_context
+from drafttree.bench.chat import Chat
+from drafttree.bench.context import model_context
 from drafttree.bench.prompts import Prompt, load_prompts
 from scripts.experiments.token_recycling.known_target import KnownTarget
 from scripts.experiments.token_recycling.replay import Text
