@@ -5,24 +5,50 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-_NEEDED = {
-    "engine": str,
-    "engine_version": str,
-    "method": str,
-    "model": str,
-    "dtype": str,
-    "device": str,
-    "batch_size": int,
-    "options": dict,
-    "prompts": int,
-    "identical": int,
-    "ties": int,
-    "per_category": dict,
-    "repetitions": list,
-}
-"""Keys of a report, and the types of their values, by which it is known."""
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+_Rate = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
+"""None where times mean nothing, or nothing was counted."""
+
+
+class RunFigures(BaseModel):
+    """Figures of a run, of a kind of task or of a repetition; see `drafttree.bench.report`."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    baseline_tokens_per_second: _Rate = None
+    tokens_per_second: _Rate = None
+    speedup: _Rate = None
+    decode_speedup: _Rate = None
+    mean_accepted_tokens: _Rate = None
+
+
+class BenchReport(RunFigures):
+    """What is shown of a report of `drafttree bench`, by which it is known."""
+
+    engine: str
+    engine_version: str
+    runner: str | None = None
+    method_runner: str | None = None
+    method: str
+    model: str
+    dtype: str
+    device: str
+    cpu: str = "unknown processor"
+    eager: bool = False
+    batch_size: Annotated[_Count, Field(ge=1)]
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    options: dict[str, Any]
+    max_new_tokens: _Count
+    prompts: _Count
+    identical: _Count
+    ties: _Count
+    waves: list[RunFigures] = []
+    per_category: dict[str, RunFigures]
+    repetitions: list[RunFigures]
 
 
 @dataclass(frozen=True)
@@ -37,30 +63,29 @@ class BenchRun:
 
     number: int
     file: Path
-    report: dict[str, Any]
+    report: BenchReport
 
     @property
     def conditions(self) -> tuple[str, ...]:
         """What runs must share to be compared: engine, model, number format and machine."""
         report = self.report
-        runner = report.get("runner")
         return (
-            f"{report['engine']} {report['engine_version']}" + (f", {runner}" if runner else ""),
-            report["model"],
-            report["dtype"],
-            f"{report['device']}: {report.get('cpu', 'unknown processor')}",
-            "eager" if report.get("eager") else "compiled",
+            f"{report.engine} {report.engine_version}"
+            + (f", {report.runner}" if report.runner else ""),
+            report.model,
+            report.dtype,
+            f"{report.device}: {report.cpu}",
+            "eager" if report.eager else "compiled",
         )
 
     @property
     def setting(self) -> str:
         """The method with its options, and its model runner if that is not plain decoding's."""
-        options = self.report["options"].items()
-        runner = self.report.get("method_runner")
+        runner = self.report.method_runner
         return " ".join(
             [
-                self.report["method"],
-                *(f"{name}={value}" for name, value in options),
+                self.report.method,
+                *(f"{name}={value}" for name, value in self.report.options.items()),
                 *([f"({runner})"] if runner else []),
             ]
         )
@@ -68,7 +93,7 @@ class BenchRun:
     @property
     def label(self) -> str:
         """The run's name in plots."""
-        return f"{self.number}: {self.setting}, batch size {self.report['batch_size']}"
+        return f"{self.number}: {self.setting}, batch size {self.report.batch_size}"
 
 
 def find_runs(folder: Path) -> tuple[list[BenchRun], dict[Path, str]]:
@@ -76,7 +101,8 @@ def find_runs(folder: Path) -> tuple[list[BenchRun], dict[Path, str]]:
 
     Returns:
         The runs, in the order of their files' names, and the JSON files that are no runs, with the
-        reason for each.
+        reason for each. Neither the names of the files nor what is in them has lone surrogates,
+        which no page can have: there are question marks in their place.
 
     Raises:
         OSError: The folder cannot be read.
@@ -84,27 +110,45 @@ def find_runs(folder: Path) -> tuple[list[BenchRun], dict[Path, str]]:
     runs: list[BenchRun] = []
     skipped: dict[Path, str] = {}
     for path in sorted(folder.rglob("*.json")):
-        file = path.relative_to(folder)
+        file = Path(printable(str(path.relative_to(folder))))
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            skipped[file] = f"cannot be read as JSON: {error}"
-            continue
-        given = content.get("runs") if isinstance(content, dict) else None
-        reports = given if isinstance(given, list) and given else [content]
-        if reason := next(filter(None, map(_why_no_report, reports)), None):
-            skipped[file] = reason
+            reports = _reports(path)
+        except ValueError as error:
+            skipped[file] = str(error)
             continue
         for report in reports:
             runs.append(BenchRun(len(runs) + 1, file, report))
     return runs, skipped
 
 
-def _why_no_report(report: Any) -> str | None:
-    """Why something is no report of a run; None if it is one."""
-    if not isinstance(report, dict):
-        return f"no report of drafttree bench: it is a {type(report).__name__}"
-    for name, kind in _NEEDED.items():
-        if not isinstance(report.get(name), kind):
-            return f"no report of drafttree bench: it has no {name}"
-    return None
+def printable(text: str) -> str:
+    """The text with a question mark for each lone surrogate."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _reports(path: Path) -> list[BenchReport]:
+    """The reports in a file.
+
+    Raises:
+        ValueError: It cannot be read as JSON, or something in it is no report.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(printable(json.dumps(content, ensure_ascii=False)))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be read as JSON: {error}") from error
+    given = content.get("runs") if isinstance(content, dict) else None
+    reports = given if isinstance(given, list) and given else [content]
+    try:
+        return [BenchReport.model_validate(report) for report in reports]
+    except ValidationError as error:
+        raise ValueError(f"no report of drafttree bench: {_reason(error)}") from error
+
+
+def _reason(error: ValidationError) -> str:
+    """What is wrong first."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"it has no {where}"
+    return f"{where}: {first['msg']}" if where else first["msg"]

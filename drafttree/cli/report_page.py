@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from drafttree.bench.run_files import BenchRun
+from drafttree.bench.run_files import BenchRun, printable
 from drafttree.cli.page import html_page
-from drafttree.cli.report_plots import by_batch_size, by_run, by_task
+from drafttree.cli.report_plots import by_batch_size, by_run, by_task, plot
 
 _FIGURES = (
     ("plain tokens/s", "baseline_tokens_per_second", ".1f"),
@@ -37,12 +37,13 @@ def page(folder: Path, runs: Sequence[BenchRun], skipped: Mapping[Path, str]) ->
     Raises:
         ImportError: matplotlib is not installed.
     """
+    title = f"Runs in {printable(folder.resolve().name)}"
     groups: dict[tuple[str, ...], list[BenchRun]] = {}
     for run in runs:
         groups.setdefault(run.conditions, []).append(run)
     parts = [
         _STYLE,
-        f"<h1>Runs in {escape(folder.resolve().name)}</h1>",
+        f"<h1>{escape(title)}</h1>",
         f'<p class="faint">{len(runs)} runs of drafttree bench under {len(groups)} sets of '
         "conditions. Each speedup compares a method with plain decoding in the same run; prefill "
         "is included, except under “decode”. Small marks are repetitions.</p>",
@@ -56,7 +57,7 @@ def page(folder: Path, runs: Sequence[BenchRun], skipped: Mapping[Path, str]) ->
             for file, reason in skipped.items()
         ]
         parts.append("</ul>")
-    return html_page(f"Runs in {folder.resolve().name}", "\n".join(parts))
+    return html_page(title, "\n".join(parts))
 
 
 def _section(name: str, conditions: Iterable[str], runs: Sequence[BenchRun]) -> list[str]:
@@ -66,7 +67,7 @@ def _section(name: str, conditions: Iterable[str], runs: Sequence[BenchRun]) -> 
         ("By kind of task", by_task),
         ("By batch size", by_batch_size),
     ):
-        if svg := draw(runs, f"{name}-{draw.__name__}"):
+        if svg := plot(draw, runs, f"{name}-{draw.__name__}"):
             parts += [f"<h3>{title}</h3>", svg]
     return parts
 
@@ -83,11 +84,12 @@ def _table(runs: Sequence[BenchRun]) -> str:
         cells = [
             str(run.number),
             run.setting,
-            *(_figure(report, key, "g") for key in ("batch_size", "temperature")),
-            *(_figure(report, key, "g") for key in ("max_new_tokens", "prompts")),
-            *(_figure(report, key, form) for _, key, form in _FIGURES),
-            f"{report['identical']}/{report['prompts']}",
-            str(report["ties"]),
+            str(report.batch_size),
+            format(report.temperature, "g"),
+            *(str(report.max_new_tokens), str(report.prompts)),
+            *(_figure(getattr(report, name), form) for _, name, form in _FIGURES),
+            f"{report.identical}/{report.prompts}",
+            str(report.ties),
             str(run.file),
         ]
         rows.append(_row("td", cells))
@@ -98,6 +100,5 @@ def _row(kind: str, cells: Iterable[str]) -> str:
     return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
 
-def _figure(report: Mapping[str, object], key: str, form: str) -> str:
-    value = report.get(key)
+def _figure(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drafttree.bench.run_files import BenchRun
 
@@ -14,46 +15,73 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Draw = Callable[[Sequence[BenchRun]], "Figure | None"]
+"""Draws runs; None if there is nothing to draw."""
+
 _SPEEDUP = "tokens per second, relative to plain decoding"
 _WIDTH = 9.5
 _LINE = 0.27
 """Width of a plot, and height of a line in it, in inches."""
 
 
-def by_run(runs: Sequence[BenchRun], name: str) -> str:
-    """The speedup of each run, with those of its repetitions as marks; empty without times.
+def plot(draw: Draw, runs: Sequence[BenchRun], name: str) -> str:
+    """A plot as an `svg` element; empty if there is nothing to draw.
 
     Args:
+        draw: Draws it.
         runs: The runs.
-        name: Unique among the plots of a page.
+        name: Unique among the plots of a page; the element's ids begin with it.
     """
-    timed = [run for run in runs if run.report.get("speedup") is not None]
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with (
+        # Text stays text, dollar signs included, and the same figure has the same ids.
+        rc_context(
+            {
+                "svg.fonttype": "none",
+                "text.parse_math": False,
+                "svg.hashsalt": name,
+                "font.size": 9,
+            }
+        ),
+        warnings.catch_warnings(),
+    ):
+        # The browser has its own fonts for the text.
+        warnings.filterwarnings("ignore", message=r"(?s)Glyph .* missing from")
+        if (figure := draw(runs)) is None:
+            return ""
+        blank = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", bbox_inches="tight", metadata=blank)
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    return re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)
+
+
+def by_run(runs: Sequence[BenchRun]) -> Figure | None:
+    """The speedup of each run, with those of its repetitions as marks; None without times."""
+    timed = [(run, speedup) for run in runs if (speedup := run.report.speedup) is not None]
     if not timed:
-        return ""
+        return None
     figure, axes = _figure(1.2 + _LINE * len(timed))
     places = range(len(timed))
-    axes.barh(places, [run.report["speedup"] for run in timed], color="tab:blue", height=0.6)
-    for place, run in enumerate(timed):
-        each = _numbers(repetition.get("speedup") for repetition in run.report["repetitions"])
+    axes.barh(places, [speedup for _, speedup in timed], color="tab:blue", height=0.6)
+    for place, (run, _) in enumerate(timed):
+        each = _numbers(repetition.speedup for repetition in run.report.repetitions)
         axes.plot(each, [place] * len(each), "|", color="black")
-    axes.set_yticks(places, [run.label for run in timed])
+    axes.set_yticks(places, [run.label for run, _ in timed])
     axes.set_ylim(len(timed) - 0.4, -0.6)
     _finish(axes)
-    return _svg(figure, name)
+    return figure
 
 
-def by_task(runs: Sequence[BenchRun], name: str) -> str:
-    """The speedup of each run by kind of task; empty without times.
-
-    Args:
-        runs: The runs.
-        name: Unique among the plots of a page.
-    """
-    kinds = sorted({kind for run in runs for kind in run.report["per_category"]})
+def by_task(runs: Sequence[BenchRun]) -> Figure | None:
+    """The speedup of each run by kind of task; None without times."""
+    kinds = sorted({kind for run in runs for kind in run.report.per_category})
     lines = [(run, [_speedup(run, kind) for kind in kinds]) for run in runs]
     lines = [(run, values) for run, values in lines if any(value is not None for value in values)]
     if not lines:
-        return ""
+        return None
     figure, axes = _figure(1.4 + _LINE * len(kinds) + 0.18 * len(lines))
     for number, (run, values) in enumerate(lines):
         known = [(value, place) for place, value in enumerate(values) if value is not None]
@@ -69,24 +97,19 @@ def by_task(runs: Sequence[BenchRun], name: str) -> str:
     axes.grid(axis="y", color="0.9")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.55 / figure.get_figheight() - 0.08))
     _finish(axes)
-    return _svg(figure, name)
+    return figure
 
 
-def by_batch_size(runs: Sequence[BenchRun], name: str) -> str:
-    """The speedup of each setting by batch size; empty if none was run with several.
-
-    Args:
-        runs: The runs.
-        name: Unique among the plots of a page.
-    """
+def by_batch_size(runs: Sequence[BenchRun]) -> Figure | None:
+    """The speedup of each setting by batch size; None if none was run with several."""
     settings: dict[str, dict[int, list[float]]] = {}
     for run in runs:
-        if (speedup := run.report.get("speedup")) is not None:
+        if (speedup := run.report.speedup) is not None:
             sizes = settings.setdefault(run.setting, {})
-            sizes.setdefault(run.report["batch_size"], []).append(speedup)
+            sizes.setdefault(run.report.batch_size, []).append(speedup)
     several = {setting: sizes for setting, sizes in settings.items() if len(sizes) > 1}
     if not several:
-        return ""
+        return None
     figure, axes = _figure(3.8)
     for number, (setting, sizes) in enumerate(several.items()):
         shown = sorted(sizes)
@@ -101,15 +124,15 @@ def by_batch_size(runs: Sequence[BenchRun], name: str) -> str:
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_ylim(bottom=0)
     axes.legend()
-    return _svg(figure, name)
+    return figure
 
 
 def _speedup(run: BenchRun, kind: str) -> float | None:
-    value: float | None = run.report["per_category"].get(kind, {}).get("speedup")
-    return value
+    figures = run.report.per_category.get(kind)
+    return None if figures is None else figures.speedup
 
 
-def _numbers(values: Iterable[Any]) -> list[float]:
+def _numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
@@ -124,17 +147,3 @@ def _finish(axes: Axes) -> None:
     axes.axvline(1, color="grey", linewidth=0.8)
     axes.set_xlim(left=0)
     axes.set_xlabel(_SPEEDUP)
-
-
-def _svg(figure: Figure, name: str) -> str:
-    """The figure as an `svg` element whose ids begin with `name`."""
-    from matplotlib import rc_context
-
-    text = StringIO()
-    # Text stays text, and the same figure has the same ids.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
-        blank = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", bbox_inches="tight", metadata=blank)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    return re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", svg)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_the_page_has_conditions_figures_and_plots(folder: Path, page: Path) -> 
     runs, skipped = find_runs(folder)
     for run in runs:
         cells = "".join(
-            f"<td>{run.report[name]:.2f}</td>"
+            f"<td>{getattr(run.report, name):.2f}</td>"
             for name in ("speedup", "decode_speedup", "mean_accepted_tokens")
         )
         assert cells in text
@@ -82,7 +83,7 @@ def test_the_page_has_conditions_figures_and_plots(folder: Path, page: Path) -> 
             assert condition in text
         # In the legend or beside its bar.
         assert text.count(run.label) >= 2
-        for kind in run.report["per_category"]:
+        for kind in run.report.per_category:
             assert f">{kind}</text>" in text
     groups = {run.conditions for run in runs}
     assert text.count("By method") == text.count("By kind of task") == len(groups)
@@ -131,10 +132,85 @@ def test_runs_without_times_have_no_plots(folder: Path, tmp_path: Path) -> None:
 
 def test_a_method_on_another_runner_than_plain_decoding_is_marked(folder: Path) -> None:
     [_, first, second, *_], _ = find_runs(folder)
-    first.report.update(method_runner="v1", runner="v2")
-    second.report.update(runner="v2")
+    first, second = (
+        replace(run, report=run.report.model_copy(update={"runner": "v2"} | other))
+        for run, other in ((first, {"method_runner": "v1"}), (second, {}))
+    )
     assert first.setting == f"{second.setting} (v1)"
     assert first.conditions == second.conditions
+
+
+def odd_report(folder: Path, **changed: object) -> Path:
+    """A folder with a good report and one with other values."""
+    odd = folder.with_name("odd")
+    odd.mkdir()
+    shutil.copy(folder / FILES[0], odd)
+    report = json.loads((folder / FILES[1]).read_text())
+    (odd / "odd.json").write_text(json.dumps(report | changed))
+    return odd
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("$HOME_{x$", "$HOME_{x$"),
+        ("a $x$ b", "a $x$ b"),
+        ("/data/\udcff.json", "/data/?.json"),
+        ("\ud800", "?"),
+        ("中文 😀", "中文 😀"),
+    ],
+)
+def test_any_text_is_shown_as_it_is(folder: Path, tmp_path: Path, text: str, shown: str) -> None:
+    figures = json.loads((folder / FILES[1]).read_text())["per_category"]
+    odd = odd_report(folder, options={"tree": text}, per_category={text: figures["coding"]})
+    file = tmp_path / "page.html"
+    result = command(odd, "--output", file)
+    assert result.exit_code == 0, result.output
+    page = file.read_text(encoding="utf-8")
+    assert f">{shown}</text>" in page
+    # In the table, beside its bar and in the legend.
+    assert page.count(f"tree={shown}") == 3
+
+
+def test_names_that_are_no_text_are_shown(folder: Path, tmp_path: Path) -> None:
+    odd = odd_report(folder)
+    (odd / "odd.json").rename(odd / "run-\udcff.json")
+    named = odd.rename(tmp_path / "folder-\udcff")
+    file = tmp_path / "page.html"
+    result = command(named, "--output", file)
+    assert result.exit_code == 0, result.output
+    page = file.read_text(encoding="utf-8")
+    assert "<td>run-?.json</td>" in page
+    assert "<h1>Runs in folder-?</h1>" in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"repetitions": [1]}, "repetitions.0: Input should be"),
+        ({"per_category": {"a": 1}}, "per_category.a: Input should be"),
+        ({"per_category": {"a": {"speedup": "x"}}}, "per_category.a.speedup: Input should be"),
+        ({"speedup": "x"}, "speedup: Input should be a valid number"),
+        ({"speedup": "1.5"}, "speedup: Input should be a valid number"),
+        ({"speedup": float("nan")}, "speedup: Input should be a finite number"),
+        ({"temperature": None}, "temperature: Input should be a valid number"),
+        ({"batch_size": 0}, "batch_size: Input should be greater than or equal to 1"),
+        ({"prompts": 10**400}, "prompts: Input should be less than"),
+        ({"waves": 3}, "waves: Input should be a valid list"),
+        ({"method": 3}, "method: Input should be a valid string"),
+    ],
+)
+def test_an_odd_report_is_skipped_with_the_reason(
+    folder: Path, changed: dict[str, object], reason: str
+) -> None:
+    odd = odd_report(folder, **changed)
+    output = odd / "page.html"
+    result = command(odd, "--output", output)
+    assert result.exit_code == 0, result.output
+    assert f"skipped odd.json: no report of drafttree bench: {reason}" in result.output
+    assert "1 runs, written" in result.output
+    assert f"<code>odd.json</code>: no report of drafttree bench: {reason}" in output.read_text()
 
 
 def test_wrong_input(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
