@@ -46,6 +46,7 @@ class BenchReport(RunFigures):
     prompts: _Count
     identical: _Count
     ties: _Count
+    cut_prompts: _Count = 0
     waves: list[RunFigures] = []
     per_category: dict[str, RunFigures]
     repetitions: list[RunFigures]
@@ -88,6 +89,22 @@ class BenchRun:
                 *(f"{name}={value}" for name, value in self.report.options.items()),
                 *([f"({runner})"] if runner else []),
             ]
+        )
+
+    @property
+    def num_waves(self) -> int:
+        """How often all prompts were asked in a repetition."""
+        return max(len(self.report.waves), 1)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """What was asked of both sides: figures of runs with others are not averaged."""
+        report = self.report
+        return (
+            f"temperature {report.temperature:g}",
+            f"at most {report.max_new_tokens} new tokens",
+            f"{report.prompts // self.num_waves} prompts",
+            "1 wave" if self.num_waves == 1 else f"{self.num_waves} waves",
         )
 
     @property

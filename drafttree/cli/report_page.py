@@ -73,26 +73,27 @@ def _section(name: str, conditions: Iterable[str], runs: Sequence[BenchRun]) -> 
 
 
 def _table(runs: Sequence[BenchRun]) -> str:
-    headings = [
-        *("run", "method", "batch size", "temperature", "new tokens", "prompts"),
-        *(heading for heading, _, _ in _FIGURES),
-        *("identical", "ties", "file"),
+    waves = [run.num_waves for run in runs]
+    cut = [run.report.cut_prompts for run in runs]
+    columns = [
+        ("run", [str(run.number) for run in runs]),
+        ("method", [run.setting for run in runs]),
+        ("batch size", [str(run.report.batch_size) for run in runs]),
+        ("temperature", [f"{run.report.temperature:g}" for run in runs]),
+        ("new tokens", [str(run.report.max_new_tokens) for run in runs]),
+        ("prompts", [str(run.report.prompts) for run in runs]),
+        *([("waves", list(map(str, waves)))] if max(waves) > 1 else []),
+        *([("cut prompts", list(map(str, cut)))] if any(cut) else []),
+        *(
+            (heading, [_figure(getattr(run.report, name), form) for run in runs])
+            for heading, name, form in _FIGURES
+        ),
+        ("identical", [f"{run.report.identical}/{run.report.prompts}" for run in runs]),
+        ("ties", [str(run.report.ties) for run in runs]),
+        ("file", [str(run.file) for run in runs]),
     ]
-    rows = [_row("th", headings)]
-    for run in runs:
-        report = run.report
-        cells = [
-            str(run.number),
-            run.setting,
-            str(report.batch_size),
-            format(report.temperature, "g"),
-            *(str(report.max_new_tokens), str(report.prompts)),
-            *(_figure(getattr(report, name), form) for _, name, form in _FIGURES),
-            f"{report.identical}/{report.prompts}",
-            str(report.ties),
-            str(run.file),
-        ]
-        rows.append(_row("td", cells))
+    rows = [_row("th", [heading for heading, _ in columns])]
+    rows += [_row("td", cells) for cells in zip(*(cells for _, cells in columns), strict=True)]
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>'
 
 

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
+from itertools import compress
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -101,20 +102,25 @@ def by_task(runs: Sequence[BenchRun]) -> Figure | None:
 
 
 def by_batch_size(runs: Sequence[BenchRun]) -> Figure | None:
-    """The speedup of each setting by batch size; None if none was run with several."""
-    settings: dict[str, dict[int, list[float]]] = {}
+    """The speedup of each setting by batch size; None if none was run with several.
+
+    Runs that were asked something else are on lines of their own.
+    """
+    lines: dict[tuple[str, tuple[str, ...]], dict[int, list[float]]] = {}
     for run in runs:
         if (speedup := run.report.speedup) is not None:
-            sizes = settings.setdefault(run.setting, {})
+            sizes = lines.setdefault((run.setting, run.asked), {})
             sizes.setdefault(run.report.batch_size, []).append(speedup)
-    several = {setting: sizes for setting, sizes in settings.items() if len(sizes) > 1}
+    several = {line: sizes for line, sizes in lines.items() if len(sizes) > 1}
     if not several:
         return None
+    differs = [len(set(each)) > 1 for each in zip(*(asked for _, asked in several), strict=True)]
     figure, axes = _figure(3.8)
-    for number, (setting, sizes) in enumerate(several.items()):
+    for number, ((setting, asked), sizes) in enumerate(several.items()):
+        label = ", ".join([setting, *compress(asked, differs)])
         shown = sorted(sizes)
         line = [median(sizes[size]) for size in shown]
-        axes.plot(shown, line, "o-", color=f"C{number % 10}", label=setting)
+        axes.plot(shown, line, "o-", color=f"C{number % 10}", label=label)
         for size in shown:
             axes.plot([size] * len(sizes[size]), sizes[size], "_", color=f"C{number % 10}")
     axes.set_xscale("log", base=2)

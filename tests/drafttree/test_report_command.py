@@ -6,15 +6,18 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import rendered
 from typer.testing import CliRunner, Result
 
-from drafttree.bench.run_files import find_runs
+from drafttree.bench.run_files import BenchRun, RunFigures, find_runs
 from drafttree.cli import app
+from drafttree.cli.report_plots import by_batch_size
 
 RESULTS = Path(__file__).parents[2] / "results"
 FILES = (
@@ -33,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
     runs = tmp_path / "runs"
     (runs / "inner").mkdir(parents=True)
     for name in FILES[:-1]:
-        shutil.copy(RESULTS / "vllm-cpu" / name, runs)
+        # As if all had been asked the same, so that batch sizes can be compared.
+        report = json.loads((RESULTS / "vllm-cpu" / name).read_text())
+        (runs / name).write_text(json.dumps(report | {"prompts": 40, "max_new_tokens": 128}))
     shutil.copy(RESULTS / "vllm-cpu" / FILES[-1], runs / "inner")
     shutil.copy(RESULTS / "workloads.json", runs)
     (runs / "broken.json").write_text("{")
@@ -211,6 +216,74 @@ def test_an_odd_report_is_skipped_with_the_reason(
     assert f"skipped odd.json: no report of drafttree bench: {reason}" in result.output
     assert "1 runs, written" in result.output
     assert f"<code>odd.json</code>: no report of drafttree bench: {reason}" in output.read_text()
+
+
+def lines_by_batch_size(runs: Iterable[BenchRun]) -> dict[str, tuple[list[float], list[float]]]:
+    """The batch sizes and speedups of each line of the plot, by its label."""
+    figure = by_batch_size(list(runs))
+    if figure is None:
+        return {}
+    return {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))
+        for line in figure.axes[0].lines
+        if not str(line.get_label()).startswith("_")
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "labels"),
+    [
+        ({"temperature": 1.0}, ("temperature 0", "temperature 1")),
+        ({"max_new_tokens": 32}, ("at most 128 new tokens", "at most 32 new tokens")),
+        ({"prompts": 10}, ("40 prompts", "10 prompts")),
+        ({"prompts": 80, "waves": [RunFigures()] * 2}, ("1 wave", "2 waves")),
+        (
+            {"prompts": 20, "waves": [RunFigures()] * 2},
+            ("40 prompts, 1 wave", "10 prompts, 2 waves"),
+        ),
+    ],
+)
+def test_runs_that_were_asked_something_else_are_not_averaged(
+    folder: Path, changed: dict[str, Any], labels: tuple[str, str]
+) -> None:
+    [_, run, *_], _ = find_runs(folder)
+    assert run.setting == "token-recycling"
+
+    def other(size: int, speedup: float, **more: Any) -> BenchRun:
+        report = run.report.model_copy(update={"batch_size": size, "speedup": speedup} | more)
+        return replace(run, report=report)
+
+    runs = [other(1, 2.0), other(8, 1.4), other(8, 1.6)]
+    assert lines_by_batch_size(runs) == {"token-recycling": ([1, 8], [2.0, 1.5])}
+    assert lines_by_batch_size([runs[0], other(8, 1.0, **changed)]) == {}
+    both = lines_by_batch_size([*runs, other(1, 1.0, **changed), other(8, 0.5, **changed)])
+    assert both == {
+        f"token-recycling, {labels[0]}": ([1, 8], [2.0, 1.5]),
+        f"token-recycling, {labels[1]}": ([1, 8], [1.0, 0.5]),
+    }
+
+
+def test_waves_and_cut_prompts_have_columns_where_a_run_has_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(folder / "inner")
+    (folder / "bfloat16-waves-batch-1.json").unlink()
+    file = tmp_path / "page.html"
+
+    def headings() -> list[str]:
+        assert command(folder, "--output", file).exit_code == 0
+        return re.findall("<th>([^<]*)</th>", file.read_text())
+
+    assert not {"waves", "cut prompts"} & set(headings())
+    report = json.loads((folder / FILES[1]).read_text())
+    report |= {"waves": [{}] * 5, "cut_prompts": 7}
+    (folder / FILES[1]).write_text(json.dumps(report))
+    found = headings()
+    place = found.index("waves")
+    assert found[place : place + 2] == ["waves", "cut prompts"]
+    table = file.read_text().partition("</table>")[0]
+    rows = [re.findall("<td>([^<]*)</td>", row) for row in table.split("<tr>")[2:]]
+    assert sorted(row[place : place + 2] for row in rows) == [["1", "0"], ["5", "7"]]
 
 
 def test_wrong_input(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
