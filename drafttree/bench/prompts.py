@@ -34,12 +34,25 @@ class Prompt:
         category: Kind of task.
         turns: The user's turns, answered one after another.
         schema: JSON schema that every answer follows, as JSON; None for free answers.
+
+    Raises:
+        InputError: A text has a lone surrogate, half of a character, which no tokenizer takes.
     """
 
     question_id: int | str
     category: str
     turns: tuple[str, ...]
     schema: str | None = None
+
+    def __post_init__(self) -> None:
+        for text in (str(self.question_id), self.category, *self.turns, self.schema or ""):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"the prompt has half of a character, {text[error.start]!r}, which is no text: "
+                    "give the whole character in UTF-8, or leave it out"
+                ) from error
 
 
 def default_prompts_path() -> Path:
@@ -115,8 +128,11 @@ def _prompt(entry: Any, where: str) -> Prompt:
     schema = entry.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise InputError(f"{where}: schema must be a JSON schema, which is a JSON object")
-    bound = None if schema is None else json.dumps(schema)
-    return Prompt(question_id, category, tuple(turns), bound)
+    bound = None if schema is None else json.dumps(schema, ensure_ascii=False)
+    try:
+        return Prompt(question_id, category, tuple(turns), bound)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def _contents(messages: Any, where: str) -> list[Any]:

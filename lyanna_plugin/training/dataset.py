@@ -48,7 +48,8 @@ class Sample:
 def read_conversations(path: Path) -> Iterator[Messages]:
     """The conversations of a file, or of all `.json` and `.jsonl` files of a folder.
 
-    Those with an unknown role, such as a tool's, are left out with a warning.
+    Those with an unknown role, such as a tool's, and those with a lone surrogate, which no
+    tokenizer takes, are left out with a warning.
 
     Raises:
         ValueError: The message names the file, the entry and what is wrong with it.
@@ -57,6 +58,7 @@ def read_conversations(path: Path) -> Iterator[Messages]:
     if not files:
         raise ValueError(f"--data {path}: no .json or .jsonl file there")
     unknown: Counter[str] = Counter()
+    broken = 0
     is_empty = True
     for file in files:
         for number, entry in enumerate(_entries(file), start=1):
@@ -65,12 +67,25 @@ def read_conversations(path: Path) -> Iterator[Messages]:
             if strange is not None:
                 unknown[strange] += 1
             elif messages := _messages(turns, f"{file}, entry {number}"):
+                if not all(_is_text(message["content"]) for message in messages):
+                    broken += 1
+                    continue
                 is_empty = False
                 yield messages
     roles = ", ".join(f"from={role!r} ({count})" for role, count in unknown.items())
+    if is_empty and broken:
+        raise ValueError(
+            f"--data {path}: {broken} conversations, all with halves of characters (lone "
+            "surrogates): give text in whole characters"
+        )
     if is_empty:
         found = f"only conversations with unknown roles, {roles}" if unknown else "no conversation"
         raise ValueError(f"--data {path}: {found}: give turns from human, gpt or system")
+    if broken:
+        logger.warning(
+            "%d conversations in %s have halves of characters (lone surrogates) and are left out",
+            *(broken, path),
+        )
     if unknown:
         logger.warning("Conversations in %s with unknown roles are left out: %s", path, roles)
 
@@ -114,6 +129,14 @@ def _messages(turns: list[dict[str, Any]], where: str) -> Messages:
         if messages or role != "assistant":
             messages.append({"role": role, "content": turn["value"]})
     return messages
+
+
+def _is_text(content: str) -> bool:
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _not_a_turn(turn: Any, where: str) -> ValueError:

@@ -97,6 +97,16 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
             '{"question_id": 1, "category": "a", "messages": [{"role": "system", "content": "b"}]}',
             "must have the role user",
         ),
+        (
+            r'{"question_id": 1, "category": "a", "turns": ["b", "\ud83d"]}',
+            r"line 1: the prompt has half of a character, '\\ud83d'",
+        ),
+        (r'{"question_id": "\ud83d", "category": "a", "turns": ["b"]}', "line 1: .* half of a"),
+        (r'{"question_id": 1, "category": "\ud83d", "turns": ["b"]}', "line 1: .* half of a"),
+        (
+            r'{"question_id": 1, "category": "a", "turns": ["b"], "schema": {"const": "\ud83d"}}',
+            "line 1: .* half of a",
+        ),
         ("[]", "expected a JSON object"),
         ("", "no prompts"),
     ],
@@ -106,6 +116,12 @@ def test_bad_prompts(tmp_path: Path, line: str, complaint: str) -> None:
     path.write_text(line)
     with pytest.raises(InputError, match=complaint):
         load_prompts(path)
+
+
+def test_pairs_of_surrogates_are_characters(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(r'{"question_id": 1, "category": "qa", "turns": ["\ud83d\ude00"]}')
+    assert load_prompts(path) == [Prompt(1, "qa", ("\U0001f600",))]
 
 
 def test_absent_prompts(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
+from typer.testing import CliRunner
 
+from drafttree.cli import app
 from drafttree.method import Method
 from drafttree.model_files import (
     check_draft_model,
@@ -104,6 +106,21 @@ def test_damaged_tokenizers_are_refused(
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
         check_draft_model(str(tmp_path), str(tmp_path), None)  # type: ignore[arg-type]
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    """The exit status and the output, as one line."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """As of a terminal in another encoding."""
+    code, output = command(
+        *("trace", "--method", "token-recycling", "--model", tmp_path, "--prompt", "caf\udce9")
+    )
+    assert code == 2
+    assert r"the prompt has half of a character, '\udce9'" in output
 
 
 class Payload:
