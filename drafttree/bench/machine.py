@@ -34,7 +34,7 @@ def model_name(folder: Path) -> str:
     folder = folder.resolve()
     try:
         small = json.loads((folder / "config.json").read_text()).get(WIDENED_FROM)
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         small = None
     return folder.name if small is None else f"{folder.name}: {small['model']}, widened"
 

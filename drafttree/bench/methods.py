@@ -190,6 +190,7 @@ def parse_pairs(pairs: Iterable[str]) -> dict[str, Any]:
             raise InputError(f"--option {key} is given twice")
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        # Besides what is no JSON: numbers that are too long, and deep nesting.
+        except (ValueError, RecursionError):
             options[key] = value
     return options

@@ -84,7 +84,7 @@ def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
             where = f"{path}, line {number}"
             try:
                 yield json.loads(line), where
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"{where}: not JSON ({error})") from error
 
 

@@ -136,7 +136,7 @@ def read_run(file: Path) -> dict[str, Any]:
         report = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the run {file}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a bench report: it is not JSON") from error
     if isinstance(report, dict) and isinstance(runs := report.get("runs"), list):
         if len(runs) != 1:

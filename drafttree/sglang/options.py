@@ -47,7 +47,7 @@ def given_options() -> dict[str, Any]:
             ) from error
     try:
         options = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{VARIABLE}={value!r} is not valid JSON ({error}): correct it") from error
     if not isinstance(options, dict):
         raise ValueError(

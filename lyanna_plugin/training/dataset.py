@@ -99,7 +99,7 @@ def _entries(file: Path) -> Iterable[Any]:
         if file.suffix == ".jsonl":
             return [json.loads(line) for line in text.split("\n") if line.strip()]
         entries = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(entries, list):
         raise ValueError(f"{file}: expected a list of conversations")

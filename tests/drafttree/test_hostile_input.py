@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from drafttree.model_files import (
     vocabulary_size,
     weights_fingerprint,
 )
+from drafttree.sglang.options import given_options
 from drafttree.tree import StaticTree
 from lyanna_plugin import METHOD as LYANNA
+from lyanna_plugin.training.dataset import read_conversations
 from recycle_plugin import METHOD as RECYCLING
 from rsd_plugin import METHOD as RSD
 
@@ -121,6 +124,56 @@ def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
     )
     assert code == 2
     assert r"the prompt has half of a character, '\udce9'" in output
+
+
+@pytest.mark.parametrize("option", [f"nodes={LONG}", f"tree={LONG}", f"tree={NESTED}"], ids=len)
+def test_options_that_are_too_long_are_refused_by_name(tmp_path: Path, option: str) -> None:
+    code, output = command(
+        *("bench", "--method", "token-recycling", "--model", tmp_path, "--option", option),
+        *("--output", tmp_path / "out.json"),
+    )
+    assert code == 2
+    assert output.startswith("error: Token Recycling option")
+    assert option[:4] in output
+
+
+HOSTILE = [NESTED, LONG, f'[{{"conversations": {LONG}}}]']
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=len)
+def test_hostile_files_are_refused_by_name(
+    tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    lines = file.with_suffix(".jsonl")
+    lines.write_text(content)
+    model = ("--model", tmp_path, "--method", "none")
+    for arguments in (
+        ("bench", *model, "--prompts", lines, "--output", tmp_path / "out.json"),
+        ("tree", file),
+    ):
+        code, output = command(*arguments)
+        assert code == 2, arguments
+        # A name that is longer than a line is broken.
+        assert f"{lines if lines in arguments else file}" in output.replace(" ", "")
+    for data in (file, lines):
+        with pytest.raises(ValueError, match=rf"^{data} is not JSON: "):
+            list(read_conversations(data))
+    monkeypatch.setenv("DRAFTTREE_OPTIONS", str(file))
+    with pytest.raises(ValueError, match=rf"^DRAFTTREE_OPTIONS='{file}' is not valid JSON"):
+        given_options()
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=len)
+def test_a_hostile_report_does_not_prevent_the_page(tmp_path: Path, content: str) -> None:
+    (tmp_path / "file.json").write_text(content)
+    report = Path(__file__).parents[2] / "results" / "vllm-cpu" / "float32-auto-batch-1.json"
+    shutil.copy(report, tmp_path)
+    code, output = command("report", tmp_path, "--output", tmp_path / "page.html")
+    assert code == 0
+    assert "skipped file.json: cannot be read as JSON: " in output
+    assert "1 runs, written to" in output
 
 
 class Payload:
