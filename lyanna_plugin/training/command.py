@@ -80,7 +80,15 @@ def train(
     console = Console(stderr=True)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        console.print(f"error: {', '.join(missing)} missing: install drafttree[train]")
+        fix = "pip install '.[train]' in drafttree's folder"
+        # Brackets would be markup.
+        console.print(
+            f"error: {', '.join(missing)} missing: {fix}",
+            style="red",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         raise typer.Exit(2)
 
     if former_start is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import re
@@ -73,6 +74,19 @@ def test_training_writes_a_drafter_and_its_metrics(
     again = train(target, data, out)
     assert again.exit_code == 2
     assert "already holds a drafter" in again.output
+
+
+def test_missing_libraries_are_named_with_the_command_that_installs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    absent = ("accelerate", "matplotlib")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name in absent else find(name)
+    )
+    result = train(tmp_path, tmp_path, tmp_path / "drafter")
+    assert result.exit_code == 2
+    assert "error: accelerate, matplotlib missing: pip install '.[train]'" in result.output
 
 
 def test_a_folder_that_cannot_be_made_is_refused(target: Path, data: Path) -> None:
