@@ -204,8 +204,10 @@ def load_tables(
             there = [name for name in expected if name in names]
             tables = {name: content.get_tensor(name).clone() for name in there}
     except (OSError, SafetensorError) as error:
+        # What cannot be read may be anything of the user's.
         raise TablesError(
-            f"{file} is damaged or cannot be read ({error}): delete it to start again"
+            f"{file} is damaged, or not one of Token Recycling's files ({error}): give another "
+            "file, or delete it if it is one of Token Recycling's"
         ) from error
     for name, table in tables.items():
         _check_table(file, name, table, expected[name])

@@ -177,7 +177,7 @@ def test_a_file_that_an_engine_saves_to_is_left_alone(model: Path, tmp_path: Pat
             "memory=0",
         ),
         (("--corpus", "missing.txt", "--option", "hot_start={file}"), "missing.txt cannot be read"),
-        (("--corpus", "{text}", "--option", "hot_start={text}"), "damaged or cannot be read"),
+        (("--corpus", "{text}", "--option", "hot_start={text}"), "damaged, or not one of Token"),
         (("--option", "nodes=3"), "nodes=3 is for --corpus alone"),
     ],
 )
