@@ -48,7 +48,7 @@ class TracedToken(BaseModel):
 
     Attributes:
         token: Its id.
-        text: Its text; empty until it is decoded.
+        text: What it adds to the text of the tokens before it; empty until it is decoded.
     """
 
     model_config = ConfigDict(extra="forbid")

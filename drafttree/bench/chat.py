@@ -39,10 +39,11 @@ class Chat:
             ids = self._tokenizer.encode(f"{text}\nassistant:")
         return [int(token) for token in ids]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of tokens, decoded together.
 
-    def piece(self, token: int) -> str:
-        """Text of a single token, special ones included."""
-        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+        Args:
+            token_ids: The tokens.
+            special: Whether special tokens are in the text, by their names.
+        """
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not special))

@@ -16,6 +16,7 @@ from drafttree.bench.machine import model_name, processor_name
 from drafttree.bench.protocol import EngineInfo, EngineSpec, Request, Traced
 from drafttree.bench.requests import make_request
 from drafttree.bench.run import BenchSettings
+from drafttree.bench.token_texts import AnswerTexts
 from drafttree.trace import StepSeconds, TracedStep, TracedToken
 
 
@@ -38,8 +39,8 @@ class Trace(BaseModel):
         prompt_tokens: Tokens of the prompt.
         prompt_seconds: Where the time went up to the first token, which no step emits.
         answer: Text of the answer.
-        tokens: Tokens of the answer. The last step may have emitted more, which the engine drops
-            after the end of a text.
+        tokens: Tokens of the answer, whose joined texts are `answer`. The last step may have
+            emitted more, which the engine drops after the end of a text.
         steps: The decode steps.
     """
 
@@ -141,9 +142,11 @@ def _decoded(settings: BenchSettings, info: EngineInfo, traced: Traced, chat: Ch
             f"the recorded steps disagree with the answer of the {settings.engine} engine: "
             f"{len(steps)} steps against {traced.generation.steps}"
         )
+    texts = AnswerTexts(chat, answer)
+    root = 0
     for step in steps:
-        for token in (*step.nodes, step.bonus):
-            token.text = chat.piece(token.token)
+        texts.set_step(step, root)
+        root += len(step.emitted)
     return Trace(
         engine=settings.engine,
         engine_version=info.version,
@@ -160,7 +163,10 @@ def _decoded(settings: BenchSettings, info: EngineInfo, traced: Traced, chat: Ch
         prompt_tokens=traced.generation.prompt_tokens,
         prompt_seconds=traced.prompt_seconds,
         answer=chat.decode(answer),
-        tokens=[TracedToken(token=token, text=chat.piece(token)) for token in answer],
+        tokens=[
+            TracedToken(token=token, text=text)
+            for token, text in zip(answer, texts.texts, strict=True)
+        ],
         steps=steps,
     )
 

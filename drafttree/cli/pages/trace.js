@@ -7,6 +7,7 @@ const at = (id) => document.getElementById(id);
 const milliseconds = (seconds) => (1000 * seconds).toFixed(1);
 const total = (seconds) => PARTS.reduce((sum, part) => sum + seconds[part], 0);
 const visible = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/\r/g, "␍").replace(/ /g, "␣");
+const shortened = (text, most) => [...text].length > most ? `${[...text].slice(0, most - 1).join("")}…` : text;
 const emitted = (step) => [...step.nodes.slice(1).filter((node) => node.accepted), step.bonus];
 
 function element(parent, name, text, kind) {
@@ -111,10 +112,8 @@ function showTree(step) {
     drawn(group, "title", {}, `token ${node.token}: ${visible(node.text)} ${node.source}`);
     const shade = node.kind === "bonus" ? {} : { stroke: node.source ? shadeOf(node.source) : "var(--line)" };
     drawn(group, "rect", { width: WIDE, height: HIGH, rx: 5, ...shade });
-    const text = visible(node.text);
-    drawn(group, "text", { x: 7, y: 15 }, text.length > 20 ? `${text.slice(0, 19)}…` : text);
-    const source = node.source || "last token";
-    drawn(group, "text", { x: 7, y: 28, class: "source" }, source.length > 27 ? `${source.slice(0, 26)}…` : source);
+    drawn(group, "text", { x: 7, y: 15 }, shortened(visible(node.text), 20));
+    drawn(group, "text", { x: 7, y: 28, class: "source" }, shortened(node.source || "last token", 27));
   };
   draw(nodes[0]);
 }
