@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from rich.console import RenderableType
@@ -14,6 +15,9 @@ from drafttree.trace import StepSeconds, TracedNode, TracedStep
 
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
+# Control characters, those that change the direction of all that follows, and halves of characters.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 
 def visible(text: str) -> str:
     """A token's text in quotes, with signs for characters that would not be seen."""
@@ -21,8 +25,11 @@ def visible(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without the characters that control a terminal, line ends and tabs excepted."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+    """Text without the characters that control a terminal, line ends and tabs excepted.
+
+    Characters that are unknown or not seen stay, since many languages are written with them.
+    """
+    return _CONTROLS.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def renderables(trace: Trace, most_steps: int) -> Iterator[RenderableType]:

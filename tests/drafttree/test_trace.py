@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from drafttree.bench.trace import Trace, read_trace
 from drafttree.cli import app
+from drafttree.cli.trace_terminal import printable
 from drafttree.trace import StepTracer, column_sources
 from drafttree.tree import DraftTree, Verified
 
@@ -146,6 +147,18 @@ def test_texts_cannot_control_the_terminal(tmp_path: Path, recorded: Trace) -> N
     output = command(file).output
     assert "'\ufffd[2J␍⏎'  bonus token" in output
     assert "\x1b[2J" not in output
+
+
+def test_texts_of_all_languages_are_shown_as_they_are(tmp_path: Path, recorded: Trace) -> None:
+    # A no-break space, a narrow one, an ideographic one, joiners, a direction mark, a soft hyphen
+    # and a character that Unicode does not have yet.
+    kept = "a\u00a0b\u202fc\u3000d \U0001f469\u200d\U0001f4bb \u200c\u200f\u00ad\U0001fbfa\u0378e"
+    removed = "\x00\x9b\r\u202a\u202e\u2066\u2069"
+    assert printable(f"{kept}\t\r\n{removed}\ud800\n") == f"{kept}\t\n{8 * chr(0xFFFD)}\n"
+    changed = recorded.model_copy(update={"answer": kept})
+    file = tmp_path / "languages.json"
+    file.write_text(changed.model_dump_json())
+    assert f"answer: {kept}\n" in command(file).output
 
 
 def test_a_trace_is_written_again_as_it_was(tmp_path: Path) -> None:
