@@ -27,7 +27,7 @@ from drafttree.bench.table import (
     figures_table,
     waves_table,
 )
-from drafttree.cli.output_file import check_output
+from drafttree.cli.output_file import check_output, write_output
 
 
 class Dtype(StrEnum):
@@ -176,7 +176,7 @@ def bench(
                 reports.append(run(replace(settings, method=variant), observer))
                 # Written after each run, so that a later failure loses nothing.
                 written: Any = {"runs": reports} if vary else reports[0]
-                output.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+                write_output(output, json.dumps(written, indent=2) + "\n")
     except InputError as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error

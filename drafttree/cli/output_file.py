@@ -1,9 +1,11 @@
-"""Checks a file that a command will write, before the command does its work."""
+"""Files that commands write: checked before the work is done, and written whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from uuid import uuid4
 
 from drafttree.bench.errors import InputError
 
@@ -25,3 +27,35 @@ def check_output(option: str, file: Path) -> None:
         raise InputError(f"{file} is a folder: name a file for {option}")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise InputError(f"{file} cannot be written: name another file for {option}")
+
+
+def write_output(file: Path, content: str | bytes) -> None:
+    """Write a file; if that fails, what was there before is kept.
+
+    What is no regular file, such as `/dev/stdout`, and a file in a folder in which none can be
+    made are written directly.
+
+    Args:
+        file: The file.
+        content: Its content; text is written in UTF-8.
+
+    Raises:
+        OSError: It cannot be written; the message names it.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    # A symbolic link stays, and the file that it refers to is replaced.
+    target = Path(os.path.realpath(file))
+    try:
+        if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+            file.write_bytes(data)
+            return
+        part = target.with_name(f".{uuid4().hex}.part")
+        try:
+            part.write_bytes(data)
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"{file} cannot be written: {error.strerror}") from error

@@ -37,7 +37,9 @@ def html_page(title: str, body: str) -> str:
         title: Its title, as text.
         body: Its content, as HTML.
     """
-    return _PAGE.format(title=escape(title), style=part("page.css"), body=body)
+    text = _PAGE.format(title=escape(title), style=part("page.css"), body=body)
+    # Names of files need not be UTF-8: bytes that are not are halves of characters here.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def data_and_script(data: Any, script: str) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from drafttree.bench.run_files import find_runs
-from drafttree.cli.output_file import check_output
+from drafttree.cli.output_file import check_output, write_output
 from drafttree.cli.report_page import page
 
 
@@ -30,7 +30,7 @@ def report(
             console.print(f"skipped {file}: {reason}", markup=False)
         if not runs:
             raise ValueError(f"{folder} has no runs: write some with drafttree bench --output")
-        output.write_text(page(folder, runs, skipped), encoding="utf-8")
+        write_output(output, page(folder, runs, skipped))
     except ImportError as error:
         console.print(
             "drafttree report: plots need matplotlib: pip install matplotlib", style="red"

@@ -17,7 +17,7 @@ from drafttree.bench.run import BenchSettings
 from drafttree.bench.trace import Trace, read_trace
 from drafttree.bench.trace import trace as record
 from drafttree.cli.bench import Dtype
-from drafttree.cli.output_file import check_output
+from drafttree.cli.output_file import check_output, write_output
 from drafttree.cli.trace_page import page
 from drafttree.cli.trace_terminal import renderables
 from drafttree.tree import MAX_DEPTH
@@ -103,9 +103,9 @@ def trace(
                 traced = record(settings)
         # Written first: what reads the terminal's output may end before all of it is shown.
         if json is not None:
-            json.write_text(traced.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            write_output(json, traced.model_dump_json(indent=1) + "\n")
         if html is not None:
-            html.write_text(page(traced), encoding="utf-8")
+            write_output(html, page(traced))
         _show(traced, steps)
     except InputError as error:
         errors.print(f"drafttree trace: {error}", style="red", markup=False)

@@ -15,6 +15,7 @@ from rich.tree import Tree
 
 from drafttree.bench.table import sources_table
 from drafttree.bench.tree_fit import MeasuredTree, Shares, fit, read_run, tokens_per_step
+from drafttree.cli.output_file import write_output
 from drafttree.tree import BRANCHING, MAX_DEPTH, RankPath, StaticTree
 
 
@@ -101,7 +102,7 @@ def _show_run(run: Path, fitted: int | None, output: Path | None, picture: Path 
         f"{after:.2f} after, with {topology.num_draft_tokens}"
     )
     text = json.dumps({"paths": [list(path) for path in topology.paths]})
-    output.write_text(text + "\n", encoding="utf-8")
+    write_output(output, text + "\n")
     _print(f"written to {output}")
     _draw(topology, shares, picture)
 
@@ -140,10 +141,10 @@ def _sources(run: Path, rows: Any) -> Table:
 def _draw(topology: StaticTree, shares: Shares | None, file: Path | None) -> None:
     if file is None:
         return
-    from drafttree.cli.tree_picture import draw
+    from drafttree.cli.tree_picture import drawn
 
     try:
-        draw(topology, shares, file)
+        write_output(file, drawn(topology, shares, file.suffix.removeprefix(".") or "png"))
     except ImportError as error:
         raise ValueError("--picture needs matplotlib: pip install matplotlib") from error
     _print(f"drawn into {file}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from itertools import count
-from pathlib import Path
 
 from drafttree.bench.tree_fit import Shares
 from drafttree.tree import RankPath, StaticTree
@@ -12,18 +12,17 @@ _SMALLEST, _LARGEST = 30.0, 500.0
 """Areas of the markers, in square points."""
 
 
-def draw(tree: StaticTree, shares: Shares | None, file: Path) -> None:
-    """Draw a tree with the rank of each node.
+def drawn(tree: StaticTree, shares: Shares | None, form: str) -> bytes:
+    """A picture of a tree with the rank of each node.
 
     Args:
         tree: The tree.
         shares: Share of steps in which each node is accepted; larger shares get larger and brighter
             markers. If None, all nodes look alike.
-        file: File to write; its suffix chooses the format.
+        form: The picture's format, such as `png`.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: The file cannot be written.
         ValueError: matplotlib does not support the format.
     """
     from matplotlib.figure import Figure
@@ -67,7 +66,9 @@ def draw(tree: StaticTree, shares: Shares | None, file: Path) -> None:
         figure.colorbar(points, label="share of decode steps in which the node is accepted")
     axes.set_axis_off()
     figure.tight_layout()
-    figure.savefig(file, dpi=150)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=150, format=form)
+    return picture.getvalue()
 
 
 def _columns(tree: StaticTree) -> dict[RankPath, float]:

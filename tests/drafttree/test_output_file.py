@@ -1,16 +1,20 @@
-"""Files that cannot be written are refused before a command does its work."""
+"""Files that cannot be written are refused at first, and a failure leaves what was there."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from drafttree.bench.errors import InputError
 from drafttree.cli import app
-from drafttree.cli.output_file import check_output
+from drafttree.cli.output_file import check_output, write_output
 
 
 def test_a_file_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +52,103 @@ def test_commands_look_at_their_files_first(
     result = CliRunner().invoke(app, [*command, option, str(tmp_path)])
     assert result.exit_code == 2
     assert f"is a folder: name a file for {option}" in " ".join(result.output.split())
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, only the first bytes of a file can be written."""
+
+    def write_bytes(file: Path, data: bytes) -> int:
+        with file.open("wb") as opened:
+            opened.write(data[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+
+def test_a_failure_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "page.html"
+    write_output(file, "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_output(file, "\ud800")
+    full_disk(monkeypatch)
+    with pytest.raises(OSError, match=r"page\.html cannot be written: No space left on device"):
+        write_output(file, "after")
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_a_file_stays_what_it_was(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    file.chmod(0o640)
+    link.symlink_to(file)
+    write_output(link, "ä")
+    assert link.is_symlink()
+    assert file.read_bytes() == "ä".encode()
+    assert file.stat().st_mode & 0o777 == 0o640
+    write_output(tmp_path / "new", b"\xff")
+    assert (tmp_path / "new").read_bytes() == b"\xff"
+
+
+def test_what_is_no_file_is_written_directly(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output(pipe, "text")
+    assert os.read(reading, 100) == b"text"
+    os.close(reading)
+    assert pipe.is_fifo()
+
+
+def test_a_file_is_written_where_no_other_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("a longer text")
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
+    monkeypatch.setattr(Path, "replace", None)
+    write_output(file, "text")
+    assert file.read_text() == "text"
+
+
+def test_the_runs_before_one_that_cannot_be_written_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def run(settings: Any, observer: object) -> dict[str, Any]:
+        asked.append(settings.method.options)
+        if len(asked) == 2:
+            full_disk(monkeypatch)
+        return {"options": settings.method.options}
+
+    monkeypatch.setattr(sys.modules["drafttree.cli.bench"], "run", run)
+    output = tmp_path / "runs.json"
+    command = ["bench", "--method", "token-recycling", "--model", "absent"]
+    command += ["--output", str(output), "--vary", "nodes=3", "--vary", "nodes=4"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "cannot be written: No space left on device" in " ".join(result.output.split())
+    assert json.loads(output.read_text()) == {"runs": [{"options": asked[0]}]}
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("options", [["--fit", "1", "--output"], ["--picture"]])
+def test_a_tree_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    run, before = tmp_path / "run.json", tmp_path / "before.png"
+    acceptance = {"paths": [[0]], "tried": [2], "hit": [1]}
+    run.write_text(
+        json.dumps(
+            {"engine": "a", "method": "b", "counters": {"steps": 2}, "acceptance": acceptance}
+        )
+    )
+    before.write_text("before")
+    full_disk(monkeypatch)
+    result = CliRunner().invoke(app, ["tree", str(run), *options, str(before)])
+    assert result.exit_code == 1
+    assert "before.png cannot be written" in " ".join(result.output.split())
+    assert before.read_text() == "before"

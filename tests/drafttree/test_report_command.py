@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -133,6 +134,16 @@ def test_runs_without_times_have_no_plots(folder: Path, tmp_path: Path) -> None:
     text = (tmp_path / "page.html").read_text()
     assert "<svg" not in text
     assert f"<td>{report['mean_accepted_tokens']:.2f}</td>" in text
+
+
+def test_names_that_are_not_utf8_are_escaped(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / FILES[0], folder / os.fsdecode(b"run-\xff.json"))
+    (folder / os.fsdecode(b"none-\xfe.json")).write_text("{")
+    result = command(folder, "--output", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<td>run-\\udcff.json</td>" in text
+    assert "<code>none-\\udcfe.json</code>" in text
 
 
 def test_a_method_on_another_runner_than_plain_decoding_is_marked(folder: Path) -> None:
