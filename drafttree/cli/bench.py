@@ -146,7 +146,7 @@ def bench(
     reports: list[dict[str, Any]] = []
     try:
         check_name(engine)
-        check_output("--output", output)
+        check_output("--output", output, {"--prompts": prompts})
         if runner is not None and engine != "vllm":
             raise InputError(f"--runner {runner.value} is vLLM's own: use --engine vllm")
         variants = resolve_variants(method, option or [], vary or [])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
 from drafttree.bench.errors import InputError
 
 
-def check_output(option: str, file: Path) -> None:
-    """Refuse a file that cannot be written.
+def check_output(option: str, file: Path, others: Mapping[str, Path | None]) -> None:
+    """Refuse a file that cannot be written, or that the command reads or also writes otherwise.
 
     Args:
         option: The option that names it.
         file: The file.
+        others: The command's other files, by the options that name them.
 
     Raises:
         InputError: It cannot be written; the message gives the reason.
@@ -27,6 +29,21 @@ def check_output(option: str, file: Path) -> None:
         raise InputError(f"{file} is a folder: name a file for {option}")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise InputError(f"{file} cannot be written: name another file for {option}")
+    if file.exists() and not file.is_file():
+        return  # Such as /dev/null.
+    for name, other in others.items():
+        if other is not None and _same(file, other):
+            raise InputError(
+                f"{option} and {name} are the same file, {file}: name another file for {option}"
+            )
+
+
+def _same(file: Path, other: Path) -> bool:
+    try:
+        return file.samefile(other)
+    except OSError:
+        # One of them does not exist.
+        return os.path.realpath(file) == os.path.realpath(other)
 
 
 def write_output(file: Path, content: str | bytes) -> None:

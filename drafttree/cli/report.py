@@ -22,7 +22,7 @@ def report(
     """Show the bench runs in a folder on one HTML page, with plots."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        check_output("--output", output)
+        check_output("--output", output, {})
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder")
         runs, skipped = find_runs(folder)
@@ -30,6 +30,8 @@ def report(
             console.print(f"skipped {file}: {reason}", markup=False)
         if not runs:
             raise ValueError(f"{folder} has no runs: write some with drafttree bench --output")
+        read = {f"the run {run.file} of DIR": folder / run.file for run in runs}
+        check_output("--output", output, read)
         write_output(output, page(folder, runs, skipped))
     except ImportError as error:
         console.print(

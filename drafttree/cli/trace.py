@@ -67,9 +67,11 @@ def trace(
     """Show one answer step by step: draft trees, sources, accepted tokens and times."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
-        for option_name, file in (("--html", html), ("--json", json)):
-            if file is not None:
-                check_output(option_name, file)
+        read = {"TRACE.json": recorded, "--prompts": prompts}
+        if json is not None:
+            check_output("--json", json, read)
+        if html is not None:
+            check_output("--html", html, {**read, "--json": json})
         asked = {
             "--method": method,
             "--model": model,

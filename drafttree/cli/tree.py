@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from drafttree.bench.table import sources_table
 from drafttree.bench.tree_fit import MeasuredTree, Shares, fit, read_run, tokens_per_step
-from drafttree.cli.output_file import write_output
+from drafttree.cli.output_file import check_output, write_output
 from drafttree.tree import BRANCHING, MAX_DEPTH, RankPath, StaticTree
 
 
@@ -44,6 +44,11 @@ def tree(
             raise ValueError("give either a bench run or --tree, not both")
         if (fitted is None) != (output is None):
             raise ValueError("--fit and --output need each other: give a size and a file to write")
+        read = {"RUN.json": run, "--tree": Path(alone) if alone is not None else None}
+        if output is not None:
+            check_output("--output", output, read)
+        if picture is not None:
+            check_output("--picture", picture, {**read, "--output": output})
         if run is not None:
             _show_run(run, fitted, output, picture)
         elif fitted is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,27 @@ from drafttree.bench.errors import InputError
 from drafttree.cli import app
 from drafttree.cli.output_file import check_output, write_output
 
+RUN = Path(__file__).parents[2] / "results" / "vllm-cpu" / "float32-auto-batch-1.json"
+
 
 def test_a_file_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_output("--json", tmp_path / "new.json")
+    check_output("--json", tmp_path / "new.json", {})
     (tmp_path / "old.json").touch()
-    check_output("--json", tmp_path / "old.json")
+    check_output("--json", tmp_path / "old.json", {})
     monkeypatch.chdir(tmp_path)
-    check_output("--json", Path("new.json"))
+    check_output("--json", Path("new.json"), {})
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"the folder of .* does not exist"):
-        check_output("--json", tmp_path / "absent" / "new.json")
+        check_output("--json", tmp_path / "absent" / "new.json", {})
     with pytest.raises(InputError, match="is a folder: name a file for --json"):
-        check_output("--json", tmp_path)
+        check_output("--json", tmp_path, {})
     (tmp_path / "old.json").touch()
     for refused, name in ((tmp_path, "new.json"), (tmp_path / "old.json", "old.json")):
         monkeypatch.setattr(os, "access", lambda place, mode, refused=refused: place != refused)
         with pytest.raises(InputError, match="cannot be written: name another file for --json"):
-            check_output("--json", tmp_path / name)
+            check_output("--json", tmp_path / name, {})
 
 
 @pytest.mark.parametrize(
@@ -44,6 +47,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         (["report", "."], "--output"),
         (["trace", "--method", "token-recycling", "--model", "absent"], "--json"),
         (["trace", "--method", "token-recycling", "--model", "absent"], "--html"),
+        (["tree", "absent", "--fit", "3"], "--output"),
+        (["tree", "absent"], "--picture"),
     ],
 )
 def test_commands_look_at_their_files_first(
@@ -52,6 +57,46 @@ def test_commands_look_at_their_files_first(
     result = CliRunner().invoke(app, [*command, option, str(tmp_path)])
     assert result.exit_code == 2
     assert f"is a folder: name a file for {option}" in " ".join(result.output.split())
+
+
+def test_a_file_that_is_used_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old").touch()
+    (tmp_path / "link").symlink_to("old")
+    (tmp_path / "dangling").symlink_to("new")
+    for file, other in (("old", "old"), ("link", "old"), ("new", "./new"), ("dangling", "new")):
+        with pytest.raises(InputError, match="--html and --json are the same file, " + file):
+            check_output("--html", Path(file), {"--prompts": None, "--json": Path(other)})
+    check_output("--html", Path("new"), {"--prompts": None, "--json": Path("old")})
+    check_output("--html", Path("/dev/null"), {"--json": Path("/dev/null")})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ("bench --method none --model absent --prompts FILE --output FILE", "--output --prompts"),
+        ("report FOLDER --output FILE", "--output the run FILE of DIR"),
+        ("trace FILE --html FILE", "--html TRACE.json"),
+        ("trace FILE --json FILE", "--json TRACE.json"),
+        ("trace --method rsd --model absent --html FILE --json FILE", "--html --json"),
+        ("trace --method rsd --model absent --prompts FILE --json FILE", "--json --prompts"),
+        ("tree FILE --fit 3 --output FILE", "--output RUN.json"),
+        ("tree FILE --picture FILE", "--picture RUN.json"),
+        ("tree FILE --fit 3 --output NEW --picture NEW", "--picture --output"),
+        ("tree --tree FILE --picture FILE", "--picture --tree"),
+    ],
+)
+def test_commands_do_not_overwrite_what_they_use(
+    tmp_path: Path, arguments: str, names: str
+) -> None:
+    file = tmp_path / "run.json"
+    shutil.copy(RUN, file)
+    places = {"FILE": str(file), "FOLDER": str(tmp_path), "NEW": str(tmp_path / "new")}
+    result = CliRunner().invoke(app, [places.get(each, each) for each in arguments.split()])
+    assert result.exit_code == 2
+    option, other = names.replace("FILE", file.name).split(maxsplit=1)
+    assert f"{option} and {other} are the same file, /" in " ".join(result.output.split())
+    assert file.read_bytes() == RUN.read_bytes()
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_a_picture_is_drawn(run: Path, tmp_path: Path, what: str) -> None:
     result = command(*shown, "--picture", picture)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert command(*shown, "--picture", tmp_path / "absent" / "tree.png").exit_code == 1
+    assert command(*shown, "--picture", tmp_path / "absent" / "tree.png").exit_code == 2
     assert command(*shown, "--picture", tmp_path / "tree.nonsense").exit_code == 2
 
 
