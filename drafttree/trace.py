@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from drafttree.grammar.forced_tokens import SOURCES
 from drafttree.tree import DraftTree, Verified
@@ -82,9 +82,17 @@ class TracedStep(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    nodes: list[TracedNode]
+    nodes: list[TracedNode] = Field(min_length=1)
     bonus: TracedToken
     seconds: StepSeconds
+
+    @field_validator("nodes")
+    @classmethod
+    def _breadth_first(cls, nodes: list[TracedNode]) -> list[TracedNode]:
+        for place, node in enumerate(nodes):
+            if not (0 <= node.parent < place if place else node.parent == -1):
+                raise ValueError(f"node {place} has parent {node.parent}")
+        return nodes
 
     @property
     def emitted(self) -> list[TracedToken]:

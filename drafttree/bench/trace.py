@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from drafttree.bench.chat import Chat
 from drafttree.bench.engine_process import EngineProcess
@@ -57,7 +57,7 @@ class Trace(BaseModel):
     eager: bool
     temperature: float
     max_new_tokens: int
-    prompt: list[str]
+    prompt: list[str] = Field(min_length=1)
     prompt_tokens: int
     prompt_seconds: StepSeconds
     answer: str

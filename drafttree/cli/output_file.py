@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -22,7 +23,15 @@ def check_output(option: str, file: Path, others: Mapping[str, Path | None]) -> 
     Raises:
         InputError: It cannot be written; the message gives the reason.
     """
-    folder = file.resolve().parent
+    folder = Path(os.path.realpath(file)).parent
+    try:
+        file.stat()
+    except OSError as error:
+        # Whatever else is wrong with it is seen below.
+        if error.errno == errno.ELOOP:
+            raise InputError(
+                f"{file} is a loop of symbolic links: name another file for {option}"
+            ) from error
     if not folder.is_dir():
         raise InputError(f"the folder of {file} does not exist")
     if file.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from drafttree.tree import MAX_DEPTH
 
 
 def trace(
+    context: typer.Context,
     recorded: Annotated[
         Path | None,
         typer.Argument(
@@ -72,15 +74,8 @@ def trace(
             check_output("--json", json, read)
         if html is not None:
             check_output("--html", html, {**read, "--json": json})
-        asked = {
-            "--method": method,
-            "--model": model,
-            "--prompt": prompt,
-            "--prompts": prompts,
-            "--index": index,
-        }
         if recorded is not None:
-            if given := [name for name, value in asked.items() if value is not None]:
+            if given := _given(context, but=("recorded", "steps", "html", "json")):
                 raise InputError(f"{recorded} is a trace already: leave out {', '.join(given)}")
             traced = read_trace(recorded)
         else:
@@ -118,6 +113,17 @@ def trace(
     for file in (html, json):
         if file is not None:
             Console().print(f"written to {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _given(context: typer.Context, but: Container[str]) -> list[str]:
+    """The options that the command line has, except some."""
+    given: list[str] = []
+    for option in context.command.params:
+        name = option.name or ""
+        source = context.get_parameter_source(name)
+        if name not in but and source is not None and source.name == "COMMANDLINE":
+            given.append("/".join([*option.opts, *option.secondary_opts]))
+    return given
 
 
 def _prompt(text: str | None, prompts: Path | None, index: int | None) -> Prompt:

@@ -33,6 +33,10 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         check_output("--json", tmp_path / "absent" / "new.json", {})
     with pytest.raises(InputError, match="is a folder: name a file for --json"):
         check_output("--json", tmp_path, {})
+    (tmp_path / "one").symlink_to("other")
+    (tmp_path / "other").symlink_to("one")
+    with pytest.raises(InputError, match="one is a loop of symbolic links: name another file for"):
+        check_output("--json", tmp_path / "one", {})
     (tmp_path / "old.json").touch()
     for refused, name in ((tmp_path, "new.json"), (tmp_path / "old.json", "old.json")):
         monkeypatch.setattr(os, "access", lambda place, mode, refused=refused: place != refused)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,30 @@ def test_texts_cannot_control_the_terminal(tmp_path: Path, recorded: Trace) -> N
     output = command(file).output
     assert "'\ufffd[2J␍⏎'  bonus token" in output
     assert "\x1b[2J" not in output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda trace: trace.update(prompt=[]),
+        lambda trace: trace["steps"][0].update(nodes=[]),
+        lambda trace: trace["steps"][0]["nodes"][0].update(parent=0),
+        lambda trace: trace["steps"][0]["nodes"][2].update(parent=2),
+        lambda trace: trace["steps"][0]["nodes"][2].update(parent=-1),
+        lambda trace: trace["steps"][0]["nodes"][2].update(parent=99),
+    ],
+)
+def test_a_broken_trace_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    broken = json.loads(RECORDED.read_text())
+    change(broken)
+    file = tmp_path / "broken.json"
+    file.write_text(json.dumps(broken))
+    result = command(file, "--html", tmp_path / "page.html")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"drafttree trace: {file} is no trace: ")
+    assert len(result.output.splitlines()) == 1
 
 
 def test_texts_of_all_languages_are_shown_as_they_are(tmp_path: Path, recorded: Trace) -> None:
@@ -297,6 +322,11 @@ def model(tmp_path: Path) -> Path:
         (["MODEL/config.json"], "is no trace"),
         (["absent.json"], "cannot read absent.json"),
         ([str(RECORDED), "--method", "rsd"], "is a trace already: leave out --method"),
+        (
+            [str(RECORDED), "--option=a=b", "--temperature=0", "--engine=vllm", "--steps=1"],
+            "is a trace already: leave out --engine, --temperature, --option",
+        ),
+        ([str(RECORDED), "--compiled", "--verbose"], "leave out --eager/--compiled, --verbose"),
     ],
 )
 def test_wrong_input(model: Path, arguments: list[str], complaint: str) -> None:
