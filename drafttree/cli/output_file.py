@@ -72,7 +72,7 @@ def write_output(file: Path, content: str | bytes) -> None:
     # A symbolic link stays, and the file that it refers to is replaced.
     target = Path(os.path.realpath(file))
     try:
-        if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        if (file.exists() and not file.is_file()) or not os.access(target.parent, os.W_OK):
             file.write_bytes(data)
             return
         part = target.with_name(f".{uuid4().hex}.part")

@@ -149,6 +149,12 @@ def test_what_is_no_file_is_written_directly(tmp_path: Path) -> None:
     assert os.read(reading, 100) == b"text"
     os.close(reading)
     assert pipe.is_fifo()
+    # A pipe without a name, which /dev/stdout may lead to.
+    reading, writing = os.pipe()
+    write_output(Path(f"/dev/fd/{writing}"), "text")
+    assert os.read(reading, 100) == b"text"
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_file_is_written_where_no_other_can_be_made(
