@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from drafttree.bench.trace import Trace, read_trace
 from drafttree.cli import app
+from drafttree.cli.page import html_page
 from drafttree.cli.trace_terminal import printable
 from drafttree.trace import StepTracer, column_sources
 from drafttree.tree import DraftTree, Verified
@@ -233,6 +234,10 @@ def test_texts_cannot_end_the_data(tmp_path: Path, recorded: Trace) -> None:
     text = page_of(tmp_path, recording).read_text()
     assert text.count("</script>") == 2
     assert "<img" not in text
+
+
+def test_halves_of_characters_are_escaped() -> None:
+    assert "<title>\\udcff</title>" in html_page("\udcff", "")
 
 
 def current(dom: str) -> dict[str, Any]:
