@@ -55,8 +55,8 @@ def usable_context(
     """
     held_back = HELD_BACK[engine]
     context = model_context(model, most, held_back)
-    if held_back and draft_model is not None and (folder := local_folder(draft_model)):
-        # SGLang refuses a draft model whose own context is shorter than the engine's.
+    if draft_model is not None and (folder := local_folder(draft_model)):
+        # A draft model whose own context is shorter than the engine's is refused.
         context = min(context, model_context(folder, most, held_back))
     if max_new_tokens >= context:
         message = f"--max-new-tokens {max_new_tokens} must be below the context of {context} tokens"

@@ -36,7 +36,7 @@ class Prompt:
         schema: JSON schema that every answer follows, as JSON; None for free answers.
 
     Raises:
-        InputError: A text has a lone surrogate, half of a character, which no tokenizer takes.
+        InputError: A text has a lone surrogate, which no tokenizer takes.
     """
 
     question_id: int | str
@@ -50,7 +50,7 @@ class Prompt:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise InputError(
-                    f"the prompt has half of a character, {text[error.start]!r}, which is no text: "
+                    f"the prompt has a lone surrogate, {text[error.start]!r}, half of a character: "
                     "give the whole character in UTF-8, or leave it out"
                 ) from error
 

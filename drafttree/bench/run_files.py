@@ -118,8 +118,7 @@ def find_runs(folder: Path) -> tuple[list[BenchRun], dict[Path, str]]:
 
     Returns:
         The runs, in the order of their files' names, and the JSON files that are no runs, with the
-        reason for each. Neither the names of the files nor what is in them has lone surrogates,
-        which no page can have: there are question marks in their place.
+        reason for each.
 
     Raises:
         OSError: The folder cannot be read.
@@ -127,7 +126,7 @@ def find_runs(folder: Path) -> tuple[list[BenchRun], dict[Path, str]]:
     runs: list[BenchRun] = []
     skipped: dict[Path, str] = {}
     for path in sorted(folder.rglob("*.json")):
-        file = Path(printable(str(path.relative_to(folder))))
+        file = path.relative_to(folder)
         try:
             reports = _reports(path)
         except ValueError as error:
@@ -138,11 +137,6 @@ def find_runs(folder: Path) -> tuple[list[BenchRun], dict[Path, str]]:
     return runs, skipped
 
 
-def printable(text: str) -> str:
-    """The text with a question mark for each lone surrogate."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _reports(path: Path) -> list[BenchReport]:
     """The reports in a file.
 
@@ -151,7 +145,8 @@ def _reports(path: Path) -> list[BenchReport]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content = json.loads(printable(json.dumps(content, ensure_ascii=False)))
+        # Plots have no lone surrogates: there are question marks in their place.
+        content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot be read as JSON: {error}") from error
     given = content.get("runs") if isinstance(content, dict) else None

@@ -82,7 +82,7 @@ def cut_note(report: dict[str, Any], most_context: int) -> str:
     if not report["cut_prompts"]:
         return ""
     fix = (
-        "the model has no longer context"
+        "the model, or its draft model, has no longer context"
         if report["context"] < most_context
         else "give a larger --context"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ def check_output(option: str, file: Path, others: Mapping[str, Path | None]) -> 
     folder = Path(os.path.realpath(file)).parent
     try:
         file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # It is to be made, in a folder that is checked below.
     except OSError as error:
-        # Whatever else is wrong with it is seen below.
-        if error.errno == errno.ELOOP:
-            raise InputError(
-                f"{file} is a loop of symbolic links: name another file for {option}"
-            ) from error
+        raise InputError(
+            f"{file} cannot be written ({error.strerror}): name another file for {option}"
+        ) from error
     if not folder.is_dir():
         raise InputError(f"the folder of {file} does not exist")
     if file.is_dir():

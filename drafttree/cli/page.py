@@ -38,7 +38,7 @@ def html_page(title: str, body: str) -> str:
         body: Its content, as HTML.
     """
     text = _PAGE.format(title=escape(title), style=part("page.css"), body=body)
-    # Names of files need not be UTF-8: bytes that are not are halves of characters here.
+    # Names of files need not be UTF-8: bytes that are not are lone surrogates here.
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -30,7 +30,8 @@ def report(
             console.print(f"skipped {file}: {reason}", markup=False)
         if not runs:
             raise ValueError(f"{folder} has no runs: write some with drafttree bench --output")
-        read = {f"the run {run.file} of DIR": folder / run.file for run in runs}
+        files = {run.file for run in runs} | skipped.keys()
+        read = {f"the file {file} of DIR": folder / file for file in files}
         check_output("--output", output, read)
         write_output(output, page(folder, runs, skipped))
     except ImportError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from drafttree.bench.run_files import BenchRun, printable
+from drafttree.bench.run_files import BenchRun
 from drafttree.cli.page import html_page
 from drafttree.cli.report_plots import by_batch_size, by_run, by_task, plot
 
@@ -37,7 +37,7 @@ def page(folder: Path, runs: Sequence[BenchRun], skipped: Mapping[Path, str]) ->
     Raises:
         ImportError: matplotlib is not installed.
     """
-    title = f"Runs in {printable(folder.resolve().name)}"
+    title = f"Runs in {folder.resolve().name}"
     groups: dict[tuple[str, ...], list[BenchRun]] = {}
     for run in runs:
         groups.setdefault(run.conditions, []).append(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -100,7 +101,8 @@ def trace(
                 traced = record(settings)
         # Written first: what reads the terminal's output may end before all of it is shown.
         if json is not None:
-            write_output(json, traced.model_dump_json(indent=1) + "\n")
+            # Unlike pydantic's, this JSON has escapes for lone surrogates, as in names of files.
+            write_output(json, dumps(traced.model_dump(), indent=1) + "\n")
         if html is not None:
             write_output(html, page(traced))
         _show(traced, steps)

@@ -15,7 +15,7 @@ from drafttree.trace import StepSeconds, TracedNode, TracedStep
 
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
-# Control characters, those that change the direction of all that follows, and halves of characters.
+# Control characters, those that change the direction of all that follows, and lone surrogates.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -73,5 +73,6 @@ class JumpForwardTokenizer:
         tokens = self._tokens(f"{_ANCHOR}{text}" if anchor else text)
         if tokens[: len(anchor)] != anchor or len(tokens) == len(anchor):
             return NO_JUMP_FORWARD
-        before, whole = (self._tokenizer.decode(each) for each in (tokens[:-1], tokens))
-        return JumpForward(tuple(tokens[len(anchor) :]), len(whole.encode()) - len(before.encode()))
+        before, whole = (self._tokenizer.decode(each).encode() for each in (tokens[:-1], tokens))
+        # Where it completes a character, the incomplete one before takes more bytes.
+        return JumpForward(tuple(tokens[len(anchor) :]), max(len(whole) - len(before), 1))

@@ -38,7 +38,7 @@ def prime(
     size = min(group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups)
     builders = (each.get_metadata_builder(0) for groups in runner.attn_groups for each in groups)
     most_nodes = [each.max_nodes for each in builders if each.max_nodes is not None]
-    # The root is one node more.
+    # `MAX_TOKENS` does not count the root.
     max_nodes = min(
         1 + MAX_TOKENS,
         len(blocks) * size,

@@ -74,16 +74,17 @@ def read_conversations(path: Path) -> Iterator[Messages]:
                 yield messages
     roles = ", ".join(f"from={role!r} ({count})" for role, count in unknown.items())
     if is_empty and broken:
+        found = f", and others with unknown roles, {roles}" if unknown else ""
         raise ValueError(
-            f"--data {path}: {broken} conversations, all with halves of characters (lone "
-            "surrogates): give text in whole characters"
+            f"--data {path}: {broken} conversations with lone surrogates{found}: give whole "
+            "characters, and turns from human, gpt or system"
         )
     if is_empty:
         found = f"only conversations with unknown roles, {roles}" if unknown else "no conversation"
         raise ValueError(f"--data {path}: {found}: give turns from human, gpt or system")
     if broken:
         logger.warning(
-            "%d conversations in %s have halves of characters (lone surrogates) and are left out",
+            "%d conversations in %s have lone surrogates and are left out",
             *(broken, path),
         )
     if unknown:

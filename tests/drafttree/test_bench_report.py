@@ -99,7 +99,7 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
         ),
         (
             r'{"question_id": 1, "category": "a", "turns": ["b", "\ud83d"]}',
-            r"line 1: the prompt has half of a character, '\\ud83d'",
+            r"line 1: the prompt has a lone surrogate, '\\ud83d'",
         ),
         (r'{"question_id": "\ud83d", "category": "a", "turns": ["b"]}', "line 1: .* half of a"),
         (r'{"question_id": 1, "category": "\ud83d", "turns": ["b"]}', "line 1: .* half of a"),

@@ -163,7 +163,7 @@ def test_the_context_leaves_what_sglang_holds_back(tmp_path: Path) -> None:
     assert [usable_context(each, 64) for each in (short, long)] == [512, 2048]
     assert [usable_context(each, 64, "sglang") for each in (short, long)] == [506, 2048]
     assert usable_context(long, 64, "sglang", str(draft)) == 1018
-    assert usable_context(long, 64, "vllm", str(draft)) == 2048
+    assert usable_context(long, 64, "vllm", str(draft)) == 1024
     assert usable_context(long, 64, "sglang", str(tmp_path / "absent")) == 2048
     assert usable_context(long, 64, "sglang", most=4096) == 4096
     assert usable_context(long, 64, most=10_000) == 8192
@@ -191,7 +191,7 @@ def test_prompts_that_were_cut_are_counted_and_told_of() -> None:
     assert (report["context"], report["cut_prompts"]) == (512, 1)
     told = "1 of 4 prompts were cut to their last 1 tokens: "
     assert cut_note(report, 512) == told + "give a larger --context"
-    assert cut_note(report, 2048) == told + "the model has no longer context"
+    assert cut_note(report, 2048) == told + "the model, or its draft model, has no longer context"
 
 
 def test_a_warm_up_that_was_cut_does_not_count() -> None:

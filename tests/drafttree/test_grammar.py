@@ -260,6 +260,19 @@ def test_jump_forward_strings_are_tokenized() -> None:
     assert encode("") == ((), 0)
 
 
+def test_the_last_token_may_complete_a_character() -> None:
+    """What comes before it cannot be decoded as a whole then."""
+    letters = {letter: at for at, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    made = Tokenizer(models.BPE(letters, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    encode = JumpForwardTokenizer(PreTrainedTokenizerFast(tokenizer_object=made)).encode
+    for text in ("ä", '"д', "中"):
+        found = encode(text)
+        assert len(found.tokens) == len(text.encode())
+        assert found.last_bytes == 1
+
+
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 def test_jump_forward_strings_are_no_beginnings_of_texts(scheme: str) -> None:
     """SentencePiece's tokenizers put a space before what they take for one."""

@@ -123,7 +123,7 @@ def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
         *("trace", "--method", "token-recycling", "--model", tmp_path, "--prompt", "caf\udce9")
     )
     assert code == 2
-    assert r"the prompt has half of a character, '\udce9'" in output
+    assert r"the prompt has a lone surrogate, '\udce9'" in output
 
 
 @pytest.mark.parametrize("option", [f"nodes={LONG}", f"tree={LONG}", f"tree={NESTED}"], ids=len)

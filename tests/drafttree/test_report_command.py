@@ -142,8 +142,8 @@ def test_names_that_are_not_utf8_are_escaped(folder: Path, tmp_path: Path) -> No
     result = command(folder, "--output", tmp_path / "page.html")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert re.search(r"<td>run-.+\.json</td>", text)
-    assert re.search(r"<code>none-.+\.json</code>", text)
+    assert "<td>run-\\udcff.json</td>" in text
+    assert "<code>none-\\udcfe.json</code>" in text
 
 
 def test_a_method_on_another_runner_than_plain_decoding_is_marked(folder: Path) -> None:
@@ -187,18 +187,6 @@ def test_any_text_is_shown_as_it_is(folder: Path, tmp_path: Path, text: str, sho
     assert f">{shown}</text>" in page
     # In the table, beside its bar and in the legend.
     assert page.count(f"tree={shown}") == 3
-
-
-def test_names_that_are_no_text_are_shown(folder: Path, tmp_path: Path) -> None:
-    odd = odd_report(folder)
-    (odd / "odd.json").rename(odd / "run-\udcff.json")
-    named = odd.rename(tmp_path / "folder-\udcff")
-    file = tmp_path / "page.html"
-    result = command(named, "--output", file)
-    assert result.exit_code == 0, result.output
-    page = file.read_text(encoding="utf-8")
-    assert "<td>run-?.json</td>" in page
-    assert "<h1>Runs in folder-?</h1>" in page
 
 
 @pytest.mark.parametrize(

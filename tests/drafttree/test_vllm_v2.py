@@ -17,7 +17,7 @@ from drafttree.patches import check_first_parameters
 from drafttree.tree import DraftTree
 from drafttree.vllm.v2.hooks import check_forward, check_graphs, check_next_tokens, check_sampler
 from drafttree.vllm.v2.kept_trees import KeptTrees
-from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_rows, sizes_of, sizes_up_to
+from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_nodes, max_rows, sizes_of, sizes_up_to
 from drafttree.vllm.versions import unknown
 from rsd_plugin.config import RsdOptions
 
@@ -46,10 +46,11 @@ def test_adaptive_tiers() -> None:
         [129, 129, 0],
     ]
     assert size_of(make_tiers(10, 8192, 256, sizes_up_to(10)), 2) == 10
-    assert max_rows(tiers, 256) == max_rows(tiers, 8) == 512
-    assert max_rows(tiers, 3) == 192
-    # Plain steps may have more requests than steps with drafts have rows.
-    assert max_rows(make_tiers(80, 8192, 1024, sizes_up_to(80)), 1024) == 1024
+    assert max_nodes(tiers, 256) == max_nodes(tiers, 8) == 512
+    assert max_nodes(tiers, 3) == 192
+    # Eight requests with 63 drafts each, beside 248 that have read their prompts.
+    assert max_rows(tiers, 256) == 8 * 64 + 248
+    assert max_rows(tiers, 8) == 512
     assert sizes_up_to(80) == (0, 3, 7, 15, 31, 63)
     assert sizes_up_to(10) == (0, 3, 7, 10)
     assert sizes_up_to(7) == (0, 3, 7)
@@ -67,7 +68,7 @@ def test_tiers_of_planned_shapes() -> None:
 def test_a_fixed_number_of_nodes_is_limited_by_the_budget_alone() -> None:
     tiers = make_tiers(15, 1024, 64)
     assert [size_of(tiers, requests) for requests in (1, 48, 63, 64)] == [15, 15, 7, 15]
-    assert max_rows(tiers, 64) == 1024
+    assert max_nodes(tiers, 64) == max_rows(tiers, 64) == 1024
 
 
 @CASES

@@ -159,7 +159,7 @@ def test_empty_conversations_and_unknown_roles_are_left_out(
     assert "from='tool' (2)" in caplog.text
 
 
-def test_conversations_with_halves_of_characters_are_left_out(
+def test_conversations_with_lone_surrogates_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "data.json"
@@ -167,9 +167,9 @@ def test_conversations_with_halves_of_characters_are_left_out(
     chats = [[asked], [asked, {"from": "gpt", "value": "\ud83d"}], [{**asked, "value": "a\udc80"}]]
     file.write_text(json.dumps([{"conversations": chat} for chat in chats]))
     assert list(read_conversations(file)) == [[{"role": "user", "content": "Hi"}]]
-    assert f"2 conversations in {file} have halves of characters" in caplog.text
+    assert f"2 conversations in {file} have lone surrogates" in caplog.text
     file.write_text(json.dumps([{"conversations": chat} for chat in chats[1:]]))
-    with pytest.raises(ValueError, match=f"--data {file}: 2 conversations, all with halves"):
+    with pytest.raises(ValueError, match=f"--data {file}: 2 conversations with lone surrogates: "):
         list(read_conversations(file))
 
 

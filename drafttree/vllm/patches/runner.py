@@ -43,14 +43,14 @@ PATCHES: tuple[Patch, ...] = (
         target="vllm.v1.worker.gpu.states:RequestState.all_token_ids",
         when="On the request states of an adopted V2 model runner, before the model is loaded.",
         reason="vLLM keeps all texts on a GPU for the n-grams that are requested in drafttree's "
-        "place, up to gigabytes. Nothing reads them in each step, so they are kept as without "
-        "speculation, on the host.",
+        "place, up to gigabytes. What reads them here, such as bad words and RSD's draft model, "
+        "reads few, so they are kept as without speculation, on the host.",
     ),
     Patch(
         target="vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker.grammar_bitmask",
         when="On the worker for grammars of an adopted V2 model runner, when the model is loaded.",
-        reason="vLLM keeps a mask for each token of the largest tree of as many requests as may "
-        "run. More requests have smaller trees, so there are fewer.",
+        reason="vLLM keeps a mask for each node of the largest tree of as many requests as may "
+        "run. More requests have smaller trees, so a step has fewer rows.",
     ),
     Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs",

@@ -45,7 +45,7 @@ from drafttree.vllm.v2.step import StepLayouts
 from drafttree.vllm.v2.step_drafts import StepDrafts
 from drafttree.vllm.v2.tier_profile import forward_seconds_by_rows
 from drafttree.vllm.v2.tier_report import TierReports
-from drafttree.vllm.v2.tiers import max_rows, sizes_of
+from drafttree.vllm.v2.tiers import max_nodes, max_rows, sizes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -74,6 +74,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
             options: The method's options, as the user gave them.
         """
         check_hooks()
+        patches.keep_texts_on_host(self)
         before = allocated(self.device)
         parsed = method.parse(options)
         self.counters = Counters(self.device)
@@ -96,7 +97,6 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         )
         self._explanation = TierExplanation()
         patches.replace_speculator(self, self._trees)
-        patches.keep_texts_on_host(self)
         self._state_bytes = allocated(self.device) - before
         self._check_tiers()
 
@@ -118,7 +118,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     def _check_tiers(self) -> None:
         """Check that the running requests' trees fit in a step, and say how large they are."""
-        budget, most = self._step_budget(), self._max_step_rows
+        budget, most = self._step_budget(), max_nodes(self._tiers, self.max_num_reqs)
         if most > budget:
             raise RuntimeError(
                 f"draft trees of {most} nodes do not fit in a step of {budget} tokens: set "
@@ -138,7 +138,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     @property
     def _max_step_rows(self) -> int:
         """Greatest number of rows of a step that have logits."""
-        return max_rows(self._tiers, self.max_num_reqs)
+        return min(max_rows(self._tiers, self.max_num_reqs), self._step_budget())
 
     @property
     def _most_drafted(self) -> int:

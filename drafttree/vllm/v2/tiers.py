@@ -89,13 +89,23 @@ def _one_of_few(most: int) -> int:
     return (1 << (max(most, 0) + 1).bit_length() - 1) - 1
 
 
+def max_nodes(tiers: Tiers, max_requests: int) -> int:
+    """Greatest number of nodes of the trees of at most `max_requests`, the roots counted."""
+    return max(requests * (1 + size) for requests, size in _largest(tiers, max_requests))
+
+
 def max_rows(tiers: Tiers, max_requests: int) -> int:
-    """Greatest number of nodes of a step of at most `max_requests`, the roots counted."""
-    rows = [
-        min(last, max_requests) * (1 + size) for first, last, size in tiers if first <= max_requests
-    ]
-    # More requests than the last tier names have their roots alone.
-    return max(*rows, max_requests)
+    """Greatest number of rows of a step that have logits.
+
+    Beside the requests by whose number the tier is chosen, others may read the ends of their
+    prompts in the same step.
+    """
+    return max_requests + max(requests * size for requests, size in _largest(tiers, max_requests))
+
+
+def _largest(tiers: Tiers, max_requests: int) -> list[tuple[int, int]]:
+    """The most requests and the draft tokens of each tier."""
+    return [(min(last, max_requests), size) for first, last, size in tiers if first <= max_requests]
 
 
 def plan(
