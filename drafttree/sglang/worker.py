@@ -109,7 +109,7 @@ class TreeWorker(GraphWorker):
             changed_by=_changed_by(server),
             pads_trees=True,
             # With overlapping steps a step is launched before the last one's tokens are there.
-            late_steps=0 if server.disable_overlap_schedule else 1,
+            late_steps=int(_overlaps_steps(server)),
             longest_chain=self._num_draft_tokens if self.in_chains else None,
             group=self._group,
         )
@@ -370,6 +370,16 @@ class TreeWorker(GraphWorker):
         embedding = unwrap_lora_layer(self._runner.model.get_input_embeddings())
         embedded: torch.Tensor = embedding(tokens)
         return embedded
+
+
+def _overlaps_steps(server: Any) -> bool:
+    """Whether SGLang launches a step before the last one's tokens are there."""
+    try:
+        from sglang.srt.runtime_context import get_schedule
+    except ImportError:
+        return not server.disable_overlap_schedule  # in older versions
+    # The server's arguments are those that were given: what plugins have set is not among them.
+    return not get_schedule().disable_overlap_schedule
 
 
 def _changed_by(server: Any) -> str | None:

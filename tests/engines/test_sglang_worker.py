@@ -396,3 +396,16 @@ def test_each_update_of_weights_is_told_to_the_drafter(
     assert worker._may_have_new_weights
     updates.draft_worker = None
     assert updates.update_weights_from_disk(given).success
+
+
+def test_steps_overlap_as_the_scheduler_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the plugin turns it off, which the arguments that were given do not show."""
+    from sglang.srt import runtime_context
+
+    from drafttree.sglang.worker import _overlaps_steps
+
+    given = SimpleNamespace(disable_overlap_schedule=False)
+    for is_off in (True, False):
+        schedule = SimpleNamespace(disable_overlap_schedule=is_off)
+        monkeypatch.setattr(runtime_context, "get_schedule", lambda schedule=schedule: schedule)
+        assert _overlaps_steps(given) is not is_off
