@@ -153,7 +153,7 @@ def load(folder: Path, target: Path, model: type[LyannaModel] = LyannaModel) -> 
 
 
 def _are_finite(weights: Mapping[str, torch.Tensor]) -> bool:
-    # Of weights in FP8 it cannot be asked.
+    # PyTorch has no `isfinite` for FP8.
     return all(bool(each.float().isfinite().all()) for each in weights.values())
 
 

@@ -56,7 +56,8 @@ class JumpForwardTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # SentencePiece's tokenizers put a space before a text. These are no beginnings of texts.
+        # SentencePiece's tokenizers put a space before a text, and a jump-forward string is in the
+        # middle of one: it is tokenized after another text, whose tokens are left out.
         anchor, alone = self._tokens(_ANCHOR), self._tokens("a")
         after = self._tokens(f"{_ANCHOR}a")
         is_other = after[: len(anchor)] == anchor and after[len(anchor) :] != alone
@@ -74,5 +75,5 @@ class JumpForwardTokenizer:
         if tokens[: len(anchor)] != anchor or len(tokens) == len(anchor):
             return NO_JUMP_FORWARD
         before, whole = (self._tokenizer.decode(each).encode() for each in (tokens[:-1], tokens))
-        # Where it completes a character, the incomplete one before takes more bytes.
+        # An incomplete character is decoded as U+FFFD, which may have more bytes than the whole.
         return JumpForward(tuple(tokens[len(anchor) :]), max(len(whole) - len(before), 1))

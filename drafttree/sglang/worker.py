@@ -378,7 +378,7 @@ def _overlaps_steps(server: Any) -> bool:
         from sglang.srt.runtime_context import get_schedule
     except ImportError:
         return not server.disable_overlap_schedule  # in older versions
-    # The server's arguments are those that were given: what plugins have set is not among them.
+    # `server` has the values that the user gave; what plugins have set is in the context alone.
     return not get_schedule().disable_overlap_schedule
 
 
