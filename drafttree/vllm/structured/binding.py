@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.platforms import current_platform
+
 from drafttree.vllm import patches
 from drafttree.vllm.structured.grammars import why_not
 
@@ -21,7 +23,12 @@ def not_in_schedulers_process(parallel: Any) -> str | None:
     backend = parallel.distributed_executor_backend
     if parallel.world_size == 1 and backend in (None, "uni"):
         return None
+    fix = (
+        "set VLLM_ENABLE_V1_MULTIPROCESSING=0 and serve offline"
+        if current_platform.is_cpu()
+        else "serve on one device, without that option"
+    )
     return (
-        f"with distributed_executor_backend={backend!r} the scheduler does not see trees that are "
-        "drafted within a step: leave it out"
+        f"with distributed_executor_backend={backend!r} the worker runs in its own process, and the "
+        f"scheduler does not see trees that are drafted within a step there: {fix}"
     )
