@@ -29,6 +29,6 @@ def not_in_schedulers_process(parallel: Any) -> str | None:
         else "serve on one device, without that option"
     )
     return (
-        f"with distributed_executor_backend={backend!r} the worker runs in its own process, and the "
-        f"scheduler does not see trees that are drafted within a step there: {fix}"
+        f"with distributed_executor_backend={backend!r} the worker runs in its own process, and "
+        f"the scheduler does not see trees that are drafted within a step there: {fix}"
     )
