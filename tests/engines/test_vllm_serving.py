@@ -157,6 +157,21 @@ def test_no_running_request_waits_because_others_draft(
     assert counters["draft_tokens"] <= 15 * counters["drafted_steps"]
 
 
+def test_trees_of_a_small_share_of_a_step_follow_the_copied_text(tiny_llama: Path) -> None:
+    """An answer that is copied from an earlier one fills the 23 draft tokens of a step's share.
+
+    Of a tree of 80 that was cut to them level by level, fewer than eight would be left.
+    """
+    case = Case(prompts(1, 12, 12), GREEDY | {"max_tokens": 120})
+    plain, drafted, _ = both(
+        tiny_llama, [case] * 2, {"nodes": 80}, max_num_seqs=1, max_num_batched_tokens=24
+    )
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    counters = drafted[1].counters
+    assert counters["draft_tokens"] <= 23 * counters["drafted_steps"]
+    assert counters["accepted_tokens"] > 12 * counters["drafted_steps"]
+
+
 @on_both_runners
 def test_reloaded_weights(
     runner: str, tiny_llama: Path, proves_drafting: Callable[[Answer], None]

@@ -94,8 +94,11 @@ class ModelFreeRunner(TreeModelRunner[StepState]):
 
     def _propose(self, roots: IntArray) -> DraftTree:
         tensor = on_device(roots, self.device)
-        if (roots < 0).all():
+        room = min(self._share_of_step() - 1, self.num_spec_tokens)
+        if not room or (roots < 0).all():
             return DraftTree.of_roots(tensor)
+        # A larger tree would be cut level by level, and lose the deepest nodes of its best path.
+        self._drafter.limit_draft_tokens(room)
         slots, bound = self._batch_slots(), self._bound_rows(roots)
         if not len(bound):
             trees = self._as_declared(self._drafter.propose(slots, tensor))
