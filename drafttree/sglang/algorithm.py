@@ -81,7 +81,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         width = min(width, tree_size)
         server_args.speculative_eagle_topk = width
         server_args.speculative_num_steps = max(1, num_draft_tokens // width)
-        _check_kv_slots(server_args.max_total_tokens, tree_size)
+        _check_kv_slots(server_args.max_total_tokens, server_args.page_size or 1, tree_size)
         if server_args.device == "cpu":
             server_args.attention_backend = CPU_BACKEND
             # There a forward ends before its call returns, so nothing overlaps: tokens would only
@@ -242,12 +242,13 @@ def _why_not_verified(
     return None
 
 
-def _check_kv_slots(max_total_tokens: int | None, tree_size: int) -> None:
+def _check_kv_slots(max_total_tokens: int | None, page_size: int, tree_size: int) -> None:
     """Refuse a KV pool without room for one request.
 
-    SGLang reserves slots for two trees per request, and a request needs at least one more.
+    SGLang reserves slots for two trees per request, and a request needs at least one more. The pool
+    and what it reserves are whole pages.
     """
-    needed = 2 * tree_size + 1
+    needed = -(-(2 * tree_size + 1) // page_size) * page_size
     if max_total_tokens is not None and max_total_tokens < needed:
         raise ValueError(
             f"--max-total-tokens={max_total_tokens} has no room for draft trees of {tree_size} "

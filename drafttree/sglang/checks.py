@@ -49,6 +49,8 @@ def check_server(method: Method[Any], server_args: Any) -> None:
         ("disaggregated-prefill", "disaggregation_mode", "null", "leave it out"),
         ("disaggregated-prefill", "enable_pdmux", False, "leave it out"),
         ("kv-offloading", "enable_hierarchical_cache", False, "leave it out"),
+        ("kv-offloading", "enable_flexkv", False, "leave it out"),
+        ("kv-offloading", "enable_unified_cache_external_linker", False, "leave it out"),
         ("two-batches", "enable_two_batch_overlap", False, "leave it out"),
         ("compilation", "enable_torch_compile", False, "leave it out"),
         (

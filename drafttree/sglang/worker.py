@@ -96,16 +96,17 @@ class TreeWorker(GraphWorker):
         declared = None if self.in_chains else tree_size
         options = parse_options(method, declared, spec.speculative_draft_model_path)
         self._verify_sizes(adaptive=options.is_adaptive)
-        server = self._runner.server_args
+        # The model that was loaded; the arguments have the name that the user gave.
+        server, loaded = self._runner.server_args, self._runner.model_config
         target = Target(
-            model=server.model_path,
+            model=loaded.model_path,
             vocab_size=self._vocab_size,
             device=self._device,
             dtype=self._runner.dtype,
             logger=logger,
             embed=self._embed if method.kind.needs_hidden_states else None,
             bos=bos_token(self._runner.model_config.hf_text_config, self._vocab_size),
-            folder=local_folder(server.model_path, server.revision, server.download_dir),
+            folder=local_folder(loaded.model_path, loaded.revision, server.download_dir),
             changed_by=_changed_by(server),
             pads_trees=True,
             # With overlapping steps a step is launched before the last one's tokens are there.

@@ -107,6 +107,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "tp_size": 2,
     },
     "max-total-tokens=128": {"max_total_tokens": 128},
+    "max-total-tokens=163": {"max_total_tokens": 163, "page_size": 16},
+    "enable-flexkv=True": {"enable_flexkv": True, "speculative_algorithm": "rsd"},
     "MLA": {
         "model": {
             "architectures": ["DeepseekV2ForCausalLM"],
