@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from property_settings import CASES
 from random_parents import random_trees
+from vllm.v1.outputs import LogprobsTensors
 
 from drafttree.chains import first_paths
 from drafttree.patches import check_first_parameters
 from drafttree.tree import DraftTree
+from drafttree.vllm.v2 import sampling
 from drafttree.vllm.v2.hooks import check_forward, check_graphs, check_next_tokens, check_sampler
 from drafttree.vllm.v2.kept_trees import KeptTrees
 from drafttree.vllm.v2.tiers import Tiers, make_tiers, max_nodes, max_rows, sizes_of, sizes_up_to
@@ -271,3 +273,59 @@ def test_a_forward_that_no_hook_has_seen() -> None:
     for seen in (None, SimpleNamespace()):
         with pytest.raises(RuntimeError, match="without calling it as a module"):
             check_forward(seen, batch)
+
+
+def test_logprobs_are_computed_from_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight chains of 63 draft tokens beside 40 requests without: all paths have 64 rows."""
+    sizes, vocab = [64] * 8 + [1] * 40, 16
+    ends = np.cumsum([0, *sizes]).astype(np.int32)
+    logits = torch.arange(int(ends[-1]), dtype=torch.float32)[:, None].expand(-1, vocab)
+    gathered: list[int] = []
+
+    def scores(rows: torch.Tensor, *arguments: object) -> LogprobsTensors:
+        gathered.append(len(rows))
+        return LogprobsTensors(rows[:, :2].int(), rows[:, :2], rows[:, 0])
+
+    monkeypatch.setattr(sampling, "compute_topk_scores", scores)
+    columns = torch.arange(64)
+    inside = columns < torch.tensor(sizes)[:, None]
+    parents = torch.where(inside, columns - 1, -1).int()
+    trees = DraftTree(inside.int() - 1, parents, torch.tensor(sizes, dtype=torch.int32))
+    firsts = torch.from_numpy(ends[:-1].astype(np.int64))
+    row_of_node = firsts[:, None] + columns.clamp(max=inside.sum(1)[:, None] - 1)
+    each_row, each_request = torch.zeros(len(logits)), torch.arange(len(sizes))
+    sampler = SimpleNamespace(
+        get_logprobs_dims=lambda slots: (1, 0),
+        logprobs_mode="raw_logprobs",
+        logprob_token_ids_state=None,
+        # The chains' draft tokens are all 0, and all are accepted.
+        sample=lambda rows, *others, return_logprobs: (torch.zeros(len(rows)).int(), rows),
+    )
+    batch = SimpleNamespace(
+        idx_mapping=each_request,
+        idx_mapping_np=each_request.numpy(),
+        positions=each_row,
+        logits_indices=torch.arange(len(logits)),
+        seq_lens_cpu_upper_bound=each_request,
+        expanded_idx_mapping=each_row,
+        expanded_local_pos=each_row,
+        cu_num_logits_np=ends,
+        num_reqs=len(sizes),
+    )
+    step = SimpleNamespace(width=64, row_of_node=row_of_node)
+    outcome, logprobs = sampling.sample_trees(
+        sampler,
+        batch,
+        step,
+        trees,
+        lambda chunk: logits[chunk.rows],
+        each_row,
+        64,
+        150,
+        lambda trees, requests: None,
+    )
+    assert max(gathered) <= 150
+    assert outcome.num_emitted.tolist() == sizes
+    assert logprobs is not None
+    ranks = logprobs.selected_token_ranks.view(len(sizes), 64)
+    assert torch.equal(ranks[inside], torch.arange(len(logits), dtype=torch.float32))

@@ -103,20 +103,30 @@ def sample_trees(
                 verified = verify_sampled(drafts, draw, depth, waits=False)
         if dims is None:
             return verified, None
-        is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         path = nodes.gather(1, verified.path.clamp(min=0).long()).flatten()
-        return verified, compute_topk_scores(
-            (processed if is_processed else logits)[path],
-            dims[0],
-            verified.emitted.clamp(min=0).flatten().long(),
-            None,
-            sampler.logprob_token_ids_state,
-            chunk.requests_of(batch.idx_mapping).repeat_interleave(
-                depth + 1, output_size=len(path)
-            ),
-            dims[1],
-            sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        requests = chunk.requests_of(batch.idx_mapping).repeat_interleave(
+            depth + 1, output_size=len(path)
         )
+        emitted = verified.emitted.clamp(min=0).flatten().long()
+        is_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        source = processed if is_processed else logits
+        # Requests without drafts have as many rows in `path` as those with the deepest trees, so
+        # there may be many more than the chunk has logits.
+        parts = (each.split(len(source)) for each in (path, emitted, requests))
+        scored = [
+            compute_topk_scores(
+                source[rows],
+                dims[0],
+                tokens_of,
+                None,
+                sampler.logprob_token_ids_state,
+                requests_of,
+                dims[1],
+                sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+            )
+            for rows, tokens_of, requests_of in zip(*parts, strict=True)
+        ]
+        return verified, LogprobsTensors.cat(scored)
 
     outcomes, scores = zip(*map(sampled, chunks_of(batch.cu_num_logits_np, max_rows)), strict=True)
     return _joined(outcomes), _joined_scores(scores, batch.num_reqs, depth + 1)
