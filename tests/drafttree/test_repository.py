@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,7 @@ def test_quality_runs_on_the_oldest_and_the_newest_python() -> None:
 def test_make_targets_and_scripts_exist(file: Path) -> None:
     text = file.read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-    for target in re.findall(r"(?:`|run: |^)make ([\w-]+)", text, re.M):
+    for target in re.findall(r"(?:`|run: |^)make (?:ENGINE=\w+ )?([\w-]+)", text, re.M):
         assert target in targets, target
     for script in re.findall(r"scripts/[\w/]+\.py", text):
         assert (ROOT / script).is_file(), script
@@ -71,3 +74,25 @@ def test_hooks_use_nothing_from_the_network() -> None:
             assert hook["language"] == "system"
             program = hook["entry"].split()[0]
             assert program.startswith(".venv-vllm/bin/"), program
+
+
+def test_hooks_run_modules_with_what_they_import() -> None:
+    """A script that is given by its file does not find the packages beside `scripts`."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook["entry"].split() for each in config["repos"] for hook in each["hooks"]]
+    entries = [rest for program, *rest in hooks if program.endswith("/python")]
+    assert entries
+    for option, module, *_ in entries:
+        assert option == "-m"
+        importing = [sys.executable, "-c", f"import {module}"]
+        subprocess.run(importing, cwd=ROOT, env=_without_path(), check=True)
+
+
+def _without_path() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_tests_that_import_an_engine_and_start_none_run_beside_it(engine: str) -> None:
+    steps = workflow(engine)["jobs"]["tested"]["steps"]
+    assert f"make ENGINE={engine} test-without-engine" in [step.get("run") for step in steps]
