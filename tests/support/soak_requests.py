@@ -18,6 +18,12 @@ MAX_TOKENS = 60
 RUNNING = 6
 """Most requests that run at a time."""
 
+END = 1
+"""The token that ends a text."""
+
+WHOLE_CHARACTER = 300
+"""A token that ends with a whole character."""
+
 STOPS = ["k", "qe", "<unused4", "z", "31"]
 KINDS = [*structured_answers.GRAMMARS["vllm"]]
 
@@ -96,7 +102,12 @@ def make_requests(engine: str, seed: int, count: int, method: str) -> list[Asked
         grammar = draw.choice(KINDS) if draw.random() < 0.15 else None
         if grammar is not None:
             sampling = {name: sampling[name] for name in sampling.keys() & _WITH_GRAMMARS}
-        made.append(Asked(number, prompts[-1], sampling, grammar, exact))
+        prompt = prompts[-1]
+        if "stop" in sampling:
+            # After a prompt that ends within a character, vLLM's text begins with the prompt's, and
+            # stop strings are found there.
+            prompt = [*prompt[:-1], WHOLE_CHARACTER]
+        made.append(Asked(number, prompt, sampling, grammar, exact))
     return made
 
 
@@ -172,33 +183,32 @@ def make_mixtures(seed: int, pool: list[Asked], operations: list[str]) -> Iterat
 
 def why_wrong(asked: Asked, served: Served, expected: Given, found: Given) -> str | None:
     """What is wrong with an answer; None if nothing is."""
-    if not found.tokens and served.abort_after is None:
+    try:
+        return _wrong_answer(asked, served, expected, found)
+    except Exception as error:  # an answer that cannot be judged is wrong, and the soak goes on
+        return f"it cannot be judged: {error!r}"
+
+
+def _wrong_answer(asked: Asked, served: Served, expected: Given, found: Given) -> str | None:
+    if not found.tokens:
         return "there is no answer"
-    for sample, tokens in enumerate(found.tokens):
-        wrong = _wrong_sample(asked, served, expected, found, sample, tokens)
-        if wrong:
-            return f"sample {sample}: {wrong}"
-    if served.abort_after is None and len(found.tokens) != asked.sampling.get("n", 1):
+    samples = asked.sampling.get("n", 1)
+    if len(found.tokens) > samples or (len(found.tokens) < samples and served.abort_after is None):
         return f"there are {len(found.tokens)} samples"
+    for sample in range(len(found.tokens)):
+        if wrong := _wrong_sample(asked, served, expected, found, sample):
+            return f"sample {sample}: {wrong}"
     return None
 
 
 def _wrong_sample(
-    asked: Asked, served: Served, expected: Given, found: Given, sample: int, tokens: list[int]
+    asked: Asked, served: Served, expected: Given, found: Given, sample: int
 ) -> str | None:
-    reason = found.reasons[sample]
+    tokens, reason = found.tokens[sample], found.reasons[sample]
     aborted = served.abort_after is not None and reason not in ("stop", "length")
-    if len(tokens) > asked.sampling["max_tokens"]:
-        return f"{len(tokens)} tokens are too many"
-    if not aborted and reason not in ("stop", "length"):
-        return f"it ended for the reason {reason}"
-    if asked.grammar is not None and reason == "stop":
-        try:
-            structured_answers.check_form(asked.grammar, structured_answers.text_of(tokens))
-        except (AssertionError, ValueError):
-            return "it has not the form of its grammar"
-    if not asked.is_exact:
-        return None
+    wrong = _wrong_end(asked, tokens, reason, aborted) or _wrong_logprobs(asked, found, sample)
+    if wrong or not asked.is_exact:
+        return wrong
     plain = expected.tokens[sample]
     if aborted:
         # In the step after an abort SGLang looks for no stop among the tokens that are accepted.
@@ -211,12 +221,60 @@ def _wrong_sample(
         if mine != theirs:
             return f"{name}: {mine!r} instead of {theirs!r}"
     if expected.logprobs:
-        if sample >= len(found.logprobs):
-            return "it has no logprobs"
         pairs = zip(found.logprobs[sample], expected.logprobs[sample], strict=True)
-        if any(abs(a - b) > LOGPROB_ERROR for a, b in pairs):
+        if not all(abs(a - b) <= LOGPROB_ERROR for a, b in pairs):
             return "its logprobs differ"
     return None
+
+
+def _wrong_end(asked: Asked, tokens: list[int], reason: str | None, aborted: bool) -> str | None:
+    limit = asked.sampling["max_tokens"]
+    if len(tokens) > limit:
+        return f"{len(tokens)} tokens are too many"
+    if aborted:
+        return None
+    if reason not in ("stop", "length"):
+        return f"it ended for the reason {reason}"
+    # Prompts leave room for the most tokens, so the model's length ends no answer.
+    if reason == "length" and len(tokens) != limit:
+        return f"it ended for its length after {len(tokens)} tokens of {limit}"
+    last = len(tokens) - 1
+    stop = first_stop(asked.sampling, tokens)
+    if stop is not None and (stop < last or reason == "length"):
+        return f"it went on after the stop at token {stop}"
+    if reason == "stop" and stop is None:
+        return "it stopped without a cause"
+    if stop is not None and stop < asked.sampling.get("min_tokens", 0):
+        return f"it stopped after {len(tokens)} tokens, which are too few"
+    if asked.grammar is not None and reason == "stop":
+        try:
+            structured_answers.check_form(asked.grammar, structured_answers.text_of(tokens))
+        except (AssertionError, ValueError):
+            return "it has not the form of its grammar"
+    return None
+
+
+def first_stop(sampling: dict[str, Any], tokens: list[int]) -> int | None:
+    """Index of the token with which an answer must end; None if none of its tokens ends it."""
+    ends = set(sampling.get("stop_token_ids", ()))
+    if not sampling.get("ignore_eos"):
+        ends.add(END)
+    written = ""
+    for index, token in enumerate(tokens):
+        # Stop strings are in ASCII, which stands for itself in names.
+        written += structured_answers.names().get(token, "")
+        if token in ends or any(stop in written for stop in sampling.get("stop", ())):
+            return index
+    return None
+
+
+def _wrong_logprobs(asked: Asked, found: Given, sample: int) -> str | None:
+    if "logprobs" not in asked.sampling:
+        return None
+    if sample >= len(found.logprobs):
+        return "it has no logprobs"
+    given, tokens = len(found.logprobs[sample]), len(found.tokens[sample])
+    return None if given == tokens else f"it has {given} logprobs of {tokens} tokens"
 
 
 LOGPROB_ERROR = 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
 
 from lyanna_plugin.checkpoint import save
 
+CITIES = ["Oslo", "Rome", "Riga", "Osaka"]
 SCHEMA = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "enum": ["Oslo", "Rome", "Riga", "Osaka"]},
+        "city": {"type": "string", "enum": CITIES},
         "days": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
         "note": {"type": "string", "pattern": "^[a-f]{0,6}$"},
     },
@@ -87,13 +89,23 @@ def _letters() -> list[str]:
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
+@cache
+def names() -> dict[int, str]:
+    """The names of the tokens of a model that `make_model` has saved with `LETTERS`.
+
+    The beginning and the end of a text, tokens 0 and 1, have none. An ASCII character other than a
+    space stands for itself in a name.
+    """
+    found = {token: f"<unused{token}>" for token in range(2, 512 - len(LETTERS))}
+    found |= dict(enumerate(_letters(), 2))
+    return found | dict(enumerate(map("".join, LETTERS), 512 - len(LETTERS)))
+
+
 def text_of(tokens: list[int]) -> str:
     """The text of the tokens of a model that `make_model` has saved with `LETTERS`."""
     from tokenizers import decoders
 
-    names = dict(enumerate(_letters(), 2))
-    names |= dict(enumerate(map("".join, LETTERS), 512 - len(LETTERS)))
-    text: str = decoders.ByteLevel().decode([names[token] for token in tokens if token > 1])
+    text: str = decoders.ByteLevel().decode([names()[token] for token in tokens if token > 1])
     return text
 
 
@@ -106,13 +118,24 @@ def tokens_of(text: str) -> list[int]:
 def check_form(kind: str, text: str) -> None:
     """Check that a whole answer has the form that was asked for."""
     if kind == "a tag":
+        assert text.startswith("<call>")
+        assert text.endswith("</call>")
         text = text.removeprefix("<call>").removesuffix("</call>")
     if kind in ("a schema", "a tag"):
-        answer = json.loads(text)
-        assert answer.keys() == SCHEMA["properties"].keys()  # type: ignore[attr-defined]
-        assert re.fullmatch("[a-f]{0,6}", answer["note"])
+        _check_schema(json.loads(text))
     elif kind == "choices":
         assert text in CHOICES
     else:
         patterns = {"a regex": PATTERN, "other letters": OTHER_LETTERS}
         assert re.fullmatch(patterns.get(kind, r"([xy]=(10|20|300);){2,6}"), text)
+
+
+def _check_schema(answer: Any) -> None:
+    assert isinstance(answer, dict)
+    assert answer.keys() == {"city", "days", "note"}
+    assert answer["city"] in CITIES
+    assert isinstance(answer["days"], list)
+    assert 2 <= len(answer["days"]) <= 3
+    assert all(isinstance(day, bool) for day in answer["days"])
+    assert isinstance(answer["note"], str)
+    assert re.fullmatch("[a-f]{0,6}", answer["note"])
