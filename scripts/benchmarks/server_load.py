@@ -149,6 +149,7 @@ def run_round(
 
     Raises:
         httpx.HTTPError: A request fails.
+        RuntimeError: An answer breaks off, with the server's message if there is one.
     """
     return asyncio.run(_round(address, model, prompts, load, tokens, seed))
 
@@ -179,17 +180,23 @@ async def _ask(client: httpx.AsyncClient, model: str, prompt: str, tokens: int) 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    began, first, count = perf_counter(), None, 0
+    began = perf_counter()
+    first: float | None = None
+    count: int | None = None
     async with client.stream("POST", "/v1/chat/completions", json=request) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RuntimeError(f"the server broke off an answer: {event['error']}")
             # The first piece of a stream has the role alone.
             if first is None and any(each["delta"].get("content") for each in event["choices"]):
                 first = perf_counter() - began
             if event.get("usage"):
                 count = event["usage"]["completion_tokens"]
     seconds = perf_counter() - began
+    if count is None:
+        raise RuntimeError("the server ended an answer without the number of its tokens")
     return Reply(count, seconds if first is None else first, seconds)
