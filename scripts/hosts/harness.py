@@ -87,6 +87,7 @@ def main(
     items: Annotated[int, typer.Option(help="Items of each task, from its beginning.")] = 60,
     tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     requests: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
+    logs: Annotated[Path, typer.Option(help="Folder of the servers' messages.")] = Path("logs"),
 ) -> None:
     """Print a table of both servers' answers and scores, and what differs."""
     for file in (python := harness / "bin/python", gsm8k / "test.jsonl", ifeval):
@@ -94,12 +95,14 @@ def main(
             raise typer.BadParameter(f"there is no {file}")
     model = model or ensure("smollm2-135m")
     tasks = make_tasks(gsm8k.absolute(), ifeval.absolute(), tokens)
+    logs.mkdir(parents=True, exist_ok=True)
     found: list[dict[str, Outcome]] = []
     for drafted in (False, True):
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
             write_tasks(tasks, installed_tasks(python), folder / "tasks")
-            with serving(engine, model, drafted, requests, folder / "log") as address:
+            log = logs / f"{engine}-{'drafted' if drafted else 'plain'}.log"
+            with serving(engine, model, drafted, requests, log) as address:
                 asked = Evaluation(python, folder, address, items, requests)
                 found.append({task.name: _outcome(asked, task, engine, drafted) for task in tasks})
     lines, wrong = compare(*found)
@@ -159,7 +162,7 @@ def installed_tasks(python: Path) -> Path:
 
 @contextmanager
 def serving(engine: Engine, model: Path, drafted: bool, requests: int, log: Path) -> Iterator[str]:
-    """A server of the model in float32, by its address; its log is shown if it does not start."""
+    """A server of the model in float32, by its address; its messages are in the file `log`."""
     port = free_port()
     options = {"nodes": NODES}
     if engine == "vllm":
