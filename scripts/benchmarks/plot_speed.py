@@ -1,7 +1,7 @@
 """Plot the speedup of methods over plain decoding by batch size or temperature, and tabulate it.
 
-    python -m scripts.benchmarks.plot_speed results/*-cpu/*-auto-batch-*.json \\
-        --plot results/recycling_speed.png
+    python -m scripts.benchmarks.plot_speed results/*-cpu/bfloat16-auto-batch-*.json \\
+        results/*-cpu/float32-auto-batch-*.json --plot results/recycling_speed.png
     python -m scripts.benchmarks.plot_speed results/vllm-cpu/rsd-*.json --by temperature \\
         --plot results/rsd_speed.png
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,18 @@ def test_lines_are_named_by_what_differs() -> None:
     ]
     with pytest.raises(ValueError, match="two runs of token-recycling have batch size 8"):
         lines([*sizes, sizes[0]], By.batch_size)
+
+
+def test_the_examples_of_the_script_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(RESULTS.parents[1])
+    text = (plot_speed.__doc__ or "").replace("\\\n", " ")
+    examples = re.findall(
+        r"python -m scripts\.benchmarks\.plot_speed (.+) --plot results/(\S+)", text
+    )
+    assert len(examples) == 2
+    for arguments, name in examples:
+        found = [sorted(Path.cwd().glob(each)) or [each] for each in arguments.split()]
+        result = command(*chain(*found), "--plot", tmp_path / name)
+        assert result.exit_code == 0, result.output
