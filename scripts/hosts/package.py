@@ -23,7 +23,8 @@ class Package:
         if not (folder / "__init__.py").exists():
             raise FileNotFoundError(f"{folder} is no Python package: it has no __init__.py")
         self._folder = folder
-        self._names = cache(self._read)
+        self._statements = cache(self._read)
+        self._names = cache(self._name)
 
     def has_module(self, module: str) -> bool:
         """Whether there is a module of this dotted name."""
@@ -47,27 +48,41 @@ class Package:
                 return file
         return None
 
-    def _read(self, module: str) -> dict[str, Definition | ast.ImportFrom]:
-        """The names that a module defines or imports; the first place of each."""
+    def _read(self, module: str) -> list[ast.stmt]:
         file = self._file(module)
+        return [] if file is None else _statements(ast.parse(file.read_text(), str(file)))
+
+    def _name(self, module: str) -> dict[str, Definition | ast.ImportFrom]:
+        """The names that a module defines or imports by name; the first place of each."""
         names: dict[str, Definition | ast.ImportFrom] = {}
-        if file is not None:
-            for each in _statements(ast.parse(file.read_text(), str(file))):
-                for name in _defined(each):
-                    names.setdefault(name, each)  # type: ignore[arg-type]
+        for each in self._statements(module):
+            for name in _defined(each):
+                names.setdefault(name, each)  # type: ignore[arg-type]
         return names
+
+    def _whole_modules(self, module: str) -> list[str]:
+        """The modules all of whose names a module imports."""
+        return [
+            self._absolute(module, each)
+            for each in self._statements(module)
+            if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"
+        ]
 
     def _find_name(
         self, module: str, name: str, seen: frozenset[tuple[str, str]]
     ) -> tuple[str, Definition] | None:
         """The module that defines a name, and the definition."""
-        found = self._names(module).get(name)
-        if found is None or (module, name) in seen:
+        if (module, name) in seen:
             return None
+        seen |= {(module, name)}
+        found = self._names(module).get(name)
+        if found is None:
+            places = (self._find_name(each, name, seen) for each in self._whole_modules(module))
+            return next(filter(None, places), None)
         if not isinstance(found, ast.ImportFrom):
             return module, found
         alias = next(each for each in found.names if name == (each.asname or each.name))
-        return self._find_name(self._absolute(module, found), alias.name, seen | {(module, name)})
+        return self._find_name(self._absolute(module, found), alias.name, seen)
 
     def _absolute(self, module: str, node: ast.ImportFrom) -> str:
         if not node.level:

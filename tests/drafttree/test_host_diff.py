@@ -146,6 +146,19 @@ def test_everything_can_be_listed(used: list[Reference], old: Package) -> None:
     )
 
 
+def test_names_are_found_through_imports_of_whole_modules(
+    used: list[Reference], old: Package, tmp_path: Path
+) -> None:
+    moved = {
+        "work.py": "from .other import *\nfrom .more import *",
+        "other.py": "from .work import *",
+        "more.py": OLD["work.py"],
+    }
+    new = package(tmp_path / "new", OLD | moved)
+    assert table(used, old, new) == table(used, old, old)
+    assert new.find("engine.work", "absent") is None
+
+
 def test_what_is_no_package_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"__init__\.py"):
         Package(tmp_path)
