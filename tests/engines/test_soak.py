@@ -17,9 +17,12 @@ MINUTES = {"token-recycling": 5.0, "rsd": 4.0, "lyanna": 4.0}
 """Memory is first taken after three tenths of it, and grows for a minute."""
 
 
-def soak(host: Host, method: str, minutes: float, **environment: str) -> tuple[int, str, list[int]]:
+def soak(
+    host: Host, method: str, minutes: float, logs: Path, **environment: str
+) -> tuple[int, str, list[int]]:
     """The exit status, the output, and the numbers of the last line."""
     arguments = ["--engine", host.name, "--method", method, "--minutes", str(minutes)]
+    arguments += ["--logs", str(logs)]
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), *arguments],
         env=os.environ | environment,
@@ -35,18 +38,19 @@ def soak(host: Host, method: str, minutes: float, **environment: str) -> tuple[i
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", MINUTES)
-def test_minutes_without_a_wrong_answer_or_a_leak(host: Host, method: str) -> None:
-    status, output, (requests, wrong, leaks) = soak(host, method, MINUTES[method])
+def test_minutes_without_a_wrong_answer_or_a_leak(host: Host, method: str, tmp_path: Path) -> None:
+    status, output, (requests, wrong, leaks) = soak(host, method, MINUTES[method], tmp_path)
     assert (status, wrong, leaks) == (0, 0, 0), output
     assert requests > 100
     assert re.search(r"^accepted_tokens: [1-9]", output, re.M)
 
 
 @pytest.mark.full
-def test_a_planted_fault_is_reported(host: Host) -> None:
+def test_a_planted_fault_is_reported(host: Host, tmp_path: Path) -> None:
     """Below the root, sampled tokens are the most likely ones, or grammars allow what roots may."""
     fault = {"vllm": "most likely", "sglang": "root's grammar"}[host.name]
-    status, output, (_, wrong, _) = soak(host, "token-recycling", 0.5, **{faults.VARIABLE: fault})
+    variables = {faults.VARIABLE: fault}
+    status, output, (_, wrong, _) = soak(host, "token-recycling", 0.5, tmp_path, **variables)
     assert status == 1
     assert wrong > 0, output
     assert re.search(

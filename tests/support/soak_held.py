@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,9 +84,15 @@ def shared_memory() -> set[str]:
     return {*_listed(str(SHARED_MEMORY))}
 
 
-def unowned(names: set[str]) -> set[str]:
-    """Those of the files in shared memory that no living process has open or mapped."""
-    return (names & shared_memory()) - used_by(filter(str.isdigit, os.listdir("/proc")))
+def left_by(names: set[str]) -> Counter[str]:
+    """How many of the files in shared memory no living process has in use, by what they are for."""
+    left = (names & shared_memory()) - used_by(filter(str.isdigit, os.listdir("/proc")))
+    return Counter(map(_purpose, left))
+
+
+def _purpose(name: str) -> str:
+    """The name without its random parts and numbers."""
+    return re.sub(r"(?<=^sem\.mp-)\w+|[0-9a-f]{8,}|\d+", "#", name)
 
 
 def used_by(pids: Iterable[int | str]) -> set[str]:

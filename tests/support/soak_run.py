@@ -16,6 +16,9 @@ from soak_requests import Asked, Given, Mixture, Served, make_mixtures, why_wron
 WARM_UP = 0.3
 """Share of the time after which memory and state are counted for the first time."""
 
+WARM_UP_SECONDS = 75.0
+"""Least time until then: memory grows for a minute. A shorter soak looks for no leaks."""
+
 MEMORY_GROWTH = 64 * 1024
 """Most KiB by which resident memory may grow after the warm-up, of all processes together."""
 
@@ -54,13 +57,13 @@ class Report:
 
     Attributes:
         answered: Number of finished or aborted requests.
-        counts: The worker's counters.
+        counts: The worker's counters, over operations that reset them too.
         operations: How often each operation was done.
         leaks: What grew, in words.
         measured: Memory in KiB, open files and processes: after the warm-up, at the end, and after
-            the engine was closed.
+            the engine was closed; empty if the soak was too short.
         shared_memory: Names of the files in shared memory that the engine's processes had open or
-            mapped at one of the first two times.
+            mapped after one of the mixtures.
     """
 
     answered: int = 0
@@ -71,12 +74,18 @@ class Report:
     shared_memory: set[str] = field(default_factory=set)
 
 
-def answer_plainly(start: Callable[..., Engine], pool: list[Asked], **given: Any) -> list[Given]:
-    """The answers of an engine without speculation to the whole pool."""
+def answer_plainly(
+    start: Callable[..., Engine], pool: list[Asked], **given: Any
+) -> tuple[list[Given], set[str]]:
+    """Let an engine without speculation answer the whole pool.
+
+    Returns:
+        The answers, and the names of the files in shared memory that its processes had in use.
+    """
     engine = start(None, **given)
     try:
         served = [Served(each.number, 0, None, True, False) for each in pool]
-        return engine.serve(served, pool)
+        return engine.serve(served, pool), soak_held.used_by(soak_held.processes())
     finally:
         engine.close()
 
@@ -98,36 +107,50 @@ def soak(
         start: Starts the engine.
         pool: The requests.
         expected: Plain decoding's answers to them.
-        record: File to which a line is appended for each mixture, with the wrong answers.
+        record: File to which a line is appended for each mixture before it is served, and one
+            with the wrong answers after it.
         engine: The engine's name.
         seed: Seed of the mixtures.
         seconds: How long to serve.
         given: What `start` takes.
     """
     before = soak_held.resources()
-    running, report, done = start(engine, **given), Report(), Counter[str]()
+    running, report = start(engine, **given), Report()
+    done, counted = Counter[str](), Counter[str]()
+    warm_up = max(WARM_UP * seconds, WARM_UP_SECONDS)
     started, first = time.monotonic(), None
     for number, mixture in enumerate(make_mixtures(seed, pool, OPERATIONS[engine])):
         passed = time.monotonic() - started
-        if first is None and (passed > WARM_UP * seconds):
+        if first is None and passed > warm_up:
             first = _measure(running, pool, report)
-        if first is not None and passed > seconds:
+        if passed > seconds:
             break
+        _append(record, {"mixture": number, **asdict(mixture)})
         if mixture.before:
-            running.operate(mixture.before)
+            _operate(running, mixture.before, counted)
             done[mixture.before] += 1
         found = running.serve(mixture.requests, pool)
         report.answered += len(found)
-        _record(record, number, mixture, pool, expected, found)
-    assert first is not None
-    last = _measure(running, pool, report)
-    report.operations, report.counts = dict(done), running.counts()
-    report.leaks = _leaks(first, last)
+        _append(record, _judged(number, mixture, pool, expected, found))
+        report.shared_memory |= soak_held.used_by(soak_held.processes())
+    if first is not None:
+        report.leaks = _leaks(first, _measure(running, pool, report))
+    counted.update(running.counts())
+    report.operations, report.counts = dict(done), dict(counted)
     running.close()
-    report.measured.append(soak_held.resources())
-    if (left := report.measured[-1]["processes"]) > before["processes"]:
+    ended = soak_held.resources()
+    if first is not None:
+        report.measured.append(ended)
+    if (left := ended["processes"]) > before["processes"]:
         report.leaks.append(f"{left - before['processes']} processes outlive the engine")
     return report
+
+
+def _operate(running: Engine, operation: str, counted: Counter[str]) -> None:
+    """Do an operation, and add to `counted` what it takes from the worker's counters."""
+    counted.update(running.counts())
+    running.operate(operation)
+    counted.subtract(running.counts())
 
 
 def _measure(running: Engine, pool: list[Asked], report: Report) -> dict[str, int]:
@@ -136,7 +159,6 @@ def _measure(running: Engine, pool: list[Asked], report: Report) -> dict[str, in
     running.serve([Served(short.number, 0, None, True, False)], pool)
     found = soak_held.resources()
     report.measured.append(found)
-    report.shared_memory |= soak_held.used_by(soak_held.processes())
     return found | running.held()
 
 
@@ -154,19 +176,21 @@ def _leaks(first: dict[str, int], last: dict[str, int]) -> list[str]:
     return leaks
 
 
-def _record(
-    record: Path,
+def _judged(
     number: int,
     mixture: Mixture,
     pool: list[Asked],
     expected: list[Given],
     found: list[Given],
-) -> None:
+) -> dict[str, Any]:
     wrong = []
     for served, given in zip(mixture.requests, found, strict=True):
         asked = pool[served.number]
         if reason := why_wrong(asked, served, expected[served.number], given):
             wrong.append({"why": reason, "request": asdict(asked), "served": asdict(served)})
-    line = {"mixture": number, "answered": len(found), "wrong": wrong}
+    return {"mixture": number, "answered": len(found), "wrong": wrong}
+
+
+def _append(record: Path, line: dict[str, Any]) -> None:
     with record.open("a") as out:
         out.write(json.dumps(line) + "\n")

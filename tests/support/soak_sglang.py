@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import soak_run
+from awaited import wait_until
 from hosts import SGLANG_NAMES
 from sglang_runs import counters_of
 from soak_requests import MAX_MODEL_LEN, RUNNING, Asked, Given, Served
@@ -16,8 +17,8 @@ PLAIN_SLOTS, CRAMPED_SLOTS = 8192, 1400
 """KV slots. A cramped cache has fewer than the running requests need."""
 
 
-def answer_plainly(model: Path, pool: list[Asked]) -> list[Given]:
-    """Plain decoding's answers to the pool."""
+def answer_plainly(model: Path, pool: list[Asked]) -> tuple[list[Given], set[str]]:
+    """As `soak_run.answer_plainly`."""
     return soak_run.answer_plainly(SglangEngine, pool, model=model, drafted={}, options={})
 
 
@@ -124,9 +125,12 @@ class SglangEngine:
 
     def operate(self, operation: str) -> None:
         if operation == "reset the cache":
-            self._engine.flush_cache()
+            # The scheduler may still be ending an aborted request, and is then asked again.
+            wait_until(lambda: self._engine.flush_cache().success, "the cache was not reset")
         else:
-            self._engine.update_weights_from_disk(str(self._model))
+            updated, message, *_ = self._engine.update_weights_from_disk(str(self._model))
+            if not updated:
+                raise RuntimeError(f"the weights were not reloaded: {message}")
 
     def _reported(self) -> dict[str, int]:
         return counters_of(self._engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ PLAIN_BLOCKS, CRAMPED_BLOCKS = 40, 9
 """Blocks of 128 KV slots. A cramped cache has fewer than the running requests need."""
 
 
-def answer_plainly(model: Path, pool: list[Asked]) -> list[Given]:
-    """Plain decoding's answers to the pool."""
+def answer_plainly(model: Path, pool: list[Asked]) -> tuple[list[Given], set[str]]:
+    """As `soak_run.answer_plainly`."""
     return soak_run.answer_plainly(VllmEngine, pool, model=model, speculative=None)
 
 
@@ -146,6 +148,9 @@ def _given(samples: dict[int, Any]) -> Given:
         given.texts.append(each.text)
         given.reasons.append(each.finish_reason)
         if each.logprobs is not None:
-            chosen = zip(each.token_ids, each.logprobs, strict=False)
-            given.logprobs.append([best[token].logprob for token, best in chosen])
+            # There may be more of them than tokens, which is for the soak to report.
+            chosen = zip(each.logprobs, chain(each.token_ids, repeat(None)), strict=False)
+            given.logprobs.append(
+                [best[token].logprob if token in best else nan for best, token in chosen]
+            )
     return given

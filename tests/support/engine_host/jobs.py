@@ -34,7 +34,15 @@ with them now and then its own, after the result is written."""
 
 
 class RunFailed(Exception):
-    """The engine's process failed; the message contains the end of its output."""
+    """The engine's process failed; the message contains the end of its output.
+
+    Attributes:
+        output: All of its output.
+    """
+
+    def __init__(self, reason: str, output: str) -> None:
+        super().__init__(f"{reason}\n{output[-6000:]}")
+        self.output = output
 
 
 def run_job(
@@ -82,9 +90,9 @@ def run_job(
             status = _run_once(job, whole, log, timeout)
         output = log.read_text(errors="replace")
         if status is None:
-            raise RunFailed(f"killed after {timeout} seconds\n{output[-6000:]}")
+            raise RunFailed(f"killed after {timeout} seconds", output)
         if not result.exists() or (status != 0 and engine in MUST_END_WELL):
-            raise RunFailed(f"exit status {status}\n{output[-6000:]}")
+            raise RunFailed(f"exit status {status}", output)
         return pickle.loads(result.read_bytes()), output
 
 
@@ -175,7 +183,7 @@ class _Template:
         content = self._process.stdout.read(8)
         if len(content) < 8:
             self._log.seek(0)
-            raise RunFailed(f"the template ended:\n{self._log.read()[-6000:]}")
+            raise RunFailed("the template ended", self._log.read())
         number: int = struct.unpack("q", content)[0]
         return number
 
