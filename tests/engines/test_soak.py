@@ -14,7 +14,7 @@ from hosts import Host
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "soak.py"
 MINUTES = {"token-recycling": 5.0, "rsd": 4.0, "lyanna": 4.0}
-"""Memory is first taken after three tenths of it, and grows for a minute."""
+"""Memory is first taken after three tenths of it, and at least 75 seconds."""
 
 
 def soak(
