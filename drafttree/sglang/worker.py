@@ -143,6 +143,11 @@ class TreeWorker(GraphWorker):
         on_cpu = self._device.type == "cpu"
         return on_cpu and drafts_alone(self._group) and not self.in_chains
 
+    @property
+    def _max_depth(self) -> int:
+        """Greatest depth of a draft token, the same on all ranks."""
+        return self.drafter.max_depth
+
     @abstractmethod
     def _propose(self, batch: Any) -> Proposal:
         """Draft a tree for each request."""
@@ -353,7 +358,7 @@ class TreeWorker(GraphWorker):
         """Call `verify_trees` with the target's sampler; the first rank's outcome counts."""
         sampler = self._runner.sampler
         rule = None if step.rule is None else step.rule(step.trees)
-        verified = verify_trees(sampler, step, self.drafter.max_depth, output, argmax, rule)
+        verified = verify_trees(sampler, step, self._max_depth, output, argmax, rule)
         # With several ranks SGLang does the same for its own methods.
         return broadcast_verified(verified, self._group)
 

@@ -31,9 +31,17 @@ class ModelFreeWorker(ObservingWorker):
         self._tokenizer = None if tokenizer is None else JumpForwardTokenizer(tokenizer)
 
     def _make_drafter(self, method: Method[Any], options: Any, target: Target) -> Drafter:
+        self._deepest = min(options.depth, self._num_draft_tokens)
         if not is_drafting_rank(self._group):
-            return NonDraftingRank(options.depth)
+            return NonDraftingRank(self._deepest)
         return super()._make_drafter(method, options, target)
+
+    @property
+    def _max_depth(self) -> int:
+        if drafts_alone(self._group):
+            return super()._max_depth
+        # The first rank's drafter, which the others do not know, may draft less deep.
+        return self._deepest
 
     @property
     def _observing(self) -> ModelFreeDrafter:

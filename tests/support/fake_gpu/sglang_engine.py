@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MAX_REQUESTS = 4
 MAX_LEN = 96
 KV_SLOTS = 1500
-_GROUP = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None, barrier=lambda: None)
+ONE_RANK = SimpleNamespace(world_size=1, rank_in_group=0, device_group=None, barrier=lambda: None)
 
 
 @contextmanager
@@ -47,15 +47,17 @@ def configured(
     gpu: Gpu | None,
     *,
     seeded: bool,
+    group: Any = ONE_RANK,
     **settings: Any,
 ) -> Iterator[None]:
-    """The configuration of an engine with one rank.
+    """The configuration of an engine.
 
     Args:
         host: The worker and its method.
         options: The method's options.
         gpu: The fake GPU; None for the CPU.
         seeded: Whether the engine samples by seeds.
+        group: The tensor-parallel ranks that the worker knows of.
         settings: Further arguments of the engine.
     """
     plugin.register()
@@ -75,8 +77,8 @@ def configured(
         for context in (
             mock.patch.dict(os.environ, {VARIABLE: json.dumps(options)}),
             get_context().override_server_args(**arguments),
-            get_parallel().override(tp_group=_GROUP, tp_rank=0),
-            mock.patch.object(worker, "get_tp_group", return_value=_GROUP),
+            get_parallel().override(tp_group=ONE_RANK, tp_rank=0),
+            mock.patch.object(worker, "get_tp_group", return_value=group),
             # The engine's own operators are compiled for one device or the other.
             mock.patch.object(allocation, "assign_req_to_token_pool_func", _assign_slots),
             mock.patch.object(sampler, "multinomial_with_seed", _drawn_by_seed),

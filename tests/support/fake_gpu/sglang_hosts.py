@@ -18,6 +18,7 @@ import torch
 from drafttree.drafter import Drafter
 from drafttree.method import HIDDEN_STATE, MODEL_FREE, Method
 from drafttree.model_drafters import Attend
+from drafttree.sglang.chains.worker import ChainWorker
 from drafttree.sglang.drafters import draft_model
 from drafttree.sglang.drafters.draft_model import DraftModelWorker
 from drafttree.sglang.drafters.hidden_state import HiddenStateWorker
@@ -45,6 +46,10 @@ class _KeepsStep(TreeWorker):
 
 class _ModelFree(_KeepsStep, ModelFreeWorker):
     """Token Recycling."""
+
+
+class _Chains(_KeepsStep, ChainWorker):
+    """Token Recycling in chains."""
 
 
 class _DraftModel(_KeepsStep, DraftModelWorker):
@@ -140,20 +145,25 @@ class Host:
         method: The method.
         worker: The worker's class.
         draft_model: `--speculative-draft-model-path`.
+        longest_chain: Most tokens of a chain, of a worker that drafts chains.
     """
 
     algorithm: str
     method: Method[Any]
     worker: type[_KeepsStep]
     draft_model: str | None = None
+    longest_chain: int | None = None
 
     def num_draft_tokens(self, options: Mapping[str, Any]) -> int:
         """Most draft tokens of a tree, by the method's options."""
+        if self.longest_chain is not None:
+            return self.longest_chain
         own = {} if self.draft_model is None else {"model": self.draft_model}
         return self.method.parse({**options, **own}).num_draft_tokens
 
 
 SCRIPTED = Host("TOKEN-RECYCLING", SCRIPTED_SIZES, _ModelFree)
 TOKEN_RECYCLING = Host("TOKEN-RECYCLING", RECYCLING, _ModelFree)
+CHAINS = Host("TOKEN-RECYCLING", RECYCLING, _Chains, longest_chain=3)
 DRAFT_MODEL = Host("RSD", RSD, _DraftModel, "none")
 HIDDEN_STATES = Host("LYANNA", LAYER, _HiddenState, "none")

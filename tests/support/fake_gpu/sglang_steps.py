@@ -24,7 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fake_gpu.record import Record
-from fake_gpu.sglang_engine import Pools, configured, result_processor
+from fake_gpu.sglang_engine import ONE_RANK, Pools, configured, result_processor
 from fake_gpu.sglang_graphs import GraphTarget, captured, graphs_for
 from fake_gpu.sglang_hosts import TOKEN_RECYCLING, Host
 from fake_gpu.sglang_target import TargetWorker, Weights
@@ -95,6 +95,7 @@ def decode(
     waits: bool = False,
     seeded: bool = False,
     requests: list[int] | None = None,
+    group: Any = ONE_RANK,
 ) -> Decoded:
     """Serve requests until all have finished, on the CPU or on a fake GPU.
 
@@ -109,13 +110,14 @@ def decode(
         waits: Whether the host may wait for a GPU in drafttree's part of a step.
         seeded: Whether the engine samples by seeds.
         requests: The numbers of requests for which a GPU captures graphs; None without graphs.
+        group: The tensor-parallel ranks that the worker knows of.
     """
     with ExitStack() as stack:
         settings, make = {}, TargetWorker
         if gpu is not None and requests is not None:
             settings, make = stack.enter_context(graphs_for(gpu, requests)), GraphTarget
         settings |= {"disable_overlap_schedule": not overlap}
-        stack.enter_context(configured(host, options, gpu, seeded=seeded, **settings))
+        stack.enter_context(configured(host, options, gpu, seeded=seeded, group=group, **settings))
         return _Loop(host, weights, gpu, make, overlap=overlap, waits=waits).run(asked, chunk)
 
 

@@ -19,6 +19,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_schedule, get_spec
+from transformers import PretrainedConfig
 
 from fake_gpu.sglang_engine import new_cache
 from fake_gpu.tensors import DeviceTensor, Gpu, held
@@ -237,10 +238,12 @@ class _Runner:
         self, weights: Weights, device: str, unwatched: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self.device, self.dtype = device, torch.float32
-        config = SimpleNamespace(bos_token_id=None)
+        config = PretrainedConfig(bos_token_id=None)
         self.model_config = SimpleNamespace(
             vocab_size=len(weights.after),
+            hf_config=config,
             hf_text_config=config,
+            linear_attn_registry_result=None,
             hidden_size=len(weights.after),
             context_len=1024,
             is_encoder_decoder=False,
