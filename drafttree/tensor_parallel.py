@@ -9,6 +9,7 @@ the first rank. It alone also decides which forwards are run to prime a drafter,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,8 @@ from drafttree.drafter import ModelFreeDrafter, PrimeForward
 from drafttree.ranks import Group
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
+
+logger = logging.getLogger(__name__)
 
 
 def is_drafting_rank(group: Group) -> bool:
@@ -176,7 +179,8 @@ def prime_ranks(
         count, root, everything = message[:3].tolist()
         if not count:
             return root, everything
-        forward(None if root == _NO_ROOT else root, message[2 : 2 + count])
+        with _failures_logged():
+            forward(None if root == _NO_ROOT else root, message[2 : 2 + count])
 
 
 @contextmanager
@@ -217,7 +221,20 @@ def follow_measurements(
         tokens = int(message)
         if not tokens:
             return
-        measure(tokens)
+        with _failures_logged():
+            measure(tokens)
+
+
+@contextmanager
+def _failures_logged() -> Iterator[None]:
+    """A context for a forward that the first rank runs too.
+
+    It alone uses the outcome, so it alone decides what a failure means.
+    """
+    try:
+        yield
+    except Exception as error:
+        logger.warning("A forward that the first rank asked for has failed: %r", error)
 
 
 class NonDraftingRank(ModelFreeDrafter):

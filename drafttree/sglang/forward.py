@@ -41,13 +41,16 @@ def forward_seconds(
     positions = batch.positions if batch.mrope_positions is None else batch.mrope_positions
     # Some multimodal models have a whole model for text inside.
     model = getattr(runner.model, "language_model", runner.model)
+    head = getattr(model, "lm_head", None)
+    if head is None:
+        head = model.model.embed_tokens  # some models with tied weights have no other
     seconds = []
     with torch.inference_mode(), forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         for _ in range(repeat):
             started = perf_counter()
             runner.attn_backend.init_forward_metadata(batch)
             hidden = model.model(batch.input_ids, positions, batch)
-            hidden @ model.lm_head.weight.T
+            hidden @ head.weight.T
             seconds.append(perf_counter() - started)
     return seconds
 

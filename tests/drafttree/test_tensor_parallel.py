@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 import pytest
 import torch
 from rank_threads import Ranks, on_ranks
@@ -87,6 +90,45 @@ def test_all_ranks_run_the_forwards_of_the_first_ones_drafter(fails: bool) -> No
     (first, of_first), (second, of_second) = on_ranks(run)
     assert of_first == of_second == [(None, [4, 5, 6]), (0, [0, 1, 2, 3])]
     assert [first, second] == (["no memory", (0, 0)] if fails else [(3, 8)] * 2)
+
+
+def broken(*given: object) -> Any:
+    raise AttributeError("no head")
+
+
+class Persistent(ModelFreeDrafter):
+    """Goes on where a forward fails, as drafters do."""
+
+    def prime(self, forward: PrimeForward, max_tokens: int, *, idle: bool) -> tuple[int, int]:
+        for tokens in (integers(4, 5), integers(6)):
+            with suppress(AttributeError):
+                forward(None, tokens)
+        return 3, 8
+
+
+@pytest.mark.parametrize("failing", [{0, 1}, {1}])
+def test_forwards_that_fail_on_other_ranks_end_nothing(
+    failing: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(group: Ranks) -> tuple[object, list[float]]:
+        fails = group.rank_in_group in failing
+        drafter = NonDraftingRank(1) if group.rank_in_group else Persistent()
+        forward = broken if fails else lambda root, tokens: tokens
+        progress = prime_ranks(drafter, forward, 4, group, CPU, idle=True)
+        measure = broken if fails else float
+        if not is_drafting_rank(group):
+            follow_measurements(measure, group, CPU)
+            return progress, []
+        measured: list[float] = []
+        with leading_measurements(measure, group, CPU) as led:
+            for tokens in (1, 8):
+                with suppress(AttributeError):
+                    measured.append(led(tokens))
+        return progress, measured
+
+    measured = [] if 0 in failing else [1, 8]
+    assert on_ranks(run) == [((3, 8), measured), ((3, 8), [])]
+    assert caplog.text.count("A forward that the first rank asked for has failed") == 4
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -17,6 +17,7 @@ from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 from structured_answers import GRAMMARS, check_form, make_drafter, make_model, text_of
+from tiny_families import make_tiny_family
 from tiny_models import make_first_layers, make_tiny_llama
 from top_tokens import check_primed
 
@@ -226,6 +227,15 @@ def test_both_ranks_run_the_forwards_of_the_first_ones_drafter(
     assert "cannot be timed" not in log
     assert "is primed for 512 of 512 tokens" in log
     check_primed(tiny_llama)
+
+
+@pytest.mark.full
+def test_forwards_are_timed_without_an_output_head_of_its_own(tmp_path: Path) -> None:
+    model = make_tiny_family("gemma2", tmp_path)
+    plain, _ = run_sglang(model, CASES[:1], drafted=False, **TWO_RANKS)
+    drafted, log = run_sglang(model, CASES[:1], {"nodes": "auto"}, **TWO_RANKS)
+    assert drafted[0].tokens == plain[0].tokens
+    assert "cannot be timed" not in log
 
 
 @pytest.mark.full
