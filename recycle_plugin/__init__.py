@@ -94,10 +94,12 @@ def make_drafter(options: RecycleOptions, target: Target) -> DynamicTreeDrafter 
             chains=longest is not None,
         )
         if tables.saver is not None:
-            tables.saver.before_close = drafter.release_all
+            tables.saver.belong_to(drafter, drafter.release_all)
     else:
         tree = options.topology
         drafter = StaticTreeDrafter(tables, tree if longest is None else tree.first_path(longest))
+        if tables.saver is not None:
+            tables.saver.belong_to(drafter)
     drafter.shares_texts = options.sharing == "engine" and options.hot_start is not False
     return drafter
 

@@ -18,6 +18,7 @@ import secrets
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -270,8 +271,8 @@ class TableSaver:
     output, because the target verifies every draft. `snapshot` must return copies in CPU memory
     that nothing else writes to.
 
-    Attributes:
-        before_close: Called before the last save, to write to the tables what they still lack.
+    Once the tables' owner is garbage, the thread saves for the last time and other processes may
+    claim the file.
     """
 
     def __init__(
@@ -301,18 +302,36 @@ class TableSaver:
         self._identity = dict(identity)
         self._every = every
         self._logger = logger or logging.getLogger(__name__)
-        self.before_close: Callable[[], None] | None = None
+        self._before_close: weakref.WeakMethod[Callable[[], None]] | None = None
         self._changed = False
         self._touched = False
         self._emptied = False
         self._failing = False
         self._saving = threading.Lock()
         self._closing = threading.Event()
+        self._is_orphan = False
         self._thread = threading.Thread(target=self._run, name="save tables", daemon=True)
         # Unlike atexit, this also runs in processes that multiprocessing forked.
         self._finalizer = Finalize(None, self._finish, exitpriority=10)
         self._thread.start()
         _savers[file] = self
+
+    def belong_to(self, owner: object, before_close: Callable[[], None] | None = None) -> None:
+        """Save until an object is garbage, which the saver itself does not keep alive.
+
+        Args:
+            owner: The object.
+            before_close: Its method that writes to the tables what they still lack, called before
+                the last save of a process.
+        """
+        if before_close is not None:
+            self._before_close = weakref.WeakMethod(before_close)
+        weakref.finalize(owner, self._orphan).atexit = False
+
+    def _orphan(self) -> None:
+        # The collector may run in any thread and anywhere in it, so the saver's own does the rest.
+        self._is_orphan = True
+        self._closing.set()
 
     def touch(self) -> None:
         """Record that the tables have changed; cheap enough to call in every step."""
@@ -348,11 +367,11 @@ class TableSaver:
     def _finish(self) -> None:
         self._closing.set()
         self._thread.join()
-        if self.before_close is not None:
+        write = None if self._before_close is None else self._before_close()
+        if write is not None:
             # If a device failed, saving fails too, and says so.
             with contextlib.suppress(RuntimeError):
-                self.before_close()
-            self.before_close = None
+                write()
         if self._changed:
             self.save()
 
@@ -366,3 +385,11 @@ class TableSaver:
             if self._changed and (early or time.monotonic() - saved >= self._every):
                 self.save()
                 saved = time.monotonic()
+        if self._is_orphan:
+            if self._changed:
+                self.save()
+            self._finalizer.cancel()
+            give_up(self._file)
+            # Last, so that a new engine with this file waits until it has been given up.
+            if _savers.get(self._file) is self:
+                del _savers[self._file]

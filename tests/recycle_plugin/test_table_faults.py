@@ -5,6 +5,7 @@ What needs a process of its own, or another user, runs in a forked one.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import signal
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -31,7 +33,7 @@ from tree_kernels.source_stats import SourceStats
 
 from drafttree.target import Target
 from drafttree.testing import check_drafter
-from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, Tables
+from recycle_plugin import METHOD, DynamicTreeDrafter, RecycleOptions, Tables, make_drafter
 from recycle_plugin.storage import hot_start
 from recycle_plugin.storage.hot_start import open_hot_start
 from recycle_plugin.storage.primed_files import PrimedFile
@@ -326,6 +328,31 @@ def test_what_an_engine_saves_before_it_ends_is_loaded_by_the_next_one(
     assert saver is not None
     saver.close()
     assert (third.matrix == 9).all()
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+def test_a_drafter_that_is_gone_has_saved_its_tables_and_given_the_file_up(
+    tmp_path: Path, tree: str
+) -> None:
+    """So that an engine can be freed before its process ends."""
+    file = tmp_path / "tables"
+    options = METHOD.parse({"tree": tree, "prime": False, "hot_start": str(file)})
+    target = Target("none", 300, torch.device("cpu"), torch.float32, logger_of([]))
+    drafter = make_drafter(options, target)
+    saver = drafter.tables.saver
+    assert saver is not None
+    tables = weakref.ref(drafter.tables)
+    drafter.tables.matrix[5] = 7
+    saver.touch()
+    thread = saver._thread
+    del drafter, saver
+    gc.collect()
+    thread.join(60)
+    gc.collect()
+    assert tables() is None
+    with forked(claim_and_wait, file) as (_, pipe):
+        assert said(pipe) is True
+    assert make_drafter(options, target).tables.matrix[5].tolist() == [7] * 8
 
 
 def claim_and_wait(pipe: Connection, file: Path) -> None:
