@@ -113,8 +113,14 @@ def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, _FILE_MODE)
 
 
-_claimed: dict[Path, int] = {}
+# By process: one that is forked does not have its parent's locks.
+_claimed: dict[tuple[int, Path], int] = {}
 _savers: dict[Path, TableSaver] = {}
+
+
+def _has_claimed(file: Path) -> bool:
+    """Whether this process has claimed a file; see `claim`."""
+    return (os.getpid(), file) in _claimed
 
 
 def claim(file: Path) -> bool:
@@ -133,7 +139,7 @@ def claim(file: Path) -> bool:
         TablesError: The lock belongs to another user, so that it is not known.
     """
     # Closing any other descriptor of the same file would give up a process's own lock.
-    if file in _claimed:
+    if _has_claimed(file):
         return True
     lock = file.with_name(f".{file.name}.lock")
     try:
@@ -151,13 +157,13 @@ def claim(file: Path) -> bool:
     except OSError as error:
         os.close(descriptor)
         return error.errno not in (errno.EACCES, errno.EAGAIN)
-    _claimed[file] = descriptor
+    _claimed[os.getpid(), file] = descriptor
     return True
 
 
 def give_up(file: Path) -> None:
     """Let other processes claim a file, if this one has."""
-    if (descriptor := _claimed.pop(file, None)) is not None:
+    if (descriptor := _claimed.pop((os.getpid(), file), None)) is not None:
         os.close(descriptor)
 
 
@@ -173,7 +179,7 @@ def close_earlier(file: Path) -> None:
 @contextlib.contextmanager
 def claimed(file: Path) -> Iterator[bool]:
     """A context in which this process has claimed a file, if no other has; see `claim`."""
-    is_new = file not in _claimed
+    is_new = not _has_claimed(file)
     try:
         yield claim(file)
     finally:

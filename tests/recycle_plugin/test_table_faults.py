@@ -43,6 +43,7 @@ from recycle_plugin.storage.table_files import (
     TablesError,
     TableSpec,
     claim,
+    give_up,
     load_tables,
     save_tables,
 )
@@ -364,6 +365,16 @@ def test_a_file_that_cannot_be_used_may_be_claimed_by_another_engine(tmp_path: P
     file = tmp_path / "tables"
     file.write_bytes(b"damaged")
     assert open_hot_start(empty_tables(), file, tmp_path, logger_of([])) is None
+    with forked(claim_and_wait, file) as (_, pipe):
+        assert said(pipe) is True
+
+
+def test_a_forked_process_does_not_have_its_parents_claim(tmp_path: Path) -> None:
+    file = tmp_path / "tables"
+    assert claim(file)
+    with forked(claim_and_wait, file) as (_, pipe):
+        assert said(pipe) is False
+    give_up(file)
     with forked(claim_and_wait, file) as (_, pipe):
         assert said(pipe) is True
 
