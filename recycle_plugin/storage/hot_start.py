@@ -129,20 +129,28 @@ def open_hot_start(
     """
     learned = _Learned(tables, target)
     close_earlier(file)
+    others = None
     try:
         # Claimed first: what another process saved in between would be lost.
-        is_claimed = claim(file)
-        if file.exists():
+        if not claim(file):
+            others = (
+                "another engine or replica does: name another file with hot_start to keep them too"
+            )
+    except TablesError as error:
+        others = str(error)
+    try:
+        exists = file.exists()
+        if exists:
             learned.load(file)
     except (OSError, TablesError) as error:
         give_up(file)
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
-    if not is_claimed:
+    if others is not None:
         logger.warning(
-            "Token Recycling starts with the tables in %s and will not save them, because another "
-            "engine or replica does: name another file with hot_start to keep them too",
-            file,
+            "Token Recycling starts with %s and will not save them, because %s",
+            f"the tables in {file}" if exists else "empty tables",
+            others,
         )
         return None
     return TableSaver(file, learned.snapshot, learned.identity, logger=logger)

@@ -195,11 +195,18 @@ def load_tables(
     Optional tables that the file lacks are missing in the result.
 
     Raises:
-        TablesError: The file is missing or damaged, or its identity or its tables are not as
-            expected.
+        TablesError: The file is missing, damaged or not readable, or its identity or its tables are
+            not as expected.
     """
     if not file.is_file():
         raise TablesError(f"{file} is not a file: give the name of a saved file")
+    try:
+        file.open("rb").close()
+    except PermissionError as error:
+        raise TablesError(
+            f"this user has no permission to read {file}: change its owner or its mode, or give "
+            "another file"
+        ) from error
     try:
         with safe_open(file, "pt") as content:
             _check_identity(file, content.metadata() or {}, identity)

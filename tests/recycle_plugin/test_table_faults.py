@@ -403,8 +403,43 @@ def test_engines_of_two_users_do_not_both_save_to_a_file(tmp_path: Path) -> None
         shutil.rmtree(folder)
     assert sorted(saves for saves, _ in opened) == [False, True]
     ((message,),) = (told for saves, told in opened if not saves)
-    assert "will not save them: an engine of another user may save to" in message
+    assert "empty tables and will not save them, because an engine of another user may" in message
     assert f"delete {file.with_name('.tables.lock')}" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o644, 0o600])
+def test_a_file_of_another_user_is_loaded_if_it_may_be_read(mode: int) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    file = folder / "tables"
+    try:
+        owner = empty_tables()
+        saver = open_hot_start(owner, file, folder, logger_of([]))
+        assert saver is not None
+        owner.matrix.fill_(7)
+        assert saver.save()
+        saver.close()
+        file.chmod(mode)
+        with forked(load_as_another_user, file) as (_, pipe):
+            value, (message,) = said(pipe)
+    finally:
+        shutil.rmtree(folder)
+    if mode == 0o644:
+        assert value == 7
+        assert f"starts with the tables in {file} and will not save them, because" in message
+    else:
+        assert value == -1
+        assert "starts with empty tables and will not save them: this user has no" in message
+        assert f"permission to read {file}" in message
+
+
+def load_as_another_user(pipe: Connection, file: Path) -> None:
+    os.seteuid(65534)
+    tables, told = empty_tables(), list[str]()
+    assert open_hot_start(tables, file, file.parent, logger_of(told)) is None
+    pipe.send((int(tables.matrix[5, 0]), told))
+    pipe.recv()
 
 
 def count_further(stats: SourceStats) -> None:
