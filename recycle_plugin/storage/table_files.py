@@ -85,8 +85,8 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     """Write a file of tables atomically: readers see the old file or the new one, never a part.
 
     Missing folders are created. If several processes write the same file, the last one wins. A new
-    file can be read by its owner alone; one that exists keeps its permissions. A symbolic link
-    would be replaced, not followed.
+    file can be read by its owner alone; one that exists keeps its permissions and, if
+    the process may set it, its owner. A symbolic link would be replaced, not followed.
 
     Raises:
         OSError: The file cannot be written.
@@ -95,11 +95,14 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     data = save(contents, {**identity, "format": FORMAT, "version": VERSION})
     make_private(file.parent)
     _remove_stale(file)
-    mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else _FILE_MODE
+    before = file.stat() if file.exists() else None
+    mode = _FILE_MODE if before is None else stat.S_IMODE(before.st_mode)
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "xb", opener=_for_owner) as out:
             out.write(data)
+            if before is not None:
+                _give_to_owner_of(before, out.fileno())
             os.fchmod(out.fileno(), mode)
             out.flush()
             os.fsync(out.fileno())
@@ -111,6 +114,12 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
 
 def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, _FILE_MODE)
+
+
+def _give_to_owner_of(other: os.stat_result, descriptor: int) -> None:
+    """Give a new file the owner and the group of another, if this process may."""
+    with contextlib.suppress(OSError):
+        os.fchown(descriptor, other.st_uid, other.st_gid)
 
 
 # By process: one that is forked does not have its parent's locks.
@@ -144,7 +153,7 @@ def claim(file: Path) -> bool:
     lock = file.with_name(f".{file.name}.lock")
     try:
         make_private(file.parent)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+        descriptor = _open_lock(file, lock)
     except OSError as error:
         if isinstance(error, PermissionError) and os.access(lock, os.F_OK):
             raise TablesError(
@@ -159,6 +168,17 @@ def claim(file: Path) -> bool:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     _claimed[os.getpid(), file] = descriptor
     return True
+
+
+def _open_lock(file: Path, lock: Path) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        descriptor = os.open(lock, flags | os.O_CREAT | os.O_EXCL, _FILE_MODE)
+    except FileExistsError:
+        return os.open(lock, flags)
+    # Root may have made it for another user's file, who must be able to lock it later.
+    _give_to_owner_of((file if file.exists() else file.parent).stat(), descriptor)
+    return descriptor
 
 
 def give_up(file: Path) -> None:

@@ -434,6 +434,28 @@ def test_a_file_of_another_user_is_loaded_if_it_may_be_read(mode: int) -> None:
         assert f"permission to read {file}" in message
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_that_root_writes_belong_to_those_they_are_for(tmp_path: Path, exists: bool) -> None:
+    user, group = 65534, 65533
+    file = tmp_path / "tables"
+    if exists:
+        save_tables(file, tables(1), IDENTITY)
+        os.chown(file, user, group)
+        file.chmod(0o640)
+    else:
+        os.chown(tmp_path, user, group)
+    assert claim(file)
+    give_up(file)
+    lock = file.with_name(".tables.lock").stat()
+    assert (lock.st_uid, lock.st_gid) == (user, group)
+    if exists:
+        save_tables(file, tables(2), IDENTITY)
+        found = file.stat()
+        assert (found.st_uid, found.st_gid, mode_of(file)) == (user, group, 0o640)
+        assert value_of(file) == 2
+
+
 def load_as_another_user(pipe: Connection, file: Path) -> None:
     os.seteuid(65534)
     tables, told = empty_tables(), list[str]()
