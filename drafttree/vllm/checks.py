@@ -90,6 +90,12 @@ def check_engine(
             f"{method.title} does not work with data_parallel_size={replicas} and a mixture of "
             "experts: set it to 1"
         )
+    if replicas > 1 and parallel.distributed_executor_backend == "external_launcher":
+        # The ranks of all replicas wait for each other in each forward, even of a dense model.
+        raise ValueError(
+            f"{method.title} does not work with data_parallel_size={replicas} and "
+            "distributed_executor_backend='external_launcher': set data_parallel_size to 1"
+        )
     kv_cache_dtype = _kv_cache_dtype(engine, model)
     if kv_cache_dtype != "auto" and not (
         # The layers refuse other formats that a checkpoint may bring.

@@ -144,6 +144,17 @@ def test_data_parallelism(tiny_llama: Path, tmp_path: Path) -> None:
         configure(mixture, data_parallel_size=2)
 
 
+def test_replicas_of_an_external_launcher(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for each other in each forward."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    launched = {"distributed_executor_backend": "external_launcher"}
+    with pytest.raises(ValueError, match="data_parallel_size=2 and .*'external_launcher'"):
+        configure(tiny_llama, data_parallel_size=2, **launched)
+
+
 def test_a_mixture_of_experts_beside_lyanna(tmp_path: Path) -> None:
     model = make_tiny_family("qwen3_moe", tmp_path)
     with pytest.raises(ValueError, match=r"Lyanna .* is a mixture of experts: use a dense model"):
