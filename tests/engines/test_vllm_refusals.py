@@ -151,7 +151,7 @@ def test_replicas_of_an_external_launcher(
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     launched = {"distributed_executor_backend": "external_launcher"}
-    with pytest.raises(ValueError, match="data_parallel_size=2 and .*'external_launcher'"):
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 and .*'external_launcher'"):
         configure(tiny_llama, data_parallel_size=2, **launched)
 
 
