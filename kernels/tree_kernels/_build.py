@@ -120,8 +120,8 @@ def can_build_wheel_libraries() -> bool:
 def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
     """Compile every kernel for every instruction set.
 
-    A file that does not compile is left out, for example if the compiler lacks a float type that it
-    uses: the kernel is then compiled on first use, or runs in PyTorch.
+    A file that does not compile is left out: the kernel is then compiled on first use, or runs in
+    PyTorch.
 
     Args:
         sources: The folder of the C++ files.
