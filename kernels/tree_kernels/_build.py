@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +65,13 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def compile_library(program: str, source: Path, march: str, library: Path) -> None:
+def compile_library(compiler: Sequence[str], source: Path, march: str, library: Path) -> None:
     """Compile one C++ file to a shared library.
 
     The library appears at its path complete or not at all.
 
     Args:
-        program: The compiler.
+        compiler: The command of the compiler.
         source: The C++ file.
         march: The instruction set, as the compiler's `-march` takes it.
         library: The path to write. Its folder must exist.
@@ -80,8 +81,8 @@ def compile_library(program: str, source: Path, march: str, library: Path) -> No
         subprocess.SubprocessError: The compiler failed.
     """
     compiled, linked = (library.with_name(f".{library.stem}{end}") for end in (".o", ".linked"))
-    run(program, *_COMPILE, f"-march={march}", "-c", str(source), "-o", str(compiled))
-    run(program, *_LINK, str(compiled), "-o", str(linked))
+    run(*compiler, *_COMPILE, f"-march={march}", "-c", str(source), "-o", str(compiled))
+    run(*compiler, *_LINK, str(compiled), "-o", str(linked))
     compiled.unlink()
     linked.replace(library)
 
@@ -130,8 +131,8 @@ def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
     Returns:
         One line for each library that could not be compiled.
     """
-    program = find_compiler()
-    assert program is not None
+    compiler = find_compiler()
+    assert compiler is not None
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     failures = []
@@ -139,7 +140,7 @@ def build_wheel_libraries(sources: Path, folder: Path) -> list[str]:
         for instructions in INSTRUCTION_SETS:
             library = folder / shipped_name(source, instructions)
             try:
-                compile_library(program, source, instructions.march, library)
+                compile_library(compiler, source, instructions.march, library)
             except (OSError, subprocess.SubprocessError) as error:
                 said = getattr(error, "stderr", None) or error
                 failures.append(f"{source.name} for {instructions.march}: {said}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tree_kernels import _build
@@ -24,19 +24,24 @@ logger = logging.getLogger(__name__)
 def load_native(source: Path) -> ctypes.CDLL | None:
     """Load the library of a C++ file, or compile it first; None, after one warning in the log, if
     neither is possible."""
-    try:
-        if (shipped := _build.shipped_library(source)) is not None:
+    if (shipped := _build.shipped_library(source)) is not None:
+        try:
             return ctypes.CDLL(str(shipped))
-        program = find_compiler()
-        if program is None:
-            logger.warning(
-                "No C++ compiler: %s runs in PyTorch, more slowly; install g++ or set CXX",
-                source.stem,
-            )
-            return None
-        return ctypes.CDLL(str(_library(program, source)))
+        except OSError as error:
+            logger.warning("%s is compiled anew, as it cannot be loaded: %s", shipped, error)
+    compiler = find_compiler()
+    if compiler is None:
+        logger.warning(
+            "No C++ compiler: %s runs in PyTorch, more slowly; install g++ or set CXX",
+            source.stem,
+        )
+        return None
+    try:
+        return _compiled(compiler, source)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
+        reason = str(getattr(error, "stderr", None) or error)
+        if "__kmpc" in reason:
+            reason += "; PyTorch has not loaded the OpenMP library of clang++: use g++"
         logger.warning(
             "%s could not be compiled or loaded and runs in PyTorch, more slowly: %s",
             source.name,
@@ -45,30 +50,37 @@ def load_native(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _library(program: str, source: Path) -> Path:
+def _compiled(compiler: Sequence[str], source: Path) -> ctypes.CDLL:
     # `-march=native` depends on the processor, and several machines may share a cache.
     processor = (processor_name(), *processor_flags())
-    key = _build.digest(source, _build.run(program, "--version"), *processor)
+    version = _build.run(*compiler, "--version")
+    key = _build.digest(source, version, *compiler[1:], *processor)
     folder = cache_root() / "kernels"
     library = folder / f"{source.stem}-{key}.so"
-    if library.is_file():
-        return library
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        pass  # It is not there, not readable or damaged.
+    with _scratch_folder(folder, source) as scratch:
+        made = Path(scratch) / library.name
+        _build.compile_library(compiler, source, "native", made)
+        loaded = ctypes.CDLL(str(made))
+        if made.parent.parent == folder:
+            # Atomic, because other processes may build and load the same library at the same time.
+            made.replace(library)
+        return loaded
+
+
+def _scratch_folder(folder: Path, source: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder to compile in: in `folder`, or where temporary files are if that is not writable."""
     try:
         # Whoever can write here can run code in the engine.
         make_private(folder)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{source.stem}-", dir=folder))
+        return tempfile.TemporaryDirectory(prefix=f".{source.stem}-", dir=folder)
     except OSError as error:
         logger.warning(
             "cannot keep compiled kernels in %s (%s): set DRAFTTREE_CACHE to a writable folder",
             folder,
             error,
         )
-        scratch = Path(tempfile.mkdtemp(prefix=f"{source.stem}-"))
-        library = scratch / library.name
-    made = scratch / "made.so"
-    _build.compile_library(program, source, "native", made)
-    # Atomic, because other processes may build and load the same library at the same time.
-    made.replace(library)
-    if library.parent != scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return library
+        return tempfile.TemporaryDirectory(prefix=f"{source.stem}-")

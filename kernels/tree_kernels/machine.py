@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def find_compiler() -> str | None:
-    """The path of the C++ compiler: the one that `CXX` names, else g++ or clang++; None if there
-    is none."""
-    names = [chosen] if (chosen := os.environ.get("CXX")) else ["g++", "clang++"]
-    return next((path for name in names if (path := shutil.which(name))), None)
+def find_compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler: the one in `CXX`, with its arguments, else g++; None if
+    there is none."""
+    program, *arguments = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    path = shutil.which(program)
+    return None if path is None else (path, *arguments)
 
 
 def processor_name() -> str:

@@ -1,7 +1,9 @@
 """Tree attention on a CPU, in C++ and in PyTorch, compared with the definition in float64."""
 
 import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -337,21 +339,72 @@ def test_without_a_compiler_the_reference_runs(source, monkeypatch, caplog):
     assert "No C++ compiler" in caplog.text
 
 
-def test_a_kernel_that_does_not_compile_is_logged_and_the_reference_runs(source, caplog):
+def test_a_kernel_that_does_not_compile_is_logged_and_the_reference_runs(source, tmp_path, caplog):
     source.write_text("nonsense")
     assert _native.load_native(source) is None
     assert "nonsense" in caplog.text
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+def test_a_library_without_its_openmp_is_logged_and_not_kept(source, tmp_path, caplog):
+    source.write_text('extern "C" void __kmpc_barrier(); extern "C" void f() { __kmpc_barrier(); }')
+    assert _native.load_native(source) is None
+    assert "use g++" in caplog.text
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+def test_a_damaged_library_in_the_cache_is_compiled_anew(source, tmp_path):
+    assert _native.load_native(source).one() == 1
+    _native.load_native.cache_clear()
+    (kept,) = (tmp_path / "cache" / "kernels").iterdir()
+    kept.unlink()  # What is loaded stays whole.
+    kept.write_bytes(b"")
+    assert _native.load_native(source).one() == 1
+    assert kept.stat().st_size > 0
+
+
+def test_a_damaged_library_of_the_wheel_is_compiled_anew(source, tmp_path, caplog):
+    (tmp_path / _build.SHIPPED).mkdir()
+    for instructions in _build.INSTRUCTION_SETS:
+        (tmp_path / _build.SHIPPED / _build.shipped_name(source, instructions)).write_bytes(b"")
+    assert _native.load_native(source).one() == 1
+    assert (_build.shipped_library(source) is None) or "is compiled anew" in caplog.text
+
+
+def test_a_compiler_may_have_arguments(source, monkeypatch):
+    source.write_text('extern "C" int one() { return ONE; }')
+    monkeypatch.setenv("CXX", "g++ -DONE='1 + 0'")
+    assert _native.load_native(source).one() == 1
+    _native.load_native.cache_clear()
+    monkeypatch.setenv("CXX", "g++ -DONE=2")
+    assert _native.load_native(source).one() == 2
 
 
 def test_without_a_writable_cache_kernels_are_compiled_elsewhere(
     source, tmp_path, monkeypatch, caplog
 ):
     (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("DRAFTTREE_CACHE", str(tmp_path / "file"))
+    assert _native.load_native(source).one() == 1
+    assert "cannot keep compiled kernels" in caplog.text
+    assert not [path for path in (tmp_path / "temporary").iterdir() if "one" in path.name]
+
+
+def test_a_cache_that_may_not_be_read_is_not_used(source, monkeypatch, caplog):
+    """As a cache in another user's home; the tests themselves may run as root."""
+
+    def refuse(*_):
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(_native, "make_private", refuse)
+    monkeypatch.setattr(_build, "shipped_library", lambda source: None)
     assert _native.load_native(source).one() == 1
     assert "cannot keep compiled kernels" in caplog.text
 
 
 def test_this_machine_has_a_compiler():
     """Without a compiler the C++ cases above fail; they do not fall back to PyTorch."""
-    assert shutil.which("g++") or shutil.which("clang++")
+    assert shutil.which("g++")

@@ -1,4 +1,4 @@
-"""The processor's name in reports."""
+"""The processor's name in reports, and the compiler."""
 
 from __future__ import annotations
 
@@ -75,3 +75,17 @@ def test_without_either_the_platform_names_it(
     monkeypatch.setattr(platform, "processor", lambda: "x86")
     assert processor_name() == "x86"
     assert machine.processor_flags() == []
+
+
+def test_the_compiler_is_the_one_that_cxx_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("g++", "ccache"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert machine.find_compiler() == (str(tmp_path / "g++"),)
+    monkeypatch.setenv("CXX", "ccache 'g++' -O2")
+    assert machine.find_compiler() == (str(tmp_path / "ccache"), "g++", "-O2")
+    monkeypatch.setenv("CXX", "missing g++")
+    assert machine.find_compiler() is None

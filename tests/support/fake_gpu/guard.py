@@ -21,8 +21,8 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 @functools.cache
 def load() -> None:
     """Let PyTorch accept tensors on CUDA devices; once in a process."""
-    program = find_compiler()
-    assert program is not None
+    compiler = find_compiler()
+    assert compiler is not None
     folder = cache_root() / "kernels"
     library = folder / f"guard-{_build.digest(SOURCE, torch.__version__)}.so"
     if not library.is_file():
@@ -32,7 +32,7 @@ def load() -> None:
             mock.patch.dict(os.environ, CPLUS_INCLUDE_PATH=os.pathsep.join(include_paths())),
         ):
             made = Path(scratch) / library.name
-            _build.compile_library(program, SOURCE, "x86-64", made)
+            _build.compile_library(compiler, SOURCE, "x86-64", made)
             # Atomic, because other processes may build it at the same time.
             made.replace(library)
     # PyTorch has loaded this library, but not for others to find.
