@@ -93,8 +93,9 @@ class RecycleOptions(MethodOptions):
         ge=0,
         le=1 << 26,
         description="Tokens of finished answers to remember, for dynamic trees: drafts copy what "
-        "followed the same text in them. The oldest leave first. Each token takes 28 bytes. 0 "
-        "means that nothing is remembered.",
+        "followed the same text in them. The oldest leave first. The number is "
+        "rounded up to a power of two, and each token takes 28 bytes. 0 means that nothing is "
+        "remembered.",
     )
     sharing: Literal["engine", "request"] = Field(
         default="engine",

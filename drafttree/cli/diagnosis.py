@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
@@ -30,7 +31,7 @@ def diagnose() -> list[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """Python, the platform and the processor."""
+    """Python, the platform, the processor and the C++ compiler."""
     supported = (3, 11) <= sys.version_info[:2] <= (3, 13)
     yield Finding(
         section="machine",
@@ -43,6 +44,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(section="machine", name="processor", value=processor_name())
     yield Finding(section="machine", name="cores", value=str(environment.cores()))
     yield Finding(section="machine", name="memory", value=environment.memory())
+    yield _judge_compiler()
 
 
 def libraries() -> Iterator[Finding]:
@@ -106,15 +108,25 @@ def traps() -> Iterator[Finding]:
             status="note",
             advice="on a CPU vLLM takes nearly all memory without it: set it to GiB, such as 1",
         )
-    if find_compiler() is None:
-        yield Finding(
-            section="traps",
-            name="C++ compiler",
-            value="not found",
-            status="note",
-            advice="vLLM's compiled mode needs one, and so do CPU kernels that the wheel does not "
-            "contain: install g++",
-        )
+
+
+def _judge_compiler() -> Finding:
+    finding = Finding(section="machine", name="C++ compiler", value="not found", status="note")
+    compiler = find_compiler()
+    try:
+        if compiler is not None:
+            version = subprocess.run(
+                [*compiler, "--version"], capture_output=True, text=True, timeout=10, check=True
+            )
+            finding.value, finding.status = version.stdout.partition("\n")[0], "ok"
+            return finding
+    except (OSError, subprocess.SubprocessError) as error:
+        finding.value = f"broken: {error}"
+    finding.advice = (
+        "vLLM's compiled mode needs one, and so do CPU kernels that the wheel does not contain: "
+        "install g++, and set CXX if it has another name"
+    )
+    return finding
 
 
 def _judge_method(entry: EntryPoint) -> Iterator[Finding]:

@@ -204,10 +204,24 @@ def test_the_version_of_sglang_is_checked(
 
 def test_traps_in_settings_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "has_cuda", lambda: False)
-    monkeypatch.setattr(diagnosis, "find_compiler", lambda: None)
     monkeypatch.setattr(environment, "CUDA_COMPANIONS", ())
     found = {finding.name: finding.status for finding in diagnosis.traps()}
-    assert found == {
-        "VLLM_CPU_KVCACHE_SPACE": "note",
-        "C++ compiler": "note",
-    }
+    assert found == {"VLLM_CPU_KVCACHE_SPACE": "note"}
+
+
+@pytest.mark.parametrize(
+    ("command", "value", "status"),
+    [
+        (("echo", "g++ 12"), "g++ 12 --version", "ok"),
+        (("false",), "broken: ", "note"),
+        (None, "not found", "note"),
+    ],
+)
+def test_the_compiler_is_reported(
+    command: tuple[str, ...] | None, value: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "find_compiler", lambda: command)
+    found = find(diagnosis.machine(), "C++ compiler")
+    assert found.value.startswith(value)
+    assert found.status == status
+    assert bool(found.advice) == (status == "note")
