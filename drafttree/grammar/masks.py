@@ -15,7 +15,9 @@ ALL = -1
 
 def allows(mask: MaskRow, token: int) -> bool:
     """Whether a mask allows a token."""
-    return bool(int(mask[token >> 5]) >> (token & 31) & 1)
+    # A prompt may have tokens beyond the target's vocabulary, which drafters copy.
+    word = token >> 5
+    return word < len(mask) and bool(int(mask[word]) >> (token & 31) & 1)
 
 
 def count_allowed(mask: MaskRow) -> int:

@@ -70,7 +70,8 @@ def room(rows: int) -> torch.Tensor:
 def test_masks_are_read(tokens: set[int]) -> None:
     mask = mask_of(tokens)
     row = mask.numpy()
-    assert tokens_of(mask) == {each for each in range(64) if allows(row, each)} == tokens
+    # Tokens beyond the mask are not allowed.
+    assert tokens_of(mask) == {each for each in range(130) if allows(row, each)} == tokens
     assert sole_token(row) == (min(tokens) if len(tokens) == 1 else None)
     assert sole_token(np.full(2, -1, np.int32)) is None
     assert count_allowed(row) == len(tokens)
@@ -203,6 +204,17 @@ def test_a_token_that_the_grammar_refuses_after_all_is_left_out() -> None:
     assert bound.given == [False, False, False, True]
     masks = room(4)
     assert fill_masks(language, [7, 31, 3, 3], [-1, 0, 0, 1], masks) == 1
+
+
+def test_tokens_beyond_the_mask_are_not_allowed() -> None:
+    """A prompt may have tokens that the target does not know, and drafters copy them."""
+    language = FiniteLanguage([[3, 31], [38, 3], [38, 31]])
+    tokens, parents = [7, 64, 38, 1000, 3], [-1, 0, 0, 2, 2]
+    masks = room(5)
+    assert fill_masks(language, tokens, parents, masks) == 2
+    assert masks[1].tolist() == masks[3].tolist() == [-1, -1]
+    bound = bind(language, tokens, parents)
+    assert (bound.tokens[1:], bound.columns[1:]) == ([38, 3, END], [2, 4, -1])
 
 
 def test_a_jump_forward_string_is_drafted() -> None:
