@@ -49,6 +49,8 @@ def _create(
     target_parallel_config: ParallelConfig,
 ) -> SpeculativeConfig:
     """Check that the engine can serve a drafttree method, and make its configuration."""
+    from vllm import envs
+
     from drafttree.vllm.chain_choice import announce
     from drafttree.vllm.checks import TRITON, check_engine
     from drafttree.vllm.runner_choice import check_choice
@@ -94,6 +96,10 @@ def _create(
     if method.kind.needs_hidden_states:
         patches.drop_last_block(config)
     patches.mark_requested(config, method.name, options)
+    # Compiled models are found by this hash too, and need not be compiled anew for other options.
+    # An older vLLM has no startup plans.
+    if getattr(envs, "VLLM_ENABLE_STARTUP_PLAN", False):
+        patches.hash_request(config, method.name, options)
     patches.use_worker(target_parallel_config, serving.worker)
     if not serving.uses_v2:
         patches.hide_draft_schedule(config)

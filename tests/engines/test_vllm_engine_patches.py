@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_host.jobs import run_job
+from vllm_configured import configure
 from vllm_patch_report import make_report
 from vllm_runs import ENVIRONMENT
 
@@ -91,6 +93,29 @@ def test_convolutions_are_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None
         keep_convolutions()
 
 
+def test_startup_plans_are_those_of_a_method_and_its_options(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM keeps of an earlier start, it finds by the configuration's hash."""
+    several: list[dict[str, Any]] = [
+        {"nodes": 8},
+        {"nodes": 8, "memory": False},
+        {"method": "rsd", "model": str(tiny_llama), "tree": "beam:2x4"},
+    ]
+
+    def hashes() -> list[str]:
+        made = [configure(tiny_llama, each) for each in several]
+        for config in made:
+            assert pickle.loads(pickle.dumps(config)).compute_hash() == config.compute_hash()
+        return [config.compute_hash() for config in made]
+
+    monkeypatch.delenv("VLLM_ENABLE_STARTUP_PLAN", raising=False)
+    assert len({*hashes()}) == 1
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    assert len({*hashes()}) == 3
+    assert hashes() == hashes()
+
+
 def test_a_second_call_changes_nothing(report: dict[str, Any]) -> None:
     assert report["twice"] == []
 
@@ -100,7 +125,7 @@ def test_contexts_restore_what_they_replace(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_engine_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["refused"]) == 18
+    assert len(report["refused"]) == 19
     for name, message in report["refused"].items():
         assert name in message
         assert "does not support this vLLM" in message

@@ -235,6 +235,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         patches.mark_requested(speculative, "token_recycling", OURS)
         patches.drop_last_block(speculative)
         patches.hide_draft_schedule(speculative)
+        patches.hash_request(speculative, "token_recycling", OURS)
         patches.use_worker(parallel, "some.Worker")
         patches.use_attention_backend(engine, "TRITON_ATTN")
         graphs.capture_whole_trees(engine, speculative, 8)
@@ -332,6 +333,7 @@ def _refused() -> dict[str, str]:
     for name, apply in (
         ("use_eagle_block_drop", patches.drop_last_block),
         ("uses_dynamic_speculative_decoding", patches.hide_draft_schedule),
+        ("compute_hash", lambda unlike: patches.hash_request(unlike, "token_recycling", OURS)),
         ("worker_cls", lambda unlike: patches.use_worker(unlike, "some.Worker")),
         ("attention_backend", lambda unlike: patches.use_attention_backend(unlike, "some")),
         (

@@ -28,6 +28,7 @@ from drafttree.vllm.patches.arguments import (
 )
 from drafttree.vllm.patches.configuration import (
     drop_last_block,
+    hash_request,
     hide_draft_schedule,
     use_worker,
     without_logits_processors,
@@ -97,6 +98,7 @@ __all__ = [
     "chosen_capture_sizes",
     "drafted_in",
     "drop_last_block",
+    "hash_request",
     "hide_draft_schedule",
     "keep_convolutions",
     "keep_texts_on_host",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,14 @@ PATCHES: tuple[Patch, ...] = (
         "given to it never changes the number.",
     ),
     Patch(
+        target="vllm.config:SpeculativeConfig.compute_hash",
+        when="On the configuration of an engine with a drafttree method, if "
+        "VLLM_ENABLE_STARTUP_PLAN is set.",
+        reason="With this variable vLLM sizes its KV cache as in an earlier start whose "
+        "configuration had the same hash. The memory that is left also depends on the method and "
+        "its options, which are added to the hash.",
+    ),
+    Patch(
         target="vllm.config:ModelConfig.logits_processors",
         when="On one engine's configuration, while its stock model runner is built.",
         reason="vLLM refuses custom logits processors with speculation. The tree runner builds "
@@ -70,12 +80,26 @@ def hide_draft_schedule(config: SpeculativeConfig) -> None:
     _override_method(config, "uses_dynamic_speculative_decoding", False)
 
 
-def _override_method(config: SpeculativeConfig, name: str, result: bool) -> None:
+def hash_request(config: SpeculativeConfig, name: str, options: dict[str, Any]) -> None:
+    """Let the hash of a configuration depend on the method that it requests, and its options."""
+    factors = _stock_method(config, "compute_hash")(config), name, options
+    text = json.dumps(factors, sort_keys=True, default=repr)
+    _override_method(config, "compute_hash", hashlib.sha256(text.encode()).hexdigest())
+
+
+def _override_method(config: SpeculativeConfig, name: str, result: bool | str) -> None:
     """Let a method without arguments return `result`, on one configuration."""
-    if not callable(getattr(type(config), name, None)):
+    _stock_method(config, name)
+    # A type and `partial` can be pickled to the engine's other processes, unlike a closure.
+    object.__setattr__(config, name, functools.partial(type(result), result))
+
+
+def _stock_method(config: SpeculativeConfig, name: str) -> Callable[..., Any]:
+    """A method of the configuration's class."""
+    method = getattr(type(config), name, None)
+    if not callable(method):
         raise unknown(f"SpeculativeConfig has no method {name}")
-    # `bool` and `partial` can be pickled to the engine's other processes, unlike a closure.
-    object.__setattr__(config, name, functools.partial(bool, result))
+    return method
 
 
 @contextmanager
