@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tree_kernels.kv_move import KvMover, movers_of
@@ -29,8 +29,10 @@ class DraftingRunner:
     Attributes:
         counters: Counts of drafted and accepted tokens.
         draft_seconds: The host's time spent drafting with a model, in seconds.
+        dropped: Names of the attributes that refer to models, KV caches or the drafter.
     """
 
+    dropped: ClassVar[tuple[str, ...]] = ("_drafter", "_movers")
     counters: Counters
     draft_seconds: float = 0.0
     _drafter: Drafter
@@ -157,6 +159,13 @@ class DraftingRunner:
         stock.initialize_kv_cache(*args, **kwargs)
         if not kwargs.get("is_profiling"):
             self._movers = self._make_movers()
+
+    def shutdown(self) -> None:
+        """Give memory back; an engine in the user's process may be referenced for longer."""
+        for name in self.dropped:
+            vars(self).pop(name, None)
+        stock: Any = super()
+        stock.shutdown()
 
     def _make_movers(self, of: Callable[[str], bool] = bool) -> list[list[KvMover]]:
         """The movers that compact KV caches after a step, by group of caches.

@@ -56,6 +56,7 @@ class DraftModelStep(InStepState):
 class DraftModelRunner(InStepRunner[DraftModelStep]):
     """Drafts with a `DraftModelDrafter`."""
 
+    dropped = (*InStepRunner.dropped, "_draft_model", "_draft_graphs", "_unread")
     _drafter: DraftModelDrafter
 
     def _set_up_drafter(self, method: Method[Any], options: dict[str, Any]) -> None:

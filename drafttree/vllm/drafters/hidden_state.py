@@ -82,6 +82,7 @@ def _decodes_alone(trees: StepTrees) -> bool:
 class HiddenStateRunner(InStepRunner[HiddenStateStep]):
     """Drafts with a `HiddenStateDrafter`."""
 
+    dropped = (*InStepRunner.dropped, "_unadapted", "_layer", "_deferred")
     _drafter: HiddenStateDrafter
     _deferred: DeferredRows[str] | None = None
 

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 class DraftModelRunnerV2(InStepRunnerV2):
     """Drafts with a `DraftModelDrafter`."""
 
+    dropped = (
+        *InStepRunnerV2.dropped,
+        *("_draft_model", "_draft_graphs", "_movers_apart", "_missed", "_drawn"),
+    )
     _drafter: DraftModelDrafter
     _drawn: Any = None
     _movers_apart: Sequence[list[list[KvMover]]] = ()

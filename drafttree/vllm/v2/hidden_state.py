@@ -31,6 +31,7 @@ from drafttree.vllm.v2.in_step import InStepRunnerV2
 class HiddenStateRunnerV2(InStepRunnerV2):
     """Drafts with a `HiddenStateDrafter`."""
 
+    dropped = (*InStepRunnerV2.dropped, "_unadapted", "_layer", "_deferred", "_hidden")
     _drafter: HiddenStateDrafter
     _deferred: DeferredRows[int] | None = None
 

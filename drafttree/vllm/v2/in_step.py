@@ -40,6 +40,7 @@ class InStepRunnerV2(TreeRunnerV2):
         _clock: Measures the drafts of this step.
     """
 
+    dropped = (*TreeRunnerV2.dropped, "_batch", "_seen", "_context", "_shown")
     _batch: InputBatch | None = None
     _seen: InputBatch | None = None
     _context: ForwardContext

@@ -62,6 +62,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
     start to its end.
     """
 
+    dropped = (*DraftingRunner.dropped, "_trees", "_rope")
     _drafter: Drafter
     _step: Layout | None = None
     _rope: TreeRope | None = None

@@ -1,0 +1,27 @@
+"""vLLM in the user's process: what an engine that was shut down keeps while it is referenced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_shutdown import left_after_shutdown
+
+
+@pytest.mark.parametrize("runner", ["v1", pytest.param("v2", marks=pytest.mark.full)])
+def test_nothing_of_a_draft_model_is_kept(runner: str, tiny_llama: Path) -> None:
+    method = {"method": "rsd", "model": str(tiny_llama), "tree": "beam:2x2"}
+    assert left_after_shutdown(tiny_llama, method, runner) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_nothing_of_a_layer_is_kept(runner: str, tiny_llama: Path, memorised: Path) -> None:
+    method = {"method": "lyanna", "model": str(memorised), "nodes": 6}
+    assert left_after_shutdown(tiny_llama, method, runner) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_nothing_of_the_tables_is_kept(runner: str, tiny_llama: Path) -> None:
+    assert left_after_shutdown(tiny_llama, {"method": "token_recycling"}, runner) == []
