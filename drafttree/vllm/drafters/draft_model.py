@@ -96,8 +96,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             # A step that reads prompts alone is not measured, so it is none to try a shape in.
             if (roots < 0).all():
                 return self._propose_without_model(slots, roots)
-            lengths = self.input_batch.num_tokens_no_spec[: len(roots)] - 1
-            texts = list(enumerate(lengths.tolist()))
+            texts = list(enumerate(self._read_in_step(len(roots))))
             shape = shape_of_first_rank(
                 lambda: self._drafter.plan(slots, lambda: unread.count(texts)), get_tp_group()
             )
@@ -109,6 +108,15 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         tree_size = torch.full((len(roots),), parents.shape[1], dtype=torch.int32)
         trees = DraftTree(torch.full_like(parents, PLACEHOLDER), parents, tree_size)
         return self._as_declared(trees)
+
+    def _read_in_step(self, count: int) -> list[int]:
+        """How many tokens of the texts of `count` requests the target has read after a step."""
+        batch, starts = self.input_batch, self.query_start_loc.np[: count + 1]
+        # Up to the last row of the step, in which a prompt may be read in part. The last rows of
+        # other requests may be those of rejected drafts.
+        ends = batch.num_computed_tokens_cpu[:count] + np.diff(starts)
+        lengths: list[int] = np.minimum(ends, batch.num_tokens_no_spec[:count] - 1).tolist()
+        return lengths
 
     def _new_step(self, trees: StepTrees) -> DraftModelStep:
         return DraftModelStep(trees)
