@@ -6,12 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from drafttree.vllm.chains.runner import ChainRunner
 from drafttree.vllm.engine_priming import prime_until_work
+from drafttree.vllm.priming import MAX_TOKENS
 
 
 class Core:
@@ -61,3 +65,14 @@ def test_priming_waits_while_sessions_hold_the_cache() -> None:
     core.pool.free_blocks(held)
     prime_until_work(core)
     assert len(core.lent) == 2
+
+
+@pytest.mark.parametrize(("split", "blocks"), [(128, MAX_TOKENS), (64, 0)])
+def test_tables_are_not_primed_where_attention_splits_blocks(split: int, blocks: int) -> None:
+    """FlashMLA has blocks of 64 tokens, whose numbers are others than those of the cache."""
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    builder = SimpleNamespace(kv_cache_spec=spec.copy_with_new_block_size(split))
+    runner: Any = ChainRunner.__new__(ChainRunner)
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    runner.attn_groups = [[SimpleNamespace(get_metadata_builder=lambda _: builder)]]
+    assert runner.priming_blocks() == blocks

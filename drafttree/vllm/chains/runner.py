@@ -127,8 +127,20 @@ class ChainRunner(ModelFreeRunner):
         """Whether forwards outside of steps leave everything but a few blocks as it was."""
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         # A KV connector saves what layers write. Recurrent layers keep states in these blocks too.
-        return not has_kv_transfer_group() and all(
-            isinstance(spec, AttentionSpec) for spec in specs
+        return (
+            not has_kv_transfer_group()
+            and all(isinstance(spec, AttentionSpec) for spec in specs)
+            and not self._blocks_are_split()
+        )
+
+    def _blocks_are_split(self) -> bool:
+        """Whether the attention of some layers numbers blocks that are smaller than the cache's."""
+        return any(
+            group.get_metadata_builder(0).kv_cache_spec.block_size != cache.kv_cache_spec.block_size
+            for groups, cache in zip(
+                self.attn_groups, self.kv_cache_config.kv_cache_groups, strict=True
+            )
+            for group in groups
         )
 
     def priming_blocks(self) -> int:
