@@ -16,6 +16,7 @@ from drafttree.drafter import Drafter
 from drafttree.metrics import Counters
 from drafttree.model_files import bos_token, local_folder, reads_files
 from drafttree.target import Target
+from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.priming import blocks_for_priming
 
@@ -140,7 +141,7 @@ class DraftingRunner:
         self._load_drafter()
         taken = self._state_bytes + allocated(self.device) - before
         if self.device.type == "cuda":
-            self.model_memory_usage += taken
+            patches.replace_model_memory(self, self.model_memory_usage + taken)
             logger.info(
                 "The drafter takes %.1f MiB, and a step with max_num_seqs requests up to %.1f MiB",
                 taken / 2**20,

@@ -20,6 +20,7 @@ from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from drafttree.arrays import BoolArray, IntArray
 from drafttree.transfer import on_device
 from drafttree.tree import NO_TOKEN, DraftTree, Verified
+from drafttree.vllm import patches
 from drafttree.vllm.model_inputs import rope_positions
 from drafttree.vllm.pending_drafts import PendingDrafts
 from drafttree.vllm.request_slots import RequestSlots
@@ -56,9 +57,7 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         super().set_up(*args, **kwargs)
         self._slots = RequestSlots(self.max_num_reqs)
         self._slots_of_batch: tuple[list[str], torch.Tensor] | None = None
-        # No step here uses the engine's rejection sampler. When the engine measures a step, it
-        # would run it for seconds and reserve memory for it.
-        self.rejection_sampler = skip_rejection_sampling
+        patches.skip_rejection_sampling(self)
 
     def _new_step(self, trees: StepTrees) -> S:
         """The state of a step that begins."""
@@ -343,7 +342,3 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         """The tokens that end each seeded request of the batch, by its row."""
         names = self.input_batch.req_ids
         return {row: self._ending_tokens(names[row]) for row in self.input_batch.generators}
-
-
-def skip_rejection_sampling(*args: Any) -> None:
-    """Stands in for the engine's rejection sampler, which verifies chains and no tree."""

@@ -125,7 +125,7 @@ def test_contexts_restore_what_they_replace(report: dict[str, Any]) -> None:
 
 
 def test_an_unknown_engine_is_refused(report: dict[str, Any]) -> None:
-    assert len(report["refused"]) == 19
+    assert len(report["refused"]) == 21
     for name, message in report["refused"].items():
         assert name in message
         assert "does not support this vLLM" in message

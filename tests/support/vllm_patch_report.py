@@ -212,6 +212,8 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     states_v2 = type("RequestState", (SimpleNamespace,), {})(all_token_ids=SimpleNamespace())
     runner_v2 = type("GPUModelRunner", (SimpleNamespace,), {})(
         speculator=None,
+        rejection_sampler=None,
+        model_memory_usage=0,
         req_states=states_v2,
         max_num_reqs=2,
         max_model_len=8,
@@ -243,6 +245,8 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         assert patches.adopt(runner, CPUModelRunner, ModelFreeRunner) is runner
         patches.replace_speculator(runner_v2, speculator)
         patches.keep_texts_on_host(runner_v2)
+        patches.skip_rejection_sampling(runner_v2)
+        patches.replace_model_memory(runner_v2, 7)
         patches.limit_grammar_masks(grammars_v2, 2)
         patches.use_scheduler(engine)
         patches.replace_table(scheduler, (0, 3))
@@ -349,6 +353,8 @@ def _refused() -> dict[str, str]:
             "thinking_budget_state_holder",
             lambda unlike: patches.replace_thinking_budgets(unlike, None),
         ),
+        ("rejection_sampler", patches.skip_rejection_sampling),
+        ("model_memory_usage", lambda unlike: patches.replace_model_memory(unlike, 7)),
         ("speculator", lambda unlike: patches.replace_speculator(unlike, None)),
         ("scheduler_cls", patches.use_scheduler),
         ("dynamic_sd_lookup", lambda unlike: patches.replace_table(unlike, None)),

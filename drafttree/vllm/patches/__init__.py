@@ -52,8 +52,10 @@ from drafttree.vllm.patches.runner import (
     limit_grammar_masks,
     replace_budget_states,
     replace_logits_processors,
+    replace_model_memory,
     replace_speculator,
     replace_thinking_budgets,
+    skip_rejection_sampling,
 )
 from drafttree.vllm.patches.scheduling import (
     attach_report,
@@ -110,6 +112,7 @@ __all__ = [
     "replace_budget_states",
     "replace_capture_sizes",
     "replace_logits_processors",
+    "replace_model_memory",
     "replace_speculative_arguments",
     "replace_speculator",
     "replace_table",
@@ -120,6 +123,7 @@ __all__ = [
     "send_bound",
     "send_proposals",
     "show_drafted",
+    "skip_rejection_sampling",
     "update_of",
     "use_attention_backend",
     "use_scheduler",

@@ -53,6 +53,24 @@ PATCHES: tuple[Patch, ...] = (
         "run. More requests have smaller trees, so a step has fewer rows.",
     ),
     Patch(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.rejection_sampler",
+        when="On an adopted model runner, before the model is loaded.",
+        reason="No step with trees uses vLLM's rejection sampler. When vLLM measures the memory of "
+        "a step, it would run it for seconds and reserve memory for it.",
+    ),
+    *(
+        Patch(
+            target=f"{kind}.model_memory_usage",
+            when="On an adopted model runner on a GPU, when the drafter has been loaded.",
+            reason="vLLM sizes its KV cache by the memory that the weights take, and counts "
+            "nothing that is loaded after them. The memory of the drafter is added.",
+        )
+        for kind in (
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+            "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
+        )
+    ),
+    Patch(
         target="vllm.v1.worker.gpu_input_batch:InputBatch.logitsprocs",
         when=ON_BATCH,
         reason="With speculation vLLM builds only the logits processors that its own verification "
@@ -137,6 +155,20 @@ def limit_grammar_masks(worker: Any, rows: int) -> None:
     masks = worker.grammar_bitmask
     if len(masks) > rows:
         set_attributes(worker, grammar_bitmask=masks.new_zeros(rows, *masks.shape[1:]))
+
+
+def skip_rejection_sampling(runner: Any) -> None:
+    """Let a model runner not run its rejection sampler, which verifies chains and no tree."""
+    set_attributes(runner, rejection_sampler=_skip)
+
+
+def _skip(*args: Any) -> None:
+    """Stands in for the engine's rejection sampler."""
+
+
+def replace_model_memory(runner: Any, size: int) -> None:
+    """Let a model runner count `size` bytes as the memory of the weights."""
+    set_attributes(runner, model_memory_usage=size)
 
 
 def replace_logits_processors(batch: Any, processors: Any, custom: bool) -> None:

@@ -97,6 +97,7 @@ class Stock(GPUModelRunner):
             use_cumem_cudagraph_pool=False,
         )
         self.load_config, self.model_memory_usage = None, 0
+        self.rejection_sampler: Any = None
         self.requests: dict[str, CachedRequestState] = {}
         self.sampler = Sampler()
         # vLLM for CPUs would take an operator of its own.
