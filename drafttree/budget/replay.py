@@ -197,9 +197,7 @@ class _Replayer:
                 draft_seconds = 0.0
             elif not draft_seconds:
                 draft_seconds = reference.mean_draft_seconds(batch_size)
-            seconds = reference.costs.seconds(batch_size, rows, added_rows)
-            if rows <= batch_size:
-                seconds += draft_seconds
+            seconds = reference.costs.seconds(batch_size, rows, added_rows) + draft_seconds
             if given_tokens:
                 # Grammars give as many for each token that they do not give.
                 given_tokens *= tokens / (step.emitted_tokens - given_tokens)

@@ -232,6 +232,7 @@ def test_other_constants_make_other_decisions(recording: Path) -> None:
 
 
 def test_a_step_that_is_drafted_in_the_replay_alone_has_the_predicted_outcome() -> None:
+    """Looking up its drafts takes a tenth of the time of the rest."""
     expected = [[1.0, 2.0]]
     first = RecordedPlanner(
         candidate_sizes=(0, 3),
@@ -242,8 +243,8 @@ def test_a_step_that_is_drafted_in_the_replay_alone_has_the_predicted_outcome() 
         batch_size=1,
         expected_tokens=expected,
         rows=1,
-        seconds=1.0,
-        draft_seconds=0.001,
+        seconds=1.1,
+        draft_seconds=0.1,
         emitted_tokens=1,
     )
     result = replay(first, [plain] * 40, BudgetConstants())
@@ -251,7 +252,8 @@ def test_a_step_that_is_drafted_in_the_replay_alone_has_the_predicted_outcome() 
     assert result.replayed.drafted > 20
     drafted = result.replayed.drafted
     assert result.replayed.tokens == pytest.approx(40 + drafted)
-    assert result.replayed.seconds == pytest.approx(40, rel=0.01)
+    looked_up = sum(choice is not None for choice in result.choices)
+    assert result.replayed.seconds == pytest.approx(40 + 0.1 * looked_up, rel=0.01)
 
 
 def test_the_command_shows_the_replay(recording: Path) -> None:
