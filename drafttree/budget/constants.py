@@ -81,6 +81,12 @@ class BudgetConstants(BaseModel):
         gt=1,
         description="A step's time counts as at most this multiple of its prediction.",
     )
+    most_of_one_stall: float = Field(
+        default=8.0,
+        gt=0,
+        description="The longest stall of plain steps, or of steps with drafts, counts as at most "
+        "this many predicted steps, unless all others together were longer.",
+    )
 
     # Cost model.
     level_spread: float = Field(

@@ -8,7 +8,9 @@ slower, such as a busy machine or longer contexts, and neighbouring sizes share 
 has not been used for a while moves along with the others and becomes uncertain.
 
 The filter follows the usual time of a step. The mean is larger if some steps stall; its ratio to
-the usual time is measured over more steps, for plain steps and for steps with drafts.
+the usual time is measured over more steps, for plain steps and for steps with drafts. One long
+stall is no measure of how often steps of its kind stall, so it counts in part there, and as a whole
+in the ratio of all steps.
 
 Grammars may add rows to those that were chosen, in plain steps too. A step with such rows is one of
 the size that was chosen: the curve accounts for what they take. As many are expected of each
@@ -26,7 +28,7 @@ import numpy as np
 from drafttree.arrays import FloatArray
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.cost_factors import Factors, Recheck, project, value_at
-from drafttree.budget.decaying_ratio import DecayingRatio
+from drafttree.budget.decaying_ratio import DecayingRatio, StallRatio
 from drafttree.budget.forward_curve import ForwardCurve
 
 _LEAST_VARIANCE = 1e-4
@@ -82,7 +84,7 @@ class CostModel:
         self._buckets: dict[int, Factors] = {}
         self._variance = constants.initial_noise**2
         self._paid = DecayingRatio(constants)
-        self._paid_by_kind = DecayingRatio(constants), DecayingRatio(constants)
+        self._paid_by_kind = StallRatio(constants), StallRatio(constants)
         self._added_rows = DecayingRatio(constants)
         self.clock = 0
         # What is asked for more than once between two steps.

@@ -23,7 +23,7 @@ class DecayingRatio:
 
     def add(self, predicted: float, actual: float, clock: int) -> None:
         """Add a step at `clock`, the number of steps so far."""
-        weight = self._weight(clock) * math.exp(-1 / self.constants.memory)
+        weight = self._weight_before(clock)
         self.predicted = self.predicted * weight + predicted
         self.actual = self.actual * weight + actual
         self.updated_at = clock
@@ -37,3 +37,34 @@ class DecayingRatio:
 
     def _weight(self, clock: int) -> float:
         return math.exp(-(clock - self.updated_at) / self.constants.age_memory)
+
+    def _weight_before(self, clock: int) -> float:
+        """The weight of all earlier steps when one is added at `clock`."""
+        return self._weight(clock) * math.exp(-1 / self.constants.memory)
+
+
+@dataclass
+class StallRatio(DecayingRatio):
+    """The ratio of the mean time of steps to their usual time, in which one stall counts little.
+
+    What the slowest step took beyond its prediction counts as at most `most_of_one_stall`, or as
+    much as all others took beyond theirs: one long stall does not tell how often steps stall.
+
+    Attributes:
+        largest: The largest excess of a step, which loses weight like the sums.
+    """
+
+    largest: float = 0.0
+
+    def add(self, predicted: float, actual: float, clock: int) -> None:
+        """Add a step at `clock`, the number of steps so far."""
+        self.largest = max(self.largest * self._weight_before(clock), actual - predicted)
+        super().add(predicted, actual, clock)
+
+    def value(self, prior: float, clock: int) -> float:
+        """The ratio at `clock`, drawn towards `prior` where few steps are known."""
+        others = self.actual - self.predicted - self.largest
+        uncounted = max(0.0, self.largest - max(others, self.constants.most_of_one_stall))
+        weight = self._weight(clock)
+        steps = self.constants.prior_weight + weight * self.predicted
+        return super().value(prior, clock) - weight * uncounted / steps

@@ -8,6 +8,7 @@ taken.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,6 +16,7 @@ import pytest
 from budget_scenarios import SCENARIOS
 from planner_policy import Planned
 from simulated_decoding import Decoder, Fixed, Run, Scenario, Step
+from tier_policy import run_tiers
 
 STEPS = 2000
 SEEDS = range(3)
@@ -74,6 +76,67 @@ def test_one_stall_in_a_step_that_was_cut_short_changes_nothing() -> None:
     assert len(after.steps) == 600
     assert after.rest() < 0.05
     assert after.longest_rest <= 5
+
+
+class OneStall:
+    """Makes one step 60 times as slow: the first of a kind after 15 seconds, some 400 steps."""
+
+    def __init__(self, *, drafted: bool) -> None:
+        self.is_over = False
+        self._drafted = drafted
+
+    def slow(self, time: float, drafted: bool) -> float:
+        """The factor on the time of a step at a time."""
+        if self.is_over or time < 15 or drafted != self._drafted:
+            return 1.0
+        self.is_over = True
+        return 60.0
+
+
+def planned(scenario: Scenario, steps: int) -> Run:
+    return Decoder(scenario).run(Planned(scenario), steps)
+
+
+def tiered(scenario: Scenario, steps: int) -> Run:
+    return run_tiers(scenario, steps)[0]
+
+
+def slowest(run: Run) -> int:
+    """Index of the step that took longest."""
+    return max(range(len(run.steps)), key=lambda index: run.steps[index].seconds)
+
+
+@pytest.mark.parametrize("decode", [planned, tiered])
+def test_one_long_stall_in_a_step_with_drafts_does_not_end_drafting(
+    decode: Callable[[Scenario, int], Run],
+) -> None:
+    """Drafting is 1.17 times as fast as plain decoding."""
+    stall = OneStall(drafted=True)
+    scenario = replace(SCENARIOS["quiet"], quality=lambda step: 0.23, slow=stall.slow)
+    run = decode(scenario, 1000)
+    after = slowest(run) + 1
+    assert stall.is_over
+    assert run.rest(100, after) < 0.1
+    assert run.rest(after, after + 500) < 0.25
+
+
+@pytest.mark.parametrize("decode", [planned, tiered])
+def test_one_long_stall_in_a_plain_trial_does_not_keep_up_drafting(
+    decode: Callable[[Scenario, int], Run],
+) -> None:
+    """Drafting is 1.1 times as fast as plain decoding, and slower than it after the stall."""
+    stall = OneStall(drafted=False)
+    scenario = replace(
+        SCENARIOS["quiet"],
+        by_row=0.002,
+        quality=lambda step: 0.05 if stall.is_over else 0.35,
+        slow=stall.slow,
+    )
+    run = decode(scenario, 800)
+    after = slowest(run) + 1
+    assert stall.is_over
+    assert run.rest(100, after) < 0.3
+    assert run.rest(after, after + 250) > 0.7
 
 
 @pytest.mark.parametrize("factors", [(4, 4), (50, 50), (4, 20)], ids=str)
