@@ -352,5 +352,5 @@ class Planner:
         elif plan.is_trial:
             index = self.candidate_sizes.index(plan.choice.num_draft_tokens)
             means = self._step_seconds(state, batch_size)
-            spent = min(seconds, float(means[index])) / float(means[state.index])
-            self.trials.charge(spent, state.gain, plan.lowest)
+            spent = min(seconds, self.trials.seconds(batch_size, index, state.index, means))
+            self.trials.charge(spent / float(means[state.index]), state.gain, plan.lowest)

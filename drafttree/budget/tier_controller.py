@@ -231,10 +231,8 @@ class TierController:
             index = size
         else:
             return None
-        relative = float(seconds[index] / seconds[best])
-        if not index:
-            relative = min(relative, 1.0)  # no plain step takes longer; see `Trials.wants_plain`
-        trials.charge(relative, float(gains[best]), float(lowest[index]))
+        spent = trials.seconds(batch_size, index, best, seconds)
+        trials.charge(spent / float(seconds[best]), float(gains[best]), float(lowest[index]))
         return index
 
     def _probe(self, batch_size: int, plain_seconds: float) -> bool:

@@ -41,11 +41,7 @@ class Trials:
         surprises = costs.surprises(batch_size)
         if surprises is not None and surprises[0] < 1 and plain * surprises[0] * gain < wanted:
             return True
-        # A plain step takes no longer than one that also verifies drafts. If it seems to, some that
-        # were measured were delayed.
-        usual = costs.usual_of_sizes(batch_size)
-        excess = float(usual[0] / usual[index])
-        plain /= max(1.0, excess)
+        plain = self.seconds(batch_size, 0, index, seconds)
         if not self.allowance.covers(self._loss(plain / float(seconds[index]), gain, 1.0)):
             return False
         # The only plain step for long may have been delayed.
@@ -53,7 +49,24 @@ class Trials:
             return True
         deviation = float(costs.deviations(batch_size, index)[0])
         optimism = math.exp(-constants.optimism * deviation)
-        return excess * optimism > 1 or plain * optimism * gain < wanted
+        return self._excess(batch_size, index) * optimism > 1 or plain * optimism * gain < wanted
+
+    def seconds(self, batch_size: int, index: int, best: int, means: FloatArray) -> float:
+        """What a trial is expected to take.
+
+        A plain step takes no longer than one that also verifies drafts. If it seems to, some that
+        were measured were delayed.
+
+        Args:
+            batch_size: Number of requests.
+            index: Index of the size that is tried.
+            best: Index of the size in use.
+            means: `[S]`, predicted mean seconds at each size.
+        """
+        if index:
+            return float(means[index])
+        plain = float(means[0]) / max(1.0, self._excess(batch_size, best))
+        return min(plain, float(means[best]))
 
     def size(
         self,
@@ -119,6 +132,11 @@ class Trials:
     def charge(self, seconds: float, best_gain: float, gain: float) -> None:
         """Charge the allowance for a trial; see `_loss`."""
         self.allowance.charge(self._loss(seconds, best_gain, gain))
+
+    def _excess(self, batch_size: int, index: int) -> float:
+        """The ratio of a plain step's usual time to that of a step at the size in use."""
+        usual = self._costs.usual_of_sizes(batch_size)
+        return float(usual[0] / usual[index])
 
     def _loss(self, seconds: float, best_gain: float, gain: float) -> float:
         """What a trial loses, in steps of the best size.

@@ -287,6 +287,17 @@ def test_the_first_plain_step_for_long_is_delayed(seed: int) -> None:
     assert not machine.delays
 
 
+def test_plain_decoding_is_tried_again_after_a_stall_in_such_a_trial() -> None:
+    """Plain steps then seem to take longer than steps with drafts, and a trial to cost more."""
+    machine = Machine(linear(0.0004), quality=0.5, noise=0.03)
+    planner = Planner((0, 3, 7, 15), machine.forwards())
+    play(machine, planner, 200)
+    machine.delays[False] = 60.0
+    play(machine, planner, 100)
+    assert not machine.delays
+    assert play(machine, planner, 1200).sizes.count(0) >= 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_drafted_step_for_long_is_delayed(seed: int) -> None:
     machine = Machine(linear(0.0004), quality=0.0, noise=0.05, rng=np.random.default_rng(seed))
