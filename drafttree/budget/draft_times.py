@@ -25,6 +25,11 @@ class DraftTimes:
         self._seconds: dict[int, dict[int, float]] = {}
         self._warm: set[int] = set()
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._seconds)
+
     def warm(self, forwards: int) -> bool:
         """Whether trees with so many forwards of the model have been drafted before."""
         return forwards in self._warm

@@ -40,6 +40,9 @@ from drafttree.budget.step_report import MeasuredStep, StepReport
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.budget.trials import Trials
 
+_MOST_UNRECORDED = 32
+"""Steps without a recorded one after which nothing is tried, as nothing would be learned."""
+
 
 class Planner:
     """Chooses one of a few candidate sizes for each decode step, and further nodes for some trees.
@@ -85,9 +88,11 @@ class Planner:
         self.report = StepReport()
         self._states: dict[int, BucketState] = {}
         self._plans: deque[StepPlan] = deque(maxlen=1 + late)
+        self._unrecorded = 0
 
     def should_skip_drafting(self, batch_size: int) -> bool:
         """Whether the next step is plain and drafts need not be looked up for it."""
+        self._unrecorded += 1
         state = self._state(batch_size)
         if not self._should_skip(state, batch_size):
             return False
@@ -165,6 +170,7 @@ class Planner:
             verified: The drafts of each request; None if only their sum is known, so that each
                 is taken for the mean.
         """
+        self._unrecorded = 0
         state, costs = self._state(batch_size), self.costs
         bucket, plan = batch_bucket(batch_size), None
         chosen_rows, own_tokens = rows - added_rows, emitted_tokens - given_tokens
@@ -252,8 +258,10 @@ class Planner:
         if state.index == 0:
             return state.benefit <= 0 and not self.probes.covers(state.draft_seconds / seconds[0])
         # The gain is that of an earlier step; only new drafts tell what drafting gains now.
-        return not state.is_tried and self.trials.wants_plain(
-            batch_size, state.index, state.gain, seconds
+        return (
+            self._may_try
+            and not state.is_tried
+            and self.trials.wants_plain(batch_size, state.index, state.gain, seconds)
         )
 
     def _choose(
@@ -281,7 +289,7 @@ class Planner:
         seconds = self._step_seconds(state, batch_size)
         best, rates = best_size(gains, expected, seconds, self.constants.margin)
         index, is_trial = best, False
-        if not self._is_trial_under_way():
+        if self._may_try and not self._is_trial_under_way():
             trial = self.trials.size(batch_size, best, gains, lowest, rates)
             if trial is not None:
                 index, is_trial = trial, True
@@ -333,6 +341,11 @@ class Planner:
             state.expect(plan.gain, taken)
         self._plans.append(plan)
         return choice
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether steps are recorded, so that trials are charged and teach something."""
+        return self._unrecorded <= _MOST_UNRECORDED
 
     def _is_trial_under_way(self) -> bool:
         """Whether the outcome of a trial is still to come, where outcomes are late."""

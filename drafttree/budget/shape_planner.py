@@ -333,8 +333,8 @@ class ShapePlanner:
 
     @property
     def _is_known(self) -> bool:
-        """Whether there are enough outcomes to say whether drafting pays."""
-        return self.acceptance.evidence >= _EVIDENCE
+        """Whether there are enough outcomes, and a time of drafting, to say whether it pays."""
+        return self.draft_times.is_known and self.acceptance.evidence >= _EVIDENCE
 
     def _rest(
         self, gains: FloatArray | None = None, seconds: FloatArray | None = None

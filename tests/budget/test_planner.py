@@ -298,6 +298,14 @@ def test_plain_decoding_is_tried_again_after_a_stall_in_such_a_trial() -> None:
     assert play(machine, planner, 1200).sizes.count(0) >= 2
 
 
+def test_nothing_is_tried_while_no_step_is_recorded() -> None:
+    """Trials would never be charged, so that each step would be one."""
+    machine = Machine(linear(0.0004))
+    planner = Planner((0, 3, 7, 15), machine.forwards())
+    assert play(machine, planner, 500, late=500).share(15, 50, 500) == 1
+    assert len(set(play(machine, planner, 500).sizes)) > 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_first_drafted_step_for_long_is_delayed(seed: int) -> None:
     machine = Machine(linear(0.0004), quality=0.0, noise=0.05, rng=np.random.default_rng(seed))

@@ -180,6 +180,19 @@ def test_drafting_is_tried_again_after_a_reset() -> None:
     assert drafted(40) > before + 1
 
 
+def test_drafts_do_not_seem_free_where_no_step_is_measured() -> None:
+    """Each step reads a part of a prompt, for example. Drafting takes longer than it saves."""
+
+    class Unmeasured(Planned):
+        def learn(self, shape: TreeShape, step: Step) -> None:
+            if shape.depth:
+                verified = Verified(torch.from_numpy(step.paths), *2 * [torch.empty(0)])
+                self.planner.acceptance.add(shape, beams(shape, 1), verified)
+
+    scenario = Scenario(draft_fixed=0.02, draft_by_row=0.001)
+    assert run(scenario, Unmeasured(scenario), 600).drafted(200) < 0.05
+
+
 def test_shapes_are_a_function_of_what_was_before() -> None:
     """The same outcomes and times give the same shapes."""
     scenario = Scenario(stalls=0.01)
