@@ -299,7 +299,7 @@ class ShapePlanner:
         elif shape.depth and plan.at_stake is None:
             state.read(catch_up_seconds)
         if means is not None:
-            spent = min(seconds, self._trials.seconds(batch_size, index, state.index, means))
+            spent = min(seconds, float(means[index]))
             self._trials.charge(spent / float(means[state.index]), state.gain, step.lowest)
         measured = MeasuredStep(
             bucket=batch_bucket(batch_size),
