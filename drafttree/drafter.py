@@ -137,6 +137,9 @@ class Drafter:
     def reset(self) -> None:
         """Forget everything learned, for instance because the target's weights changed."""
 
+    def close(self) -> None:
+        """Called last, if an engine ends before its process does."""
+
     def preserved(self) -> AbstractContextManager[None]:
         """A context in which the engine serves dummy requests and then calls `reset`.
 

@@ -233,6 +233,8 @@ def _failures_logged() -> Iterator[None]:
     """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # it may be this rank's alone, for which the others would wait
     except Exception as error:
         logger.warning("A forward that the first rank asked for has failed: %r", error)
 

@@ -390,6 +390,10 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         """A context after which the tables are as before."""
         return self.tables.preserved()
 
+    def close(self) -> None:
+        """Save what is not saved yet."""
+        self.tables.close()
+
     def reset(self) -> None:
         """Forget everything learned."""
         self.tables.reset()

@@ -176,6 +176,10 @@ class SharedTrees:
             self._worth.learn(self._classes, slots, trees, verified)
         self.tables.on_verified(slots, trees, verified)
 
+    def close(self) -> None:
+        """Save what the tables have not saved yet."""
+        self.tables.close()
+
     def reset(self) -> None:
         """Forget everything learned."""
         self._worth.reset()

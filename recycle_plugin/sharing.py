@@ -187,6 +187,11 @@ class SharingDrafter(ModelDrafter):
         """A context after which the tables are as before, if there are any."""
         return nullcontext() if self._shared is None else self._shared.tables.preserved()
 
+    def close(self) -> None:
+        """Save what the tables have not saved yet."""
+        if self._shared is not None:
+            self._shared.close()
+
     def reset(self) -> None:
         """Forget what was accepted, and what the tables have learned."""
         if self._budget is not None:

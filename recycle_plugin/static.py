@@ -88,6 +88,10 @@ class StaticTreeDrafter(ModelFreeDrafter):
         """A context after which the tables are as before."""
         return self.tables.preserved()
 
+    def close(self) -> None:
+        """Save what is not saved yet."""
+        self.tables.close()
+
     def reset(self) -> None:
         """Forget everything learned and all statistics."""
         self.tables.reset()

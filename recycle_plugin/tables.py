@@ -173,6 +173,11 @@ class Tables:
         if self.saver is not None:
             self.saver.touch_emptied()
 
+    def close(self) -> None:
+        """Save what is not saved yet, and give the hot start file up."""
+        if self.saver is not None:
+            self.saver.close()
+
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """A context after which the tables and their files are as before; see `Drafter`."""

@@ -163,6 +163,8 @@ class DraftingRunner:
 
     def shutdown(self) -> None:
         """Give memory back; an engine in the user's process may be referenced for longer."""
+        if "_drafter" in vars(self):
+            self._drafter.close()
         for name in self.dropped:
             vars(self).pop(name, None)
         stock: Any = super()

@@ -61,26 +61,31 @@ def _compiled(compiler: Sequence[str], source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError:
         pass  # It is not there, not readable or damaged.
-    with _scratch_folder(folder, source) as scratch:
+    scratch_folder, is_kept = _scratch_folder(folder, source)
+    with scratch_folder as scratch:
         made = Path(scratch) / library.name
         _build.compile_library(compiler, source, "native", made)
         loaded = ctypes.CDLL(str(made))
-        if made.parent.parent == folder:
+        if is_kept:
             # Atomic, because other processes may build and load the same library at the same time.
             made.replace(library)
         return loaded
 
 
-def _scratch_folder(folder: Path, source: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder to compile in: in `folder`, or where temporary files are if that is not writable."""
+def _scratch_folder(folder: Path, source: Path) -> tuple[tempfile.TemporaryDirectory[str], bool]:
+    """A folder to compile in: in `folder`, or where temporary files are if that is not writable.
+
+    Returns:
+        The folder, and whether it is in `folder`.
+    """
     try:
         # Whoever can write here can run code in the engine.
         make_private(folder)
-        return tempfile.TemporaryDirectory(prefix=f".{source.stem}-", dir=folder)
+        return tempfile.TemporaryDirectory(prefix=f".{source.stem}-", dir=folder), True
     except OSError as error:
         logger.warning(
             "cannot keep compiled kernels in %s (%s): set DRAFTTREE_CACHE to a writable folder",
             folder,
             error,
         )
-        return tempfile.TemporaryDirectory(prefix=f"{source.stem}-")
+        return tempfile.TemporaryDirectory(prefix=f"{source.stem}-"), False

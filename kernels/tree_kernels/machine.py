@@ -15,7 +15,11 @@ _CPUINFO = Path("/proc/cpuinfo")
 def find_compiler() -> tuple[str, ...] | None:
     """The command of the C++ compiler: the one in `CXX`, with its arguments, else g++; None if
     there is none."""
-    program, *arguments = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    chosen = os.environ.get("CXX", "")
+    try:
+        program, *arguments = shlex.split(chosen) or ["g++"]
+    except ValueError:  # a quote that is not closed
+        program, *arguments = [chosen]
     path = shutil.which(program)
     return None if path is None else (path, *arguments)
 

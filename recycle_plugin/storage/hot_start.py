@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,6 +113,10 @@ def _check_counts(file: Path, loaded: dict[str, torch.Tensor]) -> None:
         )
 
 
+def _is_writable(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
 def open_hot_start(
     tables: Tables, file: Path, target: Path, logger: logging.Logger
 ) -> TableSaver | None:
@@ -142,6 +147,9 @@ def open_hot_start(
         exists = file.exists()
         if exists:
             learned.load(file)
+            if others is None and not (_is_writable(file) and _is_writable(file.parent)):
+                give_up(file)
+                others = "this user has no permission to write it"
     except (OSError, TablesError) as error:
         give_up(file)
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)

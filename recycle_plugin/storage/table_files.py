@@ -85,8 +85,8 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     """Write a file of tables atomically: readers see the old file or the new one, never a part.
 
     Missing folders are created. If several processes write the same file, the last one wins. A new
-    file can be read by its owner alone; one that exists keeps its permissions and, if
-    the process may set it, its owner. A symbolic link would be replaced, not followed.
+    file can be read by its owner alone. One that exists keeps its permissions and, if the process
+    may set them, its owner and its group. A symbolic link would be replaced, not followed.
 
     Raises:
         OSError: The file cannot be written.
@@ -96,13 +96,15 @@ def save_tables(file: Path, tables: NamedTensors, identity: Identity) -> None:
     make_private(file.parent)
     _remove_stale(file)
     before = file.stat() if file.exists() else None
-    mode = _FILE_MODE if before is None else stat.S_IMODE(before.st_mode)
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "xb", opener=_for_owner) as out:
             out.write(data)
+            mode = _FILE_MODE
             if before is not None:
-                _give_to_owner_of(before, out.fileno())
+                mode = stat.S_IMODE(before.st_mode)
+                if not _give_to_owner_of(before, out.fileno()):
+                    mode &= ~stat.S_IRWXG  # the group is another one
             os.fchmod(out.fileno(), mode)
             out.flush()
             os.fsync(out.fileno())
@@ -116,10 +118,17 @@ def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags, _FILE_MODE)
 
 
-def _give_to_owner_of(other: os.stat_result, descriptor: int) -> None:
-    """Give a new file the owner and the group of another, if this process may."""
-    with contextlib.suppress(OSError):
-        os.fchown(descriptor, other.st_uid, other.st_gid)
+def _give_to_owner_of(other: os.stat_result, descriptor: int) -> bool:
+    """Give a new file the owner and the group of another, or the group alone, if this process may.
+
+    Returns:
+        Whether it has the group.
+    """
+    for owner in (other.st_uid, -1):
+        with contextlib.suppress(OSError):
+            os.fchown(descriptor, owner, other.st_gid)
+            return True
+    return False
 
 
 # By process: one that is forked does not have its parent's locks.
@@ -192,7 +201,7 @@ def close_earlier(file: Path) -> None:
 
     Otherwise it might save once more when the process ends, over what a later engine has learned.
     """
-    if (saver := _savers.pop(file, None)) is not None:
+    if (saver := _savers.get(file)) is not None:
         saver.close()
 
 
@@ -394,8 +403,16 @@ class TableSaver:
             return not self._failing
 
     def close(self) -> None:
-        """Stop the thread and save unsaved changes; a second call does nothing."""
+        """Save unsaved changes and give the file up; a second call does nothing."""
         self._finalizer()
+        # The thread may be saving for an owner that is gone.
+        self._thread.join()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if _savers.get(self._file) is self:
+            give_up(self._file)
+            del _savers[self._file]
 
     def _finish(self) -> None:
         self._closing.set()
@@ -422,7 +439,4 @@ class TableSaver:
             if self._changed:
                 self.save()
             self._finalizer.cancel()
-            give_up(self._file)
-            # Last, so that a new engine with this file waits until it has been given up.
-            if _savers.get(self._file) is self:
-                del _savers[self._file]
+            self._give_up()

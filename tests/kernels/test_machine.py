@@ -87,5 +87,6 @@ def test_the_compiler_is_the_one_that_cxx_names(
     assert machine.find_compiler() == (str(tmp_path / "g++"),)
     monkeypatch.setenv("CXX", "ccache 'g++' -O2")
     assert machine.find_compiler() == (str(tmp_path / "ccache"), "g++", "-O2")
-    monkeypatch.setenv("CXX", "missing g++")
-    assert machine.find_compiler() is None
+    for wrong in ("missing g++", "g++ 'open"):
+        monkeypatch.setenv("CXX", wrong)
+        assert machine.find_compiler() is None

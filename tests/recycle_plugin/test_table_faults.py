@@ -409,7 +409,8 @@ def test_engines_of_two_users_do_not_both_save_to_a_file(tmp_path: Path) -> None
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("mode", [0o644, 0o600])
-def test_a_file_of_another_user_is_loaded_if_it_may_be_read(mode: int) -> None:
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_file_of_another_user_is_loaded_if_it_may_be_read(mode: int, is_locked: bool) -> None:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o755)
     file = folder / "tables"
@@ -421,13 +422,17 @@ def test_a_file_of_another_user_is_loaded_if_it_may_be_read(mode: int) -> None:
         assert saver.save()
         saver.close()
         file.chmod(mode)
+        if not is_locked:
+            file.with_name(".tables.lock").unlink()
         with forked(load_as_another_user, file) as (_, pipe):
             value, (message,) = said(pipe)
     finally:
         shutil.rmtree(folder)
     if mode == 0o644:
         assert value == 7
-        assert f"starts with the tables in {file} and will not save them, because" in message
+        reason = "an engine of another user may" if is_locked else "this user has no permission to"
+        start = f"starts with the tables in {file} and will not save them, because {reason}"
+        assert start in message
     else:
         assert value == -1
         assert "starts with empty tables and will not save them: this user has no" in message
@@ -454,6 +459,31 @@ def test_files_that_root_writes_belong_to_those_they_are_for(tmp_path: Path, exi
         found = file.stat()
         assert (found.st_uid, found.st_gid, mode_of(file)) == (user, group, 0o640)
         assert value_of(file) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_group_that_a_file_cannot_keep_may_not_be_replaced_by_another_one() -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    file = folder / "tables"
+    try:
+        save_tables(file, tables(1), IDENTITY)
+        os.chown(file, 65534, 65533)
+        file.chmod(0o664)
+        with forked(save_as_another_user, file) as (_, pipe):
+            said(pipe)
+        found = file.stat()
+    finally:
+        shutil.rmtree(folder)
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (65532, 0o604)
+
+
+def save_as_another_user(pipe: Connection, file: Path) -> None:
+    os.setegid(65532)
+    os.seteuid(65532)
+    save_tables(file, tables(2), IDENTITY)
+    pipe.send(None)
+    pipe.recv()
 
 
 def load_as_another_user(pipe: Connection, file: Path) -> None:
