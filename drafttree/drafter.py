@@ -61,7 +61,7 @@ class Drafter:
         """
 
     def limit_draft_tokens(self, num_draft_tokens: int) -> None:
-        """Called before `propose` by hosts that choose the number of draft tokens themselves.
+        """Called before `propose` by hosts that may verify fewer draft tokens than were asked for.
 
         Args:
             num_draft_tokens: The host drops columns beyond that many draft tokens.

@@ -8,8 +8,8 @@ method serves mixtures of them until the time is over. Both have a tiny random m
 Answers that the method promises to be plain decoding's are compared token for token: greedy ones,
 and in vLLM seeded ones, except RSD's. The others must have the form, the length and the end that
 were asked for. Memory, open files, processes, shared memory, KV slots and drafttree's own objects
-are counted after a warm-up of at least 75 seconds and at the end; a shorter soak looks for no
-leaks. The exit status is 1 if an answer is wrong, something leaks, the engine stops, or no draft
+are counted after a warm-up of at least 75 seconds and at the end; a shorter soak does not compare
+them. The exit status is 1 if an answer is wrong, something leaks, the engine stops, or no draft
 was accepted. If the engine stops, the mixture under way is printed; its messages are in `--logs`.
 """
 
@@ -169,7 +169,7 @@ def _describe(report: Report) -> None:
     if report.measured:
         typer.echo(f"memory is in KiB, and may grow by {MEMORY_GROWTH} after the warm-up")
     else:
-        typer.echo(f"no leaks were looked for in less than {WARM_UP_SECONDS:.0f} seconds")
+        typer.echo(f"memory and state are not compared in less than {WARM_UP_SECONDS:.0f} seconds")
 
 
 if __name__ == "__main__":

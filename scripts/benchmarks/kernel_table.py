@@ -57,8 +57,8 @@ The Triton kernels of `tree_kernels`, each at the first size that
 `scripts/benchmarks/bench_kernels.py` times. Nothing in this table was measured. On an H200
 these kernels gave what their references give, except `layer_rows`, which has not run there. The
 kernels of `token_info`, `rejection` and `traversal`, `expand_kernel` and `priors_kernel` have
-changed since and have not run on a GPU in their present form. Times at small sizes, measured
-then, are in `results/h200/kernels.csv`.
+changed since and have not run on a GPU in their present form. `results/h200/kernels.csv` has the
+times of the earlier forms at small sizes.
 Registers and shared memory are what Triton {triton}'s compiler says; none spills. Occupancy is
 computed from them: how many of a multiprocessor's {warps} warps can be resident.
 The floor is the whole operation's: what it must read and write, each once, at the data sheet's

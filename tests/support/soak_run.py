@@ -17,7 +17,7 @@ WARM_UP = 0.3
 """Share of the time after which memory and state are counted for the first time."""
 
 WARM_UP_SECONDS = 75.0
-"""Least time until then: memory grows for a minute. A shorter soak looks for no leaks."""
+"""Least time until then: memory grows for a minute. A shorter soak does not compare them."""
 
 MEMORY_GROWTH = 64 * 1024
 """Most KiB by which resident memory may grow after the warm-up, of all processes together."""
