@@ -240,6 +240,8 @@ class _Runner:
         self.device, self.dtype = device, torch.float32
         config = PretrainedConfig(bos_token_id=None)
         self.model_config = SimpleNamespace(
+            model_path="no model",
+            revision=None,
             vocab_size=len(weights.after),
             hf_config=config,
             hf_text_config=config,
@@ -253,8 +255,6 @@ class _Runner:
             think_end_ids=None,
         )
         self.server_args = SimpleNamespace(
-            model_path="no model",
-            revision=None,
             download_dir=None,
             load_format="auto",
             json_model_override_args="{}",
