@@ -299,8 +299,8 @@ class ShapePlanner:
         elif shape.depth and plan.at_stake is None:
             state.read(catch_up_seconds)
         if means is not None:
-            spent = min(seconds, float(means[index]))
-            self._trials.charge(spent / float(means[state.index]), state.gain, step.lowest)
+            spent = min(seconds, float(means[index])) / float(means[state.index])
+            self._trials.charge(spent, state.gain, step.lowest)
         measured = MeasuredStep(
             bucket=batch_bucket(batch_size),
             num_draft_tokens=shape.nodes,

@@ -134,31 +134,31 @@ def open_hot_start(
     """
     learned = _Learned(tables, target)
     close_earlier(file)
-    others = None
+    why_unsaved = None
     try:
         # Claimed first: what another process saved in between would be lost.
         if not claim(file):
-            others = (
+            why_unsaved = (
                 "another engine or replica does: name another file with hot_start to keep them too"
             )
     except TablesError as error:
-        others = str(error)
+        why_unsaved = str(error)
     try:
         exists = file.exists()
         if exists:
             learned.load(file)
-            if others is None and not (_is_writable(file) and _is_writable(file.parent)):
+            if why_unsaved is None and not (_is_writable(file) and _is_writable(file.parent)):
                 give_up(file)
-                others = "this user has no permission to write it"
+                why_unsaved = "this user has no permission to write it"
     except (OSError, TablesError) as error:
         give_up(file)
         logger.warning("Token Recycling starts with empty tables and will not save them: %s", error)
         return None
-    if others is not None:
+    if why_unsaved is not None:
         logger.warning(
             "Token Recycling starts with %s and will not save them, because %s",
             f"the tables in {file}" if exists else "empty tables",
-            others,
+            why_unsaved,
         )
         return None
     return TableSaver(file, learned.snapshot, learned.identity, logger=logger)
