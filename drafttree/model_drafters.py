@@ -73,7 +73,7 @@ class DraftModelDrafter(ModelDrafter):
     columns: tuple[int, ...]
     source = "draft model"
 
-    def plan(self, slots: torch.Tensor, unread: Callable[[], int]) -> TreeShape:
+    def plan(self, slots: torch.Tensor, drafted: int, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
 
         The choice may depend on earlier steps alone, so that it is not biased by what is drawn. Of
@@ -81,6 +81,7 @@ class DraftModelDrafter(ModelDrafter):
 
         Args:
             slots: `int64 [B]`, the requests' slots.
+            drafted: How many of the requests are drafted for.
             unread: Counts the tokens that the draft model would have to read before it can draft.
 
         Returns:
@@ -193,7 +194,7 @@ class HiddenStateDrafter(ModelDrafter):
         """
         return False
 
-    def plan(self, slots: torch.Tensor) -> TreeShape:
+    def plan(self, slots: torch.Tensor, drafted: int) -> TreeShape:
         """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.
 
         The choice may depend on earlier steps alone, so that it is not biased by what is drawn. Of
@@ -201,6 +202,7 @@ class HiddenStateDrafter(ModelDrafter):
 
         Args:
             slots: `int64 [B]`, the requests' slots.
+            drafted: How many of the requests are drafted for.
 
         Returns:
             The shape; one without levels for `propose_without_model`.

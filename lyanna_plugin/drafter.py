@@ -88,9 +88,9 @@ class LyannaTrees(SharingDrafter, HiddenStateDrafter):
         """True without tables, which keep an account of a step on the host."""
         return self._shared is None
 
-    def plan(self, slots: Tensor) -> TreeShape:
+    def plan(self, slots: Tensor, drafted: int) -> TreeShape:
         """Choose the shape of the next trees, with `nodes=auto`."""
-        return self._shape if self._budget is None else self._budget.choose(slots)
+        return self._shape if self._budget is None else self._budget.choose(slots, drafted=drafted)
 
     def follow_plan(self, shape: TreeShape) -> None:
         """Propose trees of this shape, with `nodes=auto`."""

@@ -88,9 +88,11 @@ class SharingDrafter(ModelDrafter):
     _options: SharingOptions
     _shared: SharedTrees | None = None
     _budget: ShapeBudget | None = None
+    _pads_trees = False
 
     def share_tables(self, target: Target) -> None:
         """Make the tables that the options ask for, if they do; called before `allocate`."""
+        self._pads_trees = target.pads_trees
         options = self._options.of_tables
         if options is not None:
             self.share_trees(make_tables(options, target), target.group)
@@ -130,7 +132,9 @@ class SharingDrafter(ModelDrafter):
         if self.plans:
             seconds = measure_forwards(measure_forward, max_tokens)
             alone = None if self._shared is None else self._shared.plan_alone(seconds)
-            self._budget = ShapeBudget.from_forwards(self._options.shapes, seconds, base=alone)
+            self._budget = ShapeBudget.from_forwards(
+                self._options.shapes, seconds, base=alone, pads_trees=self._pads_trees
+            )
 
     def propose_without_model(self, slots: Tensor, roots: Tensor) -> DraftTree:
         """With tables, the trees that they draft alone, as Token Recycling's `nodes=auto` does."""

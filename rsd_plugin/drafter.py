@@ -91,11 +91,11 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         self._num_draft_tokens = nodes
         return (-1, *[0] * nodes)
 
-    def plan(self, slots: Tensor, unread: Callable[[], int]) -> TreeShape:
+    def plan(self, slots: Tensor, drafted: int, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, with `tree=auto`."""
         if self._budget is None:
             return self._options.shapes[-1]
-        return self._budget.choose(slots, lambda: self._read_times.usual(unread()))
+        return self._budget.choose(slots, lambda: self._read_times.usual(unread()), drafted=drafted)
 
     def follow_plan(self, shape: TreeShape) -> tuple[int, ...]:
         """Propose trees of this shape, with `tree=auto`."""

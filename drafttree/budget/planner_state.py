@@ -143,6 +143,7 @@ class ShapePlan:
         shape: The shape of the trees; one without levels for no drafts.
         index: Its index among those to choose from.
         step: What is expected of the step.
+        share: The share of the step's requests that are drafted for.
         at_stake: What the step loses if nothing is accepted, in tokens of a request, if it
             explores; None if it does not.
         gains: `[S]`, tokens that a request is expected to emit with each shape; None if the choice
@@ -154,6 +155,7 @@ class ShapePlan:
     shape: TreeShape
     index: int
     step: StepPlan
+    share: float = 1.0
     at_stake: float | None = None
     gains: FloatArray | None = None
     seconds: FloatArray | None = None

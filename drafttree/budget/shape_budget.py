@@ -45,6 +45,8 @@ class ShapeBudget:
         forward_seconds: Mapping[int, float],
         clock: Callable[[], float] = perf_counter,
         base: NodeBudget | None = None,
+        *,
+        pads_trees: bool = False,
     ) -> Self:
         """Plan from the measured costs of the target's forwards.
 
@@ -54,17 +56,25 @@ class ShapeBudget:
             clock: Returns the time in seconds.
             base: Chooses how many drafts that need no model are verified in the steps without the
                 model's; None if there are no such drafts.
+            pads_trees: Whether a step verifies as many rows of each request as of the largest tree.
 
         Raises:
             ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
         """
-        if base is None:
-            return cls(ShapePlanner(shapes, forward_seconds), clock)
-        planner = ShapePlanner(shapes, forward_seconds, base=base.planner)
-        return cls(planner, clock, pads_trees=base.pads_trees)
+        planner = ShapePlanner(
+            shapes,
+            forward_seconds,
+            base=None if base is None else base.planner,
+            pads_trees=pads_trees,
+        )
+        return cls(planner, clock, pads_trees=pads_trees)
 
     def choose(
-        self, slots: torch.Tensor, catch_up_seconds: Callable[[], float] = lambda: 0.0
+        self,
+        slots: torch.Tensor,
+        catch_up_seconds: Callable[[], float] = lambda: 0.0,
+        *,
+        drafted: int | None = None,
     ) -> TreeShape:
         """Choose the shape of the next step's trees; called when the step before has ended.
 
@@ -72,6 +82,7 @@ class ShapeBudget:
             slots: `int64 [B]`, slots of the requests.
             catch_up_seconds: What the model would need to read before it can draft. Asked for
                 only if drafts are considered.
+            drafted: For how many requests there may be drafts; None for all.
         """
         step = self._timer.lap(slots)
         if step is not None and self._plan is not None:
@@ -82,9 +93,10 @@ class ShapeBudget:
                 step.seconds,
                 step.draft_seconds,
                 step.emitted_tokens,
+                step.verified,
                 step.catch_up_seconds,
             )
-        self._plan = self.planner.choose(len(slots), catch_up_seconds)
+        self._plan = self.planner.choose(len(slots), catch_up_seconds, drafted=drafted)
         self._timer.begin(slots, TreeChoice(self._plan.shape.nodes))
         return self._plan.shape
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from drafttree.arrays import LongArray
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.draft_times import ReadTimes
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
@@ -50,6 +52,7 @@ class ShapeController:
         self.sizes = self.planner.costs.candidate_sizes
         self._reads = ReadTimes()
         self._unread = 0
+        self._undrafted: set[Hashable] = set()
         self._trial_in_flight = False
         self._choice: TierChoice | None = None
         self._measured: list[MeasuredStep] = []
@@ -61,9 +64,11 @@ class ShapeController:
             requests: Requests that it is going to have; at least one.
             most: Most draft tokens of a request for which there is room.
         """
+        self._undrafted.intersection_update(requests)
         plan = self.planner.choose(
             len(requests),
             lambda: self._reads.usual(self._unread),
+            drafted=len(requests) - len(self._undrafted),
             most=most,
             may_try=not self._trial_in_flight,
         )
@@ -83,8 +88,10 @@ class ShapeController:
         plan = tier.plan if isinstance(tier, ShapeTier) else None
         if plan is None or not requests:
             return
+        draft_tokens = (drafts.parents >= 0).sum(1)
         if plan.shape.depth:
             self._learn_acceptance(plan.shape, outcome)
+            self._learn_undrafted(outcome.requests, draft_tokens)
         seconds = outcome.seconds
         if seconds is None or not 0 <= drafts.seconds < seconds - drafts.read_seconds:
             return
@@ -96,6 +103,7 @@ class ShapeController:
                 seconds - drafts.read_seconds,
                 drafts.seconds,
                 float(outcome.emitted.sum()),
+                VerifiedDrafts(draft_tokens, outcome.emitted - 1),
                 drafts.read_seconds,
             )
         )
@@ -106,6 +114,11 @@ class ShapeController:
         self._choice = None
         self._measured.clear()
         return update
+
+    def _learn_undrafted(self, requests: Sequence[Hashable], draft_tokens: LongArray) -> None:
+        """Note which requests of a step were served without the drafts that it had for others."""
+        for request, tokens in zip(requests, draft_tokens.tolist(), strict=True):
+            (self._undrafted.discard if tokens else self._undrafted.add)(request)
 
     def _learn_acceptance(self, shape: TreeShape, outcome: TierOutcome) -> None:
         assert outcome.drafts is not None

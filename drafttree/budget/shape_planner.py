@@ -10,6 +10,10 @@ Where there are drafts that need no model too, a `Planner` of their own chooses 
 verified. Steps without the model are then its steps, plain ones or with those drafts, and the model
 is asked only if that gives more tokens in the same time.
 
+Some requests of a step may be served without drafts. They emit one token each, and wait for what is
+drafted for the others. As in `Planner`, the best shape has the least mean time per token over all
+requests. So a share s of requests that gain g tokens each counts as a gain of 1 / (1 - s + s / g).
+
 **Lossless.** A shape is chosen between two steps, from outcomes and times of earlier steps and the
 number of requests alone. Nothing drawn in a step takes part in the choice of its shape: given what
 came before, the shape is a constant, and recursive rejection and traversal leave the target's
@@ -22,11 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from drafttree.arrays import BoolArray, FloatArray
-from drafttree.budget.calibration import AcceptanceCalibration
+from drafttree.budget.calibration import AcceptanceCalibration, VerifiedDrafts
 from drafttree.budget.candidates import checked_sizes
 from drafttree.budget.constants import BudgetConstants
 from drafttree.budget.costs import CostModel, batch_bucket
@@ -55,29 +60,46 @@ itself, and so is the one after it."""
 _PLAIN = StepPlan(TreeChoice(0))
 
 
+class _Requests(NamedTuple):
+    """The requests of a step.
+
+    Attributes:
+        size: How many there are.
+        drafted: For how many of them there are drafts; at least one.
+    """
+
+    size: int
+    drafted: int
+
+    @property
+    def share(self) -> float:
+        """The share of those that are drafted for."""
+        return self.drafted / self.size
+
+
 @dataclass
 class _Kept:
     """A decision that holds in some more steps.
 
     Attributes:
         plan: The decision.
-        batch_size: Number of requests for which it was made.
+        step: The requests for which it was made.
         steps: In how many more steps it holds.
     """
 
     plan: ShapePlan
-    batch_size: int
+    step: _Requests
     steps: int
 
-    def take(self, batch_size: int, most: int | None) -> ShapePlan | None:
+    def take(self, step: _Requests, most: int | None) -> ShapePlan | None:
         """The decision for the next step, which is then counted; None if it does not hold there.
 
         Args:
-            batch_size: Number of requests in the step.
+            step: The step's requests.
             most: As in `ShapePlanner.choose`.
         """
         is_too_large = most is not None and self.plan.shape.nodes > most
-        if not self.steps or batch_size != self.batch_size or is_too_large:
+        if not self.steps or step != self.step or is_too_large:
             return None
         self.steps -= 1
         return self.plan
@@ -103,6 +125,7 @@ class ShapePlanner:
         forward_seconds: Mapping[int, float],
         *,
         base: Planner | None = None,
+        pads_trees: bool = False,
     ) -> None:
         """Plan from forwards of the target that were measured at start-up.
 
@@ -110,6 +133,8 @@ class ShapePlanner:
             shapes: Shapes with drafts, by number of draft tokens, no two with the same number.
             forward_seconds: Seconds of a forward of the target by the number of its tokens.
             base: Chooses and records the steps without the model's drafts; None if they are plain.
+            pads_trees: Whether a step verifies as many rows of each request as of the largest tree,
+                those without drafts included.
 
         Raises:
             ValueError: The shapes do not ascend, or `forward_seconds` is empty or not positive.
@@ -127,6 +152,7 @@ class ShapePlanner:
         aged = self.constants.model_copy(update={"age_memory": _CALIBRATION_AGE})
         self._calibration = AcceptanceCalibration(self.costs.candidate_sizes, aged)
         self._base = base
+        self._pads_trees = pads_trees
         self._report = StepReport() if base is None else base.report
         self._states: dict[int, BucketState] = {}
         self._exploration = Exploration()
@@ -138,6 +164,7 @@ class ShapePlanner:
         batch_size: int,
         catch_up_seconds: Callable[[], float] = lambda: 0.0,
         *,
+        drafted: int | None = None,
         most: int | None = None,
         may_try: bool = True,
     ) -> ShapePlan:
@@ -147,18 +174,23 @@ class ShapePlanner:
             batch_size: Number of requests in the step.
             catch_up_seconds: What the model would need to read before it can draft. Asked for
                 only if drafts are considered.
+            drafted: For how many requests there may be drafts; None for all. The others are served
+                without.
             most: Most draft tokens of a request for which there is room; None for any number.
             may_try: Whether the step may be taken only to measure a shape. It may not while the
                 outcome of such a step is unknown.
         """
+        step = _Requests(batch_size, batch_size if drafted is None else drafted)
+        if not step.drafted:
+            return self._planned(0)
         state = self._state(batch_size)
         if not state.index and self._rests:
             self._rests -= 1
             return self._planned(0)
-        if self._kept is not None and (plan := self._kept.take(batch_size, most)) is not None:
+        if self._kept is not None and (plan := self._kept.take(step, most)) is not None:
             return plan
         self._kept = None
-        seconds = self._step_seconds(batch_size)
+        seconds = self._step_seconds(step)
         is_plain = self._base is None
         if state.index and may_try and is_plain and self._wants_plain(state, batch_size, seconds):
             state.is_tried = True
@@ -167,7 +199,8 @@ class ShapePlanner:
         if not state.index and self._exploration.is_spent and not self._is_known:
             return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
-        gains = self._calibrated(batch_size, expected)
+        calibrated = self._calibrated(batch_size, expected)
+        gains = self._gains(step, calibrated)
         fits = np.array(self.costs.candidate_sizes) <= (math.inf if most is None else most)
         rates = np.where(fits, gains / seconds, 0.0)
         best = int(rates.argmax())
@@ -182,26 +215,33 @@ class ShapePlanner:
                 best = 0
         index, is_trial, at_stake = best, False, None
         if not best:
-            explored = self._explored(batch_size, seconds, fits, catch_up_seconds)
+            explored = self._explored(step, seconds, fits, catch_up_seconds)
             if explored is not None:
                 index, at_stake = explored
         elif may_try:
-            trial = self._trials.size(batch_size, best, gains, gains, rates)
+            lowest = gains if step.share == 1 else np.ones_like(gains)
+            trial = self._trials.size(batch_size, best, gains, lowest, rates)
             index, is_trial = (best, False) if trial is None else (trial, True)
         state.index, state.gain = best, float(gains[best])
         if not index:
             return self._rest(gains, seconds)
         gain = float(gains[index])
-        choice = TreeChoice(self.shapes[index].nodes)
-        step = StepPlan(choice, float(expected[index]), gain, gain, gain, is_trial=is_trial)
-        plan = self._planned(index, step, at_stake, gains, seconds)
+        planned = StepPlan(
+            TreeChoice(self.shapes[index].nodes),
+            expected=float(expected[index]),
+            calibrated=float(calibrated[index]),
+            gain=gain,
+            lowest=gain if step.share == 1 else 1.0,
+            is_trial=is_trial,
+        )
+        plan = self._planned(index, planned, step.share, at_stake, gains, seconds)
         if best and may_try and not is_trial and fits.all():
-            self._kept = _Kept(plan, batch_size, _DRAFTED_STEPS - 1)
+            self._kept = _Kept(plan, step, _DRAFTED_STEPS - 1)
         return plan
 
     def _explored(
         self,
-        batch_size: int,
+        step: _Requests,
         seconds: FloatArray,
         fits: BoolArray,
         catch_up_seconds: Callable[[], float],
@@ -212,8 +252,12 @@ class ShapePlanner:
             Its index, and what it loses if nothing is accepted, in tokens of a request.
         """
         constants, exploration = self.constants, self._exploration
-        hopeful = self._calibrated(
-            batch_size, self.acceptance.expected_tokens(self.shapes, constants.optimism)
+        batch_size = step.size
+        hopeful = self._gains(
+            step,
+            self._calibrated(
+                batch_size, self.acceptance.expected_tokens(self.shapes, constants.optimism)
+            ),
         )
         deviations = self.costs.deviations(batch_size, 0)
         least = self.costs.seconds(batch_size, batch_size)
@@ -239,6 +283,7 @@ class ShapePlanner:
         seconds: float,
         draft_seconds: float,
         emitted: float,
+        verified: VerifiedDrafts,
         catch_up_seconds: float = 0.0,
     ) -> MeasuredStep:
         """Learn from a step.
@@ -250,6 +295,7 @@ class ShapePlanner:
             seconds: Duration of the whole step, without catching up.
             draft_seconds: Part of it that was spent drafting.
             emitted: Tokens emitted for the whole batch.
+            verified: The drafts of each request.
             catch_up_seconds: What it took to read what the model had missed.
 
         Returns:
@@ -260,7 +306,8 @@ class ShapePlanner:
             index = 0  # at the end of all answers, for example, nothing is drafted after all
         shape, costs = self.shapes[index], self.costs
         without = self._without_model(batch_size)
-        means = self._step_seconds(batch_size) if step.is_trial else None
+        of_batch = _Requests(batch_size, round(plan.share * batch_size))
+        means = self._step_seconds(of_batch) if step.is_trial else None
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
         # The base counts the time of its own drafts apart, too.
         drafting, delay, warm = (0.0 if self._base is None else draft_seconds), 0.0, True
@@ -278,12 +325,13 @@ class ShapePlanner:
             self._trials.allowance.renew()
         if index and self._base is not None:
             self._base.costs.observe(batch_size, rows, verifying)
-        if index and rows == batch_size * (1 + shape.nodes):
+        whole = verified.draft_tokens >= shape.nodes
+        if index and (count := int(whole.sum())):
             self._calibration.add(
-                np.full(batch_size, batch_bucket(batch_size)),
+                np.full(count, batch_bucket(batch_size)),
                 shape.nodes,
-                np.full(batch_size, step.expected - 1),
-                np.full(batch_size, emitted / batch_size - 1),
+                np.full(count, step.expected - 1),
+                verified.accepted[whole],
                 costs.clock,
             )
         self.acceptance.pass_step()
@@ -291,7 +339,7 @@ class ShapePlanner:
         if plan.at_stake is not None:
             # A long delay says nothing of the steps that follow.
             spent = (seconds - delay + catch_up_seconds) * without.tokens / without.seconds
-            self._exploration.settle(plan.at_stake, spent, emitted / batch_size, warm=warm)
+            self._exploration.settle(plan.at_stake, spent, _gain_of(verified), warm=warm)
         state = self._state(batch_size)
         if not state.index:
             self._exploration.refill(without.tokens)
@@ -308,7 +356,7 @@ class ShapePlanner:
             rows=rows,
             predicted_seconds=predicted,
             seconds=seconds,
-            expected_tokens=batch_size * step.calibrated,
+            expected_tokens=batch_size * (1 + plan.share * (step.calibrated - 1)),
             emitted_tokens=emitted,
             is_trial=step.is_trial,
             is_wasted=False,
@@ -346,11 +394,12 @@ class ShapePlanner:
         self,
         index: int,
         step: StepPlan = _PLAIN,
+        share: float = 1.0,
         at_stake: float | None = None,
         gains: FloatArray | None = None,
         seconds: FloatArray | None = None,
     ) -> ShapePlan:
-        return ShapePlan(self.shapes[index], index, step, at_stake, gains, seconds)
+        return ShapePlan(self.shapes[index], index, step, share, at_stake, gains, seconds)
 
     def _state(self, batch_size: int) -> BucketState:
         return self._states.setdefault(batch_bucket(batch_size), BucketState())
@@ -365,24 +414,44 @@ class ShapePlanner:
         """Usual seconds of drafting: one forward for the roots, and one for each level."""
         return self.draft_times.usual(batch_size, depth + 1) if depth else 0.0
 
-    def _step_seconds(self, batch_size: int) -> FloatArray:
+    def _step_seconds(self, step: _Requests) -> FloatArray:
         """Predicted mean seconds of a step with each shape, drafting included, `[S]`."""
+        batch_size, costs = step.size, self.costs
         depths = range(1 + max(self._depths))
         drafting = np.array([self._draft_seconds(batch_size, depth) for depth in depths])
-        seconds: FloatArray = self.costs.of_sizes(batch_size) + drafting[self._depths]
+        if self._pads_trees or step.share == 1:
+            seconds = costs.of_sizes(batch_size)
+        else:
+            rows = [batch_size + step.drafted * size for size in costs.candidate_sizes]
+            seconds = np.array([costs.seconds(batch_size, each) for each in rows])
+        seconds += drafting[self._depths]
         seconds[1:] += self._state(batch_size).reading
         seconds[0] = self._without_model(batch_size).seconds
         return seconds
 
     def _calibrated(self, batch_size: int, expected: FloatArray) -> FloatArray:
-        calibrated = self._calibration.calibrate(
+        """Tokens of a request that is drafted for, with each shape, `[S]`."""
+        calibrated: FloatArray = self._calibration.calibrate(
             expected[None], np.array([batch_bucket(batch_size)]), self.costs.clock
-        )
-        gains: FloatArray = calibrated[0]
-        gains[0] = self._without_model(batch_size).tokens
+        )[0]
+        return calibrated
+
+    def _gains(self, step: _Requests, tokens: FloatArray) -> FloatArray:
+        """The same in the harmonic mean over all requests of a step, `[S]`."""
+        gains: FloatArray = 1 / (1 - step.share + step.share / tokens)
+        gains[0] = self._without_model(step.size).tokens
         return gains
 
     def _wants_plain(self, state: BucketState, batch_size: int, seconds: FloatArray) -> bool:
         return not state.is_tried and self._trials.wants_plain(
             batch_size, state.index, state.gain, seconds
         )
+
+
+def _gain_of(verified: VerifiedDrafts) -> float:
+    """Tokens of a request in the harmonic mean, if those with drafts emitted the same number."""
+    drafted = verified.draft_tokens > 0
+    if not drafted.any():
+        return 1.0
+    share, tokens = float(drafted.mean()), 1 + float(verified.accepted[drafted].mean())
+    return 1 / (1 - share + share / tokens)

@@ -151,7 +151,7 @@ class StepTimer:
             added_rows = rows - self._rows_of(chosen)
             given_tokens = int(given.sum())
             # Nodes that a grammar forbids are missing, and count as not accepted.
-            nodes, own = np.full(len(emitted), most), emitted - given
+            nodes, own = np.where(proposed > 1, most, 1), emitted - given
         return StepOutcome(
             len(slots),
             step.choice,

@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from simulated_drafting import BEAMS, Fixed, Run, Scenario, Step, beams, run
+from simulated_drafting import BEAMS, Fixed, Run, Scenario, Step, run
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.model_drafts import ModelDrafts
@@ -29,7 +29,8 @@ class Late:
     """
 
     def __init__(self, scenario: Scenario, late: int) -> None:
-        self.controller = ShapeController(ShapePlanner(BEAMS, scenario.forwards()))
+        planner = ShapePlanner(BEAMS, scenario.forwards(), pads_trees=scenario.pads)
+        self.controller = ShapeController(planner)
         self._requests = [*range(scenario.batch)]
         self._late = late
         self._plan = self._next = TierPlan(0)
@@ -52,11 +53,11 @@ class Late:
                 self._plan,
                 self._requests,
                 step.rows,
-                (step.paths >= 0).sum(1),
+                step.tokens,
                 None,
                 step.seconds + step.catch_up_seconds,
                 ModelDrafts(
-                    *(beams(shape, batch).parents.numpy(), step.paths, step.draft_seconds),
+                    *(step.trees.parents.numpy(), step.paths, step.draft_seconds),
                     *(tokens, step.catch_up_seconds, unread),
                 ),
             )
@@ -81,6 +82,18 @@ def test_not_slower_than_plain(scenario: Scenario, batch: int) -> None:
     scenario = dataclasses.replace(scenario, batch=batch)
     plain = run(scenario, Fixed(), STEPS).speed()
     assert decoded(scenario).speed() >= 0.98 * plain
+
+
+@pytest.mark.parametrize(
+    ("batch", "undrafted"), [(4, 3), pytest.param(8, 4, marks=pytest.mark.full)]
+)
+def test_requests_without_drafts_do_not_wait_for_others_in_vain(batch: int, undrafted: int) -> None:
+    """Which ones they are is learnt from their trees."""
+    scenario = Scenario(draft_fixed=0.006, draft_by_row=0.0002, batch=batch, pads=True)
+    plain = run(scenario, Fixed(), STEPS).harmonic_speed()
+    assert decoded(scenario).harmonic_speed() > 1.02 * plain
+    mixed = dataclasses.replace(scenario, undrafted=undrafted)
+    assert decoded(mixed).harmonic_speed() >= 0.98 * plain
 
 
 @pytest.mark.parametrize("late", [2, 3, 4])

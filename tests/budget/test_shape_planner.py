@@ -7,10 +7,12 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from simulated_drafting import BEAMS, Fixed, Planned, Scenario, Step, beams, run
+from simulated_drafting import BEAMS, Fixed, Planned, Scenario, Step, alike, beams, run
 
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
@@ -61,6 +63,37 @@ def test_close_to_the_best_fixed_shape(scenario: Scenario, least: float) -> None
     fixed = {shape: run(scenario, Fixed(shape), STEPS).speed(500) for shape in BEAMS}
     assert planned.speed(500) >= least * max(fixed.values())
     assert max(fixed.values()) > 1.1 * run(scenario, Fixed(), STEPS).speed(500)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(("batch", "undrafted"), [(2, 1), (4, 3), full(4, 2), full(8, 7), (8, 4)])
+def test_requests_without_drafts_do_not_wait_for_others_in_vain(
+    batch: int, undrafted: int, pads: bool
+) -> None:
+    """Where all are drafted for, drafts pay."""
+    scenario = Scenario(draft_fixed=0.006, draft_by_row=0.0002, batch=batch, pads=pads)
+    plain = run(scenario, Fixed(), STEPS).harmonic_speed()
+    assert run(scenario, Planned(scenario), STEPS).harmonic_speed() > 1.02 * plain
+    mixed = dataclasses.replace(scenario, undrafted=undrafted)
+    assert run(mixed, Planned(mixed), STEPS).harmonic_speed() >= 0.98 * plain
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("undrafted", [1, full(4)])
+def test_requests_are_drafted_for_beside_others_without_drafts(undrafted: int, pads: bool) -> None:
+    scenario = Scenario(
+        draft_fixed=0.001, draft_by_row=0.00002, batch=8, undrafted=undrafted, pads=pads
+    )
+    plain = run(scenario, Fixed(), STEPS).harmonic_speed()
+    best = max(run(scenario, Fixed(shape), STEPS).harmonic_speed() for shape in BEAMS)
+    assert best > 1.03 * plain
+    assert run(scenario, Planned(scenario), STEPS).harmonic_speed(500) >= 0.95 * best
+
+
+def test_nothing_is_drafted_if_no_request_may_be() -> None:
+    planner = ShapePlanner(BEAMS, {1: 0.03, 16: 0.03})
+    assert planner.choose(2, drafted=0).shape == NO_DRAFTS
+    assert planner.choose(2, drafted=1).shape != NO_DRAFTS
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -150,7 +183,8 @@ def test_a_long_stall_while_drafting_is_tried_does_not_put_it_off_for_ever() -> 
         if plan.shape.depth:
             tried.append(step)
         seconds = 1800.0 if stalls else 0.04
-        planner.record_step(plan, 1, 1 + plan.shape.nodes, seconds, 0.01, 1.0)
+        nodes = plan.shape.nodes
+        planner.record_step(plan, 1, 1 + nodes, seconds, 0.01, 1.0, alike(1, nodes, 1.0))
     assert tried[2] - tried[1] < 5000
 
 
@@ -171,7 +205,10 @@ def test_drafting_is_tried_again_after_a_reset() -> None:
                     *2 * [torch.empty(0)],
                 )
                 planner.acceptance.add(plan.shape, beams(plan.shape, 1), verified)
-            planner.record_step(plan, 1, 1 + plan.shape.nodes, seconds, seconds - 0.03, 1.0)
+            nodes = plan.shape.nodes
+            planner.record_step(
+                *(plan, 1, 1 + nodes, seconds, seconds - 0.03, 1.0), alike(1, nodes, 1.0)
+            )
         return count
 
     drafted(400)
@@ -187,7 +224,7 @@ def test_drafts_do_not_seem_free_where_no_step_is_measured() -> None:
         def learn(self, shape: TreeShape, step: Step) -> None:
             if shape.depth:
                 verified = Verified(torch.from_numpy(step.paths), *2 * [torch.empty(0)])
-                self.planner.acceptance.add(shape, beams(shape, 1), verified)
+                self.planner.acceptance.add(shape, step.trees, verified)
 
     scenario = Scenario(draft_fixed=0.02, draft_by_row=0.001)
     assert run(scenario, Unmeasured(scenario), 600).drafted(200) < 0.05
@@ -222,8 +259,9 @@ def test_a_decision_to_draft_holds_for_four_steps_of_the_same_requests(
             planner.acceptance.add(
                 plan.shape, beams(plan.shape, 1), Verified(path, *2 * [torch.empty(0)])
             )
-        rows = requests * (1 + plan.shape.nodes)
-        planner.record_step(plan, requests, rows, 0.035, 0.005, 1.0 + plan.shape.depth)
+        rows, emitted = requests * (1 + plan.shape.nodes), requests * (1.0 + plan.shape.depth)
+        verified = alike(requests, plan.shape.nodes, emitted)
+        planner.record_step(plan, requests, rows, 0.035, 0.005, emitted, verified)
         return plan, bool(decided)
 
     steps = [step() for _ in range(400)]
@@ -266,6 +304,7 @@ def test_one_slow_plain_step_does_not_let_drafts_seem_to_pay(seed: int) -> None:
             *(plan, batch, batch * (1 + plan.shape.nodes)),
             *(drafted if plan.shape.depth else plain, 0.003 * plan.shape.depth),
             batch + int(accepted.sum()),
+            VerifiedDrafts(np.full(batch, plan.shape.nodes), accepted.double().numpy()),
         )
         return plan.shape.depth > 0
 

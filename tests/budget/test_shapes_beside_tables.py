@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from simulated_drafting import beams
+from simulated_drafting import alike, beams
 
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.planner import Planner
@@ -123,7 +123,10 @@ def run(
             chosen = base._plans[-1].choice
             base.record_step(batch, chosen, rows, seconds, drafting, tokens)
             catch_up, unread = 0.0, min(unread + tokens, batch * ANSWER)
-        planner.record_step(plan, batch, rows, seconds, drafting, tokens, catch_up)
+        planner.record_step(
+            *(plan, batch, rows, seconds, drafting, tokens),
+            *(alike(batch, rows // batch - 1, tokens), catch_up),
+        )
         done.append(Done(kind, seconds + catch_up, tokens / batch))
     return done
 
@@ -192,7 +195,8 @@ def test_steps_of_both_are_reported_together() -> None:
     base, planner = planners(LYANNA)
     plan = planner.choose(1)
     assert plan.shape.depth
-    planner.record_step(plan, 1, 1 + plan.shape.nodes, 0.04, 0.004, 2)
+    nodes = plan.shape.nodes
+    planner.record_step(plan, 1, 1 + nodes, 0.04, 0.004, 2, alike(1, nodes, 2))
     clock = base.costs.clock
     assert clock == planner.costs.clock == 1
     assert not base.should_skip_drafting(1)

@@ -99,7 +99,7 @@ def decode(
     lengths, accepted = torch.ones(count, dtype=torch.int64), 0
     while int(lengths.min()) <= LENGTH:
         if drafter.plans:
-            drafter.follow_plan(drafter.plan(torch.arange(count), lambda: 0))
+            drafter.follow_plan(drafter.plan(torch.arange(count), count, lambda: 0))
         _, verified = step(drafter, roots, lengths, given.of(seeds), sampled, fault, by_level)
         accepted += int(verified.num_emitted.sum()) - count
         columns = (lengths - 1)[:, None] + torch.arange(verified.emitted.shape[1])
@@ -258,7 +258,7 @@ def test_a_host_that_plans_nothing_is_proposed_the_largest_trees() -> None:
     assert drafter.plans
 
     def planned() -> tuple[int, ...]:
-        return drafter.follow_plan(drafter.plan(torch.arange(2), lambda: 0))
+        return drafter.follow_plan(drafter.plan(torch.arange(2), 2, lambda: 0))
 
     assert planned() == drafter.columns
     assert len(drafter.columns) == 16

@@ -74,7 +74,7 @@ def step(
     ) -> tuple[DraftTree, torch.Tensor]:
         return SharedTrees.choose_first(shared, slots, own, ~kept, num_draft_tokens)
 
-    shape = drafter.plan(slots, lambda: 0) if drafter.plans else None
+    shape = drafter.plan(slots, len(slots), lambda: 0) if drafter.plans else None
     if shape is not None and not shape.depth:
         trees = drafter.propose_without_model(slots, roots)
         rule = drafter.undrafted_rule(roots, seeds, lengths)

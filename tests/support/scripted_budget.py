@@ -22,6 +22,12 @@ class ScriptedBudget(ShapeBudget):
         budget.shapes = cycle(shapes)
         return budget
 
-    def choose(self, slots: torch.Tensor, unread: Callable[[], float] = lambda: 0.0) -> TreeShape:
+    def choose(
+        self,
+        slots: torch.Tensor,
+        unread: Callable[[], float] = lambda: 0.0,
+        *,
+        drafted: int | None = None,
+    ) -> TreeShape:
         """The next one."""
         return next(self.shapes)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.level_acceptance import NO_DRAFTS
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
@@ -43,6 +44,8 @@ class Scenario:
         answer: Tokens of an answer.
         prompt: Tokens of its prompt, as a multiple of its own.
         batch: Number of requests.
+        undrafted: How many of them, the first ones, are served without drafts.
+        pads: Whether these have as many rows in a step as the others.
         reads: Whether the draft model has to read what it missed while nothing was drafted.
         warm_up: Further seconds of the first drafts with a number of levels.
     """
@@ -59,6 +62,8 @@ class Scenario:
     answer: int = 128
     prompt: float = 1.0
     batch: int = 1
+    undrafted: int = 0
+    pads: bool = False
     reads: bool = True
     warm_up: float = 0.0
 
@@ -79,7 +84,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A step as it was measured: its shape, times, tokens and accepted paths."""
+    """A step as it was measured: its shape, times, tokens, trees and accepted paths."""
 
     shape: TreeShape
     rows: int
@@ -87,7 +92,18 @@ class Step:
     draft_seconds: float
     catch_up_seconds: float
     emitted: int
+    trees: DraftTree
     paths: NDArray[np.int32]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Tokens of each request, were it not to end, `[B]`."""
+        return (self.paths >= 0).sum(1)
+
+    @property
+    def verified(self) -> VerifiedDrafts:
+        """The drafts of each request."""
+        return VerifiedDrafts(self.trees.tree_size.numpy() - 1, self.tokens - 1)
 
 
 @dataclass
@@ -101,6 +117,13 @@ class Run:
         steps = self.steps[first:last]
         seconds = sum(step.seconds + step.catch_up_seconds for step in steps)
         return sum(step.emitted for step in steps) / seconds
+
+    def harmonic_speed(self, first: int = 0) -> float:
+        """The harmonic mean of the requests' tokens per second from step `first` on."""
+        steps = self.steps[first:]
+        seconds = sum(step.seconds + step.catch_up_seconds for step in steps)
+        tokens = sum(step.tokens for step in steps)
+        return float(1 / (seconds / tokens).mean())
 
     def drafted(self, first: int = 0, last: int | None = None) -> float:
         """Share of steps with drafts."""
@@ -129,18 +152,21 @@ class Planned:
     """Decodes as the planner chooses."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.planner = ShapePlanner(BEAMS, scenario.forwards())
+        self.planner = ShapePlanner(BEAMS, scenario.forwards(), pads_trees=scenario.pads)
         self._batch = scenario.batch
+        self._drafted = scenario.batch - scenario.undrafted
         self._plan: ShapePlan | None = None
 
     def choose(self, batch_size: int, catch_up_seconds: float) -> TreeShape:
-        self._plan = self.planner.choose(batch_size, lambda: catch_up_seconds)
+        self._plan = self.planner.choose(
+            batch_size, lambda: catch_up_seconds, drafted=self._drafted
+        )
         return self._plan.shape
 
     def learn(self, shape: TreeShape, step: Step) -> None:
         if shape.depth:
             verified = Verified(torch.from_numpy(step.paths), torch.empty(0), torch.empty(0))
-            self.planner.acceptance.add(shape, beams(shape, self._batch), verified)
+            self.planner.acceptance.add(shape, step.trees, verified)
         assert self._plan is not None
         self.planner.record_step(
             self._plan,
@@ -149,6 +175,7 @@ class Planned:
             step.seconds,
             step.draft_seconds,
             step.emitted,
+            step.verified,
             step.catch_up_seconds,
         )
 
@@ -172,8 +199,10 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
         if shape.depth and unread.any():
             catch_up, unread[:] = float(unread.sum()) * by_row, 0
         accepted = _accepted(scenario, shape, step, batch, rng)
+        accepted[: scenario.undrafted, 1:] = -1
         emitted = np.minimum((accepted >= 0).sum(1), left)
-        rows = batch * (1 + shape.nodes)
+        with_rows = batch if scenario.pads else batch - scenario.undrafted
+        rows = batch + with_rows * shape.nodes
         drafting = 0.0
         if shape.depth:
             levels = (shape.depth + 1) * scenario.draft_fixed
@@ -194,6 +223,7 @@ def run(scenario: Scenario, policy: Policy, steps: int, seed: int = 0) -> Run:
                 drafting,
                 catch_up,
                 int(emitted.sum()),
+                beams(shape, batch, scenario.undrafted),
                 accepted,
             )
         )
@@ -210,15 +240,22 @@ def best_fixed(scenario: Scenario, steps: int, seed: int = 0) -> float:
     return max(run(scenario, Fixed(shape), steps, seed).speed() for shape in (NO_DRAFTS, *BEAMS))
 
 
-def beams(shape: TreeShape, batch: int) -> DraftTree:
-    """The model's nodes, whose levels are the children of the first node of the level above."""
+def beams(shape: TreeShape, batch: int, undrafted: int = 0) -> DraftTree:
+    """The model's nodes, whose levels are the children of the first node of the level above; none
+    for the first `undrafted` requests."""
     parents = [-1]
     for level in range(shape.depth):
         parents += [max(1 + (level - 1) * shape.width, 0)] * shape.width
-    tensor = torch.tensor(parents, dtype=torch.int32).expand(batch, -1)
-    return DraftTree(
-        torch.zeros_like(tensor), tensor, torch.full((batch,), len(parents), dtype=torch.int32)
-    )
+    tensor = torch.tensor(parents, dtype=torch.int32).repeat(batch, 1)
+    tensor[:undrafted] = -1
+    sizes = torch.full((batch,), len(parents), dtype=torch.int32)
+    sizes[:undrafted] = 1
+    return DraftTree(torch.zeros_like(tensor), tensor, sizes)
+
+
+def alike(batch: int, nodes: int, emitted: float) -> VerifiedDrafts:
+    """Whole trees of all requests, and what they emitted together, the same number each."""
+    return VerifiedDrafts(np.full(batch, nodes), np.full(batch, emitted / batch - 1))
 
 
 def _accepted(

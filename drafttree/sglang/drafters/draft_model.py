@@ -153,7 +153,8 @@ class DraftModelWorker(ModelDraftingWorker):
             return self._sample_trees(batch)
         slots, lengths = batch.req_pool_indices, batch.seq_lens
         unread, texts = self._unread_texts, [*zip(slots.tolist(), lengths.tolist(), strict=True)]
-        shape = self.drafter.plan(slots, lambda: unread.count(texts))
+        drafted = int(self._states.drafting[slots].sum())
+        shape = self.drafter.plan(slots, drafted, lambda: unread.count(texts))
         started = perf_counter()
         if not shape.depth:
             trees = self._propose_without_model(slots)

@@ -131,7 +131,8 @@ class HiddenStateWorker(ModelDraftingWorker):
         started = perf_counter()
         indices = batch.req_pool_indices
         if self._deferred is not None:
-            shape = self.drafter.plan(indices)
+            drafted = int(self._states.drafting[indices].sum())
+            shape = self.drafter.plan(indices, drafted)
             self._layer_drafts = shape.depth > 0
             if not self._layer_drafts:
                 trees = self._propose_without_model(indices)

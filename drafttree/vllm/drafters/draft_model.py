@@ -94,11 +94,12 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         if (unread := self._unread) is not None:
             slots = self._batch_slots()
             # A step that reads prompts alone is not measured, so it is none to try a shape in.
-            if (roots < 0).all():
+            if not (drafted := int((roots >= 0).sum())):
                 return self._propose_without_model(slots, roots)
             texts = list(enumerate(self._read_in_step(len(roots))))
             shape = shape_of_first_rank(
-                lambda: self._drafter.plan(slots, lambda: unread.count(texts)), get_tp_group()
+                lambda: self._drafter.plan(slots, drafted, lambda: unread.count(texts)),
+                get_tp_group(),
             )
             if not shape.depth:
                 return self._propose_without_model(slots, roots)

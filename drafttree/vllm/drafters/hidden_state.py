@@ -124,9 +124,9 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         most, self._known = self.num_spec_tokens, None
         if self._deferred is not None:
             # A step that reads prompts alone is not measured, so it is none to try a shape in.
-            if (roots < 0).all():
+            if not (drafted := int((roots >= 0).sum())):
                 return self._propose_without_model(slots, roots)
-            planned = shape_of_first_rank(lambda: self._drafter.plan(slots), group)
+            planned = shape_of_first_rank(lambda: self._drafter.plan(slots, drafted), group)
             if not planned.depth:
                 return self._propose_without_model(slots, roots)
             self._drafter.follow_plan(planned)

@@ -64,7 +64,8 @@ class ShapeReport:
 
     def make_controller(self) -> ShapeController:
         """What chooses the shapes."""
-        return ShapeController(ShapePlanner(self.shapes, self.forward_seconds))
+        # The scheduler knows of no request without drafts, and gives each as many rows.
+        return ShapeController(ShapePlanner(self.shapes, self.forward_seconds, pads_trees=True))
 
 
 class TierReports:
