@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from tree_kernels.kv_move import KvMover, movers_of
@@ -19,6 +19,10 @@ from drafttree.target import Target
 from drafttree.vllm import patches
 from drafttree.vllm.attention.backends import TreeBackend, TreeMetadataBuilder
 from drafttree.vllm.priming import blocks_for_priming
+from drafttree.vllm.structured.shown_trees import TreeSender
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 # A child of vLLM's logger: other loggers are not printed.
 logger = init_logger(f"vllm.{__name__}")
@@ -39,6 +43,8 @@ class DraftingRunner:
     _drafter: Drafter
     _movers: list[list[KvMover]]
     _state_bytes: int = 0
+    # For trees that are drafted within a step; None where no request with a grammar has any.
+    _tree_sender: TreeSender | None = None
 
     attn_groups: list[list[Any]]
     compilation_config: Any
@@ -161,8 +167,19 @@ class DraftingRunner:
         if not kwargs.get("is_profiling"):
             self._movers = self._make_movers()
 
+    @contextmanager
+    def _shows_trees(self, scheduled: SchedulerOutput) -> Iterator[None]:
+        """A step that the scheduler has scheduled, which may want to see its trees."""
+        try:
+            yield
+        finally:
+            if self._tree_sender is not None:
+                self._tree_sender.end(scheduled)
+
     def shutdown(self) -> None:
         """Give memory back; an engine in the user's process may be referenced for longer."""
+        if self._tree_sender is not None:
+            self._tree_sender.close()
         if "_drafter" in vars(self):
             self._drafter.close()
         for name in self.dropped:

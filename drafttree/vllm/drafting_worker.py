@@ -42,8 +42,7 @@ class DraftingWorker:
         """The requested method and its options."""
         request = patches.requested(self.vllm_config.speculative_config)
         assert request is not None
-        name, options = request
-        return find_method(name), options
+        return find_method(request.name), request.options
 
     def _check_runner(self, *, uses_v2: bool) -> None:
         """Refuse to start with the other of vLLM's model runners.

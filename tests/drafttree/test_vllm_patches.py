@@ -54,7 +54,7 @@ APPLIED_BY = {
     "AttentionBackendEnum": "register_backend(backend, previous)",
     "cudagraph_keys": READ_AGAIN,
     "_bs_to_padded_graph_size": READ_AGAIN,
-    "drafttree": "object.__setattr__(config, _REQUEST, Request((name, options)))",
+    "drafttree": "object.__setattr__(config, _REQUEST, request)",
     "drafttree_graphs": "object.__setattr__(settings, _GRAPHS, sizes)",
     "drafttree_looks_up": "setattr(output, _LOOKS_UP, looks_up)",
     "drafttree_update": "setattr(output, _UPDATE, update)",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import scripted_shapes
 import straying_ranks
+import structured_answers
 from lyanna_parts import drafter_for
 from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
 from random_prompts import some_prompts
@@ -129,6 +130,31 @@ def test_rsd(
     if "tables" in options:
         assert min(drafted[-1].hits[name] for name in ("tables", "draft model")) > 0
         assert len(scripted_shapes.kinds(log)) == (3 if shapes else 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["rsd", "lyanna"])
+def test_grammars_of_trees_that_are_drafted_within_a_step(method: str, tmp_path: Path) -> None:
+    """The first rank shows the scheduler its trees.
+
+    RSD's draft model is the target, of whose best tokens most grammars allow few.
+    """
+    model = structured_answers.make_model(tmp_path / "target")
+    drafter, options = structured_answers.make_drafter(method, model, tmp_path)
+    if method == "rsd":
+        drafter = model
+    grammars = structured_answers.GRAMMARS["vllm"] | {"most letters": {"regex": "[^aeiou]*"}}
+    settings = [
+        SETTINGS[0] | {"ignore_eos": False, "structured": each} for each in grammars.values()
+    ]
+    case = Case(some_prompts(len(settings), 3, 40), settings, rounds=2)
+    engine = ENGINE | {"skip_tokenizer_init": False}
+    (without,), _ = run_vllm(model, [case], environment=TWO_RANKS, **engine)
+    speculative = {"method": method, "model": str(drafter), **options}
+    (drafted,), log = run_vllm(model, [case], speculative, STRAYING, **engine)
+    assert drafted.tokens == without.tokens
+    assert drafted.counters["accepted_tokens"] > 0
+    assert "served without drafts" not in log
 
 
 @pytest.mark.full

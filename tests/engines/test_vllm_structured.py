@@ -105,15 +105,20 @@ def test_forced_texts_are_drafted(tmp_path: Path) -> None:
     assert 0 < spelled["hit"] < spelled["tried"]
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("executor", [pytest.param("uni", marks=pytest.mark.full), "mp"])
 @pytest.mark.parametrize("method", ["rsd", "lyanna"])
 def test_trees_that_are_drafted_within_a_step(
-    method: str, model: Path, plain: list[Answer], tmp_path: Path
+    method: str, executor: str, model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:
-    """RSD's seeds give other tokens than plain decoding's, but its answers have their form too."""
+    """RSD's seeds give other tokens than plain decoding's, but its answers have their form too.
+
+    With `mp` the worker runs in another process than the scheduler, as in servers on a CPU.
+    """
     drafter, options = make_drafter(method, model, tmp_path)
     speculative = {"method": method, "model": str(drafter), **options}
-    drafted, log = run_vllm(model, [*CASES.values()], speculative, **ENGINE)
+    drafted, log = run_vllm(
+        model, [*CASES.values()], speculative, distributed_executor_backend=executor, **ENGINE
+    )
     for case, without, with_trees in zip(CASES.values(), plain, drafted, strict=True):
         assert isinstance(case.sampling, list)
         for setting, ours, theirs in zip(
@@ -129,8 +134,10 @@ def test_trees_that_are_drafted_within_a_step(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("is_async", [True, False])
-def test_on_v2(is_async: bool, model: Path, proves_drafting: Callable[[Answer], None]) -> None:
+@pytest.mark.parametrize(("is_async", "executor"), [(True, "uni"), (True, "mp"), (False, "uni")])
+def test_on_v2(
+    is_async: bool, executor: str, model: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
     """On V2 the scheduler learns of a step's trees when the step has begun.
 
     Without asynchronous scheduling, each request's logits are masked and sampled by themselves.
@@ -146,6 +153,7 @@ def test_on_v2(is_async: bool, model: Path, proves_drafting: Callable[[Answer], 
     engine = {
         "structured_outputs_config": ENGINE["structured_outputs_config"],
         "async_scheduling": is_async,
+        "distributed_executor_backend": executor,
     }
     (without,), _ = run_v2(model, [case], engine=engine)
     environment = {} if is_async else small_chunks.ENVIRONMENT

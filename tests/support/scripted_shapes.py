@@ -60,6 +60,7 @@ def enable() -> None:
         batch_size: int,
         catch_up: Callable[[], float],
         *,
+        drafted: int | None = None,
         most: int | None = None,
         may_try: bool = True,
     ) -> ShapePlan:

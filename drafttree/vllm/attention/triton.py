@@ -155,7 +155,7 @@ class TritonTreeMetadataBuilder(TreeMetadataBuilder, AttentionMetadataBuilder[Tr
         request = patches.requested(vllm_config.speculative_config)
         if request is None or not getattr(vllm_config, "use_v2_model_runner", False):
             return cls._cudagraph_support
-        if find_method(request[0]).kind.needs_model:
+        if find_method(request.name).kind.needs_model:
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
 

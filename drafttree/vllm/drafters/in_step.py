@@ -22,10 +22,9 @@ from vllm.v1.sample.sampler import Sampler
 from drafttree.acceptance_rules import AcceptanceRule
 from drafttree.arrays import IntArray, LongArray
 from drafttree.model_drafters import ModelDrafter
-from drafttree.tensor_parallel import broadcast_trees
+from drafttree.tensor_parallel import broadcast_trees, is_drafting_rank
 from drafttree.transfer import AsyncHostCopy, on_device
 from drafttree.tree import DraftTree, Verified
-from drafttree.vllm import patches
 from drafttree.vllm.drafters.columns import as_scheduled, of_first_rank, without_nodes
 from drafttree.vllm.drafters.known_trees import KnownTrees
 from drafttree.vllm.drafters.observing import observer, start_text
@@ -35,8 +34,8 @@ from drafttree.vllm.runner import TreeModelRunner
 from drafttree.vllm.sampling import Observe, sample_trees
 from drafttree.vllm.step import StepState
 from drafttree.vllm.step_logits import StepLogits
-from drafttree.vllm.structured.binding import not_in_schedulers_process
 from drafttree.vllm.structured.shapes import Drafted, Proposal
+from drafttree.vllm.structured.shown_trees import TreeSender, why_not_shown
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -82,6 +81,18 @@ class InStepRunner(TreeModelRunner[I]):
     _drafter: ModelDrafter
     # What was proposed for the step to come, if the model is to have no part in it.
     _known: KnownTrees | None = None
+
+    def set_up(self, *args: Any, **kwargs: Any) -> None:
+        """Prepare an adopted runner, before its model is loaded."""
+        super().set_up(*args, **kwargs)
+        if self._no_bound_drafts is None:
+            is_first = is_drafting_rank(get_tp_group())
+            self._tree_sender = TreeSender(self.vllm_config, is_first=is_first)
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Run the target, after the step's trees were drafted."""
+        with self._shows_trees(scheduler_output):
+            return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prime(self, blocks: Sequence[int], *, idle: bool) -> tuple[int, int]:
         """Let the drafter's tables compute something beforehand, if there are any."""
@@ -183,7 +194,7 @@ class InStepRunner(TreeModelRunner[I]):
         return prepared
 
     def _why_no_bound_drafts(self) -> str | None:
-        return super()._why_no_bound_drafts() or not_in_schedulers_process(self.parallel_config)
+        return super()._why_no_bound_drafts() or why_not_shown(self.parallel_config)
 
     def _bound_proposal(self, name: str, share: int, most_proposed: int) -> Proposal | None:
         """None: the scheduler is given placeholders."""
@@ -191,7 +202,7 @@ class InStepRunner(TreeModelRunner[I]):
 
     def _show_bound(self, step: I) -> None:
         """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
-        if not self._grammar_bound:
+        if self._tree_sender is None or not self._grammar_bound:
             return
         drafts, names = step.drafts, [*self.input_batch.req_ids]
         sizes, bound = step.trees.tree_sizes, {*self._grammar_bound}
@@ -205,7 +216,7 @@ class InStepRunner(TreeModelRunner[I]):
                 if size > 1 and name in bound
             }
 
-        patches.show_drafted(step.scheduled, drafted)
+        self._tree_sender.show(step.scheduled, drafted)
 
     def _as_scheduled(self, step: I, trees: DraftTree) -> DraftTree:
         """Truncate or pad trees to the columns that the engine scheduled, `[B, N]`.

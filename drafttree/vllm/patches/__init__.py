@@ -42,6 +42,7 @@ from drafttree.vllm.patches.layers import keep_convolutions, override_backend
 from drafttree.vllm.patches.request import (
     Request,
     allow_sampling_parameters,
+    key_of_trees,
     mark_requested,
     prime_when_idle,
     requested,
@@ -104,6 +105,7 @@ __all__ = [
     "hide_draft_schedule",
     "keep_convolutions",
     "keep_texts_on_host",
+    "key_of_trees",
     "limit_grammar_masks",
     "mark_requested",
     "override_backend",

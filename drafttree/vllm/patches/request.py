@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drafttree.patches import Patch, replace_function
 from drafttree.vllm.patches.configuration import ON_CONFIGURATION
@@ -18,8 +19,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         target="vllm.config:SpeculativeConfig.drafttree",
         when=ON_CONFIGURATION,
-        reason="An additional attribute: the method's name and options, which reach the engine's "
-        "other processes with the configuration.",
+        reason="An additional attribute: the method's name and options, and a key, which reach "
+        "the engine's other processes with the configuration.",
     ),
     Patch(
         target="vllm.v1.engine.core:EngineCoreProc._notify_idle_state_callbacks",
@@ -41,35 +42,59 @@ _REQUEST = "drafttree"  # attribute of a SpeculativeConfig that names a drafttre
 _ENGINE_CORE = "vllm.v1.engine.core"
 
 
-class Request(tuple[str, dict[str, Any]]):
-    """Name and options of the requested method.
+class Request(NamedTuple):
+    """The request for a method.
 
     It is pickled with the configuration to the engine's other processes. The engine core's patch is
     applied when it arrives there, because no other code of drafttree runs in that process.
+
+    Attributes:
+        name: The method's name.
+        options: Its options.
+        key: A secret of the engine's processes, for the trees that a worker shows the scheduler;
+            None for methods that draft before the step.
     """
 
-    __slots__ = ()
+    name: str
+    options: dict[str, Any]
+    key: bytes | None
 
-    def __reduce__(self) -> tuple[Callable[..., Request], tuple[str, dict[str, Any]]]:
-        return _arrived, (self[0], self[1])
+    def __reduce__(self) -> tuple[Callable[..., Request], tuple[Any, ...]]:
+        return _arrived, tuple(self)
 
 
-def _arrived(name: str, options: dict[str, Any]) -> Request:
+def _arrived(name: str, options: dict[str, Any], key: bytes | None) -> Request:
     # Only the process of the engine core needs this module, and has imported it.
     if _ENGINE_CORE in sys.modules:
         prime_when_idle()
-    return Request((name, options))
+    return Request(name, options, key)
 
 
-def requested(config: SpeculativeConfig | None) -> tuple[str, dict[str, Any]] | None:
-    """Name and options of the method, if `config` requests a drafttree method."""
+def requested(config: SpeculativeConfig | None) -> Request | None:
+    """The request for a method, if `config` requests a drafttree method."""
     return getattr(config, _REQUEST, None)
 
 
-def mark_requested(config: SpeculativeConfig, name: str, options: dict[str, Any]) -> None:
-    """Mark the configuration as a request for a drafttree method."""
+def key_of_trees(config: SpeculativeConfig | None) -> bytes | None:
+    """The key of the requested method; None if it drafts before the step."""
+    request = requested(config)
+    return None if request is None else request.key
+
+
+def mark_requested(
+    config: SpeculativeConfig, name: str, options: dict[str, Any], *, in_step: bool
+) -> None:
+    """Mark the configuration as a request for a drafttree method.
+
+    Args:
+        config: The configuration.
+        name: The method's name.
+        options: Its options.
+        in_step: Whether trees are drafted within the step that verifies them.
+    """
+    request = Request(name, options, secrets.token_bytes(32) if in_step else None)
     # A plain attribute is pickled with the configuration to the engine's other processes.
-    object.__setattr__(config, _REQUEST, Request((name, options)))
+    object.__setattr__(config, _REQUEST, request)
 
 
 def prime_when_idle() -> None:

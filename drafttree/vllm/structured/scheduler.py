@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from drafttree.vllm import patches
 from drafttree.vllm.session_turns import SessionTurns
 from drafttree.vllm.structured.grammars import TreeGrammars, why_not
+from drafttree.vllm.structured.shown_trees import TreeReceiver
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,11 +38,13 @@ class GrammarTrees:
         **kwargs: Any,
     ) -> None:
         self.grammars: TreeGrammars | None = None
+        self._shown: TreeReceiver | None = None
         manager: Any = structured_output_manager
         if why_not() is None:
             # Otherwise requests with structured output have no drafts, and chains' masks are right.
             num_draft_tokens = vllm_config.speculative_config.num_speculative_tokens
             manager = self.grammars = TreeGrammars(manager, num_draft_tokens)
+            self._shown = TreeReceiver(vllm_config)
         stock: Any = super()
         stock.__init__(vllm_config, *args, structured_output_manager=manager, **kwargs)
 
@@ -73,11 +76,18 @@ class GrammarTrees:
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """The masks of a step's nodes, some of whose trees may have been drafted within it."""
-        if self.grammars is not None:
-            self.grammars.draft(patches.drafted_in(scheduler_output))
+        if self.grammars is not None and self._shown is not None:
+            self.grammars.draft(self._shown.trees(scheduler_output))
         stock: Any = super()
         masks: GrammarOutput | None = stock.get_grammar_bitmask(scheduler_output)
         return masks
+
+    def shutdown(self) -> None:
+        """End the connection to the model runner."""
+        if self._shown is not None:
+            self._shown.close()
+        stock: Any = super()
+        stock.shutdown()
 
 
 class GrammarScheduler(GrammarTrees, SessionTurns, Scheduler):

@@ -33,7 +33,8 @@ from drafttree.vllm import patches, step_logits
 from drafttree.vllm.drafting import DraftingRunner, allocated
 from drafttree.vllm.model_inputs import without_placeholders
 from drafttree.vllm.step_masks import StepMasks
-from drafttree.vllm.structured.binding import no_bound_drafts, not_in_schedulers_process
+from drafttree.vllm.structured.binding import no_bound_drafts
+from drafttree.vllm.structured.shown_trees import TreeSender, why_not_shown
 from drafttree.vllm.v2.chunks import Chunk, mask_chunk
 from drafttree.vllm.v2.hooks import check_hooks
 from drafttree.vllm.v2.kept_trees import KeptTrees
@@ -80,10 +81,11 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         parsed = method.parse(options)
         self.counters = Counters(self.device)
         self._set_up_drafter(method, parsed)
-        self._rules = RequestRules(
-            self.max_num_reqs,
-            no_bound_drafts(self) or not_in_schedulers_process(self.parallel_config),
-        )
+        why_not = no_bound_drafts(self) or why_not_shown(self.parallel_config)
+        if why_not is None:
+            # No other rank is served.
+            self._tree_sender = TreeSender(self.vllm_config, is_first=True)
+        self._rules = RequestRules(self.max_num_reqs, why_not)
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
         self._layouts = StepLayouts(self._kept)
         self._tiers = self.speculative_config.num_speculative_tokens_per_batch_size
@@ -212,7 +214,8 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         update = patches.update_of(scheduler_output)
         if update is not None:
             self._explanation.add(update)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        with self._shows_trees(scheduler_output):
+            return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
         """Lay out the step: KV slots along a chain, then positions and masks of the trees."""
@@ -234,9 +237,9 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     def _show_bound(self, batch: InputBatch, step: Layout) -> None:
         """Show the trees of requests with a grammar to the scheduler, which masks their nodes."""
-        if batch.has_structured_output_reqs and step.width > 1:
+        if self._tree_sender and batch.has_structured_output_reqs and step.width > 1:
             trees = StepDrafts.of(batch, step)
-            patches.show_drafted(self._scheduler_output, trees.by_request)
+            self._tree_sender.show(self._scheduler_output, trees.by_request)
 
     def _set_active_loras(self, of_logits: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         """Activate LoRA adapters: one for each row of logits, where vLLM names each request's."""

@@ -88,13 +88,16 @@ class Stock(GPUModelRunner):
             model="none",
             seed=0,
         )
-        self.parallel_config = SimpleNamespace(data_parallel_index=0)
+        self.parallel_config = SimpleNamespace(
+            data_parallel_index=0, world_size=1, distributed_executor_backend="uni"
+        )
         self.vllm_config = SimpleNamespace(
             cache_config=None,
             model_config=self.model_config,
             reasoning_config=None,
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=BUDGET),
             use_cumem_cudagraph_pool=False,
+            parallel_config=self.parallel_config,
         )
         self.load_config, self.model_memory_usage = None, 0
         self.rejection_sampler: Any = None

@@ -160,8 +160,10 @@ class Stock(GPUModelRunner):
             model_config=self.model_config,
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=BUDGET),
             use_cumem_cudagraph_pool=False,
+            parallel_config=SimpleNamespace(world_size=1, distributed_executor_backend="uni"),
         )
-        self.parallel_config = self.load_config = None
+        self.parallel_config = self.vllm_config.parallel_config
+        self.load_config = None
         self.model_memory_usage = 0
         for absent in (
             *("adaptive_verification", "pooling_runner", "encoder_cache", "fast_prefill"),
@@ -247,7 +249,6 @@ def engine_on(gpu: Gpu | None) -> Iterator[None]:
             (torch.cuda, "memory_allocated", lambda *args: 0),
             (hidden_state, "get_tp_group", lambda: ONE_RANK),
             (tree_runner, "no_bound_drafts", lambda *args: None),
-            (tree_runner, "not_in_schedulers_process", lambda *args: None),
             (sampler, "gumbel_sample", on_values(gumbel_on_cpu.gumbel_sample)),
             (states, "apply_temperature", on_values(gumbel_on_cpu.apply_temperature)),
         ):
