@@ -395,8 +395,10 @@ class DynamicTreeDrafter(ModelFreeDrafter):
         self.tables.close()
 
     def reset(self) -> None:
-        """Forget everything learned."""
+        """Forget everything learned; the step under way may last as long as new weights take."""
         self.tables.reset()
+        if self._budget is not None:
+            self._budget.discard()
 
     def explain(self) -> list[dict[str, Any]]:
         """With `auto`, predictions and measurements by size; see `StepReport.rows`."""

@@ -120,8 +120,12 @@ class ShapeBudget:
         self._timer.discard()
 
     def reset(self) -> None:
-        """Forget what was accepted, for instance because the target's weights changed."""
+        """Forget what was accepted, for instance because the target's weights changed.
+
+        The step under way lasted until they had.
+        """
         self.planner.reset()
+        self.discard()
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""

@@ -88,9 +88,13 @@ def test_a_step_of_other_requests_is_not_measured() -> None:
 
 
 def test_forgets_what_was_accepted() -> None:
-    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03})
+    clock = Clock()
+    budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.03}, clock)
     budget.choose(SLOTS)
     budget.verified(SLOTS, chain(3), outcome(1, 3))
     assert budget.planner.acceptance.evidence > 0
     budget.reset()
     assert budget.planner.acceptance.evidence == 0
+    clock.now = 60.0
+    budget.choose(SLOTS)
+    assert budget.explain() == []  # new weights were loaded meanwhile

@@ -196,6 +196,20 @@ def test_what_grammars_add_is_told_apart(pads_trees: bool, chosen: int, further:
     assert steps.planner.of_grammars[1:] == [(0, 0)]
 
 
+def test_a_request_for_which_nothing_was_proposed_has_no_drafts_beside_grammars() -> None:
+    steps = Steps()
+    steps.propose(4, 2)
+    steps.now = 2.0
+    tokens = torch.tensor([[5, 6, -1], [5, -1, -1]], dtype=torch.int32)
+    counts = torch.tensor([2, 1], dtype=torch.int32)
+    bound = torch.tensor([[4, 0], [1, 0]])
+    verified = Verified(tokens, tokens, counts, rows=5, bound=bound)
+    steps.budget.verified(steps.slots, steps.trees, verified)
+    steps.propose(4, 2)
+    draft_tokens, accepted = steps.planner.verified
+    assert (draft_tokens.tolist(), accepted.tolist()) == ([5, 0], [1, 0])
+
+
 def test_the_expected_tokens_of_a_size_are_those_of_its_best_nodes() -> None:
     steps = Steps()
     steps.propose(4, 2)

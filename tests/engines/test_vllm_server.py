@@ -257,8 +257,5 @@ def test_bound_answers(
     steps, accepted = (now - then for now, then in zip(counts(), (steps, accepted), strict=True))
     assert drafted == plain
     assert steps > 0
-    if request.node.callspec.params["server"] == "v1":
-        assert accepted > least * steps
-    else:
-        # A server's worker is in another process than its scheduler on a CPU, though not on a GPU.
-        assert accepted == 0
+    # On V2 no tokens are added that the grammar forces.
+    assert accepted > (least * steps if request.node.callspec.params["server"] == "v1" else 0)

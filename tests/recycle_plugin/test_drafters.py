@@ -386,10 +386,10 @@ def test_auto_limits_the_nodes_of_a_step_on_a_gpu_that_is_not_timed(
     assert not drafter.propose(slots(0, 1, 2, 3), ids(5, 5, 5, 5)).drafted
 
 
-def test_steps_between_which_parts_of_prompts_are_read_are_not_measured() -> None:
+def test_steps_between_which_something_else_was_done_are_not_measured() -> None:
     """A host says where a prompt begins, and passes what follows each of its parts."""
 
-    def measured(*, reads: bool) -> int:
+    def measured(*, reads: bool = False, resets: bool = False) -> int:
         drafter = make(nodes="auto", max_nodes=7)
         drafter.profile(lambda _: 1e-9, 8)
         drafter.start(0, [5, 6, 5])
@@ -399,7 +399,10 @@ def test_steps_between_which_parts_of_prompts_are_read_are_not_measured() -> Non
             drafter.on_verified(slots(0), trees, Verified(path, path + 5, one))
             if reads:
                 drafter.extend(slots(1), ids(-1)[None])
+            if resets:
+                drafter.reset()
         return sum(int(row["steps"]) for row in drafter.explain())
 
-    assert measured(reads=False) == 3
+    assert measured() == 3
     assert not measured(reads=True)
+    assert not measured(resets=True)
