@@ -152,8 +152,10 @@ def test_rsd_with_tables(host: Host, target: Path, draft: Path, planned: bool) -
         Case([PROMPT] * REQUESTS, SAMPLING),
         Case([PROMPT], GREEDY),
         Case([PROMPT] * 64, [SAMPLING, GREEDY] * 32),
+        # Steps at the end of a request are not measured, so others have few.
+        Case([PROMPT], {**GREEDY, "max_tokens": 100}),
     ]
-    (answer, greedy, mixed), log = serve(
+    (answer, greedy, mixed, _), log = serve(
         host, target, cases, "rsd", options, draft, environment=environment
     )
     least = 0.15 if planned else 0.5  # rests and trees of a few nodes are among the shapes
@@ -201,9 +203,9 @@ def test_a_fault_planted_into_traversal_is_found(host: Host, target: Path, draft
 def test_seeds_of_rsd_do_not_depend_on_the_batch(
     host: Host, target: Path, draft: Path, verify: str
 ) -> None:
-    long = {**SAMPLING, "max_tokens": 40}
-    if host.name == "vllm":
-        long["min_p"] = 0.01
+    if host.name == "sglang":
+        pytest.skip("SGLang uses seeds in its deterministic mode only, which it refuses on a CPU")
+    long = {**SAMPLING, "max_tokens": 40, "min_p": 0.01}
     seeded = [{**long, "seed": seed} for seed in (1, 2, 3)]
     others = [PROMPT[:1] * length for length in (5, 9, 17)]
     cases = [

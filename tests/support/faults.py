@@ -133,7 +133,8 @@ def _take_most_likely_in_sglang() -> None:
         drawn = draw(self, node, alive)
         if len(self._levels) == 1:
             return drawn
-        return self._logits[self._rows, node.long()].argmax(-1).int()
+        nodes = self._nodes
+        return nodes._logits[nodes._requests, node.long()].argmax(-1).int()
 
     sampling._Draw.__call__ = faulty  # type: ignore[method-assign]
 
