@@ -31,6 +31,23 @@ _MOST = 0.98
 NO_DRAFTS = TreeShape(0, 0, 0)
 
 
+def are_whole(shape: TreeShape, trees: DraftTree) -> NDArray[np.bool_]:
+    """Whether each request's tree is as it was drafted, `[B]`; one without drafts is not.
+
+    A tree that the host cut lacks its last nodes. Nodes are also missing where fewer tokens can be
+    sampled than a node has children, but then the last level has some.
+
+    Args:
+        shape: The shape that was asked for.
+        trees: The trees as verified, on the host.
+    """
+    levels = depths(trees.parents, trees.tree_size).numpy()
+    whole: NDArray[np.bool_] = (levels >= shape.depth).any(1) | (
+        trees.tree_size.numpy() > shape.nodes
+    )
+    return whole
+
+
 class LevelAcceptance:
     """Decaying counts of accepted nodes, for trees of up to D levels and K children of a node.
 

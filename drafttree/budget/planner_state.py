@@ -143,11 +143,11 @@ class ShapePlan:
         shape: The shape of the trees; one without levels for no drafts.
         index: Its index among those to choose from.
         step: What is expected of the step.
-        share: The share of the step's requests that are drafted for.
+        share: The share of the step's requests that are drafted for; its outcome is judged by it.
         at_stake: What the step loses if nothing is accepted, in tokens of a request, if it
             explores; None if it does not.
-        gains: `[S]`, tokens that a request is expected to emit with each shape; None if the choice
-            did not depend on them.
+        gains: `[S]`, tokens that a request is expected to emit with each shape, in the harmonic
+            mean over all requests; None if the choice did not depend on them.
         seconds: `[S]`, predicted duration of a step with each shape; None if the choice did not
             depend on it.
     """

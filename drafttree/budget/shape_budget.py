@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Self
 
+import numpy as np
 import torch
 
+from drafttree.arrays import BoolArray
+from drafttree.budget.level_acceptance import are_whole
 from drafttree.budget.node_budget import NodeBudget
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
@@ -37,6 +40,7 @@ class ShapeBudget:
         self.planner = planner
         self._timer = StepTimer(clock, pads_trees=pads_trees)
         self._plan: ShapePlan | None = None
+        self._whole: BoolArray | None = None
 
     @classmethod
     def from_forwards(
@@ -94,8 +98,10 @@ class ShapeBudget:
                 step.draft_seconds,
                 step.emitted_tokens,
                 step.verified,
+                np.zeros(step.batch_size, np.bool_) if self._whole is None else self._whole,
                 step.catch_up_seconds,
             )
+        self._whole = None
         self._plan = self.planner.choose(len(slots), catch_up_seconds, drafted=drafted)
         self._timer.begin(slots, TreeChoice(self._plan.shape.nodes))
         return self._plan.shape
@@ -113,6 +119,7 @@ class ShapeBudget:
         """Note the outcome of a step; the trees are those that were verified."""
         if self._plan is not None and self._plan.shape.depth and trees.drafted:
             self.planner.acceptance.add(self._plan.shape, trees, verified)
+            self._whole = are_whole(self._plan.shape, trees)
         self._timer.verified(slots, trees, verified)
 
     def discard(self) -> None:

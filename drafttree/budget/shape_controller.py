@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
-from drafttree.arrays import LongArray
 from drafttree.budget.calibration import VerifiedDrafts
 from drafttree.budget.draft_times import ReadTimes
 from drafttree.budget.planner_state import ShapePlan
@@ -91,7 +91,9 @@ class ShapeController:
         draft_tokens = (drafts.parents >= 0).sum(1)
         if plan.shape.depth:
             self._learn_acceptance(plan.shape, outcome)
-            self._learn_undrafted(outcome.requests, draft_tokens)
+            have_none = set(compress(outcome.requests, draft_tokens == 0))
+            self._undrafted.difference_update(outcome.requests)
+            self._undrafted |= have_none
         seconds = outcome.seconds
         if seconds is None or not 0 <= drafts.seconds < seconds - drafts.read_seconds:
             return
@@ -104,6 +106,7 @@ class ShapeController:
                 drafts.seconds,
                 float(outcome.emitted.sum()),
                 VerifiedDrafts(draft_tokens, outcome.emitted - 1),
+                draft_tokens > 0,  # nothing is cut
                 drafts.read_seconds,
             )
         )
@@ -114,11 +117,6 @@ class ShapeController:
         self._choice = None
         self._measured.clear()
         return update
-
-    def _learn_undrafted(self, requests: Sequence[Hashable], draft_tokens: LongArray) -> None:
-        """Note which requests of a step were served without the drafts that it had for others."""
-        for request, tokens in zip(requests, draft_tokens.tolist(), strict=True):
-            (self._undrafted.discard if tokens else self._undrafted.add)(request)
 
     def _learn_acceptance(self, shape: TreeShape, outcome: TierOutcome) -> None:
         assert outcome.drafts is not None

@@ -14,11 +14,12 @@ Some requests of a step may be served without drafts. They emit one token each, 
 drafted for the others. As in `Planner`, the best shape has the least mean time per token over all
 requests. So a share s of requests that gain g tokens each counts as a gain of 1 / (1 - s + s / g).
 
-**Lossless.** A shape is chosen between two steps, from outcomes and times of earlier steps and the
-number of requests alone. Nothing drawn in a step takes part in the choice of its shape: given what
-came before, the shape is a constant, and recursive rejection and traversal leave the target's
-distribution for each constant shape. (A choice by the drafts that were drawn, such as dropping
-those that look improbable, would bias the distribution of those that are left.)
+**Lossless.** A shape is chosen between two steps, from outcomes and times of earlier steps, the
+number of requests, and how many of them are drafted for. Nothing drawn in a step takes part in the
+choice of its shape: given what came before, the shape is a constant, and recursive rejection and
+traversal leave the target's distribution for each constant shape. (A choice by the drafts that were
+drawn, such as dropping those that look improbable, would bias the distribution of those that are
+left.)
 """
 
 from __future__ import annotations
@@ -64,17 +65,17 @@ class _Requests(NamedTuple):
     """The requests of a step.
 
     Attributes:
-        size: How many there are.
+        number: How many there are.
         drafted: For how many of them there are drafts; at least one.
     """
 
-    size: int
+    number: int
     drafted: int
 
     @property
     def share(self) -> float:
         """The share of those that are drafted for."""
-        return self.drafted / self.size
+        return self.drafted / self.number
 
 
 @dataclass
@@ -83,23 +84,23 @@ class _Kept:
 
     Attributes:
         plan: The decision.
-        step: The requests for which it was made.
+        requests: The requests for which it was made.
         steps: In how many more steps it holds.
     """
 
     plan: ShapePlan
-    step: _Requests
+    requests: _Requests
     steps: int
 
-    def take(self, step: _Requests, most: int | None) -> ShapePlan | None:
+    def take(self, requests: _Requests, most: int | None) -> ShapePlan | None:
         """The decision for the next step, which is then counted; None if it does not hold there.
 
         Args:
-            step: The step's requests.
+            requests: The step's requests.
             most: As in `ShapePlanner.choose`.
         """
         is_too_large = most is not None and self.plan.shape.nodes > most
-        if not self.steps or step != self.step or is_too_large:
+        if not self.steps or requests != self.requests or is_too_large:
             return None
         self.steps -= 1
         return self.plan
@@ -180,27 +181,28 @@ class ShapePlanner:
             may_try: Whether the step may be taken only to measure a shape. It may not while the
                 outcome of such a step is unknown.
         """
-        step = _Requests(batch_size, batch_size if drafted is None else drafted)
-        if not step.drafted:
+        if drafted == 0:
             return self._planned(0)
+        requests = _Requests(batch_size, drafted or batch_size)
         state = self._state(batch_size)
         if not state.index and self._rests:
             self._rests -= 1
             return self._planned(0)
-        if self._kept is not None and (plan := self._kept.take(step, most)) is not None:
+        if self._kept is not None and (plan := self._kept.take(requests, most)) is not None:
             return plan
         self._kept = None
-        seconds = self._step_seconds(step)
+        seconds = self._step_seconds(requests)
         is_plain = self._base is None
         if state.index and may_try and is_plain and self._wants_plain(state, batch_size, seconds):
             state.is_tried = True
-            return self._planned(0, StepPlan(TreeChoice(0), is_trial=True), seconds=seconds)
+            plain = StepPlan(TreeChoice(0), is_trial=True)
+            return self._planned(0, plain, requests.share, seconds=seconds)
         state.is_tried = False
         if not state.index and self._exploration.is_spent and not self._is_known:
             return self._rest()
         expected = self.acceptance.expected_tokens(self.shapes)
         calibrated = self._calibrated(batch_size, expected)
-        gains = self._gains(step, calibrated)
+        gains = self._gains(requests, calibrated)
         fits = np.array(self.costs.candidate_sizes) <= (math.inf if most is None else most)
         rates = np.where(fits, gains / seconds, 0.0)
         best = int(rates.argmax())
@@ -215,11 +217,11 @@ class ShapePlanner:
                 best = 0
         index, is_trial, at_stake = best, False, None
         if not best:
-            explored = self._explored(step, seconds, fits, catch_up_seconds)
+            explored = self._explored(requests, seconds, fits, catch_up_seconds)
             if explored is not None:
                 index, at_stake = explored
         elif may_try:
-            lowest = gains if step.share == 1 else np.ones_like(gains)
+            lowest = gains if requests.share == 1 else np.ones_like(gains)
             trial = self._trials.size(batch_size, best, gains, lowest, rates)
             index, is_trial = (best, False) if trial is None else (trial, True)
         state.index, state.gain = best, float(gains[best])
@@ -231,17 +233,17 @@ class ShapePlanner:
             expected=float(expected[index]),
             calibrated=float(calibrated[index]),
             gain=gain,
-            lowest=gain if step.share == 1 else 1.0,
+            lowest=gain if requests.share == 1 else 1.0,
             is_trial=is_trial,
         )
-        plan = self._planned(index, planned, step.share, at_stake, gains, seconds)
+        plan = self._planned(index, planned, requests.share, at_stake, gains, seconds)
         if best and may_try and not is_trial and fits.all():
-            self._kept = _Kept(plan, step, _DRAFTED_STEPS - 1)
+            self._kept = _Kept(plan, requests, _DRAFTED_STEPS - 1)
         return plan
 
     def _explored(
         self,
-        step: _Requests,
+        requests: _Requests,
         seconds: FloatArray,
         fits: BoolArray,
         catch_up_seconds: Callable[[], float],
@@ -252,9 +254,9 @@ class ShapePlanner:
             Its index, and what it loses if nothing is accepted, in tokens of a request.
         """
         constants, exploration = self.constants, self._exploration
-        batch_size = step.size
+        batch_size = requests.number
         hopeful = self._gains(
-            step,
+            requests,
             self._calibrated(
                 batch_size, self.acceptance.expected_tokens(self.shapes, constants.optimism)
             ),
@@ -284,6 +286,7 @@ class ShapePlanner:
         draft_seconds: float,
         emitted: float,
         verified: VerifiedDrafts,
+        whole: BoolArray,
         catch_up_seconds: float = 0.0,
     ) -> MeasuredStep:
         """Learn from a step.
@@ -296,6 +299,8 @@ class ShapePlanner:
             draft_seconds: Part of it that was spent drafting.
             emitted: Tokens emitted for the whole batch.
             verified: The drafts of each request.
+            whole: `[B]`, whether each request's tree was verified as it was drafted. It may have
+                fewer nodes than its shape.
             catch_up_seconds: What it took to read what the model had missed.
 
         Returns:
@@ -306,8 +311,8 @@ class ShapePlanner:
             index = 0  # at the end of all answers, for example, nothing is drafted after all
         shape, costs = self.shapes[index], self.costs
         without = self._without_model(batch_size)
-        of_batch = _Requests(batch_size, round(plan.share * batch_size))
-        means = self._step_seconds(of_batch) if step.is_trial else None
+        requests = _Requests(batch_size, round(plan.share * batch_size))
+        means = self._step_seconds(requests) if step.is_trial else None
         predicted = costs.seconds(batch_size, rows) + self._draft_seconds(batch_size, shape.depth)
         # The base counts the time of its own drafts apart, too.
         drafting, delay, warm = (0.0 if self._base is None else draft_seconds), 0.0, True
@@ -325,7 +330,6 @@ class ShapePlanner:
             self._trials.allowance.renew()
         if index and self._base is not None:
             self._base.costs.observe(batch_size, rows, verifying)
-        whole = verified.draft_tokens >= shape.nodes
         if index and (count := int(whole.sum())):
             self._calibration.add(
                 np.full(count, batch_bucket(batch_size)),
@@ -414,15 +418,15 @@ class ShapePlanner:
         """Usual seconds of drafting: one forward for the roots, and one for each level."""
         return self.draft_times.usual(batch_size, depth + 1) if depth else 0.0
 
-    def _step_seconds(self, step: _Requests) -> FloatArray:
+    def _step_seconds(self, requests: _Requests) -> FloatArray:
         """Predicted mean seconds of a step with each shape, drafting included, `[S]`."""
-        batch_size, costs = step.size, self.costs
+        batch_size, costs = requests.number, self.costs
         depths = range(1 + max(self._depths))
         drafting = np.array([self._draft_seconds(batch_size, depth) for depth in depths])
-        if self._pads_trees or step.share == 1:
+        if self._pads_trees or requests.share == 1:
             seconds = costs.of_sizes(batch_size)
         else:
-            rows = [batch_size + step.drafted * size for size in costs.candidate_sizes]
+            rows = [batch_size + requests.drafted * size for size in costs.candidate_sizes]
             seconds = np.array([costs.seconds(batch_size, each) for each in rows])
         seconds += drafting[self._depths]
         seconds[1:] += self._state(batch_size).reading
@@ -436,10 +440,10 @@ class ShapePlanner:
         )[0]
         return calibrated
 
-    def _gains(self, step: _Requests, tokens: FloatArray) -> FloatArray:
+    def _gains(self, requests: _Requests, tokens: FloatArray) -> FloatArray:
         """The same in the harmonic mean over all requests of a step, `[S]`."""
-        gains: FloatArray = 1 / (1 - step.share + step.share / tokens)
-        gains[0] = self._without_model(step.size).tokens
+        gains: FloatArray = 1 / (1 - requests.share + requests.share / tokens)
+        gains[0] = self._without_model(requests.number).tokens
         return gains
 
     def _wants_plain(self, state: BucketState, batch_size: int, seconds: FloatArray) -> bool:
@@ -449,7 +453,7 @@ class ShapePlanner:
 
 
 def _gain_of(verified: VerifiedDrafts) -> float:
-    """Tokens of a request in the harmonic mean, if those with drafts emitted the same number."""
+    """Tokens of a request in the harmonic mean; those with drafts count at the mean of theirs."""
     drafted = verified.draft_tokens > 0
     if not drafted.any():
         return 1.0

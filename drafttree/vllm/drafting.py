@@ -43,7 +43,8 @@ class DraftingRunner:
     _drafter: Drafter
     _movers: list[list[KvMover]]
     _state_bytes: int = 0
-    # For trees that are drafted within a step; None where no request with a grammar has any.
+    # For trees that are drafted within a step; None where no request with a grammar has any, and on
+    # ranks other than the first.
     _tree_sender: TreeSender | None = None
 
     attn_groups: list[list[Any]]
@@ -169,7 +170,7 @@ class DraftingRunner:
 
     @contextmanager
     def _shows_trees(self, scheduled: SchedulerOutput) -> Iterator[None]:
-        """A step that the scheduler has scheduled, which may want to see its trees."""
+        """A context for a step whose trees the scheduler may wait for, even if the step fails."""
         try:
             yield
         finally:

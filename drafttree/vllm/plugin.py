@@ -95,8 +95,8 @@ def _create(
     )
     if method.kind.needs_hidden_states:
         patches.drop_last_block(config)
-    in_step = serving.uses_v2 or method.kind.needs_model
-    patches.mark_requested(config, method.name, options, in_step=in_step)
+    shows_trees = serving.uses_v2 or method.kind.needs_model
+    patches.mark_requested(config, method.name, options, shows_trees=shows_trees)
     # Compiled models are found by this hash too, and need not be compiled anew for other options.
     # An older vLLM has no startup plans.
     if getattr(envs, "VLLM_ENABLE_STARTUP_PLAN", False):

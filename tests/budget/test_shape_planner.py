@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,10 +13,10 @@ import torch
 from simulated_drafting import BEAMS, Fixed, Planned, Scenario, Step, alike, beams, run
 
 from drafttree.budget.calibration import VerifiedDrafts
-from drafttree.budget.level_acceptance import NO_DRAFTS
+from drafttree.budget.level_acceptance import NO_DRAFTS, are_whole
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
-from drafttree.tree import Verified
+from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
 
 STEPS = 2500
@@ -88,6 +88,48 @@ def test_requests_are_drafted_for_beside_others_without_drafts(undrafted: int, p
     best = max(run(scenario, Fixed(shape), STEPS).harmonic_speed() for shape in BEAMS)
     assert best > 1.03 * plain
     assert run(scenario, Planned(scenario), STEPS).harmonic_speed(500) >= 0.95 * best
+
+
+def test_plain_steps_are_tried_for_the_requests_of_the_step() -> None:
+    """A trial is charged by what a step with drafts for these requests would take."""
+    scenario = Scenario(draft_fixed=0.001, draft_by_row=0.00002, batch=8, undrafted=4)
+
+    class Tried(Planned):
+        shares: ClassVar[list[float]] = []
+
+        def learn(self, shape: TreeShape, step: Step) -> None:
+            assert self._plan is not None
+            if self._plan.step.is_trial and not shape.depth:
+                self.shares.append(self._plan.share)
+            super().learn(shape, step)
+
+    run(scenario, Tried(scenario), 1200)
+    assert len(Tried.shares) > 3
+    assert {*Tried.shares} == {0.5}
+
+
+def test_trees_that_sampling_filters_leave_narrow_are_no_cut_ones() -> None:
+    """They are accepted most, so the others alone would say too little of a shape."""
+    shape = TreeShape(depth=2, width=2, nodes=4)
+    planner = ShapePlanner([shape], {1: 0.03, 16: 0.03})
+    parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, -1, 1, -1], [-1, 0, 0, -1, -1], [-1] * 5])
+    sizes = torch.tensor([5, 4, 3, 1])
+    trees = DraftTree(parents.int(), parents.int(), sizes.int())
+    assert are_whole(shape, trees).tolist() == [True, True, False, False]
+    for _ in range(200):
+        plan = planner.choose(2)
+        if plan.shape.depth:
+            path = torch.tensor([[0, 2, -1], [0, 1, 3]])
+            narrow = DraftTree(parents[:2].int(), parents[:2].int(), sizes[:2].int())
+            verified = Verified(path, path, torch.tensor([2, 3]))
+            planner.acceptance.add(shape, narrow, verified)
+            drafts = VerifiedDrafts(np.array([4, 2]), np.array([1, 2]))
+            whole = are_whole(shape, narrow)
+            planner.record_step(plan, 2, 8, 0.035, 0.002, 5, drafts, whole)
+        else:
+            planner.record_step(plan, 2, 2, 0.03, 0.0, 2, *alike(2, 0, 2))
+    plan = planner.choose(2)
+    assert plan.step.calibrated == pytest.approx(2.5, rel=0.05)
 
 
 def test_nothing_is_drafted_if_no_request_may_be() -> None:
@@ -184,7 +226,7 @@ def test_a_long_stall_while_drafting_is_tried_does_not_put_it_off_for_ever() -> 
             tried.append(step)
         seconds = 1800.0 if stalls else 0.04
         nodes = plan.shape.nodes
-        planner.record_step(plan, 1, 1 + nodes, seconds, 0.01, 1.0, alike(1, nodes, 1.0))
+        planner.record_step(plan, 1, 1 + nodes, seconds, 0.01, 1.0, *alike(1, nodes, 1.0))
     assert tried[2] - tried[1] < 5000
 
 
@@ -207,7 +249,7 @@ def test_drafting_is_tried_again_after_a_reset() -> None:
                 planner.acceptance.add(plan.shape, beams(plan.shape, 1), verified)
             nodes = plan.shape.nodes
             planner.record_step(
-                *(plan, 1, 1 + nodes, seconds, seconds - 0.03, 1.0), alike(1, nodes, 1.0)
+                *(plan, 1, 1 + nodes, seconds, seconds - 0.03, 1.0), *alike(1, nodes, 1.0)
             )
         return count
 
@@ -261,7 +303,7 @@ def test_a_decision_to_draft_holds_for_four_steps_of_the_same_requests(
             )
         rows, emitted = requests * (1 + plan.shape.nodes), requests * (1.0 + plan.shape.depth)
         verified = alike(requests, plan.shape.nodes, emitted)
-        planner.record_step(plan, requests, rows, 0.035, 0.005, emitted, verified)
+        planner.record_step(plan, requests, rows, 0.035, 0.005, emitted, *verified)
         return plan, bool(decided)
 
     steps = [step() for _ in range(400)]
@@ -305,6 +347,7 @@ def test_one_slow_plain_step_does_not_let_drafts_seem_to_pay(seed: int) -> None:
             *(drafted if plan.shape.depth else plain, 0.003 * plan.shape.depth),
             batch + int(accepted.sum()),
             VerifiedDrafts(np.full(batch, plan.shape.nodes), accepted.double().numpy()),
+            np.full(batch, plan.shape.nodes > 0),
         )
         return plan.shape.depth > 0
 

@@ -125,7 +125,8 @@ def run(
             catch_up, unread = 0.0, min(unread + tokens, batch * ANSWER)
         planner.record_step(
             *(plan, batch, rows, seconds, drafting, tokens),
-            *(alike(batch, rows // batch - 1, tokens), catch_up),
+            *alike(batch, rows // batch - 1, tokens),
+            catch_up,
         )
         done.append(Done(kind, seconds + catch_up, tokens / batch))
     return done
@@ -196,7 +197,7 @@ def test_steps_of_both_are_reported_together() -> None:
     plan = planner.choose(1)
     assert plan.shape.depth
     nodes = plan.shape.nodes
-    planner.record_step(plan, 1, 1 + nodes, 0.04, 0.004, 2, alike(1, nodes, 2))
+    planner.record_step(plan, 1, 1 + nodes, 0.04, 0.004, 2, *alike(1, nodes, 2))
     clock = base.costs.clock
     assert clock == planner.costs.clock == 1
     assert not base.should_skip_drafting(1)

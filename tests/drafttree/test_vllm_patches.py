@@ -61,6 +61,7 @@ APPLIED_BY = {
     "drafttree_report": "setattr(output, _REPORT, report)",
     "drafttree_proposals": "setattr(drafts, _PROPOSALS, proposals)",
     "drafttree_bound": "setattr(output, _BOUND, shapes)",
+    "drafttree_number": "setattr(output, _NUMBER, number)",
     "drafttree_drafted": "setattr(output, _DRAFTED, trees)",
 }
 """Assignments and calls in `patches` that do not contain the name of what they replace."""

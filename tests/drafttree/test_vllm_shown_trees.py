@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from awaited import wait_until
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
+from drafttree.vllm.drafting import DraftingRunner
 from drafttree.vllm.patches import mark_requested
 from drafttree.vllm.structured import shown_trees
 from drafttree.vllm.structured.shapes import Drafted
 from drafttree.vllm.structured.shown_trees import TreeReceiver, TreeSender, why_not_shown
 
+CPU = torch.device("cpu")
 TREES = {"a": Drafted([5, 6, 7], [-1, 0, 0])}
 
 
-def engine(*, backend: str = "mp", in_step: bool = True, ranks: int = 1) -> Any:
+def engine(*, backend: str = "mp", shows_trees: bool = True, ranks: int = 1) -> Any:
     """The configuration of an engine."""
     speculative: Any = SimpleNamespace()
-    mark_requested(speculative, "rsd", {}, in_step=in_step)
+    mark_requested(speculative, "rsd", {}, shows_trees=shows_trees)
     return SimpleNamespace(
         speculative_config=speculative,
         parallel_config=SimpleNamespace(
@@ -33,19 +36,21 @@ def engine(*, backend: str = "mp", in_step: bool = True, ranks: int = 1) -> Any:
     )
 
 
-def step(*, structured: bool = True, drafts: bool = True) -> Any:
+def step(receiver: TreeReceiver, *, structured: bool = True, drafts: bool = True) -> Any:
     """A step as it is scheduled."""
-    return SimpleNamespace(
+    output: Any = SimpleNamespace(
         has_structured_output_requests=structured,
         scheduled_spec_decode_tokens={"a": [0, 0]} if drafts else {},
     )
+    receiver.number(output)
+    return output
 
 
 @contextmanager
 def both(config: Any) -> Iterator[tuple[TreeSender, TreeReceiver]]:
     """Both ends of an engine's connection."""
     with (
-        closing(TreeSender(config, is_first=True)) as sender,
+        closing(TreeSender(config, CPU)) as sender,
         closing(TreeReceiver(config)) as receiver,
     ):
         yield sender, receiver
@@ -55,31 +60,54 @@ def test_each_step_has_its_own_trees() -> None:
     """One that could have shown some, and has not, has none."""
     with both(engine()) as (sender, receiver):
         for trees in (TREES, None, {}, TREES):
-            current = step()
+            current = step(receiver)
             if trees is not None:
                 sender.show(current, lambda: trees)  # noqa: B023
             sender.end(current)
             assert receiver.trees(current) == (trees or {})
 
 
-@pytest.mark.parametrize("current", [step(structured=False), step(drafts=False)])
-def test_nothing_is_sent_for_steps_without_such_trees(current: Any) -> None:
+@pytest.mark.parametrize("has", [{"structured": False}, {"drafts": False}], ids=str)
+def test_nothing_is_sent_for_steps_without_such_trees(has: dict[str, bool]) -> None:
     with both(engine()) as (sender, receiver):
+        current, following = step(receiver, **has), step(receiver)
         sender.show(current, lambda: TREES)
         sender.end(current)
         assert receiver.trees(current) == {}
-        sender.show(step(), lambda: TREES)
-        assert receiver.trees(step()) == TREES
+        sender.show(following, lambda: {"b": TREES["a"]})
+        assert receiver.trees(following) == {"b": TREES["a"]}
 
 
-def test_the_first_rank_alone_shows_its_trees() -> None:
-    config = engine(ranks=2)
-    with both(config) as (sender, receiver):
-        other = TreeSender(config, is_first=False)
-        other.show(step(), lambda: {})
-        other.end(step())
-        sender.show(step(), lambda: TREES)
-        assert receiver.trees(step()) == TREES
+def test_trees_that_nobody_waited_for_are_not_those_of_a_later_step() -> None:
+    """An engine may give up a step after a fault, and go on."""
+    with both(engine()) as (sender, receiver):
+        for trees in (TREES, {"b": TREES["a"]}):
+            current = step(receiver)
+            sender.show(current, lambda: trees)  # noqa: B023
+            sender.end(current)
+        assert receiver.trees(current) == {"b": TREES["a"]}
+
+
+def test_a_step_that_fails_is_not_waited_for() -> None:
+    with both(engine()) as (sender, receiver):
+        runner = DraftingRunner()
+        runner._tree_sender = sender
+        current = step(receiver)
+        with pytest.raises(ZeroDivisionError), runner._shows_trees(current):
+            raise ZeroDivisionError
+        assert receiver.trees(current) == {}
+
+
+def test_what_fails_while_trees_are_shown_is_named() -> None:
+    with both(engine()) as (sender, receiver):
+        current = step(receiver)
+        sender.show(current, lambda: {"a": TREES["b"]})
+        with pytest.raises(RuntimeError, match="cannot show its draft trees: KeyError"):
+            receiver.trees(current)
+        sender.end(current)
+        following = step(receiver)
+        sender.show(following, lambda: TREES)
+        assert receiver.trees(following) == TREES
 
 
 def test_replicas_have_connections_of_their_own() -> None:
@@ -88,28 +116,46 @@ def test_replicas_have_connections_of_their_own() -> None:
         speculative_config=first.speculative_config,
         parallel_config=SimpleNamespace(**vars(first.parallel_config) | {"data_parallel_index": 1}),
     )
-    with both(first) as (one, _), both(second) as (other, receiver):
-        one.show(step(), dict)
-        other.show(step(), lambda: TREES)
-        assert receiver.trees(step()) == TREES
+    with both(first) as (one, receiver), both(second) as (other, other_receiver):
+        one.show(step(receiver), dict)
+        current = step(other_receiver)
+        other.show(current, lambda: TREES)
+        assert other_receiver.trees(current) == TREES
 
 
-def test_only_who_knows_the_key_is_let_in() -> None:
+def test_nobody_else_may_connect_and_no_file_is_left() -> None:
     config = engine()
-    with closing(TreeSender(config, is_first=True)) as sender:
-        address, _ = shown_trees._address(config)
-        with pytest.raises(AuthenticationError):
-            Client(address, "AF_UNIX", authkey=b"another")
+    socket = shown_trees._socket(config)
+    with closing(TreeSender(config, CPU)) as sender:
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        with pytest.raises(FileExistsError):
+            TreeSender(config, CPU)
         with closing(TreeReceiver(config)) as receiver:
-            sender.show(step(), lambda: TREES)
-            assert receiver.trees(step()) == TREES
+            current = step(receiver)
+            sender.show(current, lambda: TREES)
+            assert receiver.trees(current) == TREES
+            assert not socket.parent.exists()
+
+
+def test_an_engine_that_does_not_start_leaves_no_file() -> None:
+    config = engine()
+    sender = TreeSender(config, CPU)
+    assert shown_trees._socket(config).exists()
+    sender.close()
+    folder = shown_trees._socket(config).parent
+    wait_until(lambda: not folder.exists(), f"{folder} was not removed")
+
+
+def test_a_scheduler_without_a_worker_that_shows_trees_does_not_start() -> None:
+    with pytest.raises(RuntimeError, match="if scheduler_cls is given, leave it out"):
+        TreeReceiver(engine())
 
 
 def test_a_worker_that_has_ended_is_not_waited_for() -> None:
     with both(engine()) as (sender, receiver):
         sender.close()
         with pytest.raises(RuntimeError, match="the worker has ended"):
-            receiver.trees(step())
+            receiver.trees(step(receiver))
 
 
 def test_a_worker_that_drafts_nothing_is_not_waited_for_for_ever(
@@ -117,16 +163,17 @@ def test_a_worker_that_drafts_nothing_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0")
     with both(engine()) as (_, receiver), pytest.raises(RuntimeError, match="within 0 s"):
-        receiver.trees(step())
+        receiver.trees(step(receiver))
 
 
-@pytest.mark.parametrize("config", [engine(backend="uni"), engine(in_step=False)])
+@pytest.mark.parametrize("config", [engine(backend="uni"), engine(shows_trees=False)])
 def test_no_connection_where_none_is_needed(config: Any) -> None:
     """The trees are an attribute of the step, or drafted before it."""
-    receiver, current = TreeReceiver(config), step()
+    receiver = TreeReceiver(config)
+    current = step(receiver)
     assert receiver.trees(current) == {}
     if config.parallel_config.distributed_executor_backend == "uni":
-        TreeSender(config, is_first=True).show(current, lambda: TREES)
+        TreeSender(config, CPU).show(current, lambda: TREES)
         assert receiver.trees(current) == TREES
 
 

@@ -132,7 +132,7 @@ def test_no_whole_graph_where_a_hook_drafts(method: str, v2: bool, support: str)
     from drafttree.vllm.patches import mark_requested
 
     speculative: Any = SimpleNamespace()
-    mark_requested(speculative, method, {}, in_step=True)
+    mark_requested(speculative, method, {}, shows_trees=True)
     config: Any = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=v2)
     spec: Any = None
     found = TritonTreeMetadataBuilder.get_cudagraph_support(config, spec)

@@ -176,6 +176,7 @@ class Planned:
             step.draft_seconds,
             step.emitted,
             step.verified,
+            step.trees.tree_size.numpy() > 1,
             step.catch_up_seconds,
         )
 
@@ -253,9 +254,10 @@ def beams(shape: TreeShape, batch: int, undrafted: int = 0) -> DraftTree:
     return DraftTree(torch.zeros_like(tensor), tensor, sizes)
 
 
-def alike(batch: int, nodes: int, emitted: float) -> VerifiedDrafts:
-    """Whole trees of all requests, and what they emitted together, the same number each."""
-    return VerifiedDrafts(np.full(batch, nodes), np.full(batch, emitted / batch - 1))
+def alike(batch: int, nodes: int, emitted: float) -> tuple[VerifiedDrafts, NDArray[np.bool_]]:
+    """Whole trees of all requests, which emitted the same number of tokens each."""
+    drafts = VerifiedDrafts(np.full(batch, nodes), np.full(batch, emitted / batch - 1))
+    return drafts, np.full(batch, nodes > 0)
 
 
 def _accepted(

@@ -85,9 +85,8 @@ class InStepRunner(TreeModelRunner[I]):
     def set_up(self, *args: Any, **kwargs: Any) -> None:
         """Prepare an adopted runner, before its model is loaded."""
         super().set_up(*args, **kwargs)
-        if self._no_bound_drafts is None:
-            is_first = is_drafting_rank(get_tp_group())
-            self._tree_sender = TreeSender(self.vllm_config, is_first=is_first)
+        if self._no_bound_drafts is None and is_drafting_rank(get_tp_group()):
+            self._tree_sender = TreeSender(self.vllm_config, self.device)
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Run the target, after the step's trees were drafted."""

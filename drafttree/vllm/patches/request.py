@@ -51,8 +51,8 @@ class Request(NamedTuple):
     Attributes:
         name: The method's name.
         options: Its options.
-        key: A secret of the engine's processes, for the trees that a worker shows the scheduler;
-            None for methods that draft before the step.
+        key: A secret of the engine's processes, for trees that a worker shows the scheduler while
+            their step is under way; None if it shows none.
     """
 
     name: str
@@ -76,13 +76,13 @@ def requested(config: SpeculativeConfig | None) -> Request | None:
 
 
 def key_of_trees(config: SpeculativeConfig | None) -> bytes | None:
-    """The key of the requested method; None if it drafts before the step."""
+    """The key of a request; None without a request, and if no trees are shown."""
     request = requested(config)
     return None if request is None else request.key
 
 
 def mark_requested(
-    config: SpeculativeConfig, name: str, options: dict[str, Any], *, in_step: bool
+    config: SpeculativeConfig, name: str, options: dict[str, Any], *, shows_trees: bool
 ) -> None:
     """Mark the configuration as a request for a drafttree method.
 
@@ -90,9 +90,9 @@ def mark_requested(
         config: The configuration.
         name: The method's name.
         options: Its options.
-        in_step: Whether trees are drafted within the step that verifies them.
+        shows_trees: Whether the scheduler is shown trees while their step is under way.
     """
-    request = Request(name, options, secrets.token_bytes(32) if in_step else None)
+    request = Request(name, options, secrets.token_bytes(32) if shows_trees else None)
     # A plain attribute is pickled with the configuration to the engine's other processes.
     object.__setattr__(config, _REQUEST, request)
 

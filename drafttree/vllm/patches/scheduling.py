@@ -36,6 +36,12 @@ PATCHES: tuple[Patch, ...] = (
         "grammars forbid, which reach the model runner with the step.",
     ),
     Patch(
+        target="vllm.v1.core.sched.output:SchedulerOutput.drafttree_number",
+        when="On each step with draft tokens and structured output, where the worker is in another "
+        "process and shows the scheduler trees while their step is under way.",
+        reason="An additional attribute: the number that the message with these trees has.",
+    ),
+    Patch(
         target="vllm.v1.core.sched.output:SchedulerOutput.drafttree_drafted",
         when="On each step with trees of requests with structured output that the scheduler does "
         "not know when it schedules the step.",
@@ -72,6 +78,7 @@ _SCHEDULER = "drafttree.vllm.structured.scheduler.make_scheduler"
 _TIER_SCHEDULER = "drafttree.vllm.v2.scheduler.make_scheduler"
 _PROPOSALS = "drafttree_proposals"  # attribute of drafts on their way to the scheduler
 _BOUND = "drafttree_bound"  # attribute of a scheduled step
+_NUMBER = "drafttree_number"  # attribute of a scheduled step
 _DRAFTED = "drafttree_drafted"  # attribute of a step that has begun
 _LOOKS_UP = "drafttree_looks_up"  # attribute of a scheduled step
 _UPDATE = "drafttree_update"  # another attribute of a scheduled step
@@ -118,6 +125,16 @@ def send_bound(output: SchedulerOutput, shapes: BoundShapes) -> None:
 def bound_in(output: SchedulerOutput) -> BoundShapes:
     """The shapes that came with a scheduled step."""
     return getattr(output, _BOUND, {})
+
+
+def number_step(output: SchedulerOutput, number: int) -> None:
+    """Number a scheduled step whose trees the worker is to show the scheduler."""
+    setattr(output, _NUMBER, number)
+
+
+def number_of(output: SchedulerOutput) -> int | None:
+    """The number of a step; None without one."""
+    return getattr(output, _NUMBER, None)
 
 
 def show_drafted(output: SchedulerOutput, trees: Callable[[], DraftedTrees]) -> None:

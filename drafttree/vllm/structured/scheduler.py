@@ -72,6 +72,8 @@ class GrammarTrees:
             self.grammars.forget(output.finished_req_ids)
             if shapes := self.grammars.bound(output.scheduled_spec_decode_tokens):
                 patches.send_bound(output, shapes)
+        if self._shown is not None:
+            self._shown.number(output)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:

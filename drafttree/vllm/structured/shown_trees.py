@@ -3,22 +3,24 @@
 The scheduler masks the nodes of requests with structured output while the step is under way. Where
 it shares the model runner's process, the trees are an attribute of the step. In vLLM's
 multiprocessing executor they take a connection of their own, as whatever else a worker is asked for
-waits for the end of the step. Each step of `may_show_trees` is one message, so that both ends know
-which step a message is of. The first of several tensor-parallel ranks sends it.
+waits for the end of the step. The scheduler numbers the steps that may have such trees, and the
+first of several tensor-parallel ranks answers each of them with one message, even if it fails.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
+from contextlib import suppress
+from itertools import count
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm import envs
 
 from drafttree.vllm import patches
@@ -28,41 +30,40 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
+Message = tuple[int, Callable[[], DraftedTrees]]
+"""The number of a step, and what returns its trees; it may wait for the device."""
+
 
 def why_not_shown(parallel: Any) -> str | None:
     """Why the scheduler cannot see what a worker drafts within a step; None if it can."""
     backend = parallel.distributed_executor_backend
-    if _shares_process(parallel) or (backend == "mp" and sys.platform == "linux"):
+    if _shares_process(parallel) or backend == "mp":
         return None
     return (
         f"with distributed_executor_backend={backend!r} the scheduler does not see trees that are "
-        "drafted within a step: use mp, on Linux"
+        "drafted within a step: use mp"
     )
 
 
-def may_show_trees(output: SchedulerOutput) -> bool:
-    """Whether a step may have trees of requests with structured output."""
-    return output.has_structured_output_requests and bool(output.scheduled_spec_decode_tokens)
-
-
 class TreeSender:
-    """The end of the model runner.
+    """The model runner's end of the connection, on the first rank.
 
     Args:
         config: The engine's configuration.
-        is_first: Whether this is the first rank.
+        device: The device on which trees are drafted.
     """
 
-    def __init__(self, config: VllmConfig, *, is_first: bool) -> None:
-        self._shares_process = _shares_process(config.parallel_config)
-        self._messages: SimpleQueue[Callable[[], DraftedTrees] | None] | None = None
-        self._is_sent = False
-        if is_first and not self._shares_process:
-            address, key = _address(config)
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        self._messages: SimpleQueue[Message | None] | None = None
+        self._is_shown = False
+        if not _shares_process(config.parallel_config):
             self._messages = SimpleQueue()
-            listener = Listener(address, "AF_UNIX", authkey=key)
+            self._socket = _socket(config)
+            # Nobody else may enter the folder.
+            self._socket.parent.mkdir(mode=0o700)
+            listener = Listener(str(self._socket), "AF_UNIX")
             # The worker must wait neither for the scheduler nor for the device.
-            Thread(target=_send, args=(listener, self._messages), daemon=True).start()
+            Thread(target=_send, args=(listener, self._messages, device), daemon=True).start()
 
     def show(self, output: SchedulerOutput, trees: Callable[[], DraftedTrees]) -> None:
         """Show the trees of a step that is under way.
@@ -71,58 +72,81 @@ class TreeSender:
             output: The step.
             trees: Returns them; may wait for the device.
         """
-        if self._shares_process:
+        if self._messages is None:
             patches.show_drafted(output, trees)
-        elif self._messages is not None and may_show_trees(output):
-            self._messages.put(trees)
-            self._is_sent = True
+        elif (number := patches.number_of(output)) is not None:
+            self._messages.put((number, trees))
+            self._is_shown = True
 
     def end(self, output: SchedulerOutput) -> None:
-        """End a step; if it could have shown trees, the scheduler waits to hear of none, too."""
-        if self._messages is not None and may_show_trees(output) and not self._is_sent:
-            self._messages.put(dict)
-        self._is_sent = False
+        """End a step. If none of its trees were shown, the scheduler is told so."""
+        number = patches.number_of(output)
+        if self._messages is not None and number is not None and not self._is_shown:
+            self._messages.put((number, dict))
+        self._is_shown = False
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also if the scheduler has not opened it."""
         if self._messages is not None:
             self._messages.put(None)
+            with suppress(OSError):
+                Client(str(self._socket), "AF_UNIX").close()
 
 
 class TreeReceiver:
-    """The end of the scheduler, which is made after the workers.
+    """The scheduler's end of the connection. The scheduler is made after the workers.
 
     Args:
         config: The engine's configuration.
+
+    Raises:
+        RuntimeError: There is no other end.
     """
 
     def __init__(self, config: VllmConfig) -> None:
         self._connection: Connection | None = None
+        self._numbers = count()
         parallel = config.parallel_config
-        drafts_in_step = patches.key_of_trees(config.speculative_config) is not None
-        is_needed = drafts_in_step and not _shares_process(parallel)
+        sees_trees = patches.key_of_trees(config.speculative_config) is not None
+        is_needed = sees_trees and not _shares_process(parallel)
         if is_needed and why_not_shown(parallel) is None:
-            address, key = _address(config)
-            self._connection = Client(address, "AF_UNIX", authkey=key)
+            try:
+                self._connection = Client(str(_socket(config)), "AF_UNIX")
+            except OSError as error:
+                raise RuntimeError(
+                    "the worker does not show its draft trees to the scheduler: if scheduler_cls "
+                    "is given, leave it out"
+                ) from error
+
+    def number(self, output: SchedulerOutput) -> None:
+        """Number a step that was scheduled, if it may have trees of structured output."""
+        may_have = output.has_structured_output_requests and output.scheduled_spec_decode_tokens
+        if self._connection is not None and may_have:
+            patches.number_step(output, next(self._numbers))
 
     def trees(self, output: SchedulerOutput) -> DraftedTrees:
         """The trees of a step that is under way; waits until they are drafted.
 
         Raises:
-            RuntimeError: The worker has ended, or has drafted nothing for too long.
+            RuntimeError: The worker has failed or ended, or has drafted nothing for too long.
         """
-        connection = self._connection
+        connection, number = self._connection, patches.number_of(output)
         if connection is None:
             return patches.drafted_in(output)
-        if not may_show_trees(output):
+        if number is None:
             return {}
         seconds = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        of_step = None
         try:
-            if not connection.poll(seconds):
-                raise RuntimeError(f"no draft trees came from the worker within {seconds} s")
-            trees = json.loads(connection.recv_bytes())
+            # Nobody may have waited for the trees of an earlier step, after a fault.
+            while of_step != number:
+                if not connection.poll(seconds):
+                    raise RuntimeError(f"no draft trees came from the worker within {seconds} s")
+                of_step, trees, failed = json.loads(connection.recv_bytes())
         except (EOFError, OSError) as error:
             raise RuntimeError("the worker has ended while it was to draft") from error
+        if failed is not None:
+            raise RuntimeError(f"the worker cannot show its draft trees: {failed}")
         return {name: Drafted(*tree) for name, tree in trees.items()}
 
     def close(self) -> None:
@@ -136,26 +160,33 @@ def _shares_process(parallel: Any) -> bool:
     return parallel.world_size == 1 and parallel.distributed_executor_backend in (None, "uni")
 
 
-def _address(config: VllmConfig) -> tuple[str, bytes]:
-    """The address of an engine's connection, and its key; replicas have connections of their own.
+def _socket(config: VllmConfig) -> Path:
+    """Where both ends of an engine's connection meet; each replica has one of its own.
 
-    The address names no file, so that none is left behind.
+    The folder has a name that no other process knows, and is removed when they have met.
     """
     key = patches.key_of_trees(config.speculative_config)
     assert key is not None
     replica = str(config.parallel_config.data_parallel_index)
     name = hashlib.sha256(key + replica.encode()).hexdigest()[:32]
-    return f"\0drafttree-{name}", key
+    return Path(envs.VLLM_RPC_BASE_PATH) / f"drafttree-{name}" / "trees"
 
 
-def _send(listener: Listener, messages: SimpleQueue[Callable[[], DraftedTrees] | None]) -> None:
+def _send(listener: Listener, messages: SimpleQueue[Message | None], device: torch.device) -> None:
+    if device.type == "cuda":
+        # A thread would wait on the first device otherwise, and take memory there.
+        torch.cuda.set_device(device)
+    folder = Path(str(listener.address)).parent
     with listener:
-        connection = None
-        while connection is None:
-            try:
-                connection = listener.accept()
-            except (AuthenticationError, EOFError, OSError):
-                continue  # another process that does not know the key
+        connection = listener.accept()
+    folder.rmdir()
     with connection:
-        while (trees := messages.get()) is not None:
-            connection.send_bytes(json.dumps(trees()).encode())
+        while (message := messages.get()) is not None:
+            number, trees = message
+            shown: DraftedTrees = {}
+            failed = None
+            try:
+                shown = trees()
+            except Exception as error:  # raised again by the scheduler
+                failed = repr(error)
+            connection.send_bytes(json.dumps((number, shown, failed)).encode())

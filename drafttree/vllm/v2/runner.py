@@ -83,8 +83,7 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
         self._set_up_drafter(method, parsed)
         why_not = no_bound_drafts(self) or why_not_shown(self.parallel_config)
         if why_not is None:
-            # No other rank is served.
-            self._tree_sender = TreeSender(self.vllm_config, is_first=True)
+            self._tree_sender = TreeSender(self.vllm_config, self.device)
         self._rules = RequestRules(self.max_num_reqs, why_not)
         self._kept = KeptTrees(self.max_num_reqs, self.num_speculative_steps, self.device)
         self._layouts = StepLayouts(self._kept)
@@ -208,13 +207,13 @@ class TreeRunnerV2(DraftingRunner, GPUModelRunner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Run the target; the scheduler may want drafts looked up after it only for its report."""
-        self._trees.looks_up = patches.wants_lookup(scheduler_output)
-        self._scheduler_output = scheduler_output
-        self._rules.finish(scheduler_output.finished_req_ids)
-        update = patches.update_of(scheduler_output)
-        if update is not None:
-            self._explanation.add(update)
         with self._shows_trees(scheduler_output):
+            self._trees.looks_up = patches.wants_lookup(scheduler_output)
+            self._scheduler_output = scheduler_output
+            self._rules.finish(scheduler_output.finished_req_ids)
+            update = patches.update_of(scheduler_output)
+            if update is not None:
+                self._explanation.add(update)
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def prepare_attn(self, input_batch: InputBatch) -> Any:
