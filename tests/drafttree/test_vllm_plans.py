@@ -31,7 +31,7 @@ def test_nothing_is_planned_while_all_prompts_are_unread(
         monkeypatch.setattr(module, "get_tp_group", lambda: ONE_RANK)
     planned: list[list[int]] = []
 
-    def plan(slots: torch.Tensor, *unread: Any) -> TreeShape:
+    def plan(slots: torch.Tensor, drafted: int, *unread: Any) -> TreeShape:
         planned.append(slots.tolist())
         return PLAIN
 
@@ -62,7 +62,8 @@ def test_what_is_not_read_yet_of_a_prompt_is_not_to_be_caught_up(
         monkeypatch.setattr(module, "get_tp_group", lambda: ONE_RANK)
     counted: list[list[tuple[int, int]]] = []
 
-    def plan(slots: torch.Tensor, unread: Callable[[], int]) -> TreeShape:
+    def plan(slots: torch.Tensor, drafted: int, unread: Callable[[], int]) -> TreeShape:
+        assert drafted == 2
         unread()
         return PLAIN
 
