@@ -234,7 +234,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
     ]
 
     def apply() -> None:
-        patches.mark_requested(speculative, "token_recycling", OURS)
+        patches.mark_requested(speculative, "token_recycling", OURS, shows_trees=False)
         patches.drop_last_block(speculative)
         patches.hide_draft_schedule(speculative)
         patches.hash_request(speculative, "token_recycling", OURS)
@@ -255,6 +255,7 @@ def _apply_twice(worker: Any, model: str) -> dict[str, Any]:
         patches.attach_report(output, "a report")
         patches.send_proposals(drafts, {"a": None})
         patches.send_bound(step, {})
+        patches.number_step(step, 7)
         patches.show_drafted(step, dict)
         patches.replace_logits_processors(batch, processors, True)
         patches.replace_thinking_budgets(batch, holders[0])
