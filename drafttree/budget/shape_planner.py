@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -442,7 +442,7 @@ class ShapePlanner:
 
     def _gains(self, requests: _Requests, tokens: FloatArray) -> FloatArray:
         """The same in the harmonic mean over all requests of a step, `[S]`."""
-        gains: FloatArray = 1 / (1 - requests.share + requests.share / tokens)
+        gains: FloatArray = _harmonic_mean(requests.share, tokens)
         gains[0] = self._without_model(requests.number).tokens
         return gains
 
@@ -452,10 +452,18 @@ class ShapePlanner:
         )
 
 
+T = TypeVar("T", float, FloatArray)
+
+
+def _harmonic_mean(share: float, tokens: T) -> T:
+    """Tokens of a request if a share of them emits `tokens` each, and the others one."""
+    return 1 / (1 - share + share / tokens)
+
+
 def _gain_of(verified: VerifiedDrafts) -> float:
     """Tokens of a request in the harmonic mean; those with drafts count at the mean of theirs."""
     drafted = verified.draft_tokens > 0
     if not drafted.any():
         return 1.0
-    share, tokens = float(drafted.mean()), 1 + float(verified.accepted[drafted].mean())
-    return 1 / (1 - share + share / tokens)
+    tokens = 1 + float(verified.accepted[drafted].mean())
+    return _harmonic_mean(float(drafted.mean()), tokens)
