@@ -18,9 +18,6 @@ from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.served_layer import ServedLayer
 
 POSITIONS = torch.tensor([3, 0, 40, 41])
-NEEDS_PACKING = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU with AVX-512"
-)
 
 
 def target_of(folder: Path, family: str, rope: dict[str, Any]) -> Path:
@@ -103,8 +100,7 @@ def test_outputs_of_some_rows_are_those_among_all(tmp_path: Path) -> None:
     torch.testing.assert_close(served(x, POSITIONS, attend_last, last), every[last])
 
 
-@NEEDS_PACKING
-def test_it_is_the_trained_layer_with_packed_weights(tmp_path: Path) -> None:
+def test_it_is_the_trained_layer_in_bfloat16(tmp_path: Path) -> None:
     target = target_of(tmp_path / "target", "qwen2", {"rope_type": "default"})
     expected, found = both(model_for(target, torch.bfloat16), torch.bfloat16)
     for one, other in zip(expected, found, strict=True):
@@ -136,14 +132,16 @@ def test_rows_that_pad_a_batch_may_have_any_position(tmp_path: Path) -> None:
     assert states.isfinite().all()
 
 
-@NEEDS_PACKING
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_packed_products(rows: int, has_bias: bool) -> None:
+def test_packed_products(rows: int, has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(96, 64).bfloat16(), torch.randn(96).bfloat16()
-    x = torch.randn(rows, 64).bfloat16()
+    weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
+    x = torch.randn(rows, 64).to(dtype)
     found = Linear(weight, bias if has_bias else None)(x)
     expected = linear(x, weight, bias if has_bias else None)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0.01, atol=0.05)
+    assert found.dtype == dtype
+    wide = dtype == torch.float32
+    tolerances = {"rtol": 1e-5, "atol": 1e-4} if wide else {"rtol": 0.01, "atol": 0.05}
+    torch.testing.assert_close(found.float(), expected.float(), **tolerances)
