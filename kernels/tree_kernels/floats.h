@@ -53,6 +53,7 @@ static inline void narrow(float x, Float16& y) {
       sign | (size < 113u << 23 ? subnormal : size < 143u << 23 ? normal : infinite));
 }
 static inline void narrow(float x, BFloat16& y) {
-  const uint32_t bits = bits_of(x);
-  y.bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  const uint32_t bits = bits_of(x), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;  // which might round to infinity or 0
+  y.bits = static_cast<uint16_t>(is_nan ? bits >> 16 | 0x40u : rounded);
 }
