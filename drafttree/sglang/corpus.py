@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ class CorpusWorker(BaseSpecWorker):
     """
 
     drafter: Drafter
+    _runner: Any
+    _device: torch.device
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +43,7 @@ class CorpusWorker(BaseSpecWorker):
 
     def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         """Let the drafter remember the corpus that was read, between two steps."""
+        self._await_steps()
         self.drafter.remember(self._loading)
         self._loading = torch.empty(0, dtype=torch.int32)
         self._corpora[corpus_id] = loaded_token_count
@@ -57,6 +61,14 @@ class CorpusWorker(BaseSpecWorker):
     def list_external_corpora(self) -> dict[str, int]:
         """The number of tokens of each corpus."""
         return dict(self._corpora)
+
+    def _await_steps(self) -> None:
+        """Let the device finish the steps under way before what follows; the host does not wait.
+
+        With overlapping scheduling they run on a stream of their own.
+        """
+        stream = torch.get_device_module(self._device).current_stream()
+        stream.wait_stream(self._runner.forward_stream)
 
     def _forget_corpora(self) -> None:
         """Forget the names of all corpora."""

@@ -186,6 +186,7 @@ class TreeWorker(GraphWorker):
 
         The drafter reads the new weights at the next batch, when the update is complete.
         """
+        self._await_steps()
         self.drafter.reset()
         self._may_have_new_weights = True
         self._forget_corpora()

@@ -82,7 +82,10 @@ def worker() -> Any:
 
     made = ModelFreeWorker.__new__(ModelFreeWorker)
     made.drafter = Drafter()
-    made._runner = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
+    made._device = torch.device("cpu")
+    made._runner = SimpleNamespace(
+        model_config=SimpleNamespace(is_multimodal=False), forward_stream=torch.cpu.Stream()
+    )
     made._requests = RunningRequests()
     made._states = RequestStates(4, torch.device("cpu"))
     made._penalties = Penalties(4, 512, torch.device("cpu"))
@@ -310,6 +313,29 @@ def test_priming_waits_while_open_sessions_hold_the_kv_pool(
     worker.weights_changed()
     assert worker.drafttree_prime(None) == (30, 90)
     assert primed == [39, 39]
+
+
+@pytest.mark.parametrize("change", ["corpus", "weights"])
+def test_what_a_drafter_knows_changes_after_the_steps_under_way(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """With overlapping scheduling they run on another stream of the GPU."""
+    happened: list[Any] = []
+    monkeypatch.setattr(
+        torch.cpu, "current_stream", lambda: SimpleNamespace(wait_stream=happened.append)
+    )
+    monkeypatch.setattr(
+        worker,
+        "drafter",
+        SimpleNamespace(remember=happened.append, reset=lambda: happened.append(0)),
+    )
+    worker._corpora, worker._loading = {}, torch.ones(3, dtype=torch.int32)
+    if change == "corpus":
+        worker.commit_corpus_load("texts", 3)
+    else:
+        worker.weights_changed()
+    assert len(happened) == 2
+    assert happened[0] is worker._runner.forward_stream
 
 
 def test_the_drafter_reads_new_weights_before_the_next_batch(
