@@ -111,6 +111,10 @@ class ShapeController:
             )
         )
 
+    def forget(self, request: Hashable) -> None:
+        """Take a request as one that is drafted for, until a step of it says otherwise."""
+        self._undrafted.discard(request)
+
     def take_update(self) -> TierUpdate:
         """The choice that was made and the steps that were measured since the last call."""
         update = TierUpdate(self._choice, tuple(self._measured))

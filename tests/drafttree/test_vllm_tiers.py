@@ -36,7 +36,10 @@ class Engine:
         running: The requests.
         sizes: Draft tokens of each request in each step that was scheduled.
         explanation: What the scheduler has told of its choices.
+        opted_out: Whether the places of the requests' draft tokens stay empty.
     """
+
+    opted_out = False
 
     def __init__(self, ahead: int, table: list[int] | None = None) -> None:
         self.running = ["a", "b"]
@@ -73,12 +76,11 @@ class Engine:
     def deliver(self) -> None:
         scheduled = self._in_flight.pop(0)
         requests = list(scheduled.num_scheduled_tokens)
+        accepted = bool(scheduled.scheduled_spec_decode_tokens) and not self.opted_out
         output = SimpleNamespace(
             req_ids=requests,
             req_id_to_index={request: place for place, request in enumerate(requests)},
-            sampled_token_ids=[
-                [7] * (1 + bool(scheduled.scheduled_spec_decode_tokens)) for _ in requests
-            ],
+            sampled_token_ids=[[7] * (1 + accepted) for _ in requests],
         )
         patches.attach_report(output, self.report(scheduled))
         self.steps.arrived(scheduled, output)
@@ -104,8 +106,10 @@ class Modelled(Engine):
         )
         path = np.full((requests, 2), -1, np.int32)
         path[:, 0] = 0
-        path[: len(drafts), 1] = 1
+        path[: len(drafts), 1] = -1 if self.opted_out else 1
         parents = np.tile(np.arange(-1, size, dtype=np.int32), (requests, 1))
+        if self.opted_out:
+            parents[:] = -1
         assert not scheduled.looked_up
         return ShapeReport(CHAINS, COSTS, ModelDrafts(parents, path, 0.001))
 
@@ -181,6 +185,32 @@ def test_what_arrives_after_a_pause_has_no_time() -> None:
     rows = engine.explanation.rows()
     assert sum(row["steps"] for row in rows) > 150
     assert max(row["observed_ms"] for row in rows) < 11
+
+
+def test_a_pause_that_keeps_its_requests_is_no_step() -> None:
+    engine = Engine(1)
+    for _ in range(10):
+        for _ in range(20):
+            engine.step()
+        engine.now += 1000
+        engine.steps.restart_clock()
+    rows = engine.explanation.rows()
+    assert sum(row["steps"] for row in rows) > 150
+    assert max(row["observed_ms"] for row in rows) < 11
+
+
+def test_a_session_whose_turn_opted_out_is_drafted_for_again() -> None:
+    engine = Modelled(1)
+    engine.running = ["session"]
+    engine.opted_out = True
+    for _ in range(300):
+        engine.step()
+    assert set(engine.sizes[-100:]) == {0}
+    engine.steps.forget("session")
+    engine.opted_out = False
+    for _ in range(100):
+        engine.step()
+    assert {*engine.sizes[-20:]} == {3}
 
 
 def test_the_table_of_the_engine_is_an_upper_bound() -> None:

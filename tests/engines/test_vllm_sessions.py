@@ -55,6 +55,19 @@ def test_a_turn_after_a_stop_token(
     assert drafted.counters["accepted_tokens"] > 20
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_a_turn_after_one_that_opted_out_is_drafted_for(runner: str, tiny_llama: Path) -> None:
+    """Though drafts in vain were tried for the session before, and no other request runs."""
+    off = GREEDY | {"max_tokens": 64, "extra_args": {"drafttree": False}}
+    turns: list[Turn] = [(FIRST, off), (SECOND, GREEDY | {"max_tokens": 64})]
+    plain = run_sessions(tiny_llama, [turns], None, runner)
+    speculative = {"method": "rsd", "model": str(tiny_llama), "tree": "auto"}
+    drafted = run_sessions(tiny_llama, [turns], speculative, runner)
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["drafted_steps"] > 0
+
+
 @pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_next"])
 def test_models_that_are_drafted_for_in_chains(
     family: str, without_trees: Callable[[str], Path]

@@ -18,9 +18,11 @@ from drafttree.vllm.v2.tier_steps import TierSteps
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request, StreamingUpdate
 
 
 class _Tiers:
@@ -66,6 +68,20 @@ class _Tiers:
             scheduler_output, model_runner_output
         )
         return outputs
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """As the engine's, for a turn that may be drafted for where the last one was not."""
+        stock: Any = super()
+        stock._update_request_as_session(session, update)
+        if self.tiers is not None:
+            self.tiers.forget(session.request_id)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """As the engine's; a pause in which requests are kept is no step."""
+        stock: Any = super()
+        stock.set_pause_state(pause_state)
+        if self.tiers is not None:
+            self.tiers.restart_clock()
 
 
 class TierScheduler(_Tiers, GrammarTrees, SessionTurns, Scheduler):

@@ -72,11 +72,18 @@ class TierSteps:
         """Start the clock anew if the engine had nothing to do until now.
 
         Steps that are still under way then were scheduled before their requests' ends were known.
-        Their outputs wait until the engine is called again, so their times mean nothing.
         """
         if not self._running():
-            self._untimed = len(self._sent)
-            self._began = self._clock()
+            self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Measure the steps that are scheduled from now on.
+
+        The outputs of those still under way wait until the engine is called again, so their times
+        mean nothing.
+        """
+        self._untimed = len(self._sent)
+        self._began = self._clock()
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Note that a step was scheduled."""
@@ -99,6 +106,11 @@ class TierSteps:
             return
         seconds = self._began - began if is_timed else 0.0
         self._controller.record(_outcome(plan, scheduled, output, report, seconds))
+
+    def forget(self, request: str) -> None:
+        """Forget what depends on a request's parameters, which its next turn may change."""
+        if isinstance(self._controller, ShapeController):
+            self._controller.forget(request)
 
     def take_update(self) -> TierUpdate | None:
         """What there is to explain since the last call; None before the first choice."""
