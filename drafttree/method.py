@@ -224,7 +224,8 @@ class Method(Generic[D]):
         options: Pydantic model that validates its options.
         make_drafter: `(options, target) -> drafter`.
         check_model: `(target, model)`, which raises ValueError if the model named by the option
-            `model` does not fit the target.
+            `model` does not fit the target. The target is its folder, or its name on the Hugging
+            Face Hub if its files are not on this machine.
         models: Folders of models that come with the method, by the name of the target's recipe.
         primes: Whether its drafters compute something by `ModelFreeDrafter.prime` and keep it, so
             that `drafttree prepare` can let them do so before anything is served.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 from collections.abc import Iterable
 from contextlib import ExitStack
-from operator import itemgetter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def first_rows_fingerprint(folder: Path) -> str:
             for path in _weights(folder):
                 file = opened.enter_context(safe_open(path, "pt"))
                 file_of |= dict.fromkeys(file.keys(), file)
-            for name, file in sorted(file_of.items(), key=itemgetter(0)):
+            for name, file in sorted(file_of.items(), key=operator.itemgetter(0)):
                 rows = file.get_slice(name)
                 first = rows[:1] if rows.get_shape() else file.get_tensor(name)
                 digest.update(name.encode() + first.float().numpy().tobytes())
@@ -181,81 +182,98 @@ def tokenizer_fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
-def check_draft_model(
-    target: str, draft: str, logger: logging.Logger, *, trust_remote_code: bool = False
-) -> None:
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as an engine names it.
+
+    Attributes:
+        name: Folder of the model, or its name on the Hugging Face Hub.
+        revision: Branch, tag or commit on the Hub; None for the main branch.
+        trust_remote_code: Whether code among its files may run to read its configuration.
+    """
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def check_draft_model(target: ModelSource, draft: ModelSource, logger: logging.Logger) -> None:
     """Refuse a draft model whose token ids differ from the target's, and warn if it is not smaller.
 
-    Without a `tokenizer.json` in both folders only the sizes of the vocabularies are compared.
+    Of a model on the Hub the configuration and the tokenizer are downloaded if they are missing.
+    Without a `tokenizer.json` of both only the sizes of the vocabularies are compared.
 
     Args:
-        target: Folder of the target, or a name that transformers resolves.
-        draft: Folder of the draft model, or a name that transformers resolves.
+        target: The target.
+        draft: The draft model.
         logger: Logger for the warning.
-        trust_remote_code: Whether code in the folders may run to read their configurations.
 
     Raises:
         ValueError: The vocabularies differ, or a configuration cannot be read.
     """
-    trusted = {"trust_remote_code": trust_remote_code}
-    sizes = [
-        vocabulary_size(target, "target", **trusted),
-        vocabulary_size(draft, "draft model", **trusted),
-    ]
+    sizes = [vocabulary_size(target, "target"), vocabulary_size(draft, "draft model")]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the draft model {draft} has {sizes[1]} tokens and the target {target} has "
+            f"the draft model {draft.name} has {sizes[1]} tokens and the target {target.name} has "
             f"{sizes[0]}: use a draft model of the same family"
         )
-    files = [Path(folder) / _FAST_TOKENIZER for folder in (target, draft)]
-    if all(file.is_file() for file in files):
-        vocabularies = [_vocabulary(file) for file in files]
-        if vocabularies[0] != vocabularies[1]:
-            raise ValueError(
-                f"the tokenizers of the draft model {draft} and of the target {target} differ: use "
-                "a draft model of the same family"
-            )
-    if 0 < weights_size(Path(target)) <= weights_size(Path(draft)):
+    files = [_fast_tokenizer(model) for model in (target, draft)]
+    if None not in files and operator.ne(*map(_vocabulary, filter(None, files))):
+        raise ValueError(
+            f"the tokenizers of the draft model {draft.name} and of the target {target.name} "
+            "differ: use a draft model of the same family"
+        )
+    folders = [local_folder(model.name, model.revision) for model in (target, draft)]
+    bytes_of_weights = [weights_size(folder) if folder else 0 for folder in folders]
+    if 0 < bytes_of_weights[0] <= bytes_of_weights[1]:
         logger.warning(
             "The draft model %s is no smaller than the target %s: it will not be faster",
-            draft,
-            target,
+            draft.name,
+            target.name,
         )
 
 
-def vocabulary_size(
-    model: str | Path, name: str = "model", *, trust_remote_code: bool = False
-) -> int:
+def vocabulary_size(model: ModelSource, role: str = "model") -> int:
     """The number of tokens of a model's logits, from its configuration.
 
     Args:
-        model: Folder of the model, or its name on the Hub.
-        name: What the model is, for the message.
-        trust_remote_code: Whether code in the folder may run to read its configuration.
+        model: The model.
+        role: What the model is, for the message.
 
     Raises:
         ValueError: The configuration cannot be read.
     """
-    return _number(model, name, "vocab_size", trust_remote_code)
+    return _number(model, role, "vocab_size")
 
 
-def attention_heads(
-    model: str | Path, name: str = "model", *, trust_remote_code: bool = False
-) -> int:
+def attention_heads(model: ModelSource, role: str = "model") -> int:
     """The number of a model's query heads; otherwise as `vocabulary_size`."""
-    return _number(model, name, "num_attention_heads", trust_remote_code)
+    return _number(model, role, "num_attention_heads")
 
 
-def _number(model: str | Path, name: str, field: str, trust_remote_code: bool) -> int:
+def _number(model: ModelSource, role: str, field: str) -> int:
     """A number in a model's configuration."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
         return int(getattr(config.get_text_config(), field))
     except Exception as error:
         # What transformers raises depends on what is wrong with the file.
-        raise ValueError(f"the {name} {model} cannot be read: {error}") from error
+        raise ValueError(f"the {role} {model.name} cannot be read: {error}") from error
+
+
+def _fast_tokenizer(model: ModelSource) -> Path | None:
+    """A model's `tokenizer.json`; None if it has none."""
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(model.name, _FAST_TOKENIZER, revision=model.revision)
+    except OSError:
+        return None
+    return Path(found) if found is not None else None
 
 
 def _vocabulary(file: Path) -> Any:

@@ -115,8 +115,9 @@ def check(target: str, drafter: str) -> None:
     """
     if not Path(target).is_dir():
         raise ValueError(
-            f"the target {target!r} is not a folder: Lyanna compares its weights with the "
-            "drafter's, so give the path of the target's folder"
+            f"the target {target!r} is not on this machine, and Lyanna compares its weights with "
+            f"the drafter's: download it first, with `hf download {target}`, or give the path of "
+            "its folder"
         )
     _checked(Path(drafter), Path(target), LyannaModel)
 

@@ -175,7 +175,7 @@ class LyannaDrafter(LyannaTrees):
 
     Args:
         options: The method's options.
-        target: The target, whose `model` must be a local folder.
+        target: The target, whose files must be on this machine.
 
     Raises:
         ValueError: The folder `options.model` does not contain a drafter for this target, its
@@ -190,7 +190,7 @@ class LyannaDrafter(LyannaTrees):
 
         assert target.embed is not None, "hidden-state drafters get the target's embeddings"
         options.check_device(target.device)
-        module = load(Path(options.model), Path(target.model))
+        module = load(Path(options.model), target.folder or Path(target.model))
         if target.device.type != "cpu" and module.self_attn.reads_positions:
             raise ValueError(
                 f"the target {target.model} has rope_type={module.self_attn.rotary.rope_type!r} in "

@@ -8,7 +8,12 @@ from typing import Any
 
 from drafttree.compatibility import is_refused
 from drafttree.method import Method
-from drafttree.model_files import attention_heads, check_draft_model
+from drafttree.model_files import (
+    ModelSource,
+    attention_heads,
+    check_draft_model,
+    local_folder,
+)
 from drafttree.sglang.kv_types import FP8_KV, PLAIN_KV, kv_cache_dtype
 from drafttree.sglang.media_checks import LEAVE, check_media, text_alone
 from drafttree.sglang.patches import accept_adapters, take_corpora
@@ -270,13 +275,17 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
             "--speculative-draft-model-path"
         )
     if method.kind.needs_vocabulary_of_target:
-        check_draft_model(
-            server_args.model_path, path, logger, trust_remote_code=server_args.trust_remote_code
-        )
-        _check_heads(path, server_args)
+        is_trusted = server_args.trust_remote_code
+        draft = ModelSource(path, server_args.speculative_draft_model_revision, is_trusted)
+        target = ModelSource(server_args.model_path, server_args.revision, is_trusted)
+        check_draft_model(target, draft, logger)
+        _check_heads(draft, server_args)
         _check_context(path, server_args)
     if method.check_model is not None:
-        method.check_model(server_args.model_path, path)
+        folder = local_folder(
+            server_args.model_path, server_args.revision, server_args.download_dir
+        )
+        method.check_model(str(folder or server_args.model_path), path)
 
 
 def _check_context(path: str, server_args: Any) -> None:
@@ -297,16 +306,16 @@ def _check_context(path: str, server_args: Any) -> None:
         )
 
 
-def _check_heads(path: str, server_args: Any) -> None:
+def _check_heads(draft: ModelSource, server_args: Any) -> None:
     """Refuse a draft model whose heads tensor-parallel ranks cannot share."""
     ranks = server_args.tp_size
     # On a CPU SGLang adds heads.
     if server_args.device == "cpu" or ranks == 1:
         return
-    heads = attention_heads(path, "draft model", trust_remote_code=server_args.trust_remote_code)
+    heads = attention_heads(draft, "draft model")
     if heads % ranks:
         raise ValueError(
-            f"--speculative-draft-model-path={path} has {heads} attention heads, which "
+            f"--speculative-draft-model-path={draft.name} has {heads} attention heads, which "
             f"--tp-size={ranks} ranks cannot share equally: use another draft model, or another "
             "--tp-size"
         )

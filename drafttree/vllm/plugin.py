@@ -71,7 +71,7 @@ def _create(
         num_draft_tokens = min(num_draft_tokens, serving.chains.longest)
         announce(method, serving.chains.reason, num_draft_tokens)
     ranks = target_parallel_config.tensor_parallel_size
-    _check_model(method, target_model_config, options, ranks)
+    _check_model(method, target_model_config, engine.download_dir, options, ranks)
     patches.allow_sampling_parameters()
     patches.prime_when_idle()
     if serving.uses_v2:
@@ -160,16 +160,26 @@ def _take_model(method: Method[Any], given: dict[str, Any], spec_model: str | No
 
 
 def _check_model(
-    method: Method[Any], target: ModelConfig, options: dict[str, Any], ranks: int
+    method: Method[Any],
+    target: ModelConfig,
+    download_dir: str | None,
+    options: dict[str, Any],
+    ranks: int,
 ) -> None:
     """Refuse a model that does not fit the target, or the number of tensor-parallel ranks."""
-    if method.kind.needs_vocabulary_of_target:
-        from drafttree.model_files import attention_heads, check_draft_model
+    from drafttree.model_files import (
+        ModelSource,
+        attention_heads,
+        check_draft_model,
+        local_folder,
+    )
 
+    if method.kind.needs_vocabulary_of_target:
         draft = str(options["model"])
-        trusted = {"trust_remote_code": target.trust_remote_code}
-        check_draft_model(target.model, draft, logger, **trusted)
-        heads = attention_heads(draft, "draft model", **trusted)
+        is_trusted = target.trust_remote_code
+        source = ModelSource(draft, trust_remote_code=is_trusted)
+        check_draft_model(ModelSource(target.model, target.revision, is_trusted), source, logger)
+        heads = attention_heads(source, "draft model")
         if heads % ranks:
             raise ValueError(
                 f"the draft model {draft} has {heads} attention heads, which "
@@ -178,7 +188,8 @@ def _check_model(
             )
         _check_context(target, draft)
     if method.check_model is not None:
-        method.check_model(target.model, str(options["model"]))
+        folder = local_folder(target.model, target.revision, download_dir)
+        method.check_model(str(folder or target.model), str(options["model"]))
 
 
 def _check_context(target: ModelConfig, draft: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import shutil
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from drafttree.cli import app
 from drafttree.method import Method
 from drafttree.model_files import (
+    ModelSource,
     check_draft_model,
     first_rows_fingerprint,
     tokenizer_fingerprint,
@@ -93,7 +95,7 @@ def test_damaged_model_folders_are_refused(tmp_path: Path, content: bytes) -> No
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"the model {tmp_path} cannot be read"):
-        vocabulary_size(tmp_path)
+        vocabulary_size(ModelSource(str(tmp_path)))
     with pytest.raises(ValueError, match="cannot be read"):
         first_rows_fingerprint(tmp_path)
     # These do not read what is inside.
@@ -105,10 +107,10 @@ def test_damaged_model_folders_are_refused(tmp_path: Path, content: bytes) -> No
 def test_damaged_tokenizers_are_refused(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drafttree.model_files.vocabulary_size", lambda *names, **trusted: 8)
+    monkeypatch.setattr("drafttree.model_files.vocabulary_size", lambda *model: 8)
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
-        check_draft_model(str(tmp_path), str(tmp_path), None)  # type: ignore[arg-type]
+        check_draft_model(*[ModelSource(str(tmp_path))] * 2, logging.getLogger("test"))
 
 
 def command(*arguments: object) -> tuple[int, str]:
@@ -194,5 +196,5 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
         with suppress(ValueError):
             read(tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):
-        vocabulary_size(tmp_path)
+        vocabulary_size(ModelSource(str(tmp_path)))
     assert not made.exists()

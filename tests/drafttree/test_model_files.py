@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafttree.model_files import (
+    ModelSource,
     attention_heads,
     bos_token,
     check_draft_model,
@@ -23,6 +24,8 @@ from drafttree.model_files import (
     weights_fingerprint,
     weights_size,
 )
+
+LOGGER = logging.getLogger("test")
 
 
 def test_configurations_with_code_of_their_own(
@@ -42,11 +45,11 @@ def test_configurations_with_code_of_their_own(
     config |= {"vocab_size": 77, "num_attention_heads": 6}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="cannot be read"):
-        vocabulary_size(folder)
-    assert vocabulary_size(folder, trust_remote_code=True) == 77
-    assert attention_heads(folder, trust_remote_code=True) == 6
-    logger = logging.getLogger("test")
-    check_draft_model(str(folder), str(folder), logger, trust_remote_code=True)
+        vocabulary_size(ModelSource(str(folder)))
+    trusted = ModelSource(str(folder), trust_remote_code=True)
+    assert vocabulary_size(trusted) == 77
+    assert attention_heads(trusted) == 6
+    check_draft_model(trusted, trusted, LOGGER)
 
 
 def make_weights(folder: Path, rows: int = 64, **files: int) -> Path:
@@ -204,3 +207,26 @@ def test_a_model_of_the_hub_is_found_in_its_local_cache(tmp_path: Path) -> None:
 def test_the_bos_is_one_token_of_the_vocabulary(given: object, found: int | None) -> None:
     assert bos_token(SimpleNamespace(bos_token_id=given), 64) == found
     assert bos_token(SimpleNamespace(), 64) is None
+
+
+def test_draft_models_are_compared_with_the_revision_of_the_target_that_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = "1" * 40, "2" * 40
+    snapshots = make_hub_cache(tmp_path, main=first, other=second)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for snapshot in (first, second):
+        config = {"model_type": "llama", "vocab_size": 64}
+        (snapshots / snapshot / "config.json").write_text(json.dumps(config))
+        (snapshots / snapshot / "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": {snapshot[:1]: 0}}})
+        )
+    draft = ModelSource(str(snapshots / second))
+    with pytest.raises(ValueError, match=r"the tokenizers .* of the target org/name differ"):
+        check_draft_model(ModelSource("org/name"), draft, LOGGER)
+    check_draft_model(ModelSource("org/name", "other"), draft, LOGGER)
+    assert "is no smaller than the target org/name" in caplog.text
+    config = {"model_type": "llama", "vocab_size": 65}
+    (snapshots / first / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has 64 tokens and the target org/name has 65"):
+        check_draft_model(ModelSource("org/name"), draft, LOGGER)

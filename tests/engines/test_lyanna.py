@@ -173,6 +173,30 @@ def test_preemption_does_not_change_tokens(host: Host, tiny_llama: Path, drafter
 
 
 @pytest.mark.full
+def test_a_target_is_found_by_its_name_on_the_hub(
+    host: Host, tiny_llama: Path, drafter: Path, tmp_path: Path
+) -> None:
+    """The drafter's target is then among the files that the Hub's local cache has."""
+    repository, commit = tmp_path / "models--org--name", "1" * 40
+    for folder in ("refs", "snapshots"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).symlink_to(tiny_llama, target_is_directory=True)
+    case = Case(FIRST[:4], GREEDY)
+    (plain,), _ = host.run(tiny_llama, [case])
+    (drafted,), _ = host.run(
+        Path("org/name"),
+        [case],
+        "lyanna",
+        {"nodes": 12},
+        draft_model=drafter,
+        environment={"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.counters["accepted_tokens"] > 0
+
+
+@pytest.mark.full
 def test_bench_gives_its_figures(host: Host, smollm2: Path, tmp_path: Path) -> None:
     check_figures(host.name, smollm2, tmp_path)
 
