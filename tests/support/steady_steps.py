@@ -1,6 +1,6 @@
 """Lets the scheduler that chooses tiers believe in steps whose times are given by their rows.
 
-In Triton's interpreter a step's time says nothing of a GPU, and varies.
+In Triton's interpreter a step's time says nothing of a GPU, and varies. A model's drafts take 1 ms.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ def environment(by_row: float) -> dict[str, str]:
 
 def enable() -> None:
     """Replace what is measured, and print what is chosen."""
+    from drafttree.budget.shape_controller import ShapeController
     from drafttree.budget.tier_controller import TierController, TierOutcome, TierPlan
     from drafttree.vllm.v2 import runner, scheduler
 
     by_row = float(os.environ[VARIABLE])
     record, choose = TierController.record, TierController.choose
+    record_shape = ShapeController.record
     make_scheduler = scheduler.make_scheduler
 
     def named(**kwargs: Any) -> Any:
@@ -40,12 +42,19 @@ def enable() -> None:
             outcome = replace(outcome, seconds=0.01 + by_row * outcome.rows)
         record(self, outcome)
 
+    def steady_shape(self: ShapeController, outcome: TierOutcome) -> None:
+        if outcome.seconds is not None and outcome.drafts is not None:
+            drafts = replace(outcome.drafts, seconds=0.001, read_seconds=0.0)
+            outcome = replace(outcome, seconds=0.011 + by_row * outcome.rows, drafts=drafts)
+        record_shape(self, outcome)
+
     def printed(self: TierController, requests: list[str], most: int) -> TierPlan:
         plan = choose(self, requests, most)
         print(CHOSEN, plan.size, "of at most", most, "for", len(requests))
         return plan
 
     TierController.record = steady  # type: ignore[method-assign]
+    ShapeController.record = steady_shape  # type: ignore[method-assign]
     TierController.choose = printed  # type: ignore[method-assign,assignment]
     scheduler.make_scheduler = named  # type: ignore[assignment]
     runner.forward_seconds_by_rows = lambda runner, max_rows: {  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ def run_sessions(
     sessions: list[list[Turn]],
     speculative: dict[str, Any] | None = None,
     runner: str = "v1",
+    environment: dict[str, str] | None = None,
     **engine: Any,
 ) -> Sessions:
     """Serve sessions one after another; a prompt is sent when the answer before it has ended.
@@ -49,6 +50,7 @@ def run_sessions(
         sessions: The turns of each session.
         speculative: The engine's `speculative_config`; None for plain decoding.
         runner: vLLM's model runner, "v1" or "v2".
+        environment: Environment variables of the engine's process.
         engine: Further arguments of the engine.
 
     Raises:
@@ -59,9 +61,8 @@ def run_sessions(
         arguments["speculative_config"] = with_defaults(speculative)
     seconds = TIMEOUTS[runner == "v2"]
     found: Sessions
-    found, log = run_job(
-        "vllm", _serve, (arguments, sessions), ENVIRONMENT | for_runner(runner), seconds
-    )
+    variables = ENVIRONMENT | for_runner(runner) | (environment or {})
+    found, log = run_job("vllm", _serve, (arguments, sessions), variables, seconds)
     check_runner(runner, log)
     return found
 
