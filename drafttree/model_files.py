@@ -38,6 +38,9 @@ _FORMATS_OF_FILES = frozenset(
     }
 )
 
+# A model on the Hub has the first of them, and a cache of its weights alone one of the others.
+_MAIN_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+
 # Files up to this size are hashed whole. Larger files of a folder share this many samples.
 _WHOLE_FILE = 1 << 20
 _SAMPLE_SIZE = 4096
@@ -73,16 +76,26 @@ def local_folder(
     if Path(model).is_dir():
         return Path(model)
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import try_to_load_from_cache
     except ImportError:  # no engine is installed
         return None
     try:
-        found = snapshot_download(
-            model, revision=revision, cache_dir=download_dir, local_files_only=True
-        )
-    except (OSError, ValueError):  # not in the cache, or no name of a model
+        # Engines leave out files that they do not need, so the snapshot may not be complete.
+        found = [
+            try_to_load_from_cache(model, name, cache_dir=download_dir, revision=revision)
+            for name in _MAIN_FILES
+        ]
+    except ValueError:  # no name of a model
         return None
-    return Path(found)
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
+
+
+def folder_with_weights(
+    model: str, revision: str | None = None, download_dir: str | None = None
+) -> Path | None:
+    """As `local_folder`, and None for a folder without weights."""
+    folder = local_folder(model, revision, download_dir)
+    return folder if folder is not None and weights_size(folder) else None
 
 
 def reads_files(load_format: str) -> bool:
@@ -190,11 +203,13 @@ class ModelSource:
         name: Folder of the model, or its name on the Hugging Face Hub.
         revision: Branch, tag or commit on the Hub; None for the main branch.
         trust_remote_code: Whether code among its files may run to read its configuration.
+        download_dir: Folder of the local cache with its weights; None for the user's.
     """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
+    download_dir: str | None = None
 
 
 def check_draft_model(target: ModelSource, draft: ModelSource, logger: logging.Logger) -> None:
@@ -223,7 +238,9 @@ def check_draft_model(target: ModelSource, draft: ModelSource, logger: logging.L
             f"the tokenizers of the draft model {draft.name} and of the target {target.name} "
             "differ: use a draft model of the same family"
         )
-    folders = [local_folder(model.name, model.revision) for model in (target, draft)]
+    folders = [
+        local_folder(model.name, model.revision, model.download_dir) for model in (target, draft)
+    ]
     bytes_of_weights = [weights_size(folder) if folder else 0 for folder in folders]
     if 0 < bytes_of_weights[0] <= bytes_of_weights[1]:
         logger.warning(

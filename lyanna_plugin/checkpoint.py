@@ -115,9 +115,9 @@ def check(target: str, drafter: str) -> None:
     """
     if not Path(target).is_dir():
         raise ValueError(
-            f"the target {target!r} is not on this machine, and Lyanna compares its weights with "
-            f"the drafter's: download it first, with `hf download {target}`, or give the path of "
-            "its folder"
+            f"the weights of the target {target} are not on this machine, and Lyanna compares them "
+            f"with the drafter's: download them first, with `hf download {target}`, or give the "
+            "path of the target's folder"
         )
     _checked(Path(drafter), Path(target), LyannaModel)
 
@@ -185,13 +185,13 @@ def _checked(folder: Path, target: Path, model: type[LyannaModel]) -> tuple[Lyan
         if found.get(key) != getattr(layer, key):
             raise ValueError(
                 f"model={str(folder)!r} was trained for {config.target} with {key} "
-                f"{found.get(key)}, but the target {target.name} has {getattr(layer, key)}: use "
+                f"{found.get(key)}, but the target {target} has {getattr(layer, key)}: use "
                 "the drafter of this target"
             )
     if first_rows_fingerprint(target) != config.fingerprint:
         raise ValueError(
             f"model={str(folder)!r} was trained for {config.target}, whose weights are not those "
-            f"of the target {target.name}: use the drafter of this target"
+            f"of the target {target}: use the drafter of this target"
         )
     if not (folder / _WEIGHTS).is_file():
         raise ValueError(f"model={str(folder)!r} has no {_WEIGHTS}: copy the whole folder")

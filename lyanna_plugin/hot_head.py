@@ -31,7 +31,9 @@ class HotHead:
 
     def __init__(self, tokens: Tensor, width: int, dtype: torch.dtype) -> None:
         self._tokens = tokens.long()
-        self._weight = torch.zeros(len(tokens), width, dtype=dtype, device=tokens.device)
+        # On a CPU the product has a copy of its own.
+        rows = 0 if tokens.device.type == "cpu" else len(tokens)
+        self._weight = torch.zeros(rows, width, dtype=dtype, device=tokens.device)
 
     def check(self, head: Head) -> None:
         """Check that the logits are a product with weights.
@@ -48,10 +50,12 @@ class HotHead:
     def read(self, head: Head) -> None:
         """Read the rows: the logits of unit vectors are the columns of a head's weights.
 
-        It is so also where the weights are packed, quantized or spread over ranks. They are written
-        where they were, as CUDA graphs may read them.
+        It is so also where the weights are packed, quantized or spread over ranks. On a GPU they
+        are written where they were, as graphs may read them.
         """
         weight = self._weight
+        if not len(weight):
+            weight = weight.new_empty(len(self._tokens), weight.shape[1])
         for first in range(0, weight.shape[1], _ROWS):
             columns = weight[:, first : first + _ROWS]
             units = weight.new_zeros(columns.shape[1], weight.shape[1])

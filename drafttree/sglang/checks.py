@@ -12,7 +12,7 @@ from drafttree.model_files import (
     ModelSource,
     attention_heads,
     check_draft_model,
-    local_folder,
+    folder_with_weights,
 )
 from drafttree.sglang.kv_types import FP8_KV, PLAIN_KV, kv_cache_dtype
 from drafttree.sglang.media_checks import LEAVE, check_media, text_alone
@@ -276,19 +276,20 @@ def _check_draft_model(method: Method[Any], server_args: Any) -> None:
         )
     if method.kind.needs_vocabulary_of_target:
         is_trusted = server_args.trust_remote_code
-        draft = ModelSource(path, server_args.speculative_draft_model_revision, is_trusted)
-        target = ModelSource(server_args.model_path, server_args.revision, is_trusted)
+        cache = server_args.download_dir
+        draft = ModelSource(path, server_args.speculative_draft_model_revision, is_trusted, cache)
+        target = ModelSource(server_args.model_path, server_args.revision, is_trusted, cache)
         check_draft_model(target, draft, logger)
         _check_heads(draft, server_args)
-        _check_context(path, server_args)
+        _check_context(draft, server_args)
     if method.check_model is not None:
-        folder = local_folder(
+        folder = folder_with_weights(
             server_args.model_path, server_args.revision, server_args.download_dir
         )
         method.check_model(str(folder or server_args.model_path), path)
 
 
-def _check_context(path: str, server_args: Any) -> None:
+def _check_context(draft: ModelSource, server_args: Any) -> None:
     """Refuse a draft model that reads shorter texts than the target, unless SGLang is told to."""
     from sglang.srt.environ import envs
     from sglang.srt.utils.hf_transformers import get_context_length
@@ -296,13 +297,15 @@ def _check_context(path: str, server_args: Any) -> None:
 
     if envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get():
         return
-    config = AutoConfig.from_pretrained(path, trust_remote_code=server_args.trust_remote_code)
+    config = AutoConfig.from_pretrained(
+        draft.name, revision=draft.revision, trust_remote_code=draft.trust_remote_code
+    )
     longest = get_context_length(config.get_text_config())
     asked = target_config(server_args).context_len
     if longest < asked:
         raise ValueError(
-            f"the draft model {path} reads up to {longest} tokens, and the target {asked}: set "
-            f"--context-length={longest}, or use a draft model with a longer context"
+            f"the draft model {draft.name} reads up to {longest} tokens, and the target {asked}: "
+            f"set --context-length={longest}, or use a draft model with a longer context"
         )
 
 

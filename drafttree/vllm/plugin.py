@@ -171,14 +171,15 @@ def _check_model(
         ModelSource,
         attention_heads,
         check_draft_model,
-        local_folder,
+        folder_with_weights,
     )
 
     if method.kind.needs_vocabulary_of_target:
         draft = str(options["model"])
         is_trusted = target.trust_remote_code
-        source = ModelSource(draft, trust_remote_code=is_trusted)
-        check_draft_model(ModelSource(target.model, target.revision, is_trusted), source, logger)
+        source = ModelSource(draft, None, is_trusted, download_dir)
+        served = ModelSource(target.model, target.revision, is_trusted, download_dir)
+        check_draft_model(served, source, logger)
         heads = attention_heads(source, "draft model")
         if heads % ranks:
             raise ValueError(
@@ -188,7 +189,7 @@ def _check_model(
             )
         _check_context(target, draft)
     if method.check_model is not None:
-        folder = local_folder(target.model, target.revision, download_dir)
+        folder = folder_with_weights(target.model, target.revision, download_dir)
         method.check_model(str(folder or target.model), str(options["model"]))
 
 

@@ -12,7 +12,7 @@ import torch
 from tree_kernels.memory import TextMemory
 
 from drafttree.method import Remembered
-from drafttree.model_files import vocabulary_size
+from drafttree.model_files import ModelSource, vocabulary_size
 from recycle_plugin.storage.table_files import (
     TableSaver,
     TablesError,
@@ -193,7 +193,7 @@ def remember_corpus(target: Path, options: RecycleOptions, texts: Iterable[str])
         # This may run third-party code, which can raise anything.
         raise ValueError(f"transformers cannot load the tokenizer in {target}: {error}") from error
     tables = Tables(
-        vocabulary_size(target),
+        vocabulary_size(ModelSource(str(target))),
         options.k,
         torch.device("cpu"),
         bigrams=True,

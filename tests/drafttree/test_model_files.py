@@ -18,6 +18,7 @@ from drafttree.model_files import (
     bos_token,
     check_draft_model,
     first_rows_fingerprint,
+    folder_with_weights,
     local_folder,
     tokenizer_fingerprint,
     vocabulary_size,
@@ -201,6 +202,14 @@ def test_a_model_of_the_hub_is_found_in_its_local_cache(tmp_path: Path) -> None:
     assert local_folder("org/another", download_dir=cache) is None
     assert local_folder("no name / of a model", download_dir=cache) is None
     assert local_folder(str(snapshots)) == snapshots
+    assert folder_with_weights("org/name", "other", cache) == snapshots / second
+    # An engine reads the configuration before it downloads the weights.
+    (snapshots / second / "model.safetensors").unlink()
+    assert local_folder("org/name", "other", cache) == snapshots / second
+    assert folder_with_weights("org/name", "other", cache) is None
+    # A folder for downloads has the weights alone.
+    (snapshots / first / "config.json").unlink()
+    assert local_folder("org/name", download_dir=cache) == snapshots / first
 
 
 @pytest.mark.parametrize(("given", "found"), [(1, 1), (None, None), ([1, 2], None), (64, None)])

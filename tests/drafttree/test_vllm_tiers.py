@@ -199,14 +199,21 @@ def test_a_pause_that_keeps_its_requests_is_no_step() -> None:
     assert max(row["observed_ms"] for row in rows) < 11
 
 
-def test_a_session_whose_turn_opted_out_is_drafted_for_again() -> None:
-    engine = Modelled(1)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 8, 300])
+def test_a_session_whose_turn_opted_out_is_drafted_for_again(steps: int, ahead: int) -> None:
+    """Steps with its drafts may be under way when that turn ends."""
+    engine = Modelled(ahead)
     engine.running = ["session"]
-    engine.opted_out = True
     for _ in range(300):
         engine.step()
-    assert set(engine.sizes[-100:]) == {0}
+    engine.opted_out = True
+    for _ in range(steps):
+        engine.step()
+    assert steps < 300 or set(engine.sizes[-100:]) == {0}
     engine.steps.forget("session")
+    for _ in range(ahead):
+        engine.deliver()
     engine.opted_out = False
     for _ in range(100):
         engine.step()

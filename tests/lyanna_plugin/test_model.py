@@ -120,10 +120,10 @@ def test_a_drafter_is_refused_for_another_target(target: Path, tmp_path: Path) -
     folder = tmp_path / "drafter"
     save(drafter_for(target), folder)
     other = make_tiny_llama(tmp_path / "other", seed=5)
-    with pytest.raises(ValueError, match="whose weights are not those of the target other"):
+    with pytest.raises(ValueError, match=r"whose weights are not those of the target .*other"):
         load(folder, other)
     small = make_tiny_llama(tmp_path / "small", vocab_size=100)
-    with pytest.raises(ValueError, match="vocab_size 512, but the target small has 100"):
+    with pytest.raises(ValueError, match=r"vocab_size 512, but the target .*small has 100"):
         load(folder, small)
 
 
@@ -210,7 +210,7 @@ def test_fields_of_earlier_versions_are_read_or_refused() -> None:
 def test_a_drafter_is_checked_without_its_weights(target: Path, tmp_path: Path) -> None:
     save(drafter_for(target), tmp_path)
     check(str(target), str(tmp_path))
-    with pytest.raises(ValueError, match="is not on this machine"):
+    with pytest.raises(ValueError, match="are not on this machine"):
         check("somebody/a-model", str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):

@@ -139,7 +139,10 @@ def test_packed_products(rows: int, has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
     x = torch.randn(rows, 64).to(dtype)
-    found = Linear(weight, bias if has_bias else None)(x)
+    product = Linear(weight, bias if has_bias else None)
+    has_own = dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    assert (product._packed is None) == has_own
+    found = product(x)
     expected = linear(x, weight, bias if has_bias else None)
     assert found.dtype == dtype
     wide = dtype == torch.float32

@@ -8,7 +8,7 @@ measures the steps from one arrival to the next, and tells the controller what c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ class TierSteps:
         self._coming = TierPlan(0)
         self._sent: deque[TierPlan] = deque()
         self._untimed = 0
+        # How many steps under way have requests that belong to their turns before.
+        self._former: dict[str, int] = {}
         self._began = clock()
 
     def __getitem__(self, num_requests: int) -> int:
@@ -96,6 +98,8 @@ class TierSteps:
         plan = self._sent.popleft()
         is_timed = not self._untimed
         self._untimed = max(self._untimed - 1, 0)
+        former = {*self._former}
+        self._former = {name: count - 1 for name, count in self._former.items() if count > 1}
         if not scheduled.total_num_scheduled_tokens:
             return
         began, self._began = self._began, self._clock()
@@ -105,12 +109,14 @@ class TierSteps:
                 self._controller = report.make_controller()
             return
         seconds = self._began - began if is_timed else 0.0
-        self._controller.record(_outcome(plan, scheduled, output, report, seconds))
+        self._controller.record(_outcome(plan, scheduled, output, report, seconds, former))
 
     def forget(self, request: str) -> None:
         """Forget what depends on a request's parameters, which its next turn may change."""
         if isinstance(self._controller, ShapeController):
             self._controller.forget(request)
+        if self._sent:
+            self._former[request] = len(self._sent)
 
     def take_update(self) -> TierUpdate | None:
         """What there is to explain since the last call; None before the first choice."""
@@ -123,8 +129,12 @@ def _outcome(
     output: ModelRunnerOutput,
     report: TierReport | ShapeReport | None,
     seconds: float,
+    former: Set[str],
 ) -> TierOutcome:
-    """What a step says of decoding: of its requests that emitted tokens, prompts left out."""
+    """What a step says of decoding: of its requests that emitted tokens, prompts left out.
+
+    Requests in `former` have begun another turn since, whose parameters may differ.
+    """
     drafts = scheduled.scheduled_spec_decode_tokens
     requests, places, rows, emitted = [], [], 0, []
     for request, tokens in scheduled.num_scheduled_tokens.items():
@@ -132,6 +142,8 @@ def _outcome(
         num_drafts = len(drafts.get(request, ()))
         num_emitted = len(output.sampled_token_ids[place]) if output.sampled_token_ids else 0
         if tokens != 1 + num_drafts or num_drafts != plan.size or not num_emitted:
+            continue
+        if request in former:
             continue
         requests.append(request)
         places.append(place)
