@@ -267,7 +267,10 @@ def test_the_wheel_has_every_kernel_for_every_level(installed_wheel: Path) -> No
 
 @compiled
 def test_shipped_kernels_serve_without_a_compiler(installed_wheel: Path, tmp_path: Path) -> None:
-    """Their results are the references', and bit for bit those of kernels compiled here."""
+    """Their results are the references', and with AVX-512 bit for bit those of kernels built here.
+
+    Compilers tune for some processors with AVX2 alone by not fusing products and sums.
+    """
     scripts = str(ROOT / "scripts" / "benchmarks")
     nothing = {"PATH": "", "CXX": "", "DRAFTTREE_CACHE": str(tmp_path)}
     digest, *libraries = run_python(
@@ -285,7 +288,7 @@ def test_shipped_kernels_serve_without_a_compiler(installed_wheel: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
     digest_of_native, *libraries = run_python(KERNELS, scripts).splitlines()
     assert not any(_build.SHIPPED in library for library in libraries)
-    assert digest == digest_of_native
+    assert digest == digest_of_native or usable()[0].march != "x86-64-v4"
 
 
 @compiled

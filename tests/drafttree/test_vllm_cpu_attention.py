@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -104,6 +105,10 @@ def layer() -> Layer:
     return Layer(builder, cache, drawn(len(CONTEXTS), len(CHAIN), HEADS, SIZE))
 
 
+@pytest.mark.skipif(
+    "avx512f" not in Path("/proc/cpuinfo").read_text(),
+    reason="vLLM's kernels for AVX2 cut off the last bits of bfloat16, which is not followed",
+)
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_rows_are_rounded_as_in_plain_decoding(layer: Layer, count: int) -> None:
     trees, contexts = TREES[:count], CONTEXTS[:count]

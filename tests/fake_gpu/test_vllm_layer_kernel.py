@@ -240,5 +240,5 @@ def test_graphs_give_what_the_layer_gives_without(gpu: Gpu) -> None:
         min(STEPS - 1, max(sizes)) + (sum(sizes) <= SIZES[0]) for _, sizes in STEPS_OF_REQUESTS
     ]
     for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(cache_in_graphs, cache, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(cache_in_graphs, cache, rtol=1e-5, atol=5e-5)
