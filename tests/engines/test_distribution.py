@@ -171,6 +171,7 @@ def test_rsd_with_tables(host: Host, target: Path, draft: Path, planned: bool) -
 TRAVERSAL = {"tree": "beam:3x3", "verify": "traversal"}
 
 
+@pytest.mark.full
 def test_rsd_by_traversal(host: Host, target: Path, draft: Path) -> None:
     """Greedy requests in the batches stay greedy."""
     cases = [

@@ -39,6 +39,7 @@ def test_tokens_equal_plain_decoding(
     assert drafted.counters["steps"] < 6 * 48
 
 
+@pytest.mark.full
 def test_trees_are_cut_to_their_declared_size(
     host: Host, tiny_llama: Path, installed: dict[str, str]
 ) -> None:

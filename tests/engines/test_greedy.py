@@ -63,14 +63,11 @@ CHOSEN = {
     "vllm": [
         Setting(80, True, running=1),
         Setting(80, False, processes=True, compiled=True),
-        Setting(32, False),
-        Setting(8, True, compiled=True),
     ],
     "sglang": [
         Setting(80, True),
         Setting(80, True, page=16, overlap=False),
         Setting(32, False, page=16),
-        Setting(8, True, overlap=False),
     ],
 }
 FULL = {

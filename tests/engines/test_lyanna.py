@@ -79,7 +79,13 @@ def answers(host: Host, model: Path, drafter: Path, setting: str) -> dict[str, A
     return dict(zip(served_by(host), served, strict=True))
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=pytest.mark.full if name == "not fused" else ())
+        for name in SETTINGS
+    ],
+)
 def test_tokens_equal_plain_decoding(
     host: Host, tiny_llama: Path, drafter: Path, setting: str
 ) -> None:

@@ -33,8 +33,18 @@ def plain_answers(host: Host, model: Path) -> list[Answer]:
     return served
 
 
+MAIN = ("the paper's static tree", "dynamic, many nodes", "dynamic, primed")
+"""Settings that are tested always; the full product tests all."""
+
+
 @on_v2_too
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=() if name in MAIN else pytest.mark.full, id=name)
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_tokens_equal_plain_decoding(
     host: Host,
     tiny_llama: Path,

@@ -99,6 +99,7 @@ def test_tables_draft_alone_in_some_steps(
     assert scripted_shapes.kinds(log).keys() == KINDS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
 def test_the_draft_model_reads_what_was_accepted_without_it(
     host: Host, tmp_path: Path, temperature: float

@@ -87,6 +87,7 @@ def test_answers_that_follow_a_schema(smollm2: Path, tmp_path: Path) -> None:
     assert hits == report["counters"]["accepted_tokens"]
 
 
+@pytest.mark.full
 def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
     from drafttree.bench.engine_process import EngineProcess
     from drafttree.bench.protocol import EngineSpec, Request
@@ -106,6 +107,7 @@ def test_the_best_two_tokens_and_their_logprobs(smollm2: Path) -> None:
         assert asked[7] < min(best.values())
 
 
+@pytest.mark.full
 def test_the_whole_context_is_usable_and_no_more(smollm2: Path) -> None:
     """SGLang holds some tokens back, and ends requests that are too long as if it answered them."""
     from drafttree.bench.engine_process import EngineProcess

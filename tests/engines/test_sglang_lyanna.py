@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import scripted_shapes
 from hosts import Case, Host
 from overfitted_drafter import LENGTH, PROMPTS, make_overfitted
@@ -41,6 +42,7 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     assert again["emitted"] / again["steps"] > 4.2
 
 
+@pytest.mark.full
 def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> None:
     """The layer reads later what was accepted meanwhile, and then drafts as well as ever."""
     host = Host("sglang")

@@ -79,6 +79,7 @@ RSD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "setting",
     [

@@ -69,6 +69,7 @@ def test_shapes_that_are_chosen_by_their_costs(tiny_llama: Path, tmp_path: Path)
     assert 0 < drafted.counters["drafted_steps"] < drafted.counters["steps"]
 
 
+@pytest.mark.full
 def test_a_drafter_that_has_memorised_the_answers_is_accepted_after_rests(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

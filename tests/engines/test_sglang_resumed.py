@@ -61,6 +61,7 @@ def long_rope(tiny_llama: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_frequencies_that_change_within_an_answer(
     long_rope: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:

@@ -24,6 +24,7 @@ def wide(tiny_llama: Path, tmp_path: Path) -> Path:
     return wide
 
 
+@pytest.mark.full
 def test_prompts_as_embeddings_beside_a_draft_model_of_another_width(
     tiny_llama: Path, wide: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
@@ -57,6 +58,7 @@ def with_learned_positions(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_texts_reach_the_end_of_a_context_of_learned_positions(
     with_learned_positions: Path,
 ) -> None:

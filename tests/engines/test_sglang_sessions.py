@@ -29,7 +29,7 @@ def plain_answers(model: Path) -> list[Answer]:
     return answers
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("method", ["token-recycling", "rsd"])
 def test_turns_equal_plain_decoding(
     tiny_llama: Path,

@@ -36,7 +36,7 @@ EACH_METHOD = pytest.mark.parametrize(
     ("method", "runner"),
     [
         ("token_recycling", "v1"),
-        ("rsd", "v1"),
+        pytest.param("rsd", "v1", marks=pytest.mark.full),
         ("lyanna", "v1"),
         pytest.param("token_recycling", "v2", marks=pytest.mark.full),
         pytest.param("lyanna", "v2", marks=pytest.mark.full),

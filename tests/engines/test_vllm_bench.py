@@ -135,6 +135,7 @@ def test_tree_method(model: Path, prompts: Path) -> None:
     assert report["possible_decode_speedup"] == pytest.approx(accepted / report["verify_cost"])
 
 
+@pytest.mark.full
 def test_a_static_trees_acceptance_is_counted_by_node(tmp_path: Path, model: Path) -> None:
     options = {"tree": "branch:3-2-2-1", "prime": False}
     config = {"method": "token_recycling", **options}
@@ -176,6 +177,7 @@ class NullObserver:
     def answered(self, *answer: Prompt | list[Generation]) -> None: ...
 
 
+@pytest.mark.full
 def test_a_token_with_a_twin_is_a_tie(tmp_path: Path, model: Path) -> None:
     """In this model token t + 256 is always as likely as token t."""
     from transformers import LlamaForCausalLM

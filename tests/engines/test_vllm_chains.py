@@ -124,6 +124,7 @@ def test_recurrent_layers(without_trees: Callable[[str], Path]) -> None:
     assert equal >= 6
 
 
+@pytest.mark.full
 def test_sizes_are_chosen_by_measured_forwards(without_trees: Callable[[str], Path]) -> None:
     """With `nodes=auto` the engine's own dummy steps are timed, with attention and states."""
     for family in WITHOUT_TREES:

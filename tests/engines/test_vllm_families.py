@@ -96,7 +96,10 @@ def test_lyanna_with_quantised_weights(form: str, tiny_llama: Path, tmp_path: Pa
     assert drafted[0].counters["accepted_tokens"] > 0
 
 
-LONGER = ("mixtral", "heads_of_80", "heads_of_112", "wide_window", "gemma2", "gemma3")
+LONGER = (
+    *("mixtral", "mistral", "heads_of_80", "heads_of_112", "wide_window", "window_below_the_depth"),
+    *("gemma2", "gemma3"),
+)
 """Families that the full product tests, as others of their kind are tested always."""
 
 

@@ -85,6 +85,7 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     assert min(drafted[-1].hits[name] for name in sources) > 0
 
 
+@pytest.mark.full
 def test_tables_draft_alone_in_some_steps(tiny_llama: Path, tmp_path: Path) -> None:
     """The layer reads later what was accepted meanwhile, and then drafts as well as ever.
 

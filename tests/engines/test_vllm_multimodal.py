@@ -79,7 +79,7 @@ MODELS = {"llava": (make_tiny_llava, IMAGE_BEYOND), "qwen2_5_vl": (make_tiny_qwe
     [
         ("llava", "v1"),
         pytest.param("llava", "v2", marks=pytest.mark.full),
-        ("qwen2_5_vl", "v1"),
+        pytest.param("qwen2_5_vl", "v1", marks=pytest.mark.full),
         ("qwen2_5_vl", "v2"),
     ],
 )

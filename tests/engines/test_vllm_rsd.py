@@ -97,6 +97,7 @@ def test_tables_share_the_trees(tiny_llama: Path, tmp_path: Path) -> None:
     assert drafted[0].counters["kv_rows_moved"] > 0
 
 
+@pytest.mark.full
 def test_a_request_may_leave_no_token_allowed(tiny_llama: Path, tmp_path: Path) -> None:
     """The engine then emits the first token; another request is answered as always."""
     prompts = some_prompts(2)

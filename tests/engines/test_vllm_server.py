@@ -190,6 +190,7 @@ def test_clients_that_hang_up(server: str, plain: dict[str, list[list[Reply]]]) 
     check_equal(ask_at_once(server), plain["greedy"])
 
 
+@pytest.mark.full
 @on_v1
 def test_users_who_ask_at_the_same_time(server: str) -> None:
     """The load of `bench_servers`: each reply that ends makes room for the next request."""

@@ -69,6 +69,7 @@ def test_chunked_prefill_beside_truncated_trees(
     assert "Requests may set min_p and logit_bias" in rest
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [1024, 48])
 def test_requests_that_join_with_one_token_to_read(
     budget: int, tiny_llama: Path, proves_drafting: Callable[[Answer], None]
@@ -187,6 +188,7 @@ def test_reloaded_weights(
     assert drafted[1].counters == drafted[0].counters
 
 
+@pytest.mark.full
 def test_structured_output_with_a_scheduler_of_the_users_is_served_without_drafts(
     smollm2: Path,
 ) -> None:

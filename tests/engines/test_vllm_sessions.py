@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": Tr
 FIRST, SECOND = some_prompts(2, seed=3, longest=40)
 
 
-@pytest.mark.parametrize("method", ["token_recycling", "rsd"])
+@pytest.mark.parametrize("method", ["token_recycling", pytest.param("rsd", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("runner", "limits"),
     [
@@ -98,6 +98,7 @@ def test_models_that_are_drafted_for_in_chains(
         assert drafted.counters["accepted_tokens"] > 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["token_recycling", "lyanna"])
 def test_a_seed_after_a_stop_token(method: str, tiny_llama: Path, tmp_path: Path) -> None:
     """The next turn goes on with the random numbers that follow those of the answer's tokens.
@@ -134,6 +135,7 @@ BOUND: dict[str, Any] = {"structured": {"regex": "[a-d]{300}"}}
 """A grammar that no session comes to the end of."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["token_recycling", pytest.param("rsd", marks=pytest.mark.full)])
 def test_the_grammar_of_the_first_turn_binds_them_all(method: str, tmp_path: Path) -> None:
     """vLLM heeds no other: later turns are as free, or as bound, as the first one.

@@ -106,7 +106,7 @@ def test_forced_texts_are_drafted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("executor", [pytest.param("uni", marks=pytest.mark.full), "mp"])
-@pytest.mark.parametrize("method", ["rsd", "lyanna"])
+@pytest.mark.parametrize("method", ["rsd", pytest.param("lyanna", marks=pytest.mark.full)])
 def test_trees_that_are_drafted_within_a_step(
     method: str, executor: str, model: Path, plain: list[Answer], tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def test_logprobs_are_those_of_plain_decoding(
             assert position == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.full
 def test_requests_are_preempted(plain: dict[str, Answer], drafted: dict[str, Answer]) -> None:
     assert drafted["preemption"].preemptions > plain["preemption"].preemptions - 1
     assert drafted["preemption"].preemptions > 0
@@ -185,6 +186,7 @@ def test_penalised_trees_would_differ(
     assert trees.tokens != plainly.tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flash", [None, 3])
 def test_the_kernels_of_gpus(
     flash: int | None, tiny_llama: Path, proves_drafting: Callable[[Answer], None]

@@ -99,6 +99,7 @@ def test_the_layer_drafts_from_one_row_of_each_request(run: tuple[list[Answer], 
     draft_rows.check_chains(run[1], 2)
 
 
+@pytest.mark.full
 def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:
     assert drafted["preemption"].preemptions > 0
     assert max(each or 0 for each in drafted["prefix hits"].cached) >= 32

@@ -75,6 +75,7 @@ def test_a_draft_model_that_equals_the_target_is_accepted_after_rests(tiny_llama
     check_acceptance(drafted[-1], RSD_DEPTHS)
 
 
+@pytest.mark.full
 def test_a_drafter_that_has_memorised_the_answers_is_accepted_after_rests(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

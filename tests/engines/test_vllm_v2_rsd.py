@@ -87,6 +87,7 @@ def test_a_draft_model_reads_each_row_of_a_step_once(run: tuple[list[Answer], st
     draft_rows.check_levels(run[1], [3, 3, 3, 3])
 
 
+@pytest.mark.full
 def test_requests_are_preempted_and_find_prefixes(drafted: dict[str, Answer]) -> None:
     assert drafted["preemption"].preemptions > 0
     assert max(each or 0 for each in drafted["prefix hits"].cached) >= 32

@@ -89,6 +89,7 @@ def drafted(
     return serve(model, CASES, speculative)
 
 
+@pytest.mark.full
 def test_answers_equal_plain_decoding(plain: dict[str, Answer], drafted: dict[str, Answer]) -> None:
     for name, answer in drafted.items():
         assert answer.tokens == plain[name].tokens, name
@@ -98,12 +99,14 @@ def test_answers_equal_plain_decoding(plain: dict[str, Answer], drafted: dict[st
     assert sum(each.counters["non_first_child_accepted"] for each in drafted.values()) > 0
 
 
+@pytest.mark.full
 def test_the_endings_are_what_they_are_called(plain: dict[str, Answer]) -> None:
     assert ["stop"] in plain["endings"].reasons[:1]
     assert ["stop"] in plain["endings"].reasons[2:3]
     assert LEAST <= len(plain["endings"].tokens[1][0]) < ENDING["max_tokens"]
 
 
+@pytest.mark.full
 def test_logprobs_are_those_of_plain_decoding(
     plain: dict[str, Answer], drafted: dict[str, Answer]
 ) -> None:

@@ -37,6 +37,7 @@ def plain(tiny_llama: Path) -> list[Answer]:
     return run_v2(tiny_llama, CASES, engine=LIMITS)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=[] if each == "dynamic" else pytest.mark.full) for each in METHODS],

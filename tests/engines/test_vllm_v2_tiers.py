@@ -92,6 +92,7 @@ def test_trees_are_large_where_rows_are_cheap(
         assert row["tokens_0"] == 1
 
 
+@pytest.mark.full
 def test_nothing_is_drafted_for_long_where_rows_are_dear(
     tiny_llama: Path, plain: list[Answer]
 ) -> None:

@@ -100,6 +100,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_training_starts_from_another_drafter(
     target: Path,
     data: Path,
@@ -125,6 +126,7 @@ def test_training_starts_from_another_drafter(
     assert "--start of `drafttree train lyanna` is deprecated" in caplog.text
 
 
+@pytest.mark.full
 def test_a_quantised_target_is_trained_for_alike_with_hidden_states_that_are_stored(
     target: Path, data: Path, tmp_path: Path
 ) -> None:
