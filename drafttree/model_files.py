@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import operator
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def first_rows_fingerprint(folder: Path) -> str:
             for path in _weights(folder):
                 file = opened.enter_context(safe_open(path, "pt"))
                 file_of |= dict.fromkeys(file.keys(), file)
-            for name, file in sorted(file_of.items(), key=operator.itemgetter(0)):
+            for name, file in sorted(file_of.items(), key=itemgetter(0)):
                 rows = file.get_slice(name)
                 first = rows[:1] if rows.get_shape() else file.get_tensor(name)
                 digest.update(name.encode() + first.float().numpy().tobytes())
@@ -232,8 +232,8 @@ def check_draft_model(target: ModelSource, draft: ModelSource, logger: logging.L
             f"the draft model {draft.name} has {sizes[1]} tokens and the target {target.name} has "
             f"{sizes[0]}: use a draft model of the same family"
         )
-    files = [_fast_tokenizer(model) for model in (target, draft)]
-    if None not in files and operator.ne(*map(_vocabulary, filter(None, files))):
+    files = _fast_tokenizer(target), _fast_tokenizer(draft)
+    if files[0] and files[1] and _vocabulary(files[0]) != _vocabulary(files[1]):
         raise ValueError(
             f"the tokenizers of the draft model {draft.name} and of the target {target.name} "
             "differ: use a draft model of the same family"
