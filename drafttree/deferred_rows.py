@@ -18,8 +18,10 @@ import torch
 from drafttree.arrays import LongArray
 from drafttree.transfer import all_on_device, on_device
 
-_STEPS = 16
+_STEPS = 64
 """Steps after which the layer reads their tokens."""
+_ROWS = 512
+"""Tokens after which it does. Longer reads save little, and delay the step after them."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -63,6 +65,7 @@ class DeferredRows(Generic[K]):
         self._kept: list[_Rows] = []
         self._num_kept = 0
         self._steps = 0
+        self._added = 0  # since some were taken
 
     def add(
         self,
@@ -87,7 +90,8 @@ class DeferredRows(Generic[K]):
         self._kept.append(_Rows(hidden.clone(), tokens.long(), positions.clone()))
         self._num_kept += len(hidden)
         self._steps += 1
-        return self._steps >= _STEPS
+        self._added += len(hidden)
+        return self._steps >= _STEPS or self._added >= _ROWS
 
     def forget(self, requests: Iterable[K]) -> None:
         """Requests have ended, or will be read again."""
@@ -99,7 +103,7 @@ class DeferredRows(Generic[K]):
 
         Requests that are left out of a step are read when they are back.
         """
-        self._steps = 0
+        self._steps = self._added = 0
         places = np.array([row for row, each in enumerate(batch) if each in self._rows], np.int64)
         if not len(places):
             if not self._rows:

@@ -11,7 +11,8 @@ from drafttree.tree import DraftTree, Verified
 class Counters:
     """Sums over decode steps of single requests; prefill steps are not counted.
 
-    They stay on the device, so that counting a step does not synchronise with it. By name:
+    Counts of drafts stay on the device, so that counting a step does not synchronise with it. By
+    name:
 
     - steps: decode steps, undrafted ones included.
     - emitted: tokens emitted by these steps, the bonus token included; the engine drops those
@@ -26,6 +27,7 @@ class Counters:
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self._plain_steps = 0
 
     def add_step(self, counted: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Add an engine step; `counted`, `bool [B]`, marks the requests that decode in it."""
@@ -34,6 +36,13 @@ class Counters:
         else:
             self._sums[:2].add_(counted.sum())  # one step and one token per request
 
+    def add_plain_step(self, requests: int) -> None:
+        """Add an engine step without drafts, in which so many requests decode."""
+        self._plain_steps += requests
+
     def as_dict(self) -> dict[str, int]:
         """The counts by name; waits for the device."""
-        return dict(zip(COUNTS, self._sums.tolist(), strict=True))
+        counts: dict[str, int] = dict(zip(COUNTS, self._sums.tolist(), strict=True))
+        for each in ("steps", "emitted"):
+            counts[each] += self._plain_steps
+        return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,10 +14,22 @@ from drafttree.budget.level_acceptance import are_whole
 from drafttree.budget.node_budget import NodeBudget
 from drafttree.budget.planner_state import ShapePlan
 from drafttree.budget.shape_planner import ShapePlanner
-from drafttree.budget.step_timer import StepTimer
+from drafttree.budget.step_timer import StepOutcome, StepTimer
 from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
+
+_MOST_UNRECORDED = 8
+"""Plain steps that are recorded together. Between two forwards, when the processor's caches hold
+other things, recording one alone takes several times as long."""
+
+
+class _Measured(NamedTuple):
+    """A measured step that is not recorded yet; see `ShapePlanner.record_step`."""
+
+    plan: ShapePlan
+    step: StepOutcome
+    whole: BoolArray
 
 
 class ShapeBudget:
@@ -41,6 +53,7 @@ class ShapeBudget:
         self._timer = StepTimer(clock, pads_trees=pads_trees)
         self._plan: ShapePlan | None = None
         self._whole: BoolArray | None = None
+        self._unrecorded: list[_Measured] = []
 
     @classmethod
     def from_forwards(
@@ -90,18 +103,11 @@ class ShapeBudget:
         """
         step = self._timer.lap(slots)
         if step is not None and self._plan is not None:
-            self.planner.record_step(
-                self._plan,
-                step.batch_size,
-                step.rows,
-                step.seconds,
-                step.draft_seconds,
-                step.emitted_tokens,
-                step.verified,
-                np.zeros(step.batch_size, np.bool_) if self._whole is None else self._whole,
-                step.catch_up_seconds,
-            )
+            whole = np.zeros(step.batch_size, np.bool_) if self._whole is None else self._whole
+            self._unrecorded.append(_Measured(self._plan, step, whole))
         self._whole = None
+        if len(self._unrecorded) >= _MOST_UNRECORDED or not self.planner.rests(len(slots)):
+            self._record()
         self._plan = self.planner.choose(len(slots), catch_up_seconds, drafted=drafted)
         self._timer.begin(slots, TreeChoice(self._plan.shape.nodes))
         return self._plan.shape
@@ -131,9 +137,27 @@ class ShapeBudget:
 
         The step under way lasted until they had.
         """
+        self._record()
         self.planner.reset()
         self.discard()
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
+        self._record()
         return self.planner.explain()
+
+    def _record(self) -> None:
+        """Let the planner learn from the steps that it has not seen."""
+        for plan, step, whole in self._unrecorded:
+            self.planner.record_step(
+                plan,
+                step.batch_size,
+                step.rows,
+                step.seconds,
+                step.draft_seconds,
+                step.emitted_tokens,
+                step.verified,
+                whole,
+                step.catch_up_seconds,
+            )
+        self._unrecorded.clear()

@@ -185,7 +185,7 @@ class ShapePlanner:
             return self._planned(0)
         requests = _Requests(batch_size, drafted or batch_size)
         state = self._state(batch_size)
-        if not state.index and self._rests:
+        if self._rests and not state.index:
             self._rests -= 1
             return self._planned(0)
         if self._kept is not None and (plan := self._kept.take(requests, most)) is not None:
@@ -276,6 +276,10 @@ class ShapePlanner:
         alone = float(seconds[index]) - self._state(batch_size).reading
         loss = alone * float(rates[0]) + reading - 1
         return (index, loss) if exploration.pay(loss, reading) else None
+
+    def rests(self, batch_size: int) -> bool:
+        """Whether the next choice depends on no step that was measured since the last decision."""
+        return self._base is None and self._rests > 0 and not self._state(batch_size).index
 
     def record_step(
         self,

@@ -291,8 +291,11 @@ class TreeWorker(GraphWorker):
         self._move_kv(batch, verified)
         if on_publish is not None:
             on_publish(lengths)
-        counted = torch.ones_like(verified.num_emitted, dtype=torch.bool)
-        self.counters.add_step(counted, step.trees, verified)
+        if step.trees.drafted:
+            counted = torch.ones_like(verified.num_emitted, dtype=torch.bool)
+            self.counters.add_step(counted, step.trees, verified)
+        else:
+            self.counters.add_plain_step(len(verified.num_emitted))
         emitted = verified.emitted.clamp(min=0)
         roots = emitted.gather(1, verified.num_emitted.long()[:, None] - 1)[:, 0]
         self._states.roots[batch.req_pool_indices] = roots

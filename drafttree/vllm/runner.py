@@ -206,9 +206,12 @@ class TreeModelRunner(GrammarRunner, Generic[S]):
         of_step = self._logits(step, logits)
         output, verified = self._verify(step, of_step)
         if envs.VLLM_COMPUTE_NANS_IN_LOGITS:
-            self._root_logits = of_step.of(step.trees.tensors.starts)
+            self._root_logits = of_step.of(step.trees.root_rows)
         self._move_kv(step.trees, verified)
-        self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
+        if step.trees.drafted:
+            self.counters.add_step(step.trees.tensors.counted, step.drafts, verified)
+        else:
+            self.counters.add_plain_step(int(step.trees.counted.sum()))
         self._count_forced(step.trees, step.drafts, verified)
         self._step_verified(step, verified)
         learned = self._learned(step.trees, verified)

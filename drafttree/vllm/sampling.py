@@ -188,7 +188,7 @@ class _Draw:
         self._metadata: SamplingMetadata = batch.sampling_metadata
         self._logits = logits
         self._trees = trees
-        self._starts = trees.tensors.starts
+        self._starts = trees.root_rows
         self._outputs: list[list[int]] = batch.req_output_token_ids[: batch.num_reqs]
         self._budgets = thinking_budgets(self._metadata)
         self.on_host = _follows_texts(self._metadata, rule)

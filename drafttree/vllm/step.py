@@ -106,6 +106,8 @@ class StepTrees:
             decoding: Whether the request has output tokens and no unread prompt, `bool [B]`.
             rows: Index of each logits row among the step's tokens, `int [R]`.
         """
+        if not any(map(scheduled.get, request_ids)):
+            return cls.of_roots(num_scheduled_tokens, decoding, rows)
         sizes = np.array([1 + len(scheduled.get(name, ())) for name in request_ids])
         parents = np.full((len(sizes), sizes.max()), -1, np.int32)
         offsets = np.zeros(int(num_scheduled_tokens.sum()), np.int64)
@@ -137,6 +139,24 @@ class StepTrees:
             columns=_columns([tree.columns for tree in trees], sizes),
             forced=_flags([tree.forced for tree in trees], sizes),
             given=_flags([tree.given for tree in trees], sizes),
+        )
+
+    @classmethod
+    def of_roots(
+        cls, num_scheduled_tokens: np.ndarray[Any, Any], decoding: BoolArray, rows: torch.Tensor
+    ) -> StepTrees:
+        """The trees of a step without drafts; for the arguments see `of_batch`."""
+        count = len(num_scheduled_tokens)
+        requests = np.arange(count)
+        return cls(
+            rows=rows,
+            starts=requests,
+            tree_sizes=np.ones_like(requests),
+            request_of_row=requests,
+            counted=decoding & (num_scheduled_tokens == 1),
+            parents=np.full((count, 1), -1, np.int32),
+            position_offsets=np.zeros(int(num_scheduled_tokens.sum()), np.int64),
+            max_depth=0,
         )
 
     @property
@@ -186,6 +206,13 @@ class StepTrees:
         if len(tensors.drafted) < len(sizes):
             parents, sizes = parents[tensors.drafted], sizes[tensors.drafted]
         return StepMasks(tensors.drafted, tensors.drafted_sizes, tree_mask(parents, sizes))
+
+    @cached_property
+    def root_rows(self) -> torch.Tensor:
+        """`starts` on the device."""
+        if self.drafted:
+            return self.tensors.starts
+        return torch.arange(len(self.starts), device=self.rows.device)
 
     @cached_property
     def tensors(self) -> StepTensors:

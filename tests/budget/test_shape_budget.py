@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttree.budget import ShapeBudget, TreeShape
+from drafttree.budget import ShapeBudget, TreeShape, shape_budget
 from drafttree.tree import DraftTree, Verified
 
 SHAPES = (TreeShape(1, 1, 1), TreeShape(3, 1, 3))
@@ -98,3 +98,32 @@ def test_forgets_what_was_accepted() -> None:
     clock.now = 60.0
     budget.choose(SLOTS)
     assert budget.explain() == []  # new weights were loaded meanwhile
+
+
+def test_plain_steps_are_recorded_before_the_next_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions and reports are those of a budget that records each step by itself."""
+
+    def steps(most_unrecorded: int) -> tuple[list[int], list[int], list[dict[str, float]]]:
+        monkeypatch.setattr(shape_budget, "_MOST_UNRECORDED", most_unrecorded)
+        clock = Clock()
+        budget = ShapeBudget.from_forwards(SHAPES, {1: 0.03, 4: 0.06}, clock)
+        sizes, recorded = [], []
+        for step in range(400):
+            accepted = 3 if step > 250 else 0
+            nodes = budget.choose(SLOTS, drafted=0 if 60 < step < 100 else None).nodes
+            sizes.append(nodes)
+            recorded.append(budget.planner.costs.clock)
+            if nodes:
+                budget.drafted(0.01)
+            budget.verified(SLOTS, chain(nodes), outcome(min(accepted, nodes), nodes))
+            clock.now += 0.03 + 0.02 * nodes + 0.001 * (step % 3)
+        return sizes, recorded, budget.explain()
+
+    alone, together = steps(1), steps(8)
+    assert together[0] == alone[0]
+    assert together[2] == alone[2]
+    assert alone[0].count(0) > 100
+    assert alone[1] == [*range(400)]
+    behind = [first - second for first, second in zip(alone[1], together[1], strict=True)]
+    assert max(behind) == 7
+    assert behind.count(0) < 200

@@ -58,6 +58,18 @@ def test_a_request_that_is_left_out_is_read_when_it_is_back() -> None:
 
 def test_they_are_due_after_some_steps() -> None:
     deferred: DeferredRows[str] = DeferredRows()
-    assert [add(deferred, "a", step) for step in range(16)] == [False] * 15 + [True]
-    assert deferred.take("a") is not None
-    assert not add(deferred, "a", 16)
+    for _ in range(2):
+        assert [add(deferred, "a", step) for step in range(64)] == [False] * 63 + [True]
+        assert deferred.take("a") is not None
+
+
+def test_they_are_due_after_as_many_tokens_of_many_requests() -> None:
+    """Those of requests that are left out are not counted again."""
+    deferred: DeferredRows[str] = DeferredRows()
+    batch = "abcdefghijklmnop"
+    for requests in (batch, batch[:8]):
+        steps = 512 // len(batch)
+        due = [add(deferred, batch, step) for step in range(steps)]
+        assert due == [False] * (steps - 1) + [True]
+        assert deferred.take(requests) is not None
+    assert not add(deferred, batch, 0)

@@ -31,3 +31,7 @@ def test_only_decoding_requests_are_counted_and_later_children_separately() -> N
         "non_first_child_accepted": 1,
         "kv_rows_moved": 2,
     }
+    counters.add_step(torch.tensor([True, False]), DraftTree.of_roots(int32([[1, 2]])[0]), verified)
+    counters.add_plain_step(4)
+    counts = counters.as_dict()
+    assert (counts["steps"], counts["emitted"], counts["drafted_steps"]) == (8, 11, 2)

@@ -180,12 +180,15 @@ class HiddenStateRunner(InStepRunner[HiddenStateStep]):
         if not _decodes_alone(step.trees):
             self._read_deferred(step)
             return False
-        rows = AcceptedRows.of(step, verified)
         names = self.input_batch.req_ids
-        if deferred.add(
-            [names[request] for request in rows.requests.tolist()],
-            *(step.hidden[rows.sources], rows.tokens, rows.positions),
-        ):
+        if step.trees.drafted:
+            rows = AcceptedRows.of(step, verified)
+            names = [names[request] for request in rows.requests.tolist()]
+            accepted = step.hidden[rows.sources], rows.tokens, rows.positions
+        else:
+            hidden = step.hidden[: len(names)]
+            accepted = hidden, verified.emitted[:, 0], step.root_positions
+        if deferred.add(names, *accepted):
             self._read_deferred(step)
         return True
 
