@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
 
-from drafttree.arrays import BoolArray
 from drafttree.budget.level_acceptance import are_whole
 from drafttree.budget.node_budget import NodeBudget
 from drafttree.budget.planner_state import ShapePlan
@@ -19,17 +19,8 @@ from drafttree.budget.tree_choice import TreeChoice
 from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
 
-_MOST_UNRECORDED = 8
-"""Plain steps that are recorded together. Between two forwards, when the processor's caches hold
-other things, recording one alone takes several times as long."""
-
-
-class _Measured(NamedTuple):
-    """A measured step that is not recorded yet; see `ShapePlanner.record_step`."""
-
-    plan: ShapePlan
-    step: StepOutcome
-    whole: BoolArray
+_MOST_UNRECORDED = 16
+"""Steps after which they are recorded although no decision is made."""
 
 
 class ShapeBudget:
@@ -52,8 +43,11 @@ class ShapeBudget:
         self.planner = planner
         self._timer = StepTimer(clock, pads_trees=pads_trees)
         self._plan: ShapePlan | None = None
-        self._whole: BoolArray | None = None
-        self._unrecorded: list[_Measured] = []
+        self._trees: DraftTree | None = None
+        # What the planner has not learned yet. Steps between two decisions are recorded together:
+        # between two forwards, when the processor's caches hold other things, recording one alone
+        # takes several times as long.
+        self._unrecorded: list[Callable[[], object]] = []
 
     @classmethod
     def from_forwards(
@@ -103,12 +97,13 @@ class ShapeBudget:
         """
         step = self._timer.lap(slots)
         if step is not None and self._plan is not None:
-            whole = np.zeros(step.batch_size, np.bool_) if self._whole is None else self._whole
-            self._unrecorded.append(_Measured(self._plan, step, whole))
-        self._whole = None
-        if len(self._unrecorded) >= _MOST_UNRECORDED or not self.planner.rests(len(slots)):
-            self._record()
-        self._plan = self.planner.choose(len(slots), catch_up_seconds, drafted=drafted)
+            self._unrecorded.append(partial(self._record_step, self._plan, step, self._trees))
+        self._trees = None
+        if len(self._unrecorded) >= _MOST_UNRECORDED:
+            self._learn()
+        self._plan = self.planner.choose(
+            len(slots), catch_up_seconds, drafted=drafted, learn=self._learn
+        )
         self._timer.begin(slots, TreeChoice(self._plan.shape.nodes))
         return self._plan.shape
 
@@ -124,8 +119,9 @@ class ShapeBudget:
     def verified(self, slots: torch.Tensor, trees: DraftTree, verified: Verified) -> None:
         """Note the outcome of a step; the trees are those that were verified."""
         if self._plan is not None and self._plan.shape.depth and trees.drafted:
-            self.planner.acceptance.add(self._plan.shape, trees, verified)
-            self._whole = are_whole(self._plan.shape, trees)
+            add = self.planner.acceptance.add
+            self._unrecorded.append(partial(add, self._plan.shape, trees, verified))
+            self._trees = trees
         self._timer.verified(slots, trees, verified)
 
     def discard(self) -> None:
@@ -137,27 +133,38 @@ class ShapeBudget:
 
         The step under way lasted until they had.
         """
-        self._record()
+        self._learn()
         self.planner.reset()
         self.discard()
 
     def explain(self) -> list[dict[str, float]]:
         """Predictions and measurements by batch bucket and size; see `StepReport.rows`."""
-        self._record()
+        self._learn()
         return self.planner.explain()
 
-    def _record(self) -> None:
+    def _learn(self) -> None:
         """Let the planner learn from the steps that it has not seen."""
-        for plan, step, whole in self._unrecorded:
-            self.planner.record_step(
-                plan,
-                step.batch_size,
-                step.rows,
-                step.seconds,
-                step.draft_seconds,
-                step.emitted_tokens,
-                step.verified,
-                whole,
-                step.catch_up_seconds,
-            )
+        for record in self._unrecorded:
+            record()
         self._unrecorded.clear()
+
+    def _record_step(self, plan: ShapePlan, step: StepOutcome, trees: DraftTree | None) -> None:
+        """Record a measured step.
+
+        Args:
+            plan: What was chosen for it.
+            step: What was measured.
+            trees: The model's trees as verified; None if there were none.
+        """
+        whole = np.zeros(step.batch_size, np.bool_)
+        self.planner.record_step(
+            plan,
+            step.batch_size,
+            step.rows,
+            step.seconds,
+            step.draft_seconds,
+            step.emitted_tokens,
+            step.verified,
+            whole if trees is None else are_whole(plan.shape, trees),
+            step.catch_up_seconds,
+        )

@@ -168,6 +168,7 @@ class ShapePlanner:
         drafted: int | None = None,
         most: int | None = None,
         may_try: bool = True,
+        learn: Callable[[], None] = lambda: None,
     ) -> ShapePlan:
         """Choose the shape of a step's trees, or keep to one that was chosen for several steps.
 
@@ -180,6 +181,8 @@ class ShapePlanner:
             most: Most draft tokens of a request for which there is room; None for any number.
             may_try: Whether the step may be taken only to measure a shape. It may not while the
                 outcome of such a step is unknown.
+            learn: Called before a decision, to record the steps since the last one. Where decisions
+                are kept, so may steps be until then.
         """
         if drafted == 0:
             return self._planned(0)
@@ -191,6 +194,7 @@ class ShapePlanner:
         if self._kept is not None and (plan := self._kept.take(requests, most)) is not None:
             return plan
         self._kept = None
+        learn()
         seconds = self._step_seconds(requests)
         is_plain = self._base is None
         if state.index and may_try and is_plain and self._wants_plain(state, batch_size, seconds):
@@ -276,10 +280,6 @@ class ShapePlanner:
         alone = float(seconds[index]) - self._state(batch_size).reading
         loss = alone * float(rates[0]) + reading - 1
         return (index, loss) if exploration.pay(loss, reading) else None
-
-    def rests(self, batch_size: int) -> bool:
-        """Whether the next choice depends on no step that was measured since the last decision."""
-        return self._base is None and self._rests > 0 and not self._state(batch_size).index
 
     def record_step(
         self,

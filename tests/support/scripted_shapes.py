@@ -63,7 +63,9 @@ def enable() -> None:
         drafted: int | None = None,
         most: int | None = None,
         may_try: bool = True,
+        learn: Callable[[], None] = lambda: None,
     ) -> ShapePlan:
+        learn()
         assert catch_up() >= 0
         index = next(script) % len(self.shapes)
         if most is not None and self.shapes[index].nodes > most:
