@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,7 @@ class PendingDrafts:
         self,
         max_tree_size: int | IntArray,
         tokens_left: IntArray,
-        stops: Sequence[Collection[int]] | None = None,
+        stops: Sequence[Set[int]] | None = None,
     ) -> tuple[list[list[int]], list[StoredTree]]:
         """Wait for the trees, and drop the nodes that do not fit in the step or in the request.
 
@@ -69,19 +69,21 @@ class PendingDrafts:
         Returns:
             The draft tokens of each request, and the layout of its tree.
         """
-        packed = self.packed.wait()
-        tokens, parents = packed[:, :-2].chunk(2, 1)
-        tree_size = packed[:, -2].contiguous()
-        depth = depths(parents.contiguous(), tree_size).numpy()
+        packed = self.packed.wait().numpy()
+        width = packed.shape[1] // 2 - 1
+        tokens, parents = packed[:, :width].tolist(), packed[:, width : 2 * width].copy()
+        tree_size = packed[:, -2].copy()
+        depth = depths(torch.from_numpy(parents), torch.from_numpy(tree_size)).numpy()
         # Deeper nodes could only emit tokens beyond the request's end.
         fits = (depth < tokens_left[:, None]) & self.wanted[:, None]
-        fits &= np.arange(depth.shape[1]) < tree_size.numpy()[:, None]
+        fits &= np.arange(width) < tree_size[:, None]
         for row, ends in enumerate(stops or ()):
-            if ends:
-                fits[row] &= _can_be_emitted(tokens.numpy()[row], parents.numpy()[row], ends)
+            # The root does not end its request, which has gone on.
+            if not ends.isdisjoint(tokens[row][1:]):
+                fits[row] &= _can_be_emitted(tokens[row], parents[row].tolist(), ends)
         drafts, trees = [], []
         sizes = np.broadcast_to(np.asarray(max_tree_size), len(fits))
-        rows = zip(tokens.tolist(), parents.numpy(), depth, fits, sizes, strict=True)
+        rows = zip(tokens, parents, depth, fits, sizes, strict=True)
         for tokens_of, parents_of, depth_of, fits_of, size in rows:
             columns = np.flatnonzero(fits_of)[:size]
             drafts.append([tokens_of[column] for column in columns[1:]])
@@ -93,12 +95,9 @@ class PendingDrafts:
         return dict(zip(self.request_ids, self.packed.wait()[:, -1].tolist(), strict=True))
 
 
-def _can_be_emitted(tokens: IntArray, parents: IntArray, ends: Collection[int]) -> BoolArray:
-    """Whether no ancestor of a node ends the request; roots do not count, as it has gone on."""
-    ending = np.isin(tokens, [*ends])
-    ending[0] = False
-    below = np.zeros_like(ending)
-    if ending.any():
-        for column, parent in enumerate(parents.tolist()):
-            below[column] = parent >= 0 and (ending[parent] or below[parent])
+def _can_be_emitted(tokens: Sequence[int], parents: Sequence[int], ends: Set[int]) -> BoolArray:
+    """Whether no ancestor of a node but the root is a token that ends the request."""
+    below = np.zeros(len(tokens), np.bool_)
+    for column, parent in enumerate(parents):
+        below[column] = parent >= 0 and ((parent > 0 and tokens[parent] in ends) or below[parent])
     return ~below
