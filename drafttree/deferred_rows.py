@@ -18,10 +18,11 @@ import torch
 from drafttree.arrays import LongArray
 from drafttree.transfer import all_on_device, on_device
 
-_STEPS = 64
-"""Steps after which the layer reads their tokens."""
-_ROWS = 512
-"""Tokens after which it does. Longer reads save little, and delay the step after them."""
+_STEPS = 32
+"""Steps after which the layer reads their tokens. Those of an answer that ends before are lost."""
+_FEWER_STEPS = 16
+_MANY_ROWS = 512
+"""Steps after which it reads so many tokens. Longer reads save little, and delay a step."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -91,7 +92,8 @@ class DeferredRows(Generic[K]):
         self._num_kept += len(hidden)
         self._steps += 1
         self._added += len(hidden)
-        return self._steps >= _STEPS or self._added >= _ROWS
+        fewest = _FEWER_STEPS if self._added >= _MANY_ROWS else _STEPS
+        return self._steps >= fewest
 
     def forget(self, requests: Iterable[K]) -> None:
         """Requests have ended, or will be read again."""

@@ -20,7 +20,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
 
 _MOST_UNRECORDED = 16
-"""Steps after which they are recorded although no decision is made."""
+"""Outcomes after which the planner learns them although it makes no decision."""
 
 
 class ShapeBudget:
@@ -144,9 +144,9 @@ class ShapeBudget:
 
     def _learn(self) -> None:
         """Let the planner learn from the steps that it has not seen."""
-        for record in self._unrecorded:
+        unrecorded, self._unrecorded = self._unrecorded, []
+        for record in unrecorded:
             record()
-        self._unrecorded.clear()
 
     def _record_step(self, plan: ShapePlan, step: StepOutcome, trees: DraftTree | None) -> None:
         """Record a measured step.

@@ -97,6 +97,7 @@ def test_forgets_what_was_accepted() -> None:
             budget.explain()
             assert budget.planner.acceptance.evidence > 0
         budget.reset()
+        budget.explain()
         assert budget.planner.acceptance.evidence == 0
     clock.now = 60.0
     budget.choose(SLOTS)

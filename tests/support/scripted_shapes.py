@@ -45,6 +45,7 @@ def kinds(log: str) -> Counter[str]:
 
 def enable() -> None:
     """Let the shapes of an engine's process follow the script, and print what they give."""
+    from drafttree import deferred_rows
     from drafttree.arrays import FloatArray
     from drafttree.budget.planner import Planner
     from drafttree.budget.planner_state import ShapePlan, StepPlan
@@ -52,7 +53,9 @@ def enable() -> None:
     from drafttree.budget.step_report import MeasuredStep
     from drafttree.budget.tree_choice import TreeChoice
 
-    script, sizes = cycle(SCRIPT), cycle(SIZES)
+    # No run of steps without drafts in the script is as long as the layer may go without reading.
+    deferred_rows._STEPS = 16
+    script, sizes, last = cycle(SCRIPT), cycle(SIZES), -1
     record_step = ShapePlanner.record_step
 
     def choose(
@@ -65,9 +68,12 @@ def enable() -> None:
         may_try: bool = True,
         learn: Callable[[], None] = lambda: None,
     ) -> ShapePlan:
-        learn()
+        nonlocal last
         assert catch_up() >= 0
         index = next(script) % len(self.shapes)
+        if index != last:  # as where a decision was kept
+            learn()
+        last = index
         if most is not None and self.shapes[index].nodes > most:
             index = 0
         return self._planned(index, StepPlan(TreeChoice(self.shapes[index].nodes)))
