@@ -50,8 +50,8 @@ class RsdOptions(SharingOptions):
     planned_by: ClassVar[str] = "tree"
 
     model: str = Field(
-        description="The draft model: a folder in Hugging Face's layout, with the target's "
-        "vocabulary. In SGLang it is given by `--speculative-draft-model-path`."
+        description="The draft model, with the target's vocabulary: a folder in Hugging Face's "
+        "layout, or a name on the Hub. In SGLang it is given by `--speculative-draft-model-path`."
     )
     tree: str = Field(
         default=_LARGEST,
