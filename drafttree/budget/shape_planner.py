@@ -188,7 +188,7 @@ class ShapePlanner:
             return self._planned(0)
         requests = _Requests(batch_size, drafted or batch_size)
         state = self._state(batch_size)
-        if self._rests and not state.index:
+        if not state.index and self._rests:
             self._rests -= 1
             return self._planned(0)
         if self._kept is not None and (plan := self._kept.take(requests, most)) is not None:
