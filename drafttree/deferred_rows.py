@@ -19,10 +19,10 @@ from drafttree.arrays import LongArray
 from drafttree.transfer import all_on_device, on_device
 
 _STEPS = 32
-"""Steps after which the layer reads their tokens. Those of an answer that ends before are lost."""
-_FEWER_STEPS = 16
-_MANY_ROWS = 512
-"""Steps after which it reads so many tokens. Longer reads save little, and delay a step."""
+"""Steps after which the layer reads their tokens. If an answer ends before, they are never read."""
+_STEPS_OF_MANY = 16
+_MANY = 512
+"""Steps after which the layer reads at least `_MANY` tokens: more at a time save little."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -66,7 +66,7 @@ class DeferredRows(Generic[K]):
         self._kept: list[_Rows] = []
         self._num_kept = 0
         self._steps = 0
-        self._added = 0  # since some were taken
+        self._added = 0  # tokens since the last `take`
 
     def add(
         self,
@@ -92,8 +92,7 @@ class DeferredRows(Generic[K]):
         self._num_kept += len(hidden)
         self._steps += 1
         self._added += len(hidden)
-        fewest = _FEWER_STEPS if self._added >= _MANY_ROWS else _STEPS
-        return self._steps >= fewest
+        return self._steps >= (_STEPS_OF_MANY if self._added >= _MANY else _STEPS)
 
     def forget(self, requests: Iterable[K]) -> None:
         """Requests have ended, or will be read again."""

@@ -20,7 +20,7 @@ from drafttree.tree import DraftTree, Verified
 from drafttree.tree_shape import TreeShape
 
 _MOST_UNRECORDED = 16
-"""Outcomes after which the planner learns them although it makes no decision."""
+"""Entries of the queue after which the planner learns them even if it makes no decision."""
 
 
 class ShapeBudget:
@@ -44,9 +44,9 @@ class ShapeBudget:
         self._timer = StepTimer(clock, pads_trees=pads_trees)
         self._plan: ShapePlan | None = None
         self._trees: DraftTree | None = None
-        # What the planner has not learned yet. Steps between two decisions are recorded together:
-        # between two forwards, when the processor's caches hold other things, recording one alone
-        # takes several times as long.
+        # Queued calls that tell the planner of outcomes. Those between two decisions are made
+        # together: one by one, each after a forward that has filled the processor's caches, they
+        # take several times as long.
         self._unrecorded: list[Callable[[], object]] = []
 
     @classmethod

@@ -181,8 +181,8 @@ class ShapePlanner:
             most: Most draft tokens of a request for which there is room; None for any number.
             may_try: Whether the step may be taken only to measure a shape. It may not while the
                 outcome of such a step is unknown.
-            learn: Called before a decision, to record the steps since the last one. Where decisions
-                are kept, so may steps be until then.
+            learn: Called before a new decision is made. Until then `record_step` need not be called
+                for the steps since the last one.
         """
         if drafted == 0:
             return self._planned(0)

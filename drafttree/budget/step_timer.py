@@ -137,16 +137,6 @@ class StepTimer:
         seconds = self._began - began - step.catch_up_seconds
         if not 0 <= step.draft_seconds < seconds:  # the clock stood still, or went back
             return None
-        count = len(slots)
-        if step.tokens.values.shape[1] == 1 and step.rows is None and step.bound is None:
-            # Plain, and all requests have emitted their token.
-            if not _is_token(step.emitted)[:, 0].all():
-                return None
-            none = np.zeros(count, np.int64)
-            return StepOutcome(
-                *(count, step.choice, count, seconds, step.draft_seconds, count),
-                *(VerifiedDrafts(none, none), step.catch_up_seconds),
-            )
         emitted = _is_token(step.emitted).sum(1)
         if not (emitted > 0).all():
             return None
@@ -163,7 +153,7 @@ class StepTimer:
             # Nodes that a grammar forbids are missing, and count as not accepted.
             nodes, own = np.where(proposed > 1, most, 1), emitted - given
         return StepOutcome(
-            count,
+            len(slots),
             step.choice,
             rows,
             seconds,

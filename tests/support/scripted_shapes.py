@@ -53,7 +53,7 @@ def enable() -> None:
     from drafttree.budget.step_report import MeasuredStep
     from drafttree.budget.tree_choice import TreeChoice
 
-    # No run of steps without drafts in the script is as long as the layer may go without reading.
+    # The script has no more steps without drafts in a row than a layer usually waits to read them.
     deferred_rows._STEPS = 16
     script, sizes, last = cycle(SCRIPT), cycle(SIZES), -1
     record_step = ShapePlanner.record_step
@@ -71,7 +71,7 @@ def enable() -> None:
         nonlocal last
         assert catch_up() >= 0
         index = next(script) % len(self.shapes)
-        if index != last:  # as where a decision was kept
+        if index != last:  # a planner that keeps a decision does not call it
             learn()
         last = index
         if most is not None and self.shapes[index].nodes > most:

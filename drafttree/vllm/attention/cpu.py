@@ -163,7 +163,7 @@ class CpuTreeMetadataBuilder(TreeMetadataBuilder, CPUAttentionMetadataBuilder):
     ) -> CpuTreeMetadata:
         if masks is None:
             return CpuTreeMetadata(**vars(stock))
-        # NumPy takes a fraction of PyTorch's time for so few numbers.
+        # NumPy is faster than PyTorch for so few numbers.
         rows, sizes = masks.requests.numpy(), _int64(masks.tree_sizes)
         first = None if masks.first_nodes is None else _int64(masks.first_nodes)
         ends, totals = common.query_start_loc_cpu.numpy(), _int64(common.seq_lens)
