@@ -21,7 +21,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 The keys and values of N rows are written first; M of these rows attend."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-"""`[N, d] -> [N, V]`: the target's logits of its last hidden states."""
+"""`[N, d] -> [N, V]`: a model's logits of its last hidden states."""
 
 DraftForward = Callable[[DraftTree, int], torch.Tensor]
 """`(trees, first) -> float32 [B, N - first, V]`: the draft model's next-token distributions after
@@ -72,6 +72,32 @@ class DraftModelDrafter(ModelDrafter):
 
     columns: tuple[int, ...]
     source = "draft model"
+
+    def read_head(self, head: Head, width: int, dtype: torch.dtype) -> None:
+        """Read what `logits` needs of the draft model's output head; called when it is loaded.
+
+        Args:
+            head: As in `logits`. It may be kept, for `on_new_weights`.
+            width: Size of the model's hidden states, d.
+            dtype: Their data type.
+
+        Raises:
+            ValueError: The options do not fit the head.
+        """
+
+    def logits(self, states: torch.Tensor, head: Head) -> torch.Tensor:
+        """Logits of the draft model, from which hosts make the distributions of `DraftForward`.
+
+        On a GPU, hosts may capture this function in CUDA graphs.
+
+        Args:
+            states: `[N, d]`, the model's last hidden states.
+            head: Its output head, from `[N, d]` to `[N, V]`.
+
+        Returns:
+            `[N, V]`, finite where the head's are; very small ones for tokens that are not drafted.
+        """
+        return head(states)
 
     def plan(self, slots: torch.Tensor, drafted: int, unread: Callable[[], int]) -> TreeShape:
         """Choose the shape of the next trees, for `follow_plan`; called only if `plans`.

@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from drafttree.budget import TreeShape
+from drafttree.hot_head import HotHead
 from drafttree.model_drafters import Attend, Head, HiddenStateDrafter
 from drafttree.target import Target
 from drafttree.tensor_parallel import is_drafting_rank
 from drafttree.transfer import on_device
 from drafttree.tree import DraftTree, Verified
 from lyanna_plugin.config import LyannaOptions
-from lyanna_plugin.hot_head import HotHead
 from lyanna_plugin.tree import (
     TokenTable,
     candidates,
@@ -254,7 +255,8 @@ class LyannaDrafter(LyannaTrees):
     def logits(self, states: Tensor, head: Head) -> Tensor:
         """Logits `[N, C]` of the layer's outputs; with `head=hot` those of the hot tokens."""
         if self._hot_head is not None:
-            return self._hot_head.logits(states)
+            # The last column is that of all other tokens.
+            return pad(self._hot_head.logits(states), (0, 1), value=-torch.inf)
         # Engines may compute the target's in float32, whatever its data type.
         return head(states).to(self._dtype)
 

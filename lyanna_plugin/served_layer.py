@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from tree_kernels.layer_parts import add_norm, gate, rotate
 
+from drafttree.linear import Linear
 from drafttree.model_drafters import Attend
-from lyanna_plugin.linear import Linear
 from lyanna_plugin.model import Attention, LyannaModel
 
 

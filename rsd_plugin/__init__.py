@@ -4,9 +4,13 @@ sampling (arXiv 2402.14160) or by traversal verification (arXiv 2505.12398).
 
 from __future__ import annotations
 
+import torch
+
+from drafttree.frequent_tokens import frequent_tokens
 from drafttree.method import DRAFT_MODEL, Method
+from drafttree.model_files import local_folder
 from drafttree.target import Target
-from rsd_plugin.config import RsdOptions
+from rsd_plugin.config import HOT_TOKENS, RsdOptions
 from rsd_plugin.drafter import RsdDrafter
 
 
@@ -14,12 +18,32 @@ def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
     """Build the drafter for a target.
 
     Raises:
-        ValueError: The options need a CPU, and the target is on another device.
+        ValueError: The options need a CPU, and the target is on another device; or it is not known
+            which tokens are the most frequent ones.
     """
     options.check_device(target.device)
-    drafter = RsdDrafter(options, target.vocab_size)
+    hot = _hot_tokens(options, target)
+    drafter = RsdDrafter(options, target.vocab_size, hot, target.logger)
     drafter.share_tables(target)
     return drafter
+
+
+def _hot_tokens(options: RsdOptions, target: Target) -> torch.Tensor | None:
+    """The tokens that are drafted, `int64 [H]`; None for all."""
+    count = HOT_TOKENS if options.head == "hot" else options.head
+    if count == "whole" or count >= target.vocab_size:
+        return None
+    # The models have the same vocabulary.
+    folder = target.folder or local_folder(options.model)
+    tokens = None if folder is None else frequent_tokens(folder, count, target.vocab_size)
+    if tokens is not None:
+        return torch.tensor(tokens, device=target.device)
+    if options.head == "hot":
+        return None
+    raise ValueError(
+        f"head={count} drafts the most frequent tokens, but neither {target.model} nor "
+        f"{options.model} has a tokenizer.json with merges or scores: choose head=whole"
+    )
 
 
 METHOD = Method(

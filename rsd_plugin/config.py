@@ -26,6 +26,9 @@ _BEAMS = tuple(
     )
 )
 
+HOT_TOKENS = 65_536
+"""Tokens that are drafted with `head=hot`."""
+
 _OF_TABLES = 8
 """How many draft tokens more a tree has with tables, by default."""
 
@@ -71,6 +74,13 @@ class RsdOptions(SharingOptions):
         "leaves to the root (arXiv 2505.12398), which accepts more where tokens are sampled at a "
         "high temperature, and reads the target's distributions after all nodes in place of those "
         "on the accepted path.",
+    )
+    head: int | Literal["hot", "whole"] = Field(
+        default="hot",
+        description="Which tokens are drafted. `hot`: the 65,536 most frequent ones alone, as the "
+        "tokenizer's merges or scores tell, by a copy of their part of the draft model's output "
+        "head, which takes less time; all where the vocabulary is no larger, or where the "
+        "tokenizer does not tell. A number: so many. `whole`: all.",
     )
     tables: bool | RecycleOptions = Field(
         default=False,
@@ -128,7 +138,12 @@ class RsdOptions(SharingOptions):
 
     @model_validator(mode="after")
     def _has_a_shape(self) -> Self:
-        _ = self.shape
+        most = max(self.shape.factors or self.shape.widths)
+        if isinstance(self.head, int) and self.head < most:
+            raise ValueError(
+                f"head={self.head}, but a node of tree={self.tree!r} has up to {most} children: "
+                f"choose {most} tokens or more"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ change the distribution of the output.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +20,8 @@ from tree_kernels.gumbel_top import BYTES_BEYOND, MOST
 
 from drafttree.budget import TreeShape
 from drafttree.budget.draft_times import ReadTimes
-from drafttree.model_drafters import DraftForward, DraftModelDrafter
+from drafttree.hot_head import HotHead
+from drafttree.model_drafters import DraftForward, DraftModelDrafter, Head
 from drafttree.ranks import Group
 from drafttree.tree import DraftTree
 from drafttree.tree_union import Candidates
@@ -29,6 +31,12 @@ from rsd_plugin.config import RsdOptions, Shape
 from rsd_plugin.noise import StepNoise
 from rsd_plugin.rules import RecursiveRejection, Traversal
 from rsd_plugin.sampling import Level, beam, branch
+
+_LOGGER = logging.getLogger(__name__)
+
+_NOT_DRAFTED = -1e20
+"""Logit of tokens that are never drafted. It is finite, so that requests which allow no other token
+still have a distribution."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,19 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
     Args:
         options: The method's options.
         vocab_size: Vocabulary size of the draft model and the target.
+        hot: `int64 [H]`, the tokens that are drafted, on the models' device; None for all.
+        logger: Logger of the host.
     """
 
     _options: RsdOptions
 
-    def __init__(self, options: RsdOptions, vocab_size: int) -> None:
+    def __init__(
+        self,
+        options: RsdOptions,
+        vocab_size: int,
+        hot: Tensor | None = None,
+        logger: logging.Logger = _LOGGER,
+    ) -> None:
         self._options = options
         self._shape = options.shape
         self._vocab_size = vocab_size
@@ -72,6 +88,49 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         self._read_times = ReadTimes()
         self._max_children = max(self._shape.factors or self._shape.widths)
         self._traverses = options.verify == "traversal"
+        self._hot = hot
+        self._hot_head: HotHead | None = None
+        self._logger = logger
+
+    def read_head(self, head: Head, width: int, dtype: torch.dtype) -> None:
+        """Copy the hot tokens' part of the draft model's output head, if it is used.
+
+        Raises:
+            ValueError: The logits are not a product with the head alone, and `head` is a number.
+        """
+        if self._hot is None:
+            return
+        hot_head = HotHead(self._hot, width, dtype)
+        with torch.inference_mode():
+            try:
+                hot_head.check(head)
+            except ValueError as error:
+                reason = f"does not work with model={self._options.model!r}: {error}"
+                if self._options.head == "hot":
+                    self._logger.info("head=hot %s, so all tokens are drafted", reason)
+                    return
+                raise ValueError(
+                    f"head={self._options.head} {reason}. Choose head=whole"
+                ) from error
+            hot_head.read(head)
+        self._hot_head, self._head = hot_head, head
+        self._logger.info(
+            "RSD drafts the %d most frequent of %d tokens", len(self._hot), self._vocab_size
+        )
+
+    def on_new_weights(self) -> None:
+        """Read the head again."""
+        if self._hot_head is not None:
+            with torch.inference_mode():
+                self._hot_head.read(self._head)
+
+    def logits(self, states: Tensor, head: Head) -> Tensor:
+        """Logits `[N, V]` of the draft model's states `[N, d]`."""
+        if self._hot is None or self._hot_head is None:
+            return head(states)
+        hot = self._hot_head.logits(states).float()
+        logits = hot.new_full((len(states), self._vocab_size), _NOT_DRAFTED)
+        return logits.index_copy_(1, self._hot, hot)
 
     def share_trees(self, tables: RankTables, group: Group | None = None) -> None:
         """Let the candidates of Token Recycling's tables share the trees; called before `allocate`.

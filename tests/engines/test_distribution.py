@@ -6,6 +6,8 @@ computed from the target by enumeration. Planted faults show that the test can f
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ FAULTY = 5_000
 AHEAD = 10_000
 ON_V2 = 6_000
 TRAVERSED = 6_000
+HOT = 10_000
 FREE: dict[str, Any] = {"temperature": 1.3, "max_tokens": 4, "ignore_eos": True}
 SAMPLING = {**FREE, "top_k": 8}
 GREEDY = {**FREE, "temperature": 0.0}
@@ -134,6 +137,34 @@ def test_rsd(host: Host, target: Path, draft: Path) -> None:
     assert answer.counters["non_first_child_accepted"] > 0
     assert answer.counters["kv_rows_moved"] > 0
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+
+
+def test_rsd_of_frequent_tokens(host: Host, target: Path, draft: Path, tmp_path: Path) -> None:
+    """Tokens that are not drafted are sampled as often as without drafts.
+
+    Greedy requests in the batches stay greedy.
+    """
+    # Those of the last merges are left out.
+    names = ["a", "ab", "b", "bc", "c", "cd", "d", "de", "e", "ea"]
+    merges = [["e", "a"], ["c", "d"], ["d", "e"], ["a", "b"], ["b", "c"]]
+    vocabulary = {name: token for token, name in enumerate(names)}
+    tokenizer = {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}}
+    for file in target.iterdir():
+        shutil.copy(file, tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = {"tree": RSD_TREES[host.name], "head": 7}
+    cases = [
+        Case([PROMPT] * HOT, SAMPLING),
+        Case([PROMPT], GREEDY),
+        Case([PROMPT] * 64, [SAMPLING, GREEDY] * 32),
+    ]
+    (answer, greedy, mixed), log = serve(host, tmp_path, cases, "rsd", options, draft)
+    assert "RSD drafts the 7 most frequent of 10 tokens" in log
+    assert answer.counters["accepted_tokens"] > 0.2 * answer.counters["steps"]
+    assert answer.counters["non_first_child_accepted"] > 0
+    assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001
+    assert mixed.tokens[1::2] == greedy.tokens * 32
+    assert mixed.tokens[0::2] != greedy.tokens * 32
 
 
 @pytest.mark.full

@@ -175,7 +175,10 @@ def test_chains_of_a_draft_model_that_is_the_target_are_always_accepted(tiny_lla
 
 @pytest.mark.full
 def test_structured_output_and_opting_out(tmp_path: Path) -> None:
-    """Requests that follow a grammar are drafted for, and those that ask for it are not."""
+    """Requests that follow a grammar are drafted for, and those that ask for it are not.
+
+    The tokenizer tells which tokens are drafted.
+    """
     model = add_byte_tokenizer(make_tiny_llama(tmp_path / "target"))
     draft = make_first_layers(model, tmp_path / "draft", 1)
     grammar = {"choice": ["green", "yellow ochre"]}
@@ -187,7 +190,8 @@ def test_structured_output_and_opting_out(tmp_path: Path) -> None:
         Case(PROMPTS, chosen),
     ]
     plainly, _ = run_v2(model, cases)
-    answers, log = run_v2(model, cases, "rsd", draft)
+    answers, log = run_v2(model, cases, "rsd", draft, head=400)
+    assert "RSD drafts the 400 most frequent of 512 tokens" in log
     for without, with_trees in zip(plainly, answers, strict=True):
         assert with_trees.tokens == without.tokens
     assert answers[0].counters["draft_tokens"] > 0

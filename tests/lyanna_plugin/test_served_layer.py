@@ -13,7 +13,7 @@ from tiny_models import make_tiny_llama
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lyanna_plugin.linear import Linear
+from drafttree.linear import Linear
 from lyanna_plugin.model import LyannaModel
 from lyanna_plugin.served_layer import ServedLayer
 

@@ -25,7 +25,7 @@ from tree_kernels.mask import depths, tree_mask
 
 from drafttree.arrays import LongArray
 from drafttree.method import Method
-from drafttree.model_drafters import DraftModelDrafter
+from drafttree.model_drafters import DraftModelDrafter, Head
 from drafttree.seeds import Seeds
 from drafttree.sglang.acceptance_sampler import filter_probs
 from drafttree.sglang.drafters.draft_model_texts import DraftModelTexts
@@ -33,7 +33,7 @@ from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.graphs.draft_model import DraftModelGraphs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
-from drafttree.sglang.patches import install_acceptance_sampler
+from drafttree.sglang.patches import install_acceptance_sampler, replace_logits
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Proposal, Step
 from drafttree.sglang.verify_input import prepare_verify
@@ -105,8 +105,23 @@ class DraftModelWorker(ModelDraftingWorker):
                 attention_backend_override=attention_backends()[0],
             )
         )
+        # Whether the forward under way is of nodes whose children are drawn. The last of a step is
+        # not, and none of a prompt.
+        self._draws = False
+        runner = self._draft_worker.draft_runner
+        head = replace_logits(runner.model, self._draft_logits)
+        if head is not None:
+            self.drafter.read_head(head, runner.model_config.hidden_size, runner.dtype)
         self._seeds = Seeds(self._device, target_worker.random_seed)
         install_acceptance_sampler(self._runner)
+
+    def _draft_logits(self, states: torch.Tensor, head: Head) -> torch.Tensor:
+        """The draft model's logits in a forward; on a CPU none unless something is drawn from them.
+
+        CUDA graphs compute them in any case.
+        """
+        needed = self._draws or self._device.type != "cpu"
+        return self.drafter.logits(states, head) if needed else states[:, :0]
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Take the target's memory pools, and give the draft model a KV cache in the same slots."""
@@ -190,8 +205,8 @@ class DraftModelWorker(ModelDraftingWorker):
             # parts of a node's KV must be of one token.
             trees = broadcast_trees(trees, trees.tokens.shape[1] - 1, self._group)
             logits = self._forward_draft(batch, trees, first)
-            if trees.tokens.shape[1] == self._columns:
-                return logits  # nothing is sampled below the leaves
+            if not self._draws_from(trees):
+                return logits
             logits = logits.float()
             if has_penalties(batch):
                 logits = _penalised(logits, self._penalties, trees, slots, first)
@@ -209,8 +224,15 @@ class DraftModelWorker(ModelDraftingWorker):
         self.draft_seconds += perf_counter() - started
         return Proposal(trees, lambda verified: self.drafter.acceptance_rule(verified, drawn))
 
+    def _draws_from(self, trees: DraftTree) -> bool:
+        """Whether children of the trees' last columns are drawn; none are below the leaves."""
+        return trees.tokens.shape[1] < self._columns
+
     def _forward_draft(self, batch: Any, trees: DraftTree, first: int) -> torch.Tensor:
-        """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`."""
+        """The draft model's logits of the nodes from column `first` on, `[B, N - first, V]`.
+
+        They are arbitrary if nothing is drawn from them.
+        """
         read, columns = trees, trees.tokens.shape[1]
         cached = first
         if self._device.type != "cpu":
@@ -226,8 +248,11 @@ class DraftModelWorker(ModelDraftingWorker):
         prepare_verify(batch, read, depth, self.req_to_token_pool.req_to_token, cached)
         worker, graphs = self._draft_worker.draft_worker, self._draft_worker.graphs
         with nullcontext() if graphs is None else graphs.used():
+            self._draws = self._draws_from(trees)
             output = worker.forward_batch_generation(batch, is_verify=True).logits_output
         logits: torch.Tensor = output.next_token_logits
+        if not self._draws:
+            return logits
         return logits.view(len(depth), -1, self._vocab_size)[:, first - cached : columns - cached]
 
     def _near_the_end(self, batch: Any) -> bool:

@@ -22,6 +22,7 @@ from drafttree.sglang.patches.runner import (
     install_acceptance_sampler,
     observe_prefill,
     publish_reads,
+    replace_logits,
     verify_in_graphs,
 )
 from drafttree.sglang.patches.scheduler import (
@@ -45,6 +46,7 @@ __all__ = [
     "observe_prefill",
     "publish_reads",
     "refuse_recaptures",
+    "replace_logits",
     "report_counters",
     "report_new_weights",
     "route_attention",

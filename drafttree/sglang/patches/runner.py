@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from drafttree.sglang.versions import unknown
 
 if TYPE_CHECKING:
     import torch
+
+    from drafttree.model_drafters import Head
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -42,6 +45,12 @@ PATCHES: tuple[Patch, ...] = (
         "captured",
         reason="SGLang's graphs read masks in a buffer, which its Triton backend does not allocate "
         "for draft models: those of its own methods verify nothing.",
+    ),
+    Patch(
+        target="sglang.srt.layers.logits_processor:LogitsProcessor._get_logits",
+        when=f"{WITH_A_WORKER}, on a draft model's logits processor alone",
+        reason="Models compute their logits within a forward. A drafter may need those of some "
+        "tokens alone, or none.",
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner:ModelRunner.shared_read_done_event",
@@ -131,6 +140,41 @@ def verify_in_graphs(runner: Any) -> None:
     if not hasattr(backend, "is_draft_runner"):
         raise unknown("TritonAttnBackend has no is_draft_runner")
     backend.is_draft_runner = False
+
+
+def replace_logits(model: Any, logits: Callable[[torch.Tensor, Head], torch.Tensor]) -> Head | None:
+    """Let another function compute a draft model's logits.
+
+    Args:
+        model: The draft model.
+        logits: `(states [N, d], head) -> [N, V]`, called in each forward with the states of which
+            logits are needed and the model's own head.
+
+    Returns:
+        The model's own head; None if it has none of SGLang's kind, and nothing was replaced.
+
+    Raises:
+        RuntimeError: The patch does not fit this SGLang.
+    """
+    from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    processor, lm_head = getattr(model, "logits_processor", None), getattr(model, "lm_head", None)
+    if not isinstance(processor, LogitsProcessor) or lm_head is None:
+        return None
+    stock = inspect.unwrap(processor._get_logits)
+
+    def wrap(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def get_logits(states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            return logits(states, lambda rows: stock(rows, *arguments, **named))
+
+        return get_logits
+
+    expected = ["hidden_states", "lm_head", "logits_metadata", "embedding_bias"]
+    replace_function(
+        processor, "_get_logits", wrap, expected=[*expected, "use_logits_buffer"], unknown=unknown
+    )
+    return lambda states: stock(states, lm_head, LogitsMetadata(ForwardMode.DECODE))
 
 
 def publish_reads(runner: Any) -> None:

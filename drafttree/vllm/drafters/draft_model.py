@@ -70,7 +70,9 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
         self._rule_sampler = AcceptanceSampler(self.sampler)
 
     def _load_drafter(self) -> None:
-        self._draft_model = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
+        loaded = load_draft_model(self._draft_path, self.vllm_config, self.load_config)
+        self._draft_model = loaded.model
+        self._drafter.read_head(loaded.model.compute_logits, loaded.hidden_size, self.dtype)
         rows = self.scheduler_config.max_num_batched_tokens
         self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)
         self._draft_graphs.capture_with(self.get_model(), lambda: self._step is not None)
@@ -223,7 +225,7 @@ class DraftModelRunner(InStepRunner[DraftModelStep]):
             hidden = levels.read_level(first, known)
         if columns == len(self._planned):
             return hidden[:0]  # nothing is drafted below the leaves
-        logits = self._draft_model.compute_logits(hidden.flatten(0, 1))
+        logits = self._drafter.logits(hidden.flatten(0, 1), self._draft_model.compute_logits)
         logits = logits.float().view(requests, last - first, -1)
         metadata = self.input_batch.sampling_metadata
         logits = adjusted(logits, metadata, step.outputs, trees, first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.compilation.backends import set_model_tag
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -16,16 +16,25 @@ PREFIX = "draft_model"
 """Prefix of the draft model's layers in the engine's registry of layers."""
 
 
-def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> Any:
+class DraftModel(NamedTuple):
+    """A draft model.
+
+    Attributes:
+        model: vLLM's model.
+        hidden_size: Size of its hidden states.
+    """
+
+    model: Any
+    hidden_size: int
+
+
+def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> DraftModel:
     """Load a draft model as the engine loads a target; the target must be loaded already.
 
     Args:
         path: The draft model's folder.
         engine: The engine's configuration, in which the layers are registered.
         load: How the engine loads models.
-
-    Returns:
-        vLLM's model.
 
     Raises:
         ValueError: The engine cannot serve the two models together.
@@ -47,7 +56,7 @@ def load_draft_model(path: str, engine: VllmConfig, load: LoadConfig) -> Any:
     with set_model_tag(PREFIX):
         model = get_model(vllm_config=config, prefix=PREFIX)
     _check_heads(path, engine.compilation_config.static_forward_context)
-    return model
+    return DraftModel(model, config.model_config.get_hidden_size())
 
 
 def _check_heads(path: str, layers: dict[str, Any]) -> None:

@@ -71,7 +71,9 @@ class DraftModelRunnerV2(InStepRunnerV2):
         check_sampler(self.sampler, self.max_num_reqs)
         self._drafter = method.drafter(options, self._target())
         path = str(options.model)
-        self._draft_model = load_draft_model(path, self.vllm_config, self.load_config)
+        loaded = load_draft_model(path, self.vllm_config, self.load_config)
+        self._draft_model = loaded.model
+        self._drafter.read_head(loaded.model.compute_logits, loaded.hidden_size, self.dtype)
         rows = self.scheduler_config.max_num_batched_tokens
         self._draft_graphs = DraftGraphs(self._draft_model, rows, self.device)
         self._draft_graphs.capture_with(self.get_model(), lambda: self._step is not None)
@@ -210,8 +212,8 @@ class DraftModelRunnerV2(InStepRunnerV2):
             hidden = levels.read_level(first, trees.truncated(last - 1))
         if columns == len(self._planned):
             return hidden[:0]  # nothing is drafted below the leaves
-        logits = self._draft_model.compute_logits(hidden.flatten(0, 1)).float()
-        probs = self._distributions(batch, step, logits, slice(first, last))
+        logits = self._drafter.logits(hidden.flatten(0, 1), self._draft_model.compute_logits)
+        probs = self._distributions(batch, step, logits.float(), slice(first, last))
         return with_columns(probs.view(requests, last - first, -1), columns - first)
 
     def _distributions(

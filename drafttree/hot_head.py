@@ -1,4 +1,4 @@
-"""The target's output head for the hot tokens alone.
+"""An output head for the hot tokens alone.
 
 A draft's logits cost one product with the whole head, which in small models and those of large
 vocabularies is a good part of a forward. Drafts are nearly always frequent tokens, so a head of
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from drafttree.linear import Linear
 from drafttree.model_drafters import Head
-from lyanna_plugin.linear import Linear
 
 _ROWS = 64
 """States whose logits are computed at once to read the head."""
@@ -45,7 +44,7 @@ class HotHead:
         states[:, 0] = torch.tensor([0, 1, _FACTOR])
         zero, one, many = head(states)
         if bool((zero != 0).any()) or not torch.allclose(many, _FACTOR * one, rtol=0.02, atol=1e-3):
-            raise ValueError("the target's logits have a bias or are capped")
+            raise ValueError("its logits have a bias or are capped")
 
     def read(self, head: Head) -> None:
         """Read the rows: the logits of unit vectors are the columns of a head's weights.
@@ -64,5 +63,5 @@ class HotHead:
         self._product = Linear(weight)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits `[N, H + 1]` of states `[N, d]`: those of the hot tokens, and -inf for others."""
-        return pad(self._product(states), (0, 1), value=-torch.inf)
+        """Logits `[N, H]` of states `[N, d]`."""
+        return self._product(states)

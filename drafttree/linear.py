@@ -1,4 +1,4 @@
-"""Products with the draft layer's weights, which many steps read with a few rows each."""
+"""Products with weights of which many steps multiply a few rows each."""
 
 from __future__ import annotations
 
