@@ -10,7 +10,7 @@ from drafttree.frequent_tokens import frequent_tokens
 from drafttree.method import DRAFT_MODEL, Method
 from drafttree.model_files import local_folder
 from drafttree.target import Target
-from rsd_plugin.config import HOT_TOKENS, RsdOptions
+from rsd_plugin.config import RsdOptions
 from rsd_plugin.drafter import RsdDrafter
 
 
@@ -30,20 +30,18 @@ def make_drafter(options: RsdOptions, target: Target) -> RsdDrafter:
 
 def _hot_tokens(options: RsdOptions, target: Target) -> torch.Tensor | None:
     """The tokens that are drafted, `int64 [H]`; None for all."""
-    count = HOT_TOKENS if options.head == "hot" else options.head
+    count = options.head
     if count == "whole" or count >= target.vocab_size:
         return None
     # The models have the same vocabulary.
     folder = target.folder or local_folder(options.model)
     tokens = None if folder is None else frequent_tokens(folder, count, target.vocab_size)
-    if tokens is not None:
-        return torch.tensor(tokens, device=target.device)
-    if options.head == "hot":
-        return None
-    raise ValueError(
-        f"head={count} drafts the most frequent tokens, but neither {target.model} nor "
-        f"{options.model} has a tokenizer.json with merges or scores: choose head=whole"
-    )
+    if tokens is None:
+        raise ValueError(
+            f"head={count} drafts the most frequent tokens, but {folder or target.model} has no "
+            "tokenizer.json with merges or scores: choose head=whole"
+        )
+    return torch.tensor(tokens, device=target.device)
 
 
 METHOD = Method(

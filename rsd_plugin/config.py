@@ -26,9 +26,6 @@ _BEAMS = tuple(
     )
 )
 
-HOT_TOKENS = 65_536
-"""Tokens that are drafted with `head=hot`."""
-
 _OF_TABLES = 8
 """How many draft tokens more a tree has with tables, by default."""
 
@@ -75,12 +72,11 @@ class RsdOptions(SharingOptions):
         "high temperature, and reads the target's distributions after all nodes in place of those "
         "on the accepted path.",
     )
-    head: int | Literal["hot", "whole"] = Field(
-        default="hot",
-        description="Which tokens are drafted. `hot`: the 65,536 most frequent ones alone, as the "
-        "tokenizer's merges or scores tell, by a copy of their part of the draft model's output "
-        "head, which takes less time; all where the vocabulary is no larger, or where the "
-        "tokenizer does not tell. A number: so many. `whole`: all.",
+    head: int | Literal["whole"] = Field(
+        default="whole",
+        description="Which tokens are drafted. `whole`: all. A number: so many, those that the "
+        "tokenizer's merges or scores tell to be the most frequent ones, by a copy of their part "
+        "of the draft model's output head, which takes less time.",
     )
     tables: bool | RecycleOptions = Field(
         default=False,

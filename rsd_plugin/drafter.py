@@ -96,7 +96,7 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
         """Copy the hot tokens' part of the draft model's output head, if it is used.
 
         Raises:
-            ValueError: The logits are not a product with the head alone, and `head` is a number.
+            ValueError: The logits are not a product with the head alone.
         """
         if self._hot is None:
             return
@@ -105,12 +105,9 @@ class RsdDrafter(SharingDrafter, DraftModelDrafter):
             try:
                 hot_head.check(head)
             except ValueError as error:
-                reason = f"does not work with model={self._options.model!r}: {error}"
-                if self._options.head == "hot":
-                    self._logger.info("head=hot %s, so all tokens are drafted", reason)
-                    return
                 raise ValueError(
-                    f"head={self._options.head} {reason}. Choose head=whole"
+                    f"head={self._options.head} does not work with "
+                    f"model={self._options.model!r}: {error}. Choose head=whole"
                 ) from error
             hot_head.read(head)
         self._hot_head, self._head = hot_head, head

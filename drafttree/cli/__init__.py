@@ -11,6 +11,7 @@ from drafttree.cli.demo import demo
 from drafttree.cli.doctor import doctor
 from drafttree.cli.model import model
 from drafttree.cli.prepare import prepare
+from drafttree.cli.quantize import quantize
 from drafttree.cli.report import report
 from drafttree.cli.trace import trace
 from drafttree.cli.train import train
@@ -47,6 +48,7 @@ def main(
 app.command()(model)
 app.command()(doctor)
 app.command()(prepare)
+app.command()(quantize)
 app.command()(bench)
 app.command()(demo)
 app.command()(tree)

@@ -159,7 +159,8 @@ def test_rsd_of_frequent_tokens(host: Host, target: Path, draft: Path, tmp_path:
         Case([PROMPT] * 64, [SAMPLING, GREEDY] * 32),
     ]
     (answer, greedy, mixed), log = serve(host, tmp_path, cases, "rsd", options, draft)
-    assert "RSD drafts the 7 most frequent of 10 tokens" in log
+    # SGLang logs errors alone here.
+    assert host.name == "sglang" or "RSD drafts the 7 most frequent of 10 tokens" in log
     assert answer.counters["accepted_tokens"] > 0.2 * answer.counters["steps"]
     assert answer.counters["non_first_child_accepted"] > 0
     assert p_value(answer.tokens, joint(target, SAMPLING["top_k"])) > 0.001

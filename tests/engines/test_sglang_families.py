@@ -15,6 +15,7 @@ from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
 from tiny_families import make_tiny_family
 
+from drafttree.quantization import quantize
 from lyanna_plugin.checkpoint import save
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
@@ -61,10 +62,12 @@ def test_quantised_weights_of_target_and_draft_model(
     """RSD's draft model is the target. Lyanna's layer has the target's embeddings and head."""
     (tmp_path / "target").mkdir()
     model = quantise(tiny_llama, tmp_path / "target", "int8")
-    draft, options = model, {}
+    draft, options = tmp_path / "draft", {}
     if method == "lyanna":
-        draft, options = tmp_path / "drafter", {"nodes": 12}
+        options = {"nodes": 12}
         save(drafter_for(model), draft)
+    else:
+        quantize(tiny_llama, draft, report=lambda line: None)
     cases = [Case(some_prompts(12), GREEDY)]
     (plain,), _ = run_sglang(model, cases, drafted=False, variables=int8_on_cpu.ENVIRONMENT)
     (drafted,), _ = run_sglang(

@@ -10,7 +10,7 @@ import make_widened_model
 import pytest
 from random_prompts import some_prompts
 from sglang_runs import Answer, Case, run_sglang
-from tiny_models import make_first_layers, make_tiny_llama
+from tiny_models import add_byte_tokenizer, make_first_layers, make_tiny_llama
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 
@@ -72,6 +72,23 @@ def test_texts_reach_the_end_of_a_context_of_learned_positions(
     )
     assert drafted.tokens == plain.tokens
     assert drafted.counters["accepted_tokens"] > 20
+
+
+def test_prompts_are_scored_by_the_target_alone(
+    tmp_path: Path, proves_drafting: Callable[[Answer], None]
+) -> None:
+    """The draft model computes logits of frequent tokens, and none of prompts."""
+    model = add_byte_tokenizer(make_tiny_llama(tmp_path))
+    case = Case(some_prompts(6), GREEDY, logprobs=1, scored=True)
+    (plain,), _ = run_sglang(model, [case], drafted=False)
+    options = {"tree": "beam:3x3", "head": 400}
+    (drafted,), log = run_sglang(model, [case], options, method="rsd", draft_model=model)
+    assert "RSD drafts the 400 most frequent of 512 tokens" in log
+    assert drafted.tokens == plain.tokens
+    proves_drafting(drafted)
+    for mine, theirs, prompt in zip(drafted.scores, plain.scores, case.prompts, strict=True):
+        assert len(mine) == len(prompt) - 1
+        assert mine == pytest.approx(theirs, abs=1e-3)
 
 
 def test_updates_of_weights_leave_the_draft_model_alone(tiny_llama: Path, tmp_path: Path) -> None:

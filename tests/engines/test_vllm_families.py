@@ -15,6 +15,7 @@ from tiny_families import FAMILIES, make_tiny_family
 from tiny_models import make_first_layers
 from vllm_runs import Answer, Case, run_vllm
 
+from drafttree.quantization import quantize
 from lyanna_plugin.checkpoint import save
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
@@ -55,12 +56,16 @@ def test_quantised_weights(
     equals_plain_decoding(model, proves_drafting, dtype=DTYPES.get(form, "bfloat16"))
 
 
-@pytest.mark.full
-def test_a_quantised_draft_model(tiny_llama: Path, tmp_path: Path) -> None:
-    model = quantise(tiny_llama, tmp_path, "int8")
+def test_a_quantised_copy_of_the_target_as_its_draft_model(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    quantize(tiny_llama, draft, report=lambda line: None)
     cases = [Case(some_prompts(8), GREEDY)]
-    plain, _ = run_vllm(model, cases)
-    drafted, _ = run_vllm(model, cases, {"method": "rsd", "model": str(model)})
+    dtype = DTYPES.get("int8", "bfloat16")
+    plain, _ = run_vllm(tiny_llama, cases, dtype=dtype)
+    method = {"method": "rsd", "model": str(draft)}
+    drafted, _ = run_vllm(tiny_llama, cases, method, dtype=dtype)
     assert drafted[0].tokens == plain[0].tokens
     assert drafted[0].counters["accepted_tokens"] > drafted[0].counters["steps"]
 

@@ -71,18 +71,10 @@ def test_frequent_tokens_alone_have_logits(
     assert probs[:, 510:].eq(0.5).all()
 
 
-def test_all_tokens_are_drafted_of_small_vocabularies_and_where_asked(target: Target) -> None:
-    for options in ({}, {"head": "hot"}, {"head": "whole"}, {"head": 512}, {"head": 600}):
+def test_all_tokens_are_drafted_unless_a_smaller_number_is_given(target: Target) -> None:
+    for options in ({}, {"head": "whole"}, {"head": 512}, {"head": 600}):
         assert is_whole(drafter_for(target, **options))
     assert not is_whole(drafter_for(target, head=511))
-
-
-def test_the_most_frequent_tokens_of_a_large_vocabulary_are_drafted(target: Target) -> None:
-    large = replace(target, vocab_size=65_537)
-    assert drafter_for(large, head="whole")._hot is None
-    hot = drafter_for(large)._hot
-    assert hot is not None
-    assert hot.tolist() == [*range(VOCAB)]
 
 
 def test_the_tokenizer_may_be_the_draft_models(target: Target) -> None:
@@ -97,10 +89,10 @@ def test_tokenizers_that_tell_no_order(target: Target) -> None:
         without = replace(target, folder=folder)
         with pytest.raises(ValueError, match=r"^head=510 .* tokenizer\.json .* head=whole$"):
             drafter_for(without, head=510)
-        assert drafter_for(replace(without, vocab_size=65_537))._hot is None
+        assert is_whole(drafter_for(without))
 
 
-def test_heads_with_a_bias_or_a_cap(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_with_a_bias_or_a_cap_are_refused(target: Target) -> None:
     def capped(states: torch.Tensor) -> torch.Tensor:
         return 30 * torch.tanh(head(states) / 30)
 
@@ -112,13 +104,9 @@ def test_heads_with_a_bias_or_a_cap(target: Target, caplog: pytest.LogCaptureFix
         drafter = drafter_for(target, head=510)
         with pytest.raises(ValueError, match=r"^head=510 .*'draft': .* Choose head=whole$"):
             drafter.read_head(other, SIZE, torch.float32)
-        drafter = RsdDrafter(
-            METHOD.parse({"model": "draft"}), VOCAB, torch.arange(4), target.logger
-        )
-        with caplog.at_level(logging.INFO, "test"):
-            drafter.read_head(other, SIZE, torch.float32)
-        assert torch.equal(drafter.logits(states, other), other(states))
-        assert "so all tokens are drafted" in caplog.text
+        whole = drafter_for(target)
+        whole.read_head(other, SIZE, torch.float32)
+        assert torch.equal(whole.logits(states, other), other(states))
 
 
 def test_the_drafter_reads_new_weights(target: Target) -> None:

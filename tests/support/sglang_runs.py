@@ -26,6 +26,7 @@ class Case:
         sampling: The engine's sampling parameters: one set for all requests, or one per request.
         together: Whether to submit all requests at once instead of one after the other.
         logprobs: Number of best tokens to report beside the chosen one; None for no logprobs.
+        scored: Whether to report the logprobs of the prompts' tokens too, with `logprobs`.
         reset: Whether to flush the engine's cache, and so forget everything learned, before the
             case.
         rounds: How many times to submit the requests; the last answers count.
@@ -45,6 +46,7 @@ class Case:
     sampling: dict[str, Any] | list[dict[str, Any]]
     together: bool = True
     logprobs: int | None = None
+    scored: bool = False
     reset: bool = False
     rounds: int = 1
     after: Path | None = None
@@ -68,6 +70,7 @@ class Answer:
         texts: The new text of each request; None if the engine has no tokenizer.
         logprobs: The chosen token's logprob for each request and position.
         top_logprobs: The best tokens' logprobs by token id, for each request and position.
+        scores: The logprobs of the prompts' tokens, but the first, for each request.
         reasons: Why each request ended.
         cached: Prompt tokens of each request that were found in the cache.
         retractions: How often each request was retracted.
@@ -79,6 +82,7 @@ class Answer:
     texts: list[str | None]
     logprobs: list[list[float]]
     top_logprobs: list[list[dict[int, float]]]
+    scores: list[list[float]]
     reasons: list[str | None]
     cached: list[int]
     retractions: list[int]
@@ -217,6 +221,9 @@ def _answer(engine: Any, case: Case) -> Answer:
             [{token: logprob for logprob, token, *_ in best or ()} for best in positions]
             for positions in (info.get("output_top_logprobs") or () for info in infos)
         ],
+        scores=[
+            [logprob for logprob, *_ in info.get("input_token_logprobs", ())][1:] for info in infos
+        ],
         reasons=[(info["finish_reason"] or {}).get("type") for info in infos],
         cached=[info.get("cached_tokens", 0) for info in infos],
         retractions=[info.get("num_retractions", 0) for info in infos],
@@ -231,6 +238,8 @@ def _generate(engine: Any, case: Case, pieces: list[int]) -> list[dict[str, Any]
     extra: dict[str, Any] = {}
     if case.logprobs is not None:
         extra = {"return_logprob": True, "top_logprobs_num": case.logprobs}
+        if case.scored:
+            extra["logprob_start_len"] = 0
     if case.processor is not None:
         import sglang_processors
 

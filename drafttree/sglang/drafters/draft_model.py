@@ -33,6 +33,7 @@ from drafttree.sglang.drafters.with_model import ModelDraftingWorker
 from drafttree.sglang.graphs.draft_model import DraftModelGraphs
 from drafttree.sglang.kv_cache import kv_movers
 from drafttree.sglang.limits import whole_trees
+from drafttree.sglang.model_parts import output_head, text_model
 from drafttree.sglang.patches import install_acceptance_sampler, replace_logits
 from drafttree.sglang.penalties import Penalties, has_penalties
 from drafttree.sglang.state import Proposal, Step
@@ -109,9 +110,9 @@ class DraftModelWorker(ModelDraftingWorker):
         # not, and none of a prompt.
         self._draws = False
         runner = self._draft_worker.draft_runner
-        head = replace_logits(runner.model, self._draft_logits)
-        if head is not None:
-            self.drafter.read_head(head, runner.model_config.hidden_size, runner.dtype)
+        model = text_model(runner.model)
+        head = replace_logits(model.logits_processor, output_head(model), self._draft_logits)
+        self.drafter.read_head(head, runner.model_config.hidden_size, runner.dtype)
         self._seeds = Seeds(self._device, target_worker.random_seed)
         install_acceptance_sampler(self._runner)
 
@@ -151,6 +152,7 @@ class DraftModelWorker(ModelDraftingWorker):
         batch = copy(batch)
         batch.spec_info = batch.input_embeds = None
         batch.replace_embeds = batch.replace_positions = None
+        batch.return_logprob = False
         self._draft_worker.draft_worker.forward_batch_generation(batch, is_verify=True)
         return result
 

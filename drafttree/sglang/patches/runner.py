@@ -142,27 +142,25 @@ def verify_in_graphs(runner: Any) -> None:
     backend.is_draft_runner = False
 
 
-def replace_logits(model: Any, logits: Callable[[torch.Tensor, Head], torch.Tensor]) -> Head | None:
+def replace_logits(
+    processor: Any, lm_head: Any, logits: Callable[[torch.Tensor, Head], torch.Tensor]
+) -> Head:
     """Let another function compute a draft model's logits.
 
     Args:
-        model: The draft model.
+        processor: The draft model's logits processor.
+        lm_head: Its output head.
         logits: `(states [N, d], head) -> [N, V]`, called in each forward with the states of which
             logits are needed and the model's own head.
 
     Returns:
-        The model's own head; None if it has none of SGLang's kind, and nothing was replaced.
+        The model's own head.
 
     Raises:
-        RuntimeError: The patch does not fit this SGLang.
+        RuntimeError: The patch does not fit this SGLang, or this model.
     """
-    from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+    from sglang.srt.layers.logits_processor import LogitsMetadata
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-
-    processor, lm_head = getattr(model, "logits_processor", None), getattr(model, "lm_head", None)
-    if not isinstance(processor, LogitsProcessor) or lm_head is None:
-        return None
-    stock = inspect.unwrap(processor._get_logits)
 
     def wrap(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def get_logits(states: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -174,6 +172,7 @@ def replace_logits(model: Any, logits: Callable[[torch.Tensor, Head], torch.Tens
     replace_function(
         processor, "_get_logits", wrap, expected=[*expected, "use_logits_buffer"], unknown=unknown
     )
+    stock = inspect.unwrap(processor._get_logits)
     return lambda states: stock(states, lm_head, LogitsMetadata(ForwardMode.DECODE))
 
 

@@ -121,7 +121,7 @@ class _GraphModel(Model):
         totals = positions + get_attn_backend().totals(batch)
         logits = self._after[tokens] + self._shifts[totals % self._shifts.shape[0]]
         output = batch.next_token_logits_buffer
-        output.copy_(logits)
+        output.copy_(self.logits(logits))
         hidden = logits if batch.capture_hidden_mode.is_full() else None
         return LogitsProcessorOutput(next_token_logits=output, hidden_states=hidden)
 

@@ -203,7 +203,10 @@ class DraftWorker(TargetWorker):
         if batch.spec_info is None:
             self._prompts(batch)
             return GenerationBatchResult()
-        return super().forward_batch_generation(batch, is_verify)
+        result = super().forward_batch_generation(batch, is_verify)
+        output, model = result.logits_output, self.model_runner.model
+        output.next_token_logits = model.logits(output.next_token_logits)
+        return result
 
     def _cache(self) -> Any:
         return self.model_runner.token_to_kv_pool
@@ -216,15 +219,32 @@ class DraftWorker(TargetWorker):
         return found
 
 
+def _get_logits(
+    hidden_states: torch.Tensor,
+    lm_head: Any,
+    logits_metadata: Any,
+    embedding_bias: torch.Tensor | None = None,
+    use_logits_buffer: bool = True,
+) -> torch.Tensor:
+    return hidden_states
+
+
 class Model(torch.nn.Module):
     """As much of the target's model as a worker reads; hidden states are logits."""
 
-    lm_head = None
+    lm_head = "head"
 
     def __init__(self, embeddings: torch.Tensor) -> None:
         super().__init__()
         self._embeddings = embeddings
-        self.logits_processor = SimpleNamespace(_compute_lm_head=lambda hidden, head: hidden)
+        self.logits_processor = SimpleNamespace(
+            _compute_lm_head=lambda hidden, head: hidden, _get_logits=_get_logits
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of rows, as a forward computes them."""
+        logits: torch.Tensor = self.logits_processor._get_logits(hidden, self.lm_head, None)
+        return logits
 
     def get_input_embeddings(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """The embedding of a token is what the target says after it."""

@@ -1,0 +1,26 @@
+"""`drafttree quantize`: save a copy of a model with 8-bit weights, to draft with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from drafttree.quantization import quantize as quantize_model
+
+
+def quantize(
+    model: Annotated[Path, typer.Argument(help="The model's folder.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="A new folder for the copy.", show_default=False)],
+) -> None:
+    """Save a copy of a model with 8-bit weights, which drafts in less time."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        with console.status("Reading the model") as status:
+            quantize_model(model, output, status.update)
+    except (ValueError, OSError) as error:
+        console.print(f"drafttree quantize: {error}", markup=False)
+        raise typer.Exit(1) from None
+    print(output)
