@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -122,12 +121,12 @@ def _quantize_file(file: Path, output: Path, linear: set[str]) -> list[str]:
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
+    try:
+        opened = safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {file} cannot be read: {error}") from error
     made: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        try:
-            weights = stack.enter_context(safe_open(file, "pt"))
-        except SafetensorError as error:
-            raise ValueError(f"the weights in {file} cannot be read: {error}") from error
+    with opened as weights:
         for name in weights.keys():  # noqa: SIM118 - this is no dictionary
             weight = weights.get_tensor(name)
             if name in linear:

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from drafttree.quantization import quantize as quantize_model
-
 
 def quantize(
     model: Annotated[Path, typer.Argument(help="The model's folder.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="A new folder for the copy.", show_default=False)],
 ) -> None:
     """Save a copy of a model with 8-bit weights, which drafts in less time."""
+    from drafttree.quantization import quantize as quantize_model  # it takes seconds to import
+
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         with console.status("Reading the model") as status:

@@ -78,11 +78,12 @@ def test_prompts_are_scored_by_the_target_alone(
     tmp_path: Path, proves_drafting: Callable[[Answer], None]
 ) -> None:
     """The draft model computes logits of frequent tokens, and none of prompts."""
-    model = add_byte_tokenizer(make_tiny_llama(tmp_path))
+    model = add_byte_tokenizer(make_tiny_llama(tmp_path / "target"))
+    draft = make_first_layers(model, tmp_path / "draft", 1)
     case = Case(some_prompts(6), GREEDY, logprobs=1, scored=True)
     (plain,), _ = run_sglang(model, [case], drafted=False)
     options = {"tree": "beam:3x3", "head": 400}
-    (drafted,), log = run_sglang(model, [case], options, method="rsd", draft_model=model)
+    (drafted,), log = run_sglang(model, [case], options, method="rsd", draft_model=draft)
     assert "RSD drafts the 400 most frequent of 512 tokens" in log
     assert drafted.tokens == plain.tokens
     proves_drafting(drafted)
